@@ -117,16 +117,17 @@ def target_signature(target: Target, taps: Sequence[int]) -> dict[str, Any]:
 
     Returns:
         "dtype" and "device" of the computation, and "places": the numbers of `summary` for "embedding", "layers.i" (the
-        output of each tapped layer, lowest first) and "final" (after the final norm).
+        output of each tapped layer, lowest first) and "final" (after the final norm), where the target has it.
     """
     ids = fixed_ids(target.embedding.num_embeddings).to(target.device)[None]
     layers = sorted(set(taps))
     out = target.forward(ids, taps=layers, final=True)
-    assert out.features is not None and out.final is not None
+    assert out.features is not None
     places = {"embedding": summary(target.embed(ids)[0])}
     for layer, hidden in zip(layers, out.features[0].chunk(len(layers), dim=-1), strict=True):
         places[f"layers.{layer}"] = summary(hidden)
-    places["final"] = summary(out.final[0])
+    if out.final is not None:  # of a target that is served elsewhere it is not known
+        places["final"] = summary(out.final[0])
     return {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type, "places": places}
 
 

@@ -20,6 +20,7 @@ from dflash_toolkit.tracking import log_in
 
 from .config import TrainConfig, configure
 from .distributed.parallel import Processes, speaks, without_local_rank
+from .features.served import ServedTarget, layer_ids
 from .loop import train
 from .objective.loss import use_flex
 from .optim.schedule import packing
@@ -103,7 +104,8 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
         f"{attention} attention on {target.device}{several}",
     )
 
-    signature = target_signature(target, shape.target_layer_ids) if target.mesh else None
+    served = isinstance(target, ServedTarget)  # whose server may be gone in the end
+    signature = target_signature(target, shape.target_layer_ids) if target.mesh or served else None
 
     def export(trained: Drafter, made: Export) -> None:
         form = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
@@ -117,7 +119,13 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
 
 def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Target, Corpus]:
     config = run.config
-    target = Target.load(config.target, processes.device, config.dtype, processes.peers.mesh)
+    target: Target
+    if config.run.feature_endpoint:
+        taps, url = run.shape.target_layer_ids, config.run.feature_endpoint
+        _say(processes, f"hidden states from {url}, whose eagle_aux_hidden_state_layer_ids must be {layer_ids(taps)}")
+        target = ServedTarget(config.target, url, taps, processes.device, config.dtype)
+    else:
+        target = Target.load(config.target, processes.device, config.dtype, processes.peers.mesh)
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
     packed, _ = packing(config, target.device)
     rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()

@@ -224,6 +224,11 @@ class RunOptions:
     feature_dir: str | None = option(
         None, "where disk and hybrid write (default: OUTPUT/work/features); runs of one target and taps may share it"
     )
+    feature_endpoint: str | None = option(
+        None,
+        "a server of vLLM that computes hidden states (extract_hidden_states), for a target too large for these GPUs; "
+        "here are its embedding and head alone",
+    )
     feature_dtype: str = option(
         "auto",
         "what features are kept in, and rounded to where they are not: the target's own, bfloat16, or float8 with a "
@@ -337,6 +342,8 @@ class TrainConfig(ModelOptions):
             raise ValueError(
                 "run.zero keeps no average of the weights: give optim.ema=0, or run.fsdp=true instead of run.zero"
             )
+        if self.run.feature_endpoint:
+            self._check_served()
         if self.run.target_tensor_parallel_size > 1:
             runtimes = {
                 "run.evaluate_runtime": self.run.evaluate_runtime,
@@ -351,6 +358,20 @@ class TrainConfig(ModelOptions):
         if self.drafter.block_size < 2:
             raise ValueError(
                 f"drafter.block_size is {self.drafter.block_size}; a block needs an anchor and a mask (>= 2)"
+            )
+
+    def _check_served(self) -> None:
+        """What wants more of a target than hidden states. Raises ValueError."""
+        asked = (
+            (not self.response_files and self.responses.regenerate, "give --responses (dflash-data --endpoint)"),
+            (bool(self.held_out) or self.prompts.held_out > 0, "give prompts.held_out=0 and no --held-out"),
+            (self.loss.distribution, "leave out loss.kl, tv, lk and lk_hybrid"),
+            (self.run.target_tensor_parallel_size > 1, "leave out run.target_tensor_parallel_size"),
+        )
+        if words := [words for wrong, words in asked if wrong]:
+            raise ValueError(
+                f"run.feature_endpoint computes hidden states, and decodes nothing: {', '.join(words)}; "
+                f"dflash-eval --endpoint measures the drafter"
             )
 
     @property

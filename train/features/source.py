@@ -34,6 +34,7 @@ from ..optim.schedule import packing
 from ..responses.corpus import Corpus, lengths_of
 from ..responses.rows import Row
 from .memory import enough_memory, memory_use, room_behind_step
+from .served import ServedTarget
 from .store import FP8, GIB, DiskStore, MemoryStore, Stored
 
 FORWARD_TOKENS = 16384  # of one forward on a GPU
@@ -82,7 +83,8 @@ class FeatureSource:
         self._packed = packed
         self._dtype = dtype or target.dtype
         self.store = store or MemoryStore(0, 0)
-        self._several = target.device.type == "cuda" and separable(target.model)  # rows in one forward
+        # rows in one forward
+        self._several = isinstance(target, ServedTarget) or (target.device.type == "cuda" and separable(target.model))
         self._readers = ThreadPoolExecutor(READERS)
         self._coming: dict[bytes, Future[Stored]] = {}
         self._put_off: Callable[[int, Progress | None], None] | None = None
@@ -396,10 +398,12 @@ def _fingerprint(
     target: Target, taps: tuple[int, ...], final: bool, dtype: torch.dtype, peers: Processes
 ) -> dict[str, Any]:
     """What tells the features of a row from others of the same tokens."""
-    slices = peers.all_gather(sample_digest(target.local_parameters()))
+    held = [(name, tensor) for name, tensor in target.local_parameters() if not tensor.is_meta]
+    slices = peers.all_gather(sample_digest(held))
+    where = "by vLLM" if isinstance(target, ServedTarget) else f"on {target.device.type}"
     return ({"slices": peers.world} if peers.world > 1 else {}) | {
         "weights": "/".join(slices),
-        "computed": f"{str(target.dtype).removeprefix('torch.')} on {target.device.type}",
+        "computed": f"{str(target.dtype).removeprefix('torch.')} {where}",
         "taps": list(taps),
         "final": final,
         "dtype": str(dtype).removeprefix("torch."),

@@ -30,7 +30,7 @@ from .state import first_difference, read_plan
 FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "recompute",
-              "head_rows", "export_selector")  # fmt: skip
+              "head_rows", "export_selector", "feature_endpoint")  # fmt: skip
 OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
 ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
 

@@ -1,0 +1,150 @@
+"""A target whose layers a vLLM server computes, for one that the GPUs of training do not hold.
+
+Here are its embedding and its head alone. The server is vLLM with the speculative method `extract_hidden_states` and
+its ExampleHiddenStatesConnector: it is sent token ids, leaves a safetensors file in a folder that both see, and says
+which. Until a file is whole the server holds a lock on a file beside it.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from dflash_toolkit.checkpoint.reader import each_tensor, locate, weight_files
+from dflash_toolkit.config import UserError
+from dflash_toolkit.models.structure import Structure
+from dflash_toolkit.models.target import Target, TargetOutput, load_config, load_tokenizer, resolve_dtype, use_device
+
+from ..responses.openai_http import TryAgainError, base_url, find_models, request_json
+
+CONNECTIONS = 32  # texts that the server has at a time
+TIMEOUT_S = 600.0
+RETRIES = 5
+PAUSE_S = 1.0  # before the first of them; doubled for each other
+
+
+class ServedTarget(Target):
+    """The target `name` with hidden states by the server at `url`.
+
+    Args:
+        taps: 0-based ids of the layers whose outputs the server writes, in its order; it numbers them from 1.
+
+    Raises:
+        UserError: no such target, no dense embedding and head, or no such server.
+    """
+
+    def __init__(self, name: str, url: str, taps: Sequence[int], device: str = "auto", dtype: str = "auto") -> None:
+        config = load_config(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        _lend(model, name, use_device(device), dtype)
+        super().__init__(model, load_tokenizer(name), name)
+        self._served, self._url = list(taps), base_url(url)
+        (self._model,) = find_models([url], None, TIMEOUT_S)
+        self._threads = ThreadPoolExecutor(CONNECTIONS)
+
+    def forward(
+        self, ids: Tensor, *, taps: Sequence[int] = (), lengths: Sequence[int] | None = None, **others: Any
+    ) -> TargetOutput:
+        """Features as of `Target.forward`. What stands behind the tapped layers is not known: `final` is None.
+
+        Raises:
+            UserError: the server fails, or leaves no file here, or one of other tokens or layers.
+        """
+        if others.keys() - {"final"} or len(ids) != 1:
+            raise UserError(f"target {self.name}: run.feature_endpoint computes hidden states of whole texts alone")
+        texts = [text.tolist() for text in ids[0].split(list(lengths or [ids.shape[1]]))]
+        hidden = torch.cat(list(self._threads.map(self._states, texts)))  # [T, K, D]
+        columns = hidden[:, [self._served.index(tap) for tap in taps]]
+        return TargetOutput(columns.flatten(1)[None].to(self.device, self.dtype), None)
+
+    def _states(self, text: list[int]) -> Tensor:
+        """[n, K, D] of one text, as the server has them."""
+        body = {"model": self._model, "prompt": text, "max_tokens": 1, "temperature": 0.0}
+        for attempt in range(RETRIES + 1):
+            try:
+                reply = request_json(f"{self._url}/completions", TIMEOUT_S, body)
+                break
+            except TryAgainError as error:
+                if attempt == RETRIES:
+                    raise UserError(f"{self._url}: no hidden states after {RETRIES + 1} attempts ({error})") from error
+                time.sleep(max(error.after_s, PAUSE_S * 2**attempt))
+        path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not isinstance(path, str):
+            raise UserError(
+                f"{self._url} writes no hidden states: start vLLM with the method extract_hidden_states and its "
+                f"ExampleHiddenStatesConnector (docs/scale.md)"
+            )
+        tensors = _taken(path)
+        hidden, tokens = tensors.get("hidden_states"), tensors.get("token_ids")
+        if hidden is None or tokens is None or tokens.tolist() != text:
+            raise UserError(f"{path}: not the hidden states of the text that {self._url} was asked for")
+        wanted = (len(text), len(self._served), int(self.config.hidden_size))
+        if hidden.shape != wanted:
+            raise UserError(
+                f"{path}: hidden states of shape {tuple(hidden.shape)}, not {wanted}; give vLLM "
+                f"eagle_aux_hidden_state_layer_ids {layer_ids(self._served)}"
+            )
+        return hidden
+
+
+def layer_ids(taps: Sequence[int]) -> list[int]:
+    """vLLM's numbers of the layers with these 0-based ids."""
+    return [tap + 1 for tap in taps]
+
+
+def _taken(path: str) -> dict[str, Tensor]:
+    """The tensors of a file that the server has named, which is removed. Raises UserError."""
+    try:
+        with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:  # a server may be told to use none
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}); run.feature_endpoint must write to a folder that this machine sees"
+        ) from error
+    for done in (path, f"{path}.lock"):
+        with contextlib.suppress(OSError):  # another user's
+            os.remove(done)
+    return tensors
+
+
+def _lend(model: Any, name: str, device: torch.device, dtype: str) -> None:
+    """Load the embedding and the head of a model without weights. Raises UserError."""
+    structure = Structure.of_model(model, name)
+    names = {module: path for path, module in model.named_modules()}
+    wanted: dict[str, tuple[nn.Module, str]] = {}
+    lent: tuple[nn.Module, ...] = (structure.embedding, structure.head)
+    for module in lent:
+        for part, _ in module.named_parameters(recurse=False):
+            wanted[f"{names[module]}.{part}"] = module, part
+    found: dict[str, Tensor] = {}
+
+    def take(tensor: str, read: Any) -> None:
+        # of a model with images the language model is a part
+        own = tensor.replace("language_model.model.", "model.").replace("language_model.", "")
+        if own in wanted:
+            found[own] = read(tensor)
+
+    each_tensor(f"target {name}", weight_files(locate("target", name)), take)
+    kind = resolve_dtype(dtype, device)
+    for own, (module, part) in wanted.items():
+        if own not in found and module is structure.head and getattr(model.config, "tie_word_embeddings", False):
+            found[own] = found[f"{names[structure.embedding]}.{part}"]
+        if own not in found:
+            raise UserError(f"target {name}: {own!r} is missing from its weights")
+        shape = getattr(module, part).shape
+        if found[own].shape != shape:
+            raise UserError(f"target {name}: tensor {own!r} has shape {tuple(found[own].shape)}, not {tuple(shape)}")
+        if part == "weight" and found[own].dtype.itemsize < 2:
+            raise UserError(f"target {name}: {own!r} is quantized, and a drafter needs it dense")
+        setattr(module, part, nn.Parameter(found[own].to(device, kind), requires_grad=False))
