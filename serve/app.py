@@ -112,6 +112,7 @@ def create_app(
         "owned_by": "dflash-toolkit",
         "max_model_len": limit,
         "num_speculative_tokens": engine.info.block_size - 1,  # of the longest draft
+        "draft_sample_method": engine.info.draft_sample_method,
     }
 
     async def authorise(request: Request) -> None:  # in a thread it would wait for the interpreter

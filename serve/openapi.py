@@ -323,6 +323,7 @@ class ModelCard(BaseModel):
     owned_by: str
     max_model_len: int
     num_speculative_tokens: int
+    draft_sample_method: Literal["greedy", "probabilistic"]
 
 
 class ModelList(BaseModel):

@@ -140,6 +140,8 @@ def _value(report: dict[str, Any], section: dict[str, Any], limit: Limit, place:
     summary, figure = _summary(section, limit.set, place), FIGURES[limit.figure]
     where = f"{place} has no {figure.name} of {limit.set or 'its sets'}"
     if limit.figure != "min_tau" and not report["arguments"].get("baseline", True):
+        if report["environment"]["device"] == "endpoint":
+            raise UserError(f"{where}: the target was not decoded without a drafter; measure with --plain-endpoint")
         raise UserError(f"{where}: it was measured by --no-baseline; measure with --baseline")
     if limit.figure == "max_regret":
         if summary["identical_to_plain"] is None:

@@ -111,6 +111,8 @@ class Server:
             raise UserError(f"endpoint {self.shown}: not the reply of /v1/models ({error!r})") from error
         self.model, self.owner = found["id"], str(found.get("owned_by", ""))
         self.max_model_len: int | None = found.get("max_model_len")
+        # others decode a seed otherwise with drafts than without
+        self.repeats_plain = self.owner == OURS and found.get("draft_sample_method") == "greedy"
         self.longest_draft: int = found.get("num_speculative_tokens", 0)  # dflash-serve, which drafts as it pays
 
     @property
@@ -227,7 +229,9 @@ class EndpointPair(Pair):
         other = None if plain is None else Server(plain, model)
         if other is not None:
             self._plain = other.stream
-        elif self._server.owner == OURS:
+        # whoever decodes plainly must draw as the drafting one does
+        self._repeats = self._server.repeats_plain and (other is None or other.owner == OURS)
+        if other is None and self._server.owner == OURS:
             off = {"speculative": {"num_speculative_tokens": 0}}
             self._plain = lambda body: self._server.stream(body | off)
         prompt = self.tokenizer("Once upon a time").input_ids
@@ -260,6 +264,9 @@ class EndpointPair(Pair):
     def decodes_plainly(self) -> bool:
         """Whether there is something to be faster than."""
         return self._plain is not None
+
+    def repeats_plain(self, params: SamplingParams) -> bool:
+        return params.temperature == 0.0 or self._repeats
 
     def decoder(self, draft: bool) -> EngineDecoder | ReferenceDecoder:
         raise UserError("an endpoint decodes one request at a time")

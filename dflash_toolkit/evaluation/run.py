@@ -355,6 +355,7 @@ class _Meter:
     def __init__(self, total: int) -> None:
         self._bar = Progress("evaluating", total, unit="tok")
         self._committed = self._steps = 0
+        self._seen = 0  # steps of the growing answer that are counted
 
     def kept(self, measurement: Measurement) -> None:
         """An earlier run has made it."""
@@ -388,10 +389,16 @@ class _Meter:
         new = len(growing.steps[-1].tokens)
         self._committed += new
         self._steps += 1
+        self._seen += 1
         self._bar.advance(0, units=new, note=f"tau {self._committed / self._steps:.2f}")
 
     def finished(self, measurement: Measurement) -> None:
-        self._bar.advance(1, units=len(measurement.plain.tokens) if measurement.plain else 0)
+        untold = measurement.drafted.steps[self._seen :]  # a server tells of them behind the answer
+        self._committed += sum(len(step.tokens) for step in untold)
+        self._steps += len(untold)
+        self._seen = 0
+        note = f"tau {self._committed / self._steps:.2f}" if self._steps else None
+        self._bar.advance(1, units=len(measurement.plain.tokens) if measurement.plain else 0, note=note)
 
 
 # ---- what was measured -------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ def info_of(engine: Engine) -> Info:
     """What those who ask must know."""
     runner = engine.runner
     dtype = str(runner.dtype).removeprefix("torch.")
-    return Info(engine.capacity, runner.max_num_seqs, runner.max_block, f"{dtype} on {runner.device}")
+    place, method = f"{dtype} on {runner.device}", engine.options.draft_sample_method
+    return Info(engine.capacity, runner.max_num_seqs, runner.max_block, place, method)
 
 
 class _Front:

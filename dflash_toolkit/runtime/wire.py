@@ -100,6 +100,7 @@ class Info(msgspec.Struct, tag="info", array_like=True):
     max_num_seqs: int  # requests decoded together
     block_size: int  # of the longest draft, its anchor included
     place: str  # what it computes in and on
+    draft_sample_method: str  # where a request has a temperature
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):

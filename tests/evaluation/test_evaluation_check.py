@@ -130,6 +130,14 @@ def test_half_a_report_is_refused(changed: Any, capsys: pytest.CaptureFixture[st
     assert "no whole report of dflash-eval: it has no sections; measure again" in capsys.readouterr().err
 
 
+def test_a_server_that_was_measured_alone_has_no_speedup(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def alone(report: dict[str, Any]) -> None:
+        report["arguments"]["baseline"], report["environment"]["device"] = False, "endpoint"
+
+    assert main(["check", str(changed(alone)), "--min-speedup", "2"]) == 2
+    assert "was not decoded without a drafter; measure with --plain-endpoint" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("setting", "words", "message"),
     [

@@ -133,6 +133,7 @@ def test_a_regret_over_http_is_that_of_this_process(
     url: str, target: Target, drafter: Drafter, target_dir: Path
 ) -> None:
     served, here = EndpointPair(str(target_dir), url), EnginePair.load(target, drafter)
+    assert served.repeats_plain(SamplingParams(temperature=1.0)), "with drafts or without, one seed is one answer"
     assert served.regret([5, 6, 7], 9) == pytest.approx(here.regret([5, 6, 7], 9), abs=1e-4)
 
 
@@ -185,9 +186,11 @@ def test_what_a_bias_made_certain_is_no_regret(url: str, target_dir: Path, monke
 def test_a_server_that_drafts_as_it_pays_is_known_by_its_longest_draft(
     target: Target, drafter: Drafter, target_dir: Path
 ) -> None:
-    chosen = make_engine(target, drafter, max_model_len=256, num_speculative_tokens=None)
-    with serving(chosen) as url:
-        assert EndpointPair(str(target_dir), url).block_size == drafter.config.block_size
+    how = {"num_speculative_tokens": None, "draft_sample_method": "probabilistic"}
+    with serving(make_engine(target, drafter, max_model_len=256, **how)) as url:
+        pair = EndpointPair(str(target_dir), url)
+        assert pair.block_size == drafter.config.block_size
+        assert not pair.repeats_plain(SamplingParams(temperature=1.0)), "its drafts are sampled"
 
 
 def test_the_command_measures_a_server(url: str, target_dir: Path, tmp_path: Path) -> None:
@@ -347,6 +350,7 @@ def test_sglang_tells_beside_the_answer(target_dir: Path, capsys: pytest.Capture
         pair = EndpointPair(str(target_dir), f"{url}/v1/")
         assert (pair.block_size, pair.context_limit, pair.decodes_plainly) == (4, 64, False)
         assert pair.where == f"{url}, sglang 0.5.23"
+        assert [pair.repeats_plain(SamplingParams(temperature=t)) for t in (0.0, 1.0)] == [True, False]
         answer = pair.decode([1, 2], SamplingParams(max_tokens=5), draft=True)
         assert answer.steps == [Step(3, 2, (6, 7, 8)), Step(3, 0, (9,))] and answer.finish_reason == "length"
         assert pair.regret([1, 2], 9) == 1.5, "without a bias, which SGLang adds before it takes log-probabilities"
