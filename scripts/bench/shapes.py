@@ -10,6 +10,7 @@ taken from this Python; `--no-vllm` leaves it out.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -117,9 +118,9 @@ def run_task(args: argparse.Namespace, task: Task, limit_s: float) -> str:
         except subprocess.TimeoutExpired:
             return "out of time"
         finally:
-            if started.poll() is None:
-                os.killpg(started.pid, signal.SIGKILL)  # the engine's own processes, too
-                started.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # the engine's own processes, too, whoever of them is left
+            started.wait()
 
 
 def bench(args: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ CASES = {
     for fp8 in (False, True)
     if not fp8 or rows < 8192  # cut as 512
 } | {
-    f"gates and ups of {rows} rows, fp8 by rows": case(rows, True, True, by_rows=True) for rows in (16, 128)
+    f"gates and ups of {rows} rows, fp8 by rows": case(rows, True, True, by_rows=True) for rows in (16,)
 } | {
     "whose rows": Case(
         experts._group_rows_kernel,
