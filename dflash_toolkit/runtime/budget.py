@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.tree import MOST_NODES, Trees
 from .draft_length import BlockChooser
+from .request import StepShape
 from .timing import Shape, Times
 
 ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
@@ -26,16 +27,9 @@ def row_buckets(batch: int) -> tuple[int, ...]:
     return tuple(rows for rows in ROWS if batch < rows <= MOST_NODES * batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A step of one block length, or with `rows` one of draft trees that were drafted with such blocks."""
-
-    block: int  # 1: plain decoding
-    rows: int = 0
-
-    def shape(self, batch: int) -> Shape:
-        """Its key in `Times`."""
-        return (batch, self.rows, self.block) if self.rows else (batch, self.block)
+def key_of(shape: StepShape, batch: int) -> Shape:
+    """Of a step of that many requests in `Times`."""
+    return (batch, shape.rows, shape.block) if shape.rows else (batch, shape.block)
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
@@ -108,37 +102,6 @@ def promised(trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks
     return torch.stack(found)
 
 
-class Trust:
-    """Of one request: whether what its drafts promise comes true.
-
-    One calibration serves all requests. Where a drafter is sure and wrong about one of them, less than half of what was
-    promised is accepted, and its paths are discounted by how much less. Without any row it is slowly forgiven.
-    """
-
-    WEIGHT = 1.0  # tokens that are taken for promised and accepted before anything is known
-    DECAY, FORGIVEN = 0.95, 0.99  # of what came before, at a step with and one without nodes of it
-    HALF = 0.5
-
-    def __init__(self) -> None:
-        self._promised = self._accepted = 0.0
-
-    @property
-    def log_discount(self) -> float:
-        """<= 0; for the log-probabilities of the first slot, `values[b, 0]` of `draft_children`."""
-        came_true = (self._accepted + self.WEIGHT) / (self._promised + self.WEIGHT)
-        return float(np.log(min(1.0, came_true / self.HALF)))
-
-    def observe(self, promised: float, accepted: int) -> None:
-        """A drafted step.
-
-        Args:
-            promised: path probabilities of those of its nodes that were verified, summed, without discount.
-        """
-        decay = self.DECAY if promised else self.FORGIVEN
-        self._promised = decay * self._promised + promised
-        self._accepted = decay * self._accepted + accepted
-
-
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
@@ -202,27 +165,27 @@ class BudgetChooser:
         self._drafted = sorted(block for block in blocks if block > 1)
         self._times, self._bucket = times, bucket
         self._expected = _Expected(self._drafted)
-        self._current = Choice(1)
+        self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
 
     def observe(self, promise: Promise) -> None:
         """What a drafted step promised, once it is read."""
         self._expected.observe(promise, paused=self._current.block == 1)
 
-    def promises(self, requests: int) -> dict[Choice, float]:
+    def promises(self, requests: int) -> dict[StepShape, float]:
         """Tokens a second of everything that can be chosen."""
         batch, times = self._bucket(requests), self._times
-        found = {Choice(1): requests / times[batch, 1]}
+        found = {StepShape(1): requests / times[batch, 1]}
         rows = row_buckets(batch)
         nodes = (np.array(rows) - batch) / requests
         for block, chain, trees in self._expected.each():
             accepted = [chain, *np.interp(nodes, NODES, trees)]
-            for choice, more in zip([Choice(block), *(Choice(block, r) for r in rows)], accepted, strict=True):
-                if (shape := choice.shape(batch)) in times:
+            for choice, more in zip([StepShape(block), *(StepShape(block, r) for r in rows)], accepted, strict=True):
+                if (shape := key_of(choice, batch)) in times:
                     found[choice] = requests * (1 + float(more)) / times[shape]
         return found
 
-    def __call__(self, requests: int, untried: int = 0, awaited: bool = False) -> Choice:
+    def __call__(self, requests: int, untried: int = 0, awaited: bool = False) -> StepShape:
         """The next step's.
 
         Args:
@@ -231,9 +194,9 @@ class BudgetChooser:
             awaited: whether a step that drafts is in flight.
         """
         if not self._drafted:
-            return Choice(1)
+            return StepShape(1)
         if not self._expected:
-            return Choice(1) if awaited else self._try(self._drafted[-1], requests)
+            return StepShape(1) if awaited else self._try(self._drafted[-1], requests)
         found = self.promises(requests)
         best, current = max(found, key=found.__getitem__), self._current
         if current not in found or found[best] > self.GAIN * found[current]:
@@ -242,7 +205,7 @@ class BudgetChooser:
                 self._steps, self._next_probe = 0, self.FIRST_PROBE
         return self._probed(requests, untried) or self._current
 
-    def _probed(self, requests: int, untried: int) -> Choice | None:
+    def _probed(self, requests: int, untried: int) -> StepShape | None:
         """A try where one is due."""
         current = self._current
         if current.block == self._drafted[-1]:
@@ -255,11 +218,11 @@ class BudgetChooser:
         if current.block == 1:
             short = [block for block in self._drafted if block <= self.PROBE]
             return self._try(short[-1] if short else self._drafted[0], requests)
-        longer = Choice(next(block for block in self._drafted if block > current.block), current.rows)
-        return longer if longer.shape(self._bucket(requests)) in self._times else None
+        longer = StepShape(next(block for block in self._drafted if block > current.block), current.rows)
+        return longer if key_of(longer, self._bucket(requests)) in self._times else None
 
-    def _try(self, block: int, requests: int) -> Choice:
+    def _try(self, block: int, requests: int) -> StepShape:
         """With as few rows as give every request a node, of trees where there are such."""
         batch = self._bucket(requests)
-        trees = [Choice(block, rows) for rows in row_buckets(batch) if rows >= 2 * batch]
-        return next((choice for choice in trees if choice.shape(batch) in self._times), Choice(block))
+        trees = [StepShape(block, rows) for rows in row_buckets(batch) if rows >= 2 * batch]
+        return next((choice for choice in trees if key_of(choice, batch) in self._times), StepShape(block))

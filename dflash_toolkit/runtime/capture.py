@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 ROUNDING = 32 << 20  # bytes that cutting the scratch into pieces may lose
+
+
+def buckets_up_to(max_num_seqs: int) -> list[int]:
+    """Batch sizes that steps are captured for."""
+    return [*(b for b in BUCKETS if b < max_num_seqs), max_num_seqs]
+
+
+def bucket_of(max_num_seqs: int, rows: int) -> int:
+    """Rows that are computed for a batch of `rows`."""
+    return next(b for b in buckets_up_to(max_num_seqs) if b >= rows)
 
 
 class Captures:
@@ -71,7 +82,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Values of the host on the device, which is not waited for."""
     return upload(torch.tensor(values, dtype=dtype), device)
 

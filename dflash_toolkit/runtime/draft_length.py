@@ -2,11 +2,15 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
+from .capture import buckets_up_to
 from .request import Request, StepShape
-from .runner import StepRunner, buckets_up_to
 from .timing import Shape, Times, measured_times, seconds_of
+
+if TYPE_CHECKING:
+    from .runner import StepRunner
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -74,14 +78,17 @@ def expected_tokens(rate: float, block: int) -> float:
     return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)
 
 
-def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int) -> Times:
-    """Seconds of every (bucket, block), on an empty batch; captures the graphs on the way, unless what a step reads
-    depends on the requests, which are random ones then."""
+def measure_steps(
+    runner: "StepRunner", sizes: Sequence[int], max_num_seqs: int, trees: Collection[Shape] = ()
+) -> Times:
+    """Seconds of every (bucket, block) and of those steps over trees, on an empty batch; captures the graphs on the
+    way, unless what a step reads depends on the requests, which are random ones then."""
     on_gpu = runner.device.type == "cuda"
-    shapes = itertools.product(buckets_up_to(max_num_seqs), sizes)
+    blocks: list[Shape] = list(itertools.product(buckets_up_to(max_num_seqs), sizes))
     with runner.any_tokens() if runner.target.spec.depends_on_requests else contextlib.nullcontext():
         steps: dict[Shape, Callable[[], object]] = {
-            (bucket, size): runner.launcher(bucket, StepShape(size)) for bucket, size in shapes
+            (bucket, *shape): runner.launcher(bucket, StepShape(shape[-1], *shape[:-1]))
+            for bucket, *shape in (*blocks, *trees)
         }
         for step in steps.values():
             step()

@@ -1,5 +1,6 @@
 """The engine: a target and its drafter, many requests at once. Not thread-safe; `loop.py` steps it for others."""
 
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,10 @@ from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..sampling import GrammarError, SamplingParams
+from .budget import BudgetChooser, completed, row_buckets, tree_shapes
+from .capture import buckets_up_to
 from .draft_length import BlockChooser, block_sizes, measure_steps
+from .feedback import CalibrationFeed
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
 from .options import EngineOptions
 from .pages import PagePool
@@ -23,11 +27,12 @@ from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
 from .sampler import Mode, mode_of
 from .scheduler import Scheduler
-from .timing import cached_times, place_of
-from .tree_step import row_buckets
+from .timing import Shape, Times, cached_times, place_of
+from .tree_step import Told
 from .weights import DrafterWeights, TargetWeights
 
 log = logging.getLogger(__name__)
+LOOK = 32  # steps over chains, of which one is over trees to see what drafts promise
 
 
 @dataclass(slots=True)
@@ -126,6 +131,7 @@ class Engine:
         self._stop_ids = frozenset(stop_ids)
         self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
+        self._times: Times = {}  # of steps, those over trees too
         longest = drafter.config.block_size if drafter else 1
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
@@ -152,6 +158,7 @@ class Engine:
                 kept_states=kept_states,
                 tree_nodes=options.draft_tree if drafter and max_block > 1 else 0,
                 tree_width=options.draft_tree_width,
+                tree_blocks=[size for size in self._sizes if 2 * size >= max_block],
             )
 
         with beside_the_weights(options):
@@ -271,7 +278,7 @@ class Engine:
 
         A shape that is captured when a batch first has it makes that batch wait.
         """
-        return self.runner.prepare(sorted({1, *self._sizes}))
+        return self.runner.prepare(sorted({1, *self._sizes}), self._tree_shapes)
 
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats
@@ -313,12 +320,13 @@ class Engine:
 
     def _chooser(self) -> Callable[[Sequence[Request]], StepShape]:
         choose, over_trees, counts = self._choose_drafted(), self._over_trees(), self.stats.draft_lengths
+        bucket = self.runner.bucket
 
         def chosen(requests: Sequence[Request]) -> StepShape:
             # whoever is computed once more gets no draft, which may hold the token that is NaN
             drafts = all(request.params.drafting and not request.again for request in requests)
             editing = any(mode_of(request.params) > Mode.SAMPLED for request in requests)
-            if drafts and over_trees is not None and not editing:
+            if drafts and over_trees is not None and not editing and row_buckets(bucket(len(requests))):
                 shape = over_trees(requests)
             else:
                 shape = StepShape(choose(requests) if drafts else 1)
@@ -328,17 +336,50 @@ class Engine:
         return chosen
 
     def _over_trees(self) -> Callable[[Sequence[Request]], StepShape] | None:
-        """What picks steps over trees, for requests that edit no logits; None: there are none."""
+        """What picks steps for requests that edit no logits, of trees or not; None: there are no trees."""
         trees, bucket, block = self.runner.trees, self.runner.bucket, self._sizes[-1]
         if trees is None:
             return None
+        feed = CalibrationFeed(trees.calibration)
+        budget = BudgetChooser((1, *trees.blocks), self._times, bucket) if len(self._sizes) > 1 else None
+
+        def observe(requests: Sequence[Request], told: Told) -> None:
+            for request, promised, taken in zip(requests, told.judged.promised, told.judged.taken, strict=False):
+                request.trust.observe(float(promised), int(taken))
+            feed.observe(told.judged)
+            if feed.calibration is not trees.calibration:
+                trees.calibrate(feed.calibration)
+            if budget is not None:
+                budget.observe(told.promise)
+
+        self.runner.observe = observe
 
         def whole(requests: Sequence[Request]) -> StepShape:
+            """All nodes of all trees, or as many as there are rows for."""
+            needed = len(requests) * (trees.nodes + 1)
             if self.runner.device.type != "cuda":
-                return StepShape(block, len(requests) * (trees.nodes + 1))
-            return StepShape(block, row_buckets(bucket(len(requests)), trees.nodes)[-1])
+                return StepShape(block, needed)
+            rows = row_buckets(bucket(len(requests)))
+            return StepShape(block, next((each for each in rows if each >= needed), rows[-1]))
 
-        return whole
+        blind = itertools.count(1)  # steps of chains, which promise nothing
+
+        def chosen(requests: Sequence[Request]) -> StepShape:
+            assert budget is not None
+            untried = sum(not request.acceptance.tried for request in requests)
+            awaited = any(size > 1 for request in requests for size in request.blocks_in_flight)
+            shape = budget(len(requests), untried, awaited)
+            if shape.block > 1 and not shape.rows and next(blind) % LOOK == 0:
+                return StepShape(shape.block, row_buckets(bucket(len(requests)))[-1])
+            return shape
+
+        return whole if budget is None else chosen
+
+    def _tree_shapes(self, batch: int) -> list[StepShape]:
+        """Those of steps over trees, of a batch that is computed."""
+        trees = self.runner.trees
+        blocks = [] if trees is None else trees.blocks if len(self._sizes) > 1 else self._sizes
+        return [StepShape(block, rows) for block in blocks for rows in row_buckets(batch)]
 
     def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
         sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs
@@ -358,5 +399,11 @@ class Engine:
             drafter,
             self.options.draft_dtype,
         ]
-        times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs), self.options.retune)
+        trees, batches = list[Shape](), buckets_up_to(max_num_seqs)
+        if runner.trees is not None:
+            trees = tree_shapes(batches, runner.trees.blocks)
+            key += [runner.trees.nodes, runner.trees.width]
+        times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs, trees), self.options.retune)
+        if runner.trees is not None:
+            self._times = completed(times, batches, runner.trees.blocks)
         return BlockChooser(sizes, times, runner.bucket)

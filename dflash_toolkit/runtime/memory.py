@@ -11,12 +11,12 @@ from ..config import UnsupportedModel, UserError
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
+from .budget import row_buckets
 from .capture import no_collection
 from .request import StepShape
 from .runner import StepRunner
 from .sampler import Mode
 from .scheduler import cut_of
-from .tree_step import row_buckets
 from .weights import TargetWeights
 
 if TYPE_CHECKING:
@@ -184,7 +184,8 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     taken = total - free
-    return share * total - taken - workspace.total - GRAPHS_BYTES, workspace.step
+    graphs = GRAPHS_BYTES if probe.trees is None else 2 * GRAPHS_BYTES  # these are as many again
+    return share * total - taken - workspace.total - graphs, workspace.step
 
 
 def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
@@ -205,7 +206,7 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
-    if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs, probe.trees.nodes)):
+    if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         shape = StepShape(probe.max_block, rows[-1])
         step = max(step, peak(lambda: probe.run_trees_eagerly(probe.max_num_seqs, shape, sampled=True)))
     return Workspace(step, prefill)

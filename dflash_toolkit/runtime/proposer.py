@@ -10,7 +10,6 @@ from torch import Tensor
 from ..kernels.mix import LogitScale
 from ..kernels.ops import Ops
 from ..kernels.reference import draw
-from ..kernels.tree import Trees
 from ..kernels.weight import Weight
 from .stack import Rows, Stack
 from .weights import DrafterWeights, SelectorWeights
@@ -138,18 +137,16 @@ class Proposer:
         hidden = self._forward(last, rows, uniform.shape[1] + 1)
         return self._head.sample(hidden, last, temperature, uniform)
 
-    def grow(
-        self, last: Tensor, rows: Rows, block: int, calibration: Tensor, limits: Tensor, nodes: int, width: int
-    ) -> Trees:
-        """Trees of at most `nodes` nodes behind `last` [B], as deep as limits int32 [B] allow, and as `block` does.
+    def children(
+        self, last: Tensor, rows: Rows, block: int, calibration: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What trees behind `last` [B] are grown of, see `Head.children`.
 
         Args:
             calibration: fp64 [block], see `Ops.draft_children`.
             width: children of a node at most; 1 makes chains.
         """
-        hidden = self._forward(last, rows, block)
-        values, ranks, candidates = self._head.children(hidden, last, block, calibration, width)
-        return self.stack.ops.grow_trees(values, ranks, candidates, limits, nodes)
+        return self._head.children(self._forward(last, rows, block), last, block, calibration, width)
 
     def _forward(self, last: Tensor, rows: Rows, block: int) -> Tensor:
         """Normed hidden states [B * block, D]."""

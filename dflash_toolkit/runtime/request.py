@@ -1,6 +1,7 @@
 """A request on its way through the runtime."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,37 @@ class RollingAcceptance:
         self._judged = self._decay * self._judged + min(accepted + 1, drafted)
 
 
+class Trust:
+    """Of one request: whether what its drafts promise comes true.
+
+    One calibration serves all requests. Where a drafter is sure and wrong about one of them, less than half of what was
+    promised is accepted, and its paths are discounted by how much less. Without any row it is slowly forgiven.
+    """
+
+    WEIGHT = 1.0  # tokens that are taken for promised and accepted before anything is known
+    DECAY, FORGIVEN = 0.95, 0.99  # of what came before, at a step with and one without nodes of it
+    HALF = 0.5
+
+    def __init__(self) -> None:
+        self._promised = self._accepted = 0.0
+
+    @property
+    def log_discount(self) -> float:
+        """<= 0; for the log-probabilities of the first slot, `values[b, 0]` of `draft_children`."""
+        came_true = (self._accepted + self.WEIGHT) / (self._promised + self.WEIGHT)
+        return math.log(min(1.0, came_true / self.HALF))
+
+    def observe(self, promised: float, accepted: int) -> None:
+        """A drafted step.
+
+        Args:
+            promised: path probabilities of those of its nodes that were verified, summed, without discount.
+        """
+        decay = self.DECAY if promised else self.FORGIVEN
+        self._promised = decay * self._promised + promised
+        self._accepted = decay * self._accepted + accepted
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt, its answer so far and what it holds. Only the scheduler writes the last group of fields."""
@@ -117,6 +149,7 @@ class Request:
 
     generation: Generation = field(default_factory=Generation)
     acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)
+    trust: Trust = field(default_factory=Trust)
     submitted_s: float = field(default_factory=time.perf_counter)
 
     place: Place | None = field(default=None, repr=False)  # in line
@@ -143,6 +176,7 @@ class Request:
             params=replace(self.params, seed=seed),
             generation=Generation(),
             acceptance=copy.copy(self.acceptance),
+            trust=Trust(),
             pages=[],
             state=0,
             scored=[],

@@ -24,40 +24,31 @@ from ..grammar import Matcher, masks_of, words_of
 from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
 from .batch_state import BatchState
-from .capture import Captures, PinnedBuffers, to_device, upload
+from .budget import ROWS, row_buckets
+from .capture import Captures, PinnedBuffers, bucket_of, buckets_up_to, to_device, upload
 from .parts import Between, Block, Part
 from .prompt_logprobs import packed, score
 from .proposer import Draft, Proposer, head_of
 from .request import Committed, Request, StepShape
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Rows, Stack, States
-from .tree_step import ROWS, Judged, TreeSteps, read_told, row_buckets
+from .tree_step import Told, TreeSteps
 from .verifier import Verdict, Verifier
 from .weights import DrafterWeights, TargetWeights
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 # tokens that a chunk of a prompt is padded to; of longer ones the device has more to do than the host has to launch
 PREFILL_SIZES = tuple(range(64, 513, 64))
-
-
-def buckets_up_to(max_num_seqs: int) -> list[int]:
-    """Batch sizes that steps are captured for."""
-    return [*(b for b in BUCKETS if b < max_num_seqs), max_num_seqs]
-
-
-def bucket_of(max_num_seqs: int, rows: int) -> int:
-    """Rows that are computed for a batch of `rows`."""
-    return next(b for b in buckets_up_to(max_num_seqs) if b >= rows)
 
 
 @dataclass(frozen=True, slots=True)
 class TreesPending:
     """What tells how to read a step over trees."""
 
-    requests: int  # of which the first `batch` rows are
+    requests: Sequence[Request]  # of which the first rows are
     batch: int
     shape: StepShape
     calibration: Calibration
+    discounts: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ class PendingResult:
     done: torch.cuda.Event | None
     buffer: Tensor | None = None  # pinned memory that `tokens` is a view of, to be given back
     scored: list[Tensor] | None = None  # of a first token that asks for its prompt's log-probabilities: `prefill`'s
-    trees: TreesPending | None = None  # `tokens` is what a step over trees told, see `read_told`
+    trees: TreesPending | None = None  # `tokens` is what a step over trees told, see `TreeSteps.read`
 
 
 class StepRunner:
@@ -86,11 +77,12 @@ class StepRunner:
         kept_states: slots of recurrent states behind those of requests, for prefixes.
         tree_nodes: of a request's draft tree at most; 0: steps over blocks alone.
         tree_width: children of a node at most.
+        tree_blocks: S of steps over trees; none: max_block alone.
 
     Attributes:
         step_rows: steps that were launched by the rows that the target reads in them, padding too.
         reach: tokens of a request that the page table has room for.
-        observe: told what every step over trees says of its drafter, when its result is read.
+        observe: told what every step over trees says, when its result is read.
     """
 
     def __init__(
@@ -110,6 +102,7 @@ class StepRunner:
         kept_states: int = 0,
         tree_nodes: int = 0,
         tree_width: int = WIDTH,
+        tree_blocks: Sequence[int] = (),
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
@@ -149,9 +142,10 @@ class StepRunner:
             head = head_of(drafter, target.head, ops)
             self.proposer = Proposer(drafter, stack(drafter), target.embedding, head)
         self.trees: TreeSteps | None = None
-        self.observe: Callable[[Judged], object] = lambda judged: None
+        self.observe: Callable[[Sequence[Request], Told], object] = lambda requests, told: None
         if tree_nodes and self.proposer is not None and max_block > 1:
-            self.trees = TreeSteps(self.proposer, self.verifier, self.state, tree_nodes, tree_width, max_block - 1)
+            blocks = tree_blocks or (max_block,)
+            self.trees = TreeSteps(self.proposer, self.verifier, self.state, tree_nodes, tree_width, blocks)
         self._modes = [Mode.GREEDY] * max_num_seqs  # by row
         self._words = words_of(target.spec.vocab_size)
         self._masked = False  # whether a request ever had a grammar
@@ -345,19 +339,21 @@ class StepRunner:
         self.step_rows[shape.rows or self._rows(len(requests)) * shape.block] += 1
         block = shape.block
         if shape.rows:
-            return self._decode_trees(len(requests), shape)
+            return self._decode_trees(list(requests), shape)
         tokens, logprobs, full = self._run_step([request.matcher for request in requests], block)
         return self._pending(tokens, logprobs, requests, full)
 
-    def _decode_trees(self, requests: int, shape: StepShape) -> PendingResult:
+    def _decode_trees(self, requests: list[Request], shape: StepShape) -> PendingResult:
         assert self.trees is not None
-        batch, (block, rows) = self._rows(requests), shape
+        batch, (block, rows) = self._rows(len(requests)), shape
         if self.device.type == "cuda":  # some may have given way since the shape was chosen
-            rows = min(rows, row_buckets(batch, self.trees.nodes)[-1])
-        sampled = any(mode == Mode.SAMPLED for mode in self._modes[:requests])
+            rows = min(rows, row_buckets(batch)[-1])
+        discounts = [request.trust.log_discount for request in requests]
+        self.trees.discount(discounts)
+        sampled = any(mode == Mode.SAMPLED for mode in self._modes[: len(requests)])
         told = self._run(Part("sampled tree" if sampled else "tree", batch, block, nodes=rows))
         assert told is not None
-        trees = TreesPending(requests, batch, StepShape(block, rows), self.trees.calibration)
+        trees = TreesPending(requests, batch, StepShape(block, rows), self.trees.calibration, discounts)
         if self.device.type != "cuda":
             return PendingResult(told, None, {}, None, trees=trees)
         buffer = self._results.take()
@@ -434,16 +430,14 @@ class StepRunner:
 
     def _read_trees(self, pending: PendingResult, trees: TreesPending) -> list[Committed]:
         assert self.trees is not None
-        shape = trees.shape
-        answers, judged = read_told(
-            pending.tokens, trees.batch, shape.block, shape.rows, self.trees.nodes, trees.calibration
-        )
+        how = trees.batch, trees.shape, trees.calibration, trees.discounts
+        told = self.trees.read(pending.tokens, len(trees.requests), *how)
         if pending.buffer is not None:
             self._results.give_back(pending.buffer)
-        self.observe(judged)
+        self.observe(trees.requests, told)
         return [
             Committed(tokens[:count], finite=-1 not in tokens[:count], spoils=spoils > 0, depth=depth)
-            for count, depth, spoils, *tokens in answers[: trees.requests]
+            for count, depth, spoils, *tokens in told.answers
         ]
 
     @torch.inference_mode()
@@ -478,6 +472,7 @@ class StepRunner:
         parts += [self._part(batch, shape) for batch in batches for shape in trees(batch)]
         parts += [Part("propose", *shape) for shape in shapes if shape[1] > 1]
         parts += [Part("read", *shape) for shape in shapes] + [Part("end", *shape) for shape in shapes]
+        parts += [part._replace(kind="sampled tree") for part in parts if part.kind == "tree"]
         modes = [mode for mode in Mode if self._masked or not mode.masked]
         parts += [Part("choose", *shape, mode) for mode in modes for shape in shapes]
         missing = next((part for part in parts if part not in self._graphs), None)

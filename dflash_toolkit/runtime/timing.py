@@ -17,7 +17,7 @@ import torch
 Shape = tuple[int, ...]  # of a step: batch and block; of one that verifies trees batch, rows and the drafter's block
 Times = dict[Shape, float]  # seconds of a step
 KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
-OTHERS = ("runner", "stack", "proposer", "verifier", "sampler", "tree_step", "timing", "draft_length")
+OTHERS = ("runner", "stack", "proposer", "verifier", "sampler", "tree_step", "budget", "timing", "draft_length")
 PASSES = [Path(__file__).with_name(f"{name}.py") for name in OTHERS]  # and how they are measured
 NOISE = 1.02  # a step of more rows may have been faster by so much
 AGAIN = 3  # rounds in which times are measured again, at most

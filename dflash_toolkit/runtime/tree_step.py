@@ -4,10 +4,11 @@ Of every request a tree is grown from what the drafter thinks of its block's slo
 all trees are verified as the step has rows for, the likeliest first, so a request whose drafts promise nothing takes
 one row, its anchor's. The target reads an anchor and its nodes behind the request's context, each behind its own path;
 the walk from the anchor follows its choices; keys and values of the rows on that path move to their positions.
-How many rows a step has is chosen before its trees are grown, see `budget.py`; what earlier trees promised at other
-numbers of rows, and which nodes were accepted, is told with the result.
+How many rows a step has is chosen before its trees are grown, see `budget.py`; what they promised at other numbers of
+rows, and which nodes were accepted, is told with the result.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,32 +16,24 @@ import torch
 from torch import Tensor
 
 from ..calibration import Calibration
-from ..kernels.tree import TreeRows, Trees
+from ..kernels.tree import TreeRows
 from .batch_state import BatchState
+from .budget import Promise, promised, row_buckets
+from .capture import to_device
+from .feedback import Judged, judged
 from .proposer import Proposer
+from .request import StepShape
 from .verifier import Verifier
-
-ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256)  # of a step, all requests together
-
-
-def row_buckets(batch: int, nodes: int) -> tuple[int, ...]:
-    """Rows that trees of so many requests are verified in, anchors included; none for a batch without room for any."""
-    useful = [rows for rows in ROWS if batch < rows < batch * (nodes + 1)]
-    return (*useful, *[rows for rows in ROWS if rows >= batch * (nodes + 1)][:1])
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What a step says of its drafter: n nodes whose parents were accepted, and what its trees promised."""
+class Told:
+    """What a step over trees says on the host."""
 
-    calibration: Calibration  # that the probabilities were made with
-    slots: np.ndarray  # int64 [n], 1..S-1
-    log_probs: np.ndarray  # fp64 [n], calibrated, of a node whose parent is accepted
-    accepted: np.ndarray  # bool [n]
-    requests: int
-    block: int  # S
-    rows: int  # that the step had
-    promised: dict[int, float]  # accepted nodes that were expected of the batch with so many rows
+    answers: list[list[int]]  # of each request tokens committed, depth of its tree, whether something was not finite
+    # there, and S tokens, -1 behind a state that is not
+    judged: Judged
+    promise: Promise
 
 
 class TreeSteps:
@@ -49,26 +42,36 @@ class TreeSteps:
     Args:
         nodes: of a request's tree at most.
         width: children of a node at most; 1 makes chains, each of its own length.
-        slots: S - 1 of the longest block.
+        blocks: S that may be drafted.
     """
 
     def __init__(
-        self, proposer: Proposer, verifier: Verifier, state: BatchState, nodes: int, width: int, slots: int
+        self, proposer: Proposer, verifier: Verifier, state: BatchState, nodes: int, width: int, blocks: Sequence[int]
     ) -> None:
         self._proposer, self._verifier, self._state = proposer, verifier, state
-        self.nodes, self.width = nodes, width
-        self.calibration = Calibration.cold(slots)
-        self._calibration = torch.zeros(1 + slots, dtype=torch.float64, device=state.lengths.device)
-        self.calibrate(self.calibration)
+        self.nodes, self.width, self.blocks = nodes, width, tuple(sorted(blocks))
+        device = state.lengths.device
+        self._calibration = torch.zeros(self.blocks[-1], dtype=torch.float64, device=device)
+        self._discounts = torch.zeros(len(state.lengths), dtype=torch.float32, device=device)
+        self._given = (0.0,) * len(state.lengths)
+        self.calibrate(Calibration.cold(self.blocks[-1] - 1))
 
     def calibrate(self, calibration: Calibration) -> None:
         """Of the steps from now on, captured ones too."""
         self.calibration = calibration
-        self._calibration.copy_(torch.tensor([calibration.slope, *calibration.bias], dtype=torch.float64))
+        values = [calibration.slope, *calibration.bias]
+        self._calibration.copy_(to_device(values, torch.float64, self._calibration.device))
+
+    def discount(self, log_probs: Sequence[float]) -> None:
+        """Take off so much of the first requests' paths, from the next step on; see `Trust`."""
+        if (given := tuple(log_probs)) != self._given[: len(given)]:
+            self._discounts[: len(given)].copy_(to_device(given, torch.float32, self._discounts.device))
+            self._given = (*given, *self._given[len(given) :])
 
     def told(self, batch: int, block: int, rows: int) -> int:
         """Values that such a step returns."""
-        return batch * (3 + block) + 2 * rows + len(row_buckets(batch, self.nodes))
+        drafted = sum(1 < each <= block for each in self.blocks)
+        return batch * (4 + 2 * block) + 1 + 3 * rows + drafted * (1 + len(row_buckets(batch)))
 
     def __call__(self, batch: int, block: int, rows: int, *, sampled: bool, tokens: Tensor | None = None) -> Tensor:
         """One step of the first `batch` requests, of which none edits its logits or has a grammar.
@@ -80,15 +83,18 @@ class TreeSteps:
             tokens: int64 [M or more], read instead of what is drafted.
 
         Returns:
-            int64 [`told`], see `read_told`.
+            int64 [`told`], see `read`.
         """
-        state, target = self._state, self._verifier.weights
+        state, target, ops = self._state, self._verifier.weights, self._proposer.stack.ops
         at = state.rows(batch)
         last = state.last_token[:batch]
         room = state.sampler.ends_at[:batch] - at.lengths - 1  # the bonus token is always committed
         limits = torch.where(state.active[:batch], room.clamp(0, block - 1), 0).int()
-        trees = self._proposer.grow(last, at, block, self._calibration[:block], limits, self.nodes, self.width)
-        tree = self._proposer.stack.ops.cut_trees(trees, last, at.lengths, at.page_table, at.page_size, rows)
+        values, ranks, candidates = self._proposer.children(last, at, block, self._calibration[:block], self.width)
+        values[:, 0] += self._discounts[:batch, None, None]
+        trees = ops.grow_trees(values, ranks, candidates, limits, self.nodes)
+        tree = ops.cut_trees(trees, last, at.lengths, at.page_table, at.page_size, rows)
+        promise = promised(trees, values, ranks, limits, [each for each in self.blocks if 1 < each <= block])
         if tokens is not None:
             tree = replace(tree, tokens=tokens[:rows])
         hidden, features = self._verifier.read_trees(trees, tree, at)
@@ -100,11 +106,12 @@ class TreeSteps:
         verdict, path = self._verifier.commit_trees(tree, choice, state, at.lengths, block)
         if features is not None:
             self._proposer.write_context(features.index_select(0, path.flatten()), at, verdict.counts)
-        answers = self._told(tree, hidden, verdict.path, verdict.counts, path)
-        return torch.cat([answers.flatten(), *self._judged(trees, tree, verdict.counts, path)])
+        answers = self._answers(tree, hidden, verdict.path, verdict.counts, path)
+        said = tree.starts.long(), tree.parents.long(), tree.depths.long(), _bits(tree.log_probs), _bits(promise)
+        return torch.cat([answers.flatten(), path.flatten(), *said])
 
-    def _told(self, tree: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor) -> Tensor:
-        """int64 [batch, 3 + S]."""
+    def _answers(self, tree: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor) -> Tensor:
+        """int64 [batch, 3 + S], see `Told`."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         broken = ~(torch.linalg.vector_norm(hidden, dim=-1, dtype=wide) < torch.inf)
         owner = tree.requests.clamp(min=0).long()
@@ -114,45 +121,39 @@ class TreeSteps:
         tokens = torch.where(broken[path], -1, tokens)
         return torch.cat([torch.stack([counts.long(), depths, spoils], dim=1), tokens], dim=1)
 
-    def _judged(self, trees: Trees, tree: TreeRows, counts: Tensor, path: Tensor) -> list[Tensor]:
-        """int64 [M], [M] and [buckets]: slots of nodes that were judged, negative where they were rejected, the bits
-        of their log-probabilities, and those of what the trees promise at every number of rows."""
-        taken = torch.zeros(len(tree.depths), dtype=torch.bool, device=path.device)
-        taken.index_fill_(0, path.flatten(), True)
-        alive = counts[tree.requests.clamp(min=0).long()] > 0  # of padding nothing is judged, for it has no slot
-        slots = torch.where(alive & taken[tree.parents.long()], tree.depths, 0)
-        own = tree.log_probs - tree.log_probs[tree.parents.long()]
-        sums = trees.log_probs.exp().flatten().sort(descending=True).values.cumsum(0)
-        batch = len(counts)
-        ends = [min(rows - batch, len(sums)) - 1 for rows in row_buckets(batch, self.nodes)]
-        return [torch.where(taken, slots, -slots).long(), _bits(own), *[_bits(sums[end : end + 1]) for end in ends]]
+    def read(
+        self,
+        told: Tensor,
+        requests: int,
+        batch: int,
+        shape: StepShape,
+        calibration: Calibration,
+        discounts: Sequence[float],
+    ) -> Told:
+        """What a step told, on the host.
+
+        Args:
+            requests: of which the first rows of the batch are.
+            calibration, discounts: that it ran under.
+        """
+        block, rows = shape
+        sizes = [batch * (3 + block), batch * block, batch + 1, *[rows] * 3]
+        answers, path, starts, parents, depths, bits, promise = told.split([*sizes, len(told) - sum(sizes)])
+        answers = answers.view(batch, 3 + block)
+        log_probs, expected = (_floats(part) for part in (bits, promise))
+        some = np.zeros(batch)
+        some[: len(discounts)] = discounts
+        found = judged(
+            starts.numpy(), parents.numpy(), depths.numpy(), log_probs, path.view(batch, block).numpy(),
+            answers[:, 0].numpy(), calibration, some,
+        )  # fmt: skip
+        accepted = expected.reshape(-1, 1 + len(row_buckets(batch))).tolist()
+        return Told(answers[:requests].tolist(), found, Promise(requests, batch, accepted))
 
 
 def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int32).long()
+    return values.flatten().view(torch.int32).long()
 
 
-def read_told(
-    told: Tensor, batch: int, block: int, rows: int, nodes: int, calibration: Calibration
-) -> tuple[list[list[int]], Judged]:
-    """What a step told on the host: of each request how many tokens were committed, how deep its tree was, whether
-    something not finite was computed for it, and S tokens, -1 behind such a state."""
-    width = 3 + block
-    answers, found = told[: batch * width].view(batch, width), told[batch * width :].numpy()
-    slots, own, promised = found[:rows], found[rows : 2 * rows], found[2 * rows :]
-    judged = slots != 0
-    shapes = row_buckets(batch, nodes)
-    return answers.tolist(), Judged(
-        calibration,
-        np.abs(slots[judged]),
-        _floats(own[judged]),
-        slots[judged] > 0,
-        batch,
-        block,
-        rows,
-        dict(zip(shapes, _floats(promised).tolist(), strict=True)),
-    )
-
-
-def _floats(bits: np.ndarray) -> np.ndarray:
-    return bits.astype(np.int32).view(np.float32).astype(np.float64)
+def _floats(bits: Tensor) -> np.ndarray:
+    return bits.int().view(torch.float32).numpy()

@@ -15,14 +15,14 @@ from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, gro
 from dflash_toolkit.runtime.budget import (
     ROWS,
     BudgetChooser,
-    Choice,
     Promise,
-    Trust,
     completed,
+    key_of,
     promised,
     row_buckets,
     tree_shapes,
 )
+from dflash_toolkit.runtime.request import StepShape, Trust
 from dflash_toolkit.runtime.timing import Times
 
 BLOCKS = (1, 2, 4, 8, 16)
@@ -135,31 +135,31 @@ class World:
             found.append([float(chain[: block - 1].sum()), *map(float, nodes[ends])])
         return Promise(self.requests, self.requests, found)
 
-    def run(self, choose: BudgetChooser, steps: int) -> tuple[float, dict[Choice, float], dict[Choice, int]]:
+    def run(self, choose: BudgetChooser, steps: int) -> tuple[float, dict[StepShape, float], dict[StepShape, int]]:
         """Tokens a second, those of every choice had it been made at all steps, and how often each was made.
         Results are read two steps late."""
         tokens = seconds = 0.0
-        every = [Choice(1), *map(Choice, DRAFTED)]
-        every += [Choice(block, rows) for block in DRAFTED for rows in row_buckets(self.requests)]
+        every = [StepShape(1), *map(StepShape, DRAFTED)]
+        every += [StepShape(block, rows) for block in DRAFTED for rows in row_buckets(self.requests)]
         totals, made = dict.fromkeys(every, 0.0), dict.fromkeys(every, 0)
         unread: list[Promise | None] = []
         for _ in range(steps):
             if len(unread) == 2 and (read := unread.pop(0)):
                 choose.observe(read)
             choice, promise = choose(self.requests, awaited=any(unread)), self.promise()
-            got = {Choice(1): float(self.requests)}
+            got = {StepShape(1): float(self.requests)}
             for block, (chain, *nodes) in zip(DRAFTED, promise.accepted, strict=True):
-                got[Choice(block)] = self.requests + chain
+                got[StepShape(block)] = self.requests + chain
                 for rows, accepted in zip(row_buckets(self.requests), nodes, strict=True):
-                    got[Choice(block, rows)] = self.requests + accepted
+                    got[StepShape(block, rows)] = self.requests + accepted
             for each in every:
                 totals[each] += got[each]
             made[choice] += 1
             tokens += got[choice]
-            seconds += self.times[choice.shape(self.requests)]
+            seconds += self.times[key_of(choice, self.requests)]
             deep = sum(block <= choice.block for block in DRAFTED)
             unread.append(Promise(promise.requests, promise.batch, promise.accepted[:deep]) if deep else None)
-        rates = {each: total / steps / self.times[each.shape(self.requests)] for each, total in totals.items()}
+        rates = {each: total / steps / self.times[key_of(each, self.requests)] for each, total in totals.items()}
         return tokens / seconds, rates, made
 
 
@@ -202,28 +202,28 @@ def test_trees_win_where_they_should(rates: list[float], width: int, row_ms: flo
 def test_useless_drafts_end_in_plain_decoding_with_few_tries() -> None:
     times = table((4,), 0.02, 0.01)
     rate, fixed, made = World([0.0] * 4, times, width=1).run(BudgetChooser(BLOCKS, times, lambda n: n), 1000)
-    assert made[Choice(1)] >= 985 and rate > 0.99 * fixed[Choice(1)]
+    assert made[StepShape(1)] >= 985 and rate > 0.99 * fixed[StepShape(1)]
 
 
 def test_the_first_drafts_are_awaited_and_new_requests_tried_soon() -> None:
     times = table((1, 2), 0.02, 0.01)
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
-    assert choose(1) == Choice(16, 16) and choose(1, awaited=True) == Choice(1)
+    assert choose(1) == StepShape(16, 16) and choose(1, awaited=True) == StepShape(1)
     choose.observe(Promise(1, 1, [[0.0] * 5] * 4))
-    assert [choose(1) for _ in range(8)] == [Choice(1)] * 7 + [Choice(4, 16)]
-    assert [choose(1) for _ in range(16)] == [Choice(1)] * 15 + [Choice(4, 16)]
-    assert [choose(2, untried=1) for _ in range(16)].index(Choice(4, 16)) == 15
-    assert BudgetChooser((1,), times, lambda n: n)(2) == Choice(1)
+    assert [choose(1) for _ in range(8)] == [StepShape(1)] * 7 + [StepShape(4, 16)]
+    assert [choose(1) for _ in range(16)] == [StepShape(1)] * 15 + [StepShape(4, 16)]
+    assert [choose(2, untried=1) for _ in range(16)].index(StepShape(4, 16)) == 15
+    assert BudgetChooser((1,), times, lambda n: n)(2) == StepShape(1)
 
 
 def test_without_trees_and_where_a_batch_is_too_large_for_them_chains_are_left() -> None:
     times = {shape: t for shape, t in table((1,), 0.0, 0.001).items() if len(shape) == 2}
     choose = BudgetChooser(BLOCKS, times | {(256, block): 1.0 for block in BLOCKS}, lambda n: 1 if n == 1 else 256)
-    assert choose(1) == Choice(16)
+    assert choose(1) == StepShape(16)
     choose.observe(Promise(1, 1, [[n, *[2.0 * n] * 4] for n in (0.9, 2.5, 5.0, 8.0)]))
-    assert choose(1) == Choice(16) and choose(200) == Choice(16)
+    assert choose(1) == StepShape(16) and choose(200) == StepShape(16)
     choose.observe(Promise(200, 256, [[100.0], [200.0], [300.0], [400.0]]))
-    assert set(choose.promises(200)) == {Choice(block) for block in BLOCKS}
+    assert set(choose.promises(200)) == {StepShape(block) for block in BLOCKS}
 
 
 def test_a_request_whose_sure_drafts_fail_keeps_its_floor_alone() -> None:

@@ -38,7 +38,7 @@ def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
     all pages that others may find."""
     compared: list[int] = []
     runner, publish = engine.runner, engine.pool.publish
-    propose, grow = runner.proposer.propose, runner.proposer.grow
+    propose, children = runner.proposer.propose, runner.proposer.children
     turns = itertools.cycle(shapes)
 
     def compare(ids: Sequence[int], pages: Sequence[int]) -> None:
@@ -53,14 +53,14 @@ def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
     def growing(*args: Any) -> Any:
         for request in engine.scheduler.running:
             compare(request.known_ids, request.pages)
-        return grow(*args)
+        return children(*args)
 
     def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
         compare(ids, pages)
         publish(ids, pages)
 
     runner.proposer.propose = proposing  # type: ignore[method-assign]
-    runner.proposer.grow = growing  # type: ignore[method-assign]
+    runner.proposer.children = growing  # type: ignore[method-assign]
     engine.pool.publish = publishing  # type: ignore[method-assign]
     engine.scheduler.choose_shape = lambda requests: next(turns)
     return compared

@@ -63,7 +63,8 @@ def refused(said: str) -> pytest.RaisesExc[UserError]:
 def runner(room: Room, context: int = 1000) -> Any:
     target = SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128)))
     device, dtype = torch.device("cuda"), torch.bfloat16
-    return SimpleNamespace(device=device, dtype=dtype, depth=1, max_num_seqs=4, reach=context + 3 * 16, target=target)
+    reach = context + 3 * 16
+    return SimpleNamespace(device=device, dtype=dtype, max_num_seqs=4, reach=reach, target=target, trees=None)
 
 
 def pages_of(options: EngineOptions, context: int = 1000) -> int:

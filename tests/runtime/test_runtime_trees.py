@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_dflash2, make_drafter, make_target
@@ -16,12 +17,16 @@ from torch import Tensor
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate
 from dflash_toolkit.draft_tree import DraftTree, best_first
 from dflash_toolkit.generation import Generation
+from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.kernels.tree import MOST_NODES
 from dflash_toolkit.options import MOST_TREE_NODES
 from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime import engine as engine_module
+from dflash_toolkit.runtime.budget import row_buckets, tree_shapes
+from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import StepShape
-from dflash_toolkit.runtime.tree_step import ROWS, Judged, row_buckets
+from dflash_toolkit.runtime.tree_step import Told
 
 Texts = dict[tuple[int, ...], list[int]]  # answers by prompts
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -45,18 +50,24 @@ def planting(engine: Engine, texts: Texts) -> Iterator[None]:
     proposer, vocabulary = engine.runner.proposer, engine.vocabulary
     real = proposer._head.children
 
-    def children(hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
-        assert calibration.shape == (block,) and real(hidden, last, block, calibration, width)[0].shape[:2] == (
-            len(last),
-            block - 1,
-        )
+    def plants(block: int) -> tuple[Tensor, Tensor]:
         found = []
         for row, request in enumerate(engine.scheduler.running):
             text = request.prompt_ids + texts[tuple(request.prompt_ids)]
             found.append(planted(text, int(engine.runner.state.lengths[row]), block - 1, vocabulary))
         candidates, log_probs = map(torch.stack, zip(*found, strict=True))
+        return candidates, log_probs
+
+    def children(hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
+        own, _, _ = real(hidden, last, block, calibration, width)
+        assert calibration.shape == (block,) and own.shape[:2] == (len(last), block - 1)
+        candidates, log_probs = plants(block)
         values, ranks = log_probs[:, :, None].sort(dim=-1, descending=True, stable=True)
         return values[..., :width].contiguous(), ranks[..., :width].int().contiguous(), candidates
+
+    def draft(hidden: Tensor, last: Tensor, block: int) -> Draft:
+        candidates, log_probs = plants(block)
+        return Draft(candidates.gather(2, log_probs.argmax(-1, keepdim=True))[..., 0])
 
     def propose_tree(
         target: Target, drafter: Drafter, context: Any, last: int, position: int, nodes: int, depth: int
@@ -75,7 +86,7 @@ def planting(engine: Engine, texts: Texts) -> Iterator[None]:
         return stream(target, drafter, prompt, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proposer, "_head", SimpleNamespace(children=children))
+        patch.setattr(proposer, "_head", SimpleNamespace(children=children, draft=draft))
         patch.setattr(decode, "propose_tree", propose_tree)
         patch.setattr(decode, "stream", streamed)
         yield
@@ -91,8 +102,19 @@ def walked(steps: Sequence[Any]) -> bool:
     return 0 in accepted and max(accepted) >= 3
 
 
-@pytest.mark.parametrize("nodes", [1, 6, 40])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+def watch(engine: Engine, choose: Any, shapes: list[StepShape]) -> None:
+    """Note the shapes that are chosen."""
+
+    def chosen(requests: Any) -> StepShape:
+        shapes.append(choose(requests))
+        return shapes[-1]
+
+    engine.scheduler.choose_shape = chosen
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes"), [("llama", 1), ("llama", 40), ("qwen2", 40), ("qwen3", 6), ("qwen3_moe", 40)]
+)
 def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> None:
     target, drafter = pair(kind)
     engine, prompts = make_engine(target, drafter, draft_tree=nodes), prompts_of(1, 5, 17, 33)
@@ -114,7 +136,7 @@ def test_the_drafters_own_trees_are_those_of_generate(make: Any, changes: dict[s
     engine = make_engine(target, drafter, draft_tree=20, **changes)
     slots = engine.runner.max_block - 1
     drafter.config = drafter.config.with_block_size(slots + 1)
-    expected, alone, grow = dict[Any, Any](), decode.propose_tree, engine.runner.proposer.grow
+    expected, alone, grow = dict[Any, Any](), decode.propose_tree, reference.grow_trees
     found, prompts, prompt = dict[Any, Any](), prompts_of(3, 20, 9), list[int]()
 
     def by_generate(*args: Any, **more: Any) -> DraftTree:
@@ -122,18 +144,18 @@ def test_the_drafters_own_trees_are_those_of_generate(make: Any, changes: dict[s
         expected[tuple(prompt), args[4]] = tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
         return tree
 
-    def by_engine(last: Tensor, rows: Any, *args: Any) -> Any:
-        trees = grow(last, rows, *args)
+    def by_engine(*args: Any) -> Any:
+        trees = grow(*args)
         for row, request in enumerate(engine.scheduler.running):
             nodes = int((trees.depths[row] > 0).sum())
             each = (trees.tokens, trees.parents, trees.depths)
-            place = tuple(request.prompt_ids), int(rows.lengths[row])
+            place = tuple(request.prompt_ids), int(engine.runner.state.lengths[row])
             found[place] = tuple(part[row, :nodes].tolist() for part in each)
         return trees
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "propose_tree", by_generate)
-        patch.setattr(engine.runner.proposer, "grow", by_engine)
+        patch.setattr(reference, "grow_trees", by_engine)
         params = SamplingParams(max_tokens=14)
         answers = engine.generate(prompts, params)
         for each, got in zip(prompts, answers, strict=True):
@@ -159,19 +181,19 @@ def test_few_rows_go_to_the_likeliest_nodes_and_change_no_answer() -> None:
     prompts, params = prompts_of(4, 19, 7), [GREEDY] * 3
     texts, taken = plain(target, prompts, params), []
     for rows in (4, 9, 40, 200):
-        engine, told = make_engine(target, drafter, draft_tree=30), list[Judged]()
+        engine, told = make_engine(target, drafter, draft_tree=30), list[Told]()
         engine.scheduler.choose_shape = lambda requests, rows=rows: StepShape(8, rows)
-        engine.runner.observe = told.append
+        engine.runner.observe = lambda requests, each, told=told: told.append(each)
         with planting(engine, texts):
             answers = engine.generate(prompts, params)
         assert [got.tokens for got in answers] == list(texts.values())
         steps = [step for got in answers for step in got.steps]
         assert all(step.accepted <= step.drafted <= 7 for step in steps)
-        assert sum(int(each.accepted.sum()) for each in told) >= sum(step.accepted for step in steps)
+        assert sum(int(each.judged.accepted.sum()) for each in told) >= sum(step.accepted for step in steps)
         for each in told:
-            assert len(each.slots) <= rows - each.requests and each.rows == rows
-            assert [*each.promised] == [*row_buckets(each.requests, 30)]
-            assert sorted(each.promised.values()) == [*each.promised.values()], "more rows promise no less"
+            assert len(each.judged.slots) <= rows - each.promise.requests
+            ((chain, *trees),) = each.promise.accepted
+            assert len(trees) == len(row_buckets(each.promise.batch)) and sorted(trees) == trees and chain <= trees[-1]
         taken.append(len(steps))
     assert sorted(taken, reverse=True) == taken and taken[-1] < taken[0] / 1.5
 
@@ -180,17 +202,17 @@ def test_what_a_step_tells_of_its_nodes_is_what_was_accepted() -> None:
     """Of one request: the walk's nodes are accepted, their siblings are not, and nothing behind those is judged."""
     target, drafter = pair()
     (prompt,) = prompts_of(9)
-    engine, told = make_engine(target, drafter, draft_tree=30, max_num_seqs=1), list[Judged]()
-    engine.runner.observe = told.append
+    engine, told = make_engine(target, drafter, draft_tree=30, max_num_seqs=1), list[Told]()
+    engine.runner.observe = lambda requests, each: told.append(each)
     with planting(engine, plain(target, [prompt], [GREEDY])):
         (got,) = engine.generate([prompt], GREEDY)
     assert len(told) >= len(got.steps) and walked(got.steps)
     for each, step in zip(told, got.steps, strict=False):
-        accepted = each.slots[each.accepted].tolist()
+        judged = each.judged
         if step is not got.steps[-1]:
-            assert sorted(accepted) == list(range(1, step.accepted + 1))
-        assert each.slots.max(initial=0) <= step.accepted + 1
-        assert (each.log_probs <= 0).all() and each.block == 8
+            assert sorted(judged.slots[judged.accepted].tolist()) == list(range(1, step.accepted + 1))
+            assert judged.taken.tolist() == [step.accepted]
+        assert judged.slots.max(initial=0) <= step.accepted + 1 and np.isfinite(judged.odds).all()
 
 
 def test_pages_behind_trees_hold_what_a_prefill_writes() -> None:
@@ -231,8 +253,7 @@ def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
 
 def test_requests_that_edit_logits_take_blocks_and_the_next_batch_trees_again() -> None:
     engine, shapes = make_engine(*pair(), draft_tree=20), list[StepShape]()
-    choose = engine.scheduler.choose_shape
-    engine.scheduler.choose_shape = lambda requests: shapes.append(choose(requests)) or shapes[-1]
+    watch(engine, engine.scheduler.choose_shape, shapes)
     for params, over_trees in ((SAMPLINGS[2], False), (GREEDY, True)):
         shapes.clear()
         check_params = [replace(params, max_tokens=6), SamplingParams(max_tokens=6, ignore_eos=True)]
@@ -242,10 +263,27 @@ def test_requests_that_edit_logits_take_blocks_and_the_next_batch_trees_again() 
         assert all((shape.rows > 0) == over_trees for shape in shapes)
 
 
-def test_rows_come_in_few_numbers() -> None:
-    assert row_buckets(1, 63) == (16, 32, 48, 64) and row_buckets(1, 20) == (16, 32)
-    assert row_buckets(100, 63) == (128, 160, 192, 256) and row_buckets(256, 63) == ()
-    assert row_buckets(17, 1) == (32, 48) and row_buckets(1, 63)[-1] == 64 and ROWS[-1] == 256
+def test_the_budget_follows_the_drafts_and_the_answers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good drafts get rows, and where all fail the batch is decoded plainly but for tries."""
+    target, drafter = pair()
+    prompts, params = prompts_of(4, 19), SamplingParams(max_tokens=90, ignore_eos=True)
+    texts = plain(target, prompts, [params] * 2)
+    times = {(b, s): 1.0 + 0.01 * s for b in (1, 2, 3) for s in (1, 2, 4, 8)}
+    trees = {key: 1.0 + key[1] / 60 for key in tree_shapes((1, 2, 3), (1, 4, 8))}
+    monkeypatch.setattr(engine_module, "cached_times", lambda *args: times | trees)
+    for right in (True, False):
+        engine, shapes = make_engine(target, drafter, draft_tree=12, num_speculative_tokens=None), list[StepShape]()
+        watch(engine, engine.scheduler.choose_shape, shapes)
+        with planting(engine, texts if right else {prompt: [0] * 400 for prompt in texts}):
+            answers = engine.generate(prompts, params)
+        assert [got.tokens for got in answers] == list(texts.values())
+        over_trees = [shape.rows > 0 for shape in shapes]
+        assert over_trees[0], "what is not known is tried"
+        if right:
+            assert engine.runner.trees.calibration.bias[0] != 0.0, "it was fitted to what was accepted"
+            assert sum(over_trees) > 0.8 * len(shapes) and max(shape.rows for shape in shapes) >= 32
+        else:
+            assert sum(over_trees[20:]) < 0.3 * len(shapes[20:])
 
 
 def test_what_takes_no_tree_is_refused_in_one_line() -> None:
