@@ -1,6 +1,6 @@
 """How probable it is that the target accepts a drafted token, from what the drafter thinks of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ class Calibration:
     def cold(cls, slots: int) -> "Calibration":
         """The drafter's own probabilities, before anything was verified."""
         return cls(1.0, (0.0,) * slots)
+
+    def of_slots(self, count: int) -> "Calibration":
+        """Of the first so many; more than there are have the last one's bias."""
+        return replace(self, bias=(*self.bias[:count], *self.bias[-1:] * (count - len(self.bias))))
 
     def __call__(self, probabilities: Tensor, slots: Tensor) -> Tensor:
         """Calibrated probabilities, fp64 of the shape of both; slots are 1..S-1."""

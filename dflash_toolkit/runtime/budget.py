@@ -5,7 +5,7 @@ its B requests. For engines that verify trees, in the place of `BlockChooser`.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -116,7 +116,7 @@ class _Expected:
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = len(blocks), 1 + len(NODES)
-        self._blocks, self._seen = blocks, 0
+        self._seen = 0
         self._own, self._before = np.zeros(shape), np.zeros(shape)  # of every block and of the one before it
 
     def observe(self, promise: Promise, paused: bool) -> None:
@@ -131,11 +131,11 @@ class _Expected:
     def __bool__(self) -> bool:
         return self._seen > 0
 
-    def each(self) -> Iterator[tuple[int, float, np.ndarray]]:
-        """Every block, with what its chain and NODES of its trees promise a request."""
+    def __call__(self, batch: int, requests: int) -> np.ndarray:
+        """[blocks, 1 + row buckets], of a request of such a batch."""
         more = np.divide(self._own, self._before, out=np.ones_like(self._own), where=self._before > 0)
-        for block, now in zip(self._blocks, more.cumprod(axis=0), strict=True):
-            yield block, float(now[0]), now[1:]
+        now = more.cumprod(axis=0)
+        return np.concatenate([now[:, :1], now[:, 1:] @ _gathered(batch, requests)], axis=1)
 
 
 @lru_cache(256)
@@ -143,6 +143,13 @@ def _spread(batch: int, requests: int) -> np.ndarray:
     """[row buckets, NODES]: what makes figures at every number of rows those at NODES a request."""
     x = np.maximum(np.array([0, *row_buckets(batch)]) - batch, 0) / requests
     return np.array([np.interp(NODES, x, one) for one in np.eye(len(x))[1:]]).reshape(-1, len(NODES))
+
+
+@lru_cache(256)
+def _gathered(batch: int, requests: int) -> np.ndarray:
+    """[NODES, row buckets], the other way round."""
+    x = (np.array(row_buckets(batch)) - batch) / requests
+    return np.array([np.interp(x, NODES, one) for one in np.eye(len(NODES))])
 
 
 class BudgetChooser:
@@ -165,6 +172,7 @@ class BudgetChooser:
         self._drafted = sorted(block for block in blocks if block > 1)
         self._times, self._bucket = times, bucket
         self._expected = _Expected(self._drafted)
+        self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # of a batch
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
 
@@ -174,16 +182,15 @@ class BudgetChooser:
 
     def promises(self, requests: int) -> dict[StepShape, float]:
         """Tokens a second of everything that can be chosen."""
-        batch, times = self._bucket(requests), self._times
-        found = {StepShape(1): requests / times[batch, 1]}
-        rows = row_buckets(batch)
-        nodes = (np.array(rows) - batch) / requests
-        for block, chain, trees in self._expected.each():
-            accepted = [chain, *np.interp(nodes, NODES, trees)]
-            for choice, more in zip([StepShape(block), *(StepShape(block, r) for r in rows)], accepted, strict=True):
-                if (shape := key_of(choice, batch)) in times:
-                    found[choice] = requests * (1 + float(more)) / times[shape]
-        return found
+        batch = self._bucket(requests)
+        if batch not in self._priced:
+            every = [StepShape(block, rows) for block in self._drafted for rows in (0, *row_buckets(batch))]
+            priced = [i for i, shape in enumerate(every) if key_of(shape, batch) in self._times]
+            times = [self._times[key_of(every[i], batch)] for i in priced]
+            self._priced[batch] = [every[i] for i in priced], np.array(priced, dtype=int), np.array(times)
+        shapes, at, seconds = self._priced[batch]
+        rates = requests * (1 + self._expected(batch, requests).ravel()[at]) / seconds
+        return {StepShape(1): requests / self._times[batch, 1], **dict(zip(shapes, rates.tolist(), strict=True))}
 
     def __call__(self, requests: int, untried: int = 0, awaited: bool = False) -> StepShape:
         """The next step's.

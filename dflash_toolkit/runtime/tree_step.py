@@ -54,7 +54,7 @@ class TreeSteps:
         self._calibration = torch.zeros(self.blocks[-1], dtype=torch.float64, device=device)
         self._discounts = torch.zeros(len(state.lengths), dtype=torch.float32, device=device)
         self._given = (0.0,) * len(state.lengths)
-        self.calibrate(Calibration.cold(self.blocks[-1] - 1))
+        self.calibrate(proposer.weights.config.calibration.of_slots(self.blocks[-1] - 1))
 
     def calibrate(self, calibration: Calibration) -> None:
         """Of the steps from now on, captured ones too."""

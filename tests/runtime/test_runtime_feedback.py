@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_runtime_engine import make_engine, pair
 
+from dflash_toolkit import Drafter
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.kernels.reference_tree import accept_trees, cut_trees, draft_children, grow_trees
 from dflash_toolkit.runtime.feedback import CalibrationFeed, Judged, judged
@@ -55,6 +57,16 @@ def test_a_step_tells_what_the_drafter_thought_of_every_judged_node() -> None:
     np.testing.assert_allclose(step.odds, odds, atol=1e-4)
     np.testing.assert_allclose(step.promised, promised, rtol=1e-5)
     assert step.taken.tolist() == (counts - 1).tolist() and step.promised[2] == 0
+
+
+def test_an_engine_begins_with_what_was_measured_of_its_drafter() -> None:
+    target, drafter = pair()
+    drafter = Drafter.of_tensors(
+        replace(drafter.config, acceptance_slope=0.7, acceptance_bias=(0.4, -0.2)), dict(drafter.named_parameters())
+    )
+    for length, bias in ((7, (0.4, *[-0.2] * 6)), (1, (0.4,))):
+        trees = make_engine(target, drafter, draft_tree=4, num_speculative_tokens=length).runner.trees
+        assert trees is not None and trees.calibration == Calibration(0.7, bias)
 
 
 def step(planted: Calibration, dice: torch.Generator, count: int = 100) -> Judged:

@@ -157,9 +157,7 @@ class DrafterConfig:
     @property
     def calibration(self) -> Calibration:
         """Of the slots of a block; a slot without a measured bias has the last one's."""
-        slots = self.block_size - 1
-        bias = (*self.acceptance_bias[:slots], *self.acceptance_bias[-1:] * (slots - len(self.acceptance_bias)))
-        return Calibration(self.acceptance_slope, bias or (0.0,) * slots)
+        return Calibration(self.acceptance_slope, self.acceptance_bias or (0.0,)).of_slots(self.block_size - 1)
 
     def require_plain(self, who: str) -> None:
         """Raises UnsupportedModel for a DFlash 2 drafter, where `who` computes plain DFlash alone."""
