@@ -2,11 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import Clock, make_drafter, make_target
 from test_evaluation_cli import REPORT_FILES, load
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter
@@ -14,10 +15,11 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.decode import _draft_states
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, run
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.decoders import Pair
+from dflash_toolkit.evaluation.decoders import Pair, Response, ThreadedDecoder
 from dflash_toolkit.evaluation.report import Section
 from dflash_toolkit.evaluation.run import Setting, evaluate_all
-from dflash_toolkit.evaluation.sweeps import Sweeps, chosen, load_point, of_length, recommendation
+from dflash_toolkit.evaluation.sweeps import Sweeps, chosen, load_point, of_length, recommendation, under_load
+from dflash_toolkit.generation import Generation
 
 SETS = {
     "a": [EncodedPrompt("a1", list(range(65, 90))), EncodedPrompt("a2", [70, 71])],
@@ -96,6 +98,32 @@ def test_points_are_kept_and_a_point_that_is_new_is_measured_alone(
         for loads in ((2,), (1, 2))
     )
     assert measured == [2, 1] and second[1:] == first
+
+
+def test_a_request_under_load_waits_for_its_first_token_and_between_its_steps(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_toolkit.evaluation.sweeps.time", SimpleNamespace(perf_counter=clock))
+
+    class Scripted:
+        """Answers one request after the other, at known times."""
+
+        def __init__(self) -> None:
+            self.asked: list[tuple[int, Any]] = []
+
+        def submit(self, key: int, prompt: list[int], params: SamplingParams, on_step: Any) -> None:
+            self.asked.append((key, on_step))
+
+        def wait(self) -> Response:
+            key, on_step = self.asked.pop(0)
+            for seconds in (1.0, 0.25, 0.5):
+                clock.now += seconds
+                on_step(Generation([1]))
+            return Response(key, Generation([1, 2, 3]))
+
+    whole, (first, second) = under_load(cast(ThreadedDecoder, Scripted()), [[1], [2]], PARAMS, 2)
+    assert (whole, first.first, first.gaps, first.whole) == (3.5, 1.0, [0.25, 0.5], 1.75)
+    assert (second.first, second.gaps, second.whole) == (2.75, [0.25, 0.5], 3.5), "asked together with the first"
 
 
 def test_prompts_are_of_all_sets_and_of_the_length() -> None:
