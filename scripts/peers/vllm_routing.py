@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import
 NAME = "own_experts"  # in VLLM_MOE_ROUTING_SIMULATION_STRATEGY
 OFFSETS = 4096  # places in the table where a layer's rows may begin
 STRIDE = 1021  # between those of two layers, more than the rows of a step
-ROWS = 16384  # of the largest prefill
+ROWS = 16384 + 1024  # of the largest prefill, and some
 
 
 class OwnExperts(RoutingStrategy):
