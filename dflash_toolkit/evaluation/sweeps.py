@@ -205,8 +205,8 @@ def recommendation(
             lambda point: (point["speedup_ci95"] or (_number(point["speedup"]),))[0] > 1, loads
         )
         most = max((point["concurrency"] for point in paying), default=0)
-        faster = f"up to {most}" if most else "none"
-        said.append(f"of {_listed(loads, 'concurrency')} requests at a time {faster} are faster with it")
+        faster = f"up to {most} are faster" if most else "not even the fewest are surely faster"  # more may be
+        said.append(f"of {_listed(loads, 'concurrency')} requests at a time {faster} with it")
     return {
         "use_drafter": use,
         "num_speculative_tokens": length,

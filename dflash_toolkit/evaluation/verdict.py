@@ -1,6 +1,7 @@
 """What a report comes to, in sentences: faster or not, exact or not, where it loses, what to serve with."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +12,11 @@ from .tables import SWEPT, times
 
 TIE_NATS = 0.2  # a regret up to here is a tie that rounding can decide
 NAMED = 6  # places where it loses
-SWEPT_PLACES = {  # points of sweeps, in words; of draft lengths the best one is served with
-    "context_length": "prompts of {:,} tokens",
-    "concurrency": "{:,} requests at a time",
+SWEPT_PLACES: dict[
+    str, Callable[[int], str]
+] = {  # points of sweeps, in words; of draft lengths the best one is served with
+    "context_length": lambda length: f"prompts of {length:,} tokens",
+    "concurrency": lambda count: "one request at a time" if count == 1 else f"{count:,} requests at a time",
 }
 
 Outcome = Literal["good", "bad", "unsure", "unknown"]
@@ -122,7 +125,7 @@ def _losses(report: Report) -> str:
     swept: dict[Outcome, list[str]] = {"good": [], "bad": [], "unsure": [], "unknown": []}
     for sweep, place in SWEPT_PLACES.items():
         for point in report.sweeps.get(sweep, ()):
-            said = f"{place.format(point[SWEPT[sweep][0]])} ({times(point['speedup'])})"
+            said = f"{place(point[SWEPT[sweep][0]])} ({times(point['speedup'])})"
             swept[judge(point["speedup"], point["speedup_ci95"])].append(said)
     words: dict[Outcome, str] = {"bad": "Slower", "unsure": "Not sure"}
     parts = [

@@ -218,6 +218,9 @@ def test_the_verdict_names_loads_that_lose() -> None:
     assert dict(verdict(fast).points)["Where does it lose?"] == (
         "Every set is faster. Slower with 4 requests at a time (0.62x). Not sure with prompts of 8,192 tokens (1.01x)."
     )
+    one = [point | {"speedup": 0.9, "speedup_ci95": (0.8, 0.95)} for point in fast.sweeps["concurrency"][:1]]
+    said = dict(verdict(replace(fast, sweeps={"concurrency": one})).points)["Where does it lose?"]
+    assert said == "Every set is faster. Slower with one request at a time (0.90x)."
     calm = replace(fast, sweeps={})
     assert dict(verdict(calm).points)["Where does it lose?"] == "Nowhere: every set is faster."
 

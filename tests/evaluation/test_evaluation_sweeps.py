@@ -215,3 +215,5 @@ def test_the_fastest_length_and_the_last_load_that_pays_are_recommended(target: 
         "of 1, 2, 4, 8 requests at a time up to 2 are faster with it."
     )
     assert recommendation(section, {"draft_length": lengths[:1]})["use_drafter"] is False
+    found = recommendation(section, {"concurrency": loads[2:]})  # unsure, then faster
+    assert found["max_concurrency"] == 0 and "not even the fewest are surely faster with it" in found["reason"]
