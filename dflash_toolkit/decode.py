@@ -94,7 +94,7 @@ def stream(
     behind = out.logits[0, -1:]
     first = choices(behind, prompt_ids, [], [], params, stop_ids, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
-    cache.settle()
+    cache.flush()
     first = commit(generation, first, stop_ids, limit)
     _follow(matcher, first)
     if params.logprobs is not None:
@@ -149,7 +149,7 @@ def stream(
         # rejected tokens leave the target's cache; the verified ones enter the drafter's context
         if cache.end_block(len(draft) + 1, accepted + 1):
             target.forward(block[:, : accepted + 1], cache=cache)
-            cache.settle()
+            cache.flush()
         features = None if out.features is None else out.features[:, path]
         more = _context_kv(drafter, features, p, accepted + 1)
         context = context.append(more) if context and more else more

@@ -136,7 +136,7 @@ class Grammars:
                 found.set_result(self._compile(grammar))
             except BaseException as error:
                 found.set_exception(error)
-            self._forget(grammar)
+            self._discard(grammar)
         return found.result()
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -144,7 +144,7 @@ class Grammars:
         with _said_in_one_line(grammar):
             return self._vocabulary_for(grammar).compiler.compile_grammar(read_grammar)
 
-    def _forget(self, new: Grammar) -> None:
+    def _discard(self, new: Grammar) -> None:
         """Those that failed, and those that were not used for longest where they are too many."""
         with self._lock:
             done = {key: one for key, one in self._compiled.items() if one.done()}

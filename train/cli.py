@@ -25,7 +25,7 @@ from .loop import train
 from .objective.loss import use_flex
 from .optim.schedule import packing
 from .prompts.split import data_digest
-from .responses.collect import forget, gathered
+from .responses.collect import discard, gathered
 from .responses.corpus import Corpus
 from .run.definition import Export, Outcome, Run
 from .run.metrics import WANDB_OPTION
@@ -79,7 +79,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
             answered = gathered(prepared, processes)
         except UserError:
             if processes.main:
-                forget(prepared.work)
+                discard(prepared.work)
             raise
         _train(prepared, answered, processes)
 

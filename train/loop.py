@@ -99,7 +99,7 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                     begin_peak(device)  # only now there is the optimiser's state
                 elif source.waits:
                     with clock.paused(), report.paused():  # the drafter is copied where it is measured and exported
-                        source.settle(2 * sum(p.numel() * 2 for p in drafter.parameters()), report.bar)
+                        source.take_memory(2 * sum(p.numel() * 2 for p in drafter.parameters()), report.bar)
                 if saves or measures:  # a pause waits for the device, which no other step does
                     with clock.paused(), report.paused():
                         if measures:

@@ -105,7 +105,7 @@ class TargetCache(DynamicCache):
                     tree = kept[:, :, -tokens:]
                     tree[:, :, : len(rows)] = tree[:, :, list(rows)]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """What ran stays; transformers 5.15 wants a crop behind every forward of a layer with a window."""
         for layer in self._attention:
             layer.crop(0)

@@ -56,7 +56,7 @@ def _plan(model: Any, size: int, name: str) -> dict[str, str]:
     if not plan:
         raise UnsupportedModel(
             f"target {name}: transformers has no plan to shard architecture {model.config.model_type!r} over several "
-            f"processes; a GPU must hold it whole, or vLLM compute its responses and features"
+            f"processes; a GPU must hold it whole, or vLLM compute its responses and features (run.feature_endpoint)"
         )
     config = model.config.get_text_config(decoder=True)
     for heads in ("num_attention_heads", "num_key_value_heads"):

@@ -157,12 +157,13 @@ def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | N
     return tuple(dict.fromkeys(found))
 
 
-def _dequantized_fp8(asked: dict[str, Any], name: str) -> dict[str, Any]:
+def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[str, Any]:
     """The quantization of a checkpoint in FP8 with the wish that its weights be dequantized when they are loaded, also
     where there is a GPU beside the CPU.
 
     Raises:
-        UserError: blocks that do not divide a matrix; transformers takes their scales for those of smaller blocks.
+        UserError: blocks that do not divide a matrix, or its slices: transformers takes their scales for those of
+            smaller blocks.
     """
     blocks = asked.get("weight_block_size") or ()
     for file in weight_files(locate("target", name)):
@@ -171,6 +172,12 @@ def _dequantized_fp8(asked: dict[str, Any], name: str) -> dict[str, Any]:
             for tensor in sorted(key for key in stored if f"{key}_scale_inv" in stored):
                 shape = tensors.get_slice(tensor).get_shape()
                 for size, block in zip(shape, blocks, strict=False):
+                    if slices > 1 and size % (block * slices):
+                        raise UserError(
+                            f"target {name}: tensor {tensor!r} of {shape} cannot be cut into {slices} slices of whole "
+                            f"FP8 blocks of {block}; give a smaller run.target_tensor_parallel_size, or the "
+                            f"unquantized checkpoint"
+                        )
                     if size > block and size % block:
                         raise UserError(
                             f"target {name}: tensor {tensor!r} of {shape} is no multiple of its FP8 blocks of {block}, "
@@ -180,8 +187,11 @@ def _dequantized_fp8(asked: dict[str, Any], name: str) -> dict[str, Any]:
     return asked | {"dequantize": True}
 
 
-def _computes_fp8(where: torch.device) -> bool:
-    """Whether transformers multiplies matrices in FP8 there: its kernels come from the hub, by a package."""
+def _computes_fp8(where: torch.device, mesh: "DeviceMesh | None") -> bool:
+    """Whether transformers multiplies matrices in FP8 there: its kernels come from the hub, by a package; in slices
+    they were not tried."""
+    if mesh is not None:
+        return False
     if where.type == "cuda" and importlib.util.find_spec("kernels") is not None:
         return True
     if where.type == "cuda":
@@ -248,7 +258,8 @@ class Target:
 
         A checkpoint with a `quantization_config` is loaded as transformers does, quantized where its library is there;
         what is computed between the matrices is in `dtype`. One in FP8 is dequantized on a CPU, which has no GEMMs in
-        FP8, and where the package kernels is missing: its weights are the same numbers, and activations are not cast.
+        FP8, where the package kernels is missing, and in slices: its weights are the same numbers, and activations are
+        not cast.
 
         Args:
             mesh: shard the layers over these processes, each of which must call this and every forward.
@@ -264,8 +275,14 @@ class Target:
         asked = getattr(config, "quantization_config", None)
         quantized = asked is not None
         try:
-            if isinstance(asked, dict) and asked.get("quant_method") == "fp8" and not _computes_fp8(where):
-                whole.quantization_config = _dequantized_fp8(asked, name)
+            in_fp8 = asked if isinstance(asked, dict) and asked.get("quant_method") == "fp8" else None
+            if mesh is not None and quantized and in_fp8 is None:
+                raise UnsupportedModel(
+                    f"target {name}: of quantized targets those in FP8 blocks alone are shared out over several "
+                    f"processes; a GPU must hold it whole, or vLLM compute its hidden states (run.feature_endpoint)"
+                )
+            if in_fp8 is not None and not _computes_fp8(where, mesh):
+                whole.quantization_config = _dequantized_fp8(in_fp8, name, mesh.size() if mesh is not None else 1)
             load: Any = AutoModelForCausalLM.from_pretrained
             if mesh is not None:
                 from . import sharded  # seconds to import
@@ -344,7 +361,7 @@ class Target:
         """Whether this process decides where several decode with one sharded target."""
         return self.mesh is None or self.mesh.get_local_rank() == 0
 
-    def agree_(self, tensor: Tensor) -> None:
+    def broadcast_(self, tensor: Tensor) -> None:
         """Give a contiguous tensor the values that it has where `leads`; all processes of a sharded target call it."""
         if self.mesh is not None:
             dist.broadcast(tensor, group=self.mesh.get_group(), group_src=0)
@@ -410,7 +427,7 @@ class Target:
                 visible[row, list(path[:i])] = True
         try:
             self.forward(ids[:, :8], cache=cache)
-            cache.settle()
+            cache.flush()
             tree = self.forward(ids[:, 8:], cache=cache, visible=visible, final=True).final
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
@@ -459,7 +476,7 @@ class Target:
         if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
             raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
         if cache is not None:  # what follows depends on what was chosen before
-            self.agree_(ids)
+            self.broadcast_(ids)
         tapped, norm = [self.layers[layer] for layer in taps], self.structure.norm
         leave = None
         if logits == "none":
@@ -485,7 +502,7 @@ class Target:
         features = torch.cat([found[layer] for layer in tapped], dim=-1) if taps else None
         shown = None if out is None or logits == "none" else out.logits
         if shown is not None and cache is not None:
-            self.agree_(shown)
+            self.broadcast_(shown)
         return TargetOutput(features, shown, found[norm] if final else None)
 
 

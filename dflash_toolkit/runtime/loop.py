@@ -93,7 +93,7 @@ class EngineLoop:
                 self._send()
         finally:
             for front in list(self._fronts.values()):
-                self._forget(front)
+                self._discard(front)
             self._compilers.shutdown(wait=False, cancel_futures=True)
             for end in (self._listener, self._control, self._woken, self._waker):
                 end.close()
@@ -127,7 +127,7 @@ class EngineLoop:
                 case Ping():
                     self._tell(front, Pong(self.stats()))
         if front.channel.gone:
-            self._forget(front)
+            self._discard(front)
         elif front.channel.pending:
             self._tell(front, None)
 
@@ -174,7 +174,7 @@ class EngineLoop:
                 if front.channel.fileno() in self._fronts:
                     self._tell(front, future.result())
 
-    def _forget(self, front: _Front) -> None:
+    def _discard(self, front: _Front) -> None:
         """It has gone: nobody waits for its answers."""
         del self._fronts[front.channel.fileno()]
         self._selector.unregister(front.channel.socket)
@@ -219,7 +219,7 @@ class EngineLoop:
             else:
                 front.channel.send(message)
         except OSError:
-            self._forget(front)
+            self._discard(front)
             return
         # where it reads slowly, the rest goes when it can
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if front.channel.pending else 0)

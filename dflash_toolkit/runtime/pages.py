@@ -68,7 +68,7 @@ class PagePool:
         for _ in range(count):
             if not self._free:
                 page, _ = self._cached.popitem(last=False)
-                self._forget(page)
+                self._discard(page)
                 self._free.append(page)
             pages.append(self._free.pop())
         for page in pages:
@@ -94,13 +94,13 @@ class PagePool:
                     freed.append(page)
         return freed
 
-    def forget(self, pages: Sequence[int]) -> None:
+    def discard(self, pages: Sequence[int]) -> None:
         """Let nobody find these pages any more, which the caller holds."""
         for page in pages:
             if page in self._node_of_page:
-                self._forget(page)
+                self._discard(page)
 
-    def _forget(self, page: int) -> None:
+    def _discard(self, page: int) -> None:
         node = self._node_of_page.pop(page)
         del self._tree[node.key]
         self._children[node.key[0]] -= 1

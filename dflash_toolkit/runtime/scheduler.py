@@ -479,7 +479,7 @@ class Scheduler:
         request.epoch += 1
         if spoilt:
             self._pool.drop_states(request.prompt_ids + request.tokens)
-            self._pool.forget(pages)
+            self._pool.discard(pages)
         elif self._prefix_cache and pages:
             self._pool.publish((request.prompt_ids + request.tokens)[:written], pages)
         free = self._pool.release(pages)

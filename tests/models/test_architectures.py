@@ -164,7 +164,7 @@ def test_a_block_taken_back_in_part_leaves_what_its_first_tokens_alone_would(nam
     caches = target.new_cache(), target.new_cache()
     for each in caches:
         target.forward(IDS[:, :12], cache=each)
-        each.settle()
+        each.flush()
     cache, plain = caches
     cache.begin_block()
     target.forward(IDS[:, 12:18], cache=cache, logits="all")
@@ -172,9 +172,9 @@ def test_a_block_taken_back_in_part_leaves_what_its_first_tokens_alone_would(nam
     assert again == (ARCHITECTURES[name].recurrent and stay < 6)
     if again:
         target.forward(IDS[:, 12 : 12 + stay], cache=cache)
-        cache.settle()
+        cache.flush()
     target.forward(IDS[:, 12 : 12 + stay], cache=plain)
-    plain.settle()
+    plain.flush()
     for ours, theirs in zip(kept(cache), kept(plain), strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -199,13 +199,13 @@ def test_the_path_of_a_tree_leaves_what_its_tokens_alone_would(name: str) -> Non
     cache, plain = target.new_cache(), target.new_cache()
     for each in (cache, plain):
         target.forward(IDS[:, :12], cache=each)
-        each.settle()
+        each.flush()
     cache.begin_block()
     found = target.forward(tree, cache=cache, logits="all", visible=visible).logits
     cache.move_path(5, path)
     cache.end_block(5, 3)
     alone = target.forward(IDS[:, 12:15], cache=plain, logits="all").logits
-    plain.settle()
+    plain.flush()
     torch.testing.assert_close(found[:, path], alone, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(kept(cache), kept(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

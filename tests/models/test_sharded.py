@@ -8,6 +8,8 @@ import torch
 from architectures import ARCHITECTURES, tiny
 from conftest import make_drafter
 from forked import run_several
+from programs import altered
+from test_target import in_fp8
 
 from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.decode import generate
@@ -17,6 +19,7 @@ TAPS = (1, 3)
 LENGTHS = [12, 5, 9]
 IDS = torch.randint(0, 250, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(3))
 WITHOUT_PLAN = ("gpt-oss",)
+IN_FP8 = "Qwen3-MoE"
 DECODED = ("Qwen3-MoE", "Qwen3.5", "Gemma 3")
 
 
@@ -43,6 +46,16 @@ def _process(rank: int, folder: Path) -> None:
             found[name] = _computed(target, name) | {
                 "held": sum(slices[parameter].numel() for parameter in layers),
             }
+        for mesh in (processes.peers.mesh, None):
+            target = Target.load(str(folder / "in FP8"), "cpu", mesh=mesh)
+            held = sum(parameter.numel() for _, parameter in target.local_parameters())
+            found["in FP8" if mesh else "whole in FP8"] = _computed(target, "") | {"held": held}
+        for name, words in (
+            ("in four bits", "of quantized targets those in FP8 blocks alone are shared out"),
+            ("in FP8, cut up", r"of \[128, 256\] cannot be cut into 2 slices of whole FP8 blocks of 128"),
+        ):
+            with pytest.raises(UserError, match=words):
+                Target.load(str(folder / name), mesh=processes.peers.mesh)
     torch.save(found, folder / f"{rank}.pt")
 
 
@@ -53,6 +66,17 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         target = tiny(name)
         target.model.save_pretrained(folder / name)
         target.tokenizer.save_pretrained(folder / name)
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 256,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+    }
+    for heads, form in ((4, "in FP8"), (2, "in FP8, cut up")):
+        in_fp8(ARCHITECTURES[IN_FP8].target(**sizes, num_key_value_heads=heads), folder / form)
+    four_bits = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    altered(folder / "Llama", folder / "in four bits", config={"quantization_config": four_bits})
     assert run_several(2, _process, folder) == [0, 0]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
@@ -73,3 +97,11 @@ def test_slices_compute_and_decode_what_the_whole_does(name: str, sharded: list[
 @pytest.mark.parametrize("name", WITHOUT_PLAN)
 def test_an_architecture_without_a_plan_is_one_line(name: str, sharded: list[dict[str, Any]]) -> None:
     assert all("transformers has no plan to shard" in found[name] for found in sharded)
+
+
+def test_slices_of_a_target_in_fp8_compute_what_the_whole_does(sharded: list[dict[str, Any]]) -> None:
+    for found, expected in ((each["in FP8"], each["whole in FP8"]) for each in sharded):
+        for what in ("features", "final", "packed"):
+            allowed = 1e-4 * float(expected[what].abs().max())
+            torch.testing.assert_close(found[what], expected[what], rtol=1e-3, atol=allowed)
+        assert found["held"] < 0.6 * expected["held"]

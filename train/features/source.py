@@ -100,7 +100,7 @@ class FeatureSource:
         return a_token * int(np.minimum(lengths_of(rows), self._max_length).sum())
 
     def put_off(self, keep: Callable[[int, Progress | None], None]) -> None:
-        """What `settle` has to do."""
+        """What `take_memory` has to do."""
         self._put_off = keep
 
     @property
@@ -108,7 +108,7 @@ class FeatureSource:
         """Whether a measured step is waited for, to see what of a GPU features may take."""
         return self._put_off is not None
 
-    def settle(self, aside: int, beside: Progress | None = None) -> None:
+    def take_memory(self, aside: int, beside: Progress | None = None) -> None:
         """Take memory and fill it, once a step was measured; every process must call this.
 
         Args:
@@ -292,8 +292,8 @@ def open_features(
     Args:
         mine: indices of the rows that this process will ask for, and keeps; None is all.
         processes: that train together; each of them must call this.
-        after_step: take a GPU's memory only in `settle`, which is called when a step was measured; without it, a share
-            of what is free now.
+        after_step: take a GPU's memory only in `take_memory`, which is called when a step was measured; without it, a
+            share of what is free now.
 
     Raises:
         UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.

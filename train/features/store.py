@@ -266,17 +266,17 @@ class DiskStore:
         """Write what is not yet written, and wait for it. Raises UserError."""
         if self._buffer:
             self._start_writing()
-        self._settle()
+        self._finish_writing()
         self.check()
 
     def _start_writing(self) -> None:
-        self._settle()
+        self._finish_writing()
         if self._mistake:
             return
         self._writing, self._buffer, self._buffered = self._buffer, {}, 0
         self._written = self._writer.submit(self._write, self._writing)
 
-    def _settle(self) -> None:
+    def _finish_writing(self) -> None:
         if self._written is not None:
             self._written.result()
             self._written = None

@@ -168,7 +168,7 @@ def _end_of_responses(run: Prepared, state: dict[str, Any], tally: Tally) -> Non
     write_json(run.work / "answers.json", state | {"answered": True})
 
 
-def forget(work: Path) -> None:
+def discard(work: Path) -> None:
     """Leave nothing behind if nothing came of the prompts that were chosen."""
     files = _response_files(work)
     if (work / CORPUS).exists() or any(path.is_dir() or path.stat().st_size for path in files):

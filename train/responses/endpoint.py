@@ -165,12 +165,12 @@ class EndpointBackend:
                 reply = self._post(server, "chat", request)
             except (RefusedError, MissingError) as other:
                 raise UserError(f"{error}; {other}") from error
-            self._settle(server, "chat", f", for {error}")
+            self._choose_api(server, "chat", f", for {error}")
         else:
-            self._settle(server, "completions")
+            self._choose_api(server, "completions")
         return reply
 
-    def _settle(self, server: _Server, api: str, why: str = "") -> None:
+    def _choose_api(self, server: _Server, api: str, why: str = "") -> None:
         with self._settling:  # several threads find out at once
             if server.api is None:
                 server.api = api

@@ -231,7 +231,7 @@ class HeldOut:
                 tensors[name] = whole[name].detach().bfloat16().to(target.device, target.dtype)
             else:
                 tensors[name] = torch.empty_like(shape, device=target.device, dtype=target.dtype)
-            target.agree_(tensors[name])
+            target.broadcast_(tensors[name])
         return Drafter.of_tensors(drafter.config, tensors).eval()
 
     def _decoded(self, served: Drafter, prompts: list[HeldOutPrompt], bar: Progress) -> list[Generation]:

@@ -45,7 +45,7 @@ class Measuring:
             self._held_out = processes.first_group(HeldOut, run.target, shape, run.held_out, options)
         kept = [point.best, point.latest] if point else [None, None]
         self._best, self._latest = (Evaluation.of_state(state) if state else None for state in kept)
-        processes.rank_zero(self._forget_others)
+        processes.rank_zero(self._discard_others)
 
     def due(self, state: TrainState) -> bool:
         """Whether the drafter of this step is measured."""
@@ -164,12 +164,12 @@ class Measuring:
             self._run.export(*other)
         return exported, chosen.other and chosen.other[1]
 
-    def _forget_others(self) -> None:
+    def _discard_others(self) -> None:
         """Removes what a run left that was killed behind its resume point; the best counts if its weights are there."""
         best, work = self._best, self._run.work
         for step in kept_steps(work):
             if best is None or step != best.step:
-                forget(work, step)
+                discard(work, step)
         if best and not (_kept(work, best.step) / "model.safetensors").exists():
             self._best = None
 
@@ -180,7 +180,7 @@ def kept_steps(work: Path) -> list[int]:
     return [int(step) for step in found if step.isdecimal()]
 
 
-def forget(work: Path, step: int) -> None:
+def discard(work: Path, step: int) -> None:
     shutil.rmtree(_kept(work, step), ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ from ..distributed.parallel import Processes
 from ..distributed.zero import Learner
 from ..optim.schedule import Part
 from .definition import Run
-from .measure import forget, kept_steps
+from .measure import discard, kept_steps
 from .state import ResumePoint, TrainState, Writer, host_copy, save_state
 
 
@@ -66,7 +66,7 @@ class Saving:
         save_state(point, work / "state.pt")
         for step in kept_steps(work):
             if point.best and step < point.best["step"]:  # no resume point needs it any more
-                forget(work, step)
+                discard(work, step)
 
     def wait(self) -> None:
         """Until nothing is being written."""
