@@ -19,12 +19,17 @@ from .request import StepShape
 from .timing import Shape, Times
 
 ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
+EXACT_BATCH, EXACT_ROWS = 8, 128  # products of more rows are computed in another way
 NODES = np.array([0.0, *np.geomspace(1 / 16, MOST_NODES, 64)])  # a request, at which promises are kept
 
 
 def row_buckets(batch: int) -> tuple[int, ...]:
-    """The rows to choose from for that many requests, all of which have one: none are too many for their trees."""
-    return tuple(rows for rows in ROWS if batch < rows <= MOST_NODES * batch)
+    """The rows to choose from for that many requests, all of which have one: none are too many for their trees.
+
+    Of a few requests there are only so many that no row's bits depend on how many there are.
+    """
+    most = EXACT_ROWS if batch <= EXACT_BATCH else ROWS[-1]
+    return tuple(rows for rows in ROWS if batch < rows <= min(most, MOST_NODES * batch))
 
 
 def key_of(shape: StepShape, batch: int) -> Shape:

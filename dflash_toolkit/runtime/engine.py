@@ -158,7 +158,7 @@ class Engine:
                 kept_states=kept_states,
                 tree_nodes=options.draft_tree if drafter and max_block > 1 else 0,
                 tree_width=options.draft_tree_width,
-                tree_blocks=[size for size in self._sizes if 2 * size >= max_block],
+                tree_blocks=[size for size in self._sizes if size > 1 and 4 * size >= max_block],
             )
 
         with beside_the_weights(options):

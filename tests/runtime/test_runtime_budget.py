@@ -32,7 +32,7 @@ POOL = 24  # drafted blocks of a kind
 
 def test_rows_are_more_than_anchors_and_no_more_than_trees_have() -> None:
     assert row_buckets(1) == (16, 32, 48, 64) and row_buckets(16) == ROWS[1:] and row_buckets(256) == ()
-    assert row_buckets(4) == ROWS
+    assert row_buckets(4) == row_buckets(8) == ROWS[:6] and row_buckets(15) == ROWS
 
 
 def table(batches: Sequence[int], row_ms: float, draft_ms: float) -> Times:
@@ -50,7 +50,7 @@ def table(batches: Sequence[int], row_ms: float, draft_ms: float) -> Times:
 def test_times_of_a_cross_tell_those_of_all_trees() -> None:
     whole = table((1, 8, 256), 0.05, 0.02)
     shapes = tree_shapes((1, 8, 256), BLOCKS)
-    assert len(shapes) == len(set(shapes)) == 4 + 3 + 9 + 3
+    assert len(shapes) == len(set(shapes)) == 4 + 3 + 6 + 3
     measured = {shape: whole[shape] for shape in whole if len(shape) == 2 or shape in shapes}
     assert completed(measured, (1, 8, 256), BLOCKS) == pytest.approx(whole)
     assert tree_shapes((1,), (1,)) == []

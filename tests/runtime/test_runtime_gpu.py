@@ -134,7 +134,19 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
         drafts = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))
         return Draft(torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts))
 
+    def children(last: Tensor, rows: Any, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
+        """Of three candidates one is right, as a rule; which one goes by the position."""
+        positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
+        right = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))[..., None]
+        wrong = (right + torch.arange(1, 4, device="cuda")) % VOCAB
+        held = torch.where(positions[..., None] % 7 == 0, (right + 4) % VOCAB, right)
+        candidates = wrong.scatter(2, positions[..., None] % 3, held)
+        ranks = torch.arange(3, dtype=torch.int32, device="cuda").expand(len(last), block - 1, 1, 3)
+        values = (0.5 / (1 + ranks.float())).log()
+        return values[..., :width].contiguous(), ranks[..., :width].contiguous(), candidates
+
     runner.add, runner.move, runner.proposer.propose = added, moved, propose  # type: ignore[method-assign]
+    runner.proposer.children = children  # type: ignore[method-assign]
     runner._graphs.clear()  # those that were captured for their times hold the random drafter
 
 
@@ -156,6 +168,41 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
         engine.pool.check()
         buffers = len(engine.runner._results._free)  # first tokens of a whole batch are on their way at one time
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe"])
+def test_draft_trees_change_no_token_alone_or_in_batches_of_eight(kind: str) -> None:
+    target, drafter = pair(kind)
+    prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
+    plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
+    for batch, block, options in (
+        (8, 16, {"draft_tree": 15}),
+        (1, 16, {"draft_tree": 63}),
+        (3, 8, {"draft_tree": 40}),
+        (8, None, {"draft_tree": 63}),
+        (8, 16, {"draft_tree": 15, "draft_tree_width": 1}),
+    ):
+        tokens = block and block - 1
+        engine = make_engine(target, drafter, max_num_seqs=batch, num_speculative_tokens=tokens, **options)
+        knowing(engine, prompts, plain)
+        drafted = engine.generate(prompts, params)
+        assert [g.tokens for g in drafted] == plain
+        assert sum(len(g.steps) for g in drafted) < 120 * 47 / (2 if block == 16 and len(options) == 1 else 1.2)
+        assert sum(n for rows, n in engine.runner.step_rows.items() if rows > batch) > 0
+        engine.pool.check()
+
+
+@pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
+def test_the_drafters_own_trees_change_no_answer_greedy_or_sampled(dflash2: bool) -> None:
+    target, drafter = pair(dflash2=dflash2)
+    prompts, ways = prompts_of(24), [{}, {"top_p": 0.9, "top_k": 40}, {"temperature": 0.0}]
+    each = [SamplingParams(**{"temperature": 1.2, "max_tokens": 32, "seed": i} | ways[i % 3]) for i in range(24)]
+    plain, over_trees = (
+        make_engine(target, drafts, draft_tree=nodes, max_num_seqs=8).generate(prompts, each)
+        for drafts, nodes in ((None, 0), (drafter, 15))
+    )
+    assert [g.tokens for g in over_trees] == [g.tokens for g in plain]
+    assert max(step.drafted for g in over_trees for step in g.steps) > 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])

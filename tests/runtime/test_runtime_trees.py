@@ -269,7 +269,7 @@ def test_the_budget_follows_the_drafts_and_the_answers_do_not(monkeypatch: pytes
     prompts, params = prompts_of(4, 19), SamplingParams(max_tokens=90, ignore_eos=True)
     texts = plain(target, prompts, [params] * 2)
     times = {(b, s): 1.0 + 0.01 * s for b in (1, 2, 3) for s in (1, 2, 4, 8)}
-    trees = {key: 1.0 + key[1] / 60 for key in tree_shapes((1, 2, 3), (1, 4, 8))}
+    trees = {key: 1.0 + key[1] / 60 for key in tree_shapes((1, 2, 3), (1, 2, 4, 8))}
     monkeypatch.setattr(engine_module, "cached_times", lambda *args: times | trees)
     for right in (True, False):
         engine, shapes = make_engine(target, drafter, draft_tree=12, num_speculative_tokens=None), list[StepShape]()

@@ -1,0 +1,124 @@
+"""Tokens a second of the engine with blocks of one length, chains of their own and draft trees, at several loads.
+
+    python scripts/bench/tree_load.py --target MODEL --drafter OUT/drafter-dflash --output tree_load.json \
+        --prompts gsm8k=gsm8k_test.jsonl mbpp=mbpp.jsonl[800:] --limit 64 --requests 1 4 8 16 32 64
+
+Answers are greedy. So many requests are decoded at a time, of one set and of all sets in turn; whoever ends makes room
+for the next. Of what is running when none is left to follow only the first part counts: the clock stops there. All
+ways take turns in one process. `same` is the share of answers that are those of plain decoding at that load.
+"""
+
+import argparse
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.benchmark import setting, without_folders
+from dflash_toolkit.config import run_command
+from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
+from dflash_toolkit.evaluation.markdown import render_table
+from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.files import write_json
+from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime.request import Request
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"num_speculative_tokens": 0},
+    "blocks": {},
+    "chains": {"draft_tree": 15, "draft_tree_width": 1},
+    "trees": {"draft_tree": 63},
+}
+
+
+def measured(engine: Engine, prompts: Sequence[list[int]], at_a_time: int, max_tokens: int) -> dict[str, Any]:
+    """Decode all prompts, so many at a time."""
+    params = SamplingParams(max_tokens=max_tokens)
+    waiting, running, done = iter(prompts), list[Request](), list[Request]()
+    stats, rows = engine.stats, dict(engine.runner.step_rows)
+    steps, tokens, counted, seconds = stats.steps, 0, 0, 0.0
+    began = time.perf_counter()
+    while True:
+        for prompt in itertools.islice(waiting, at_a_time - len(running)):
+            running.append(engine.submit(prompt, params))
+            done.append(running[-1])
+        running = [request for request in running if not request.finished]
+        if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
+            seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
+        if not running:
+            break
+        engine.step()
+    tokens = sum(len(request.tokens) for request in done)
+    return {
+        "tokens_per_second": round(counted / seconds, 1),
+        "tau_pooled": round((tokens - len(done)) / max(stats.steps - steps, 1), 4),
+        "rows": {n: count - rows.get(n, 0) for n, count in sorted(engine.runner.step_rows.items())},
+        "answers": [request.tokens for request in done],
+    }
+
+
+def run(args: argparse.Namespace) -> None:
+    asked = read_prompt_sets(args.prompts, args.limit)
+    words = [without_folders(word) for word in sys.argv[1:]]
+    found: list[dict[str, Any]] = []
+    plain: dict[tuple[str, int], list[list[int]]] = {}
+    ways = ["plain", *(way for way in args.ways if way != "plain")]
+    for way in ways:
+        most = {"max_num_seqs": max(args.requests), "max_model_len": args.max_model_len}
+        options = EngineOptions(prefix_cache=False, **most, **WAYS[way])
+        engine, tokenizer = load_engine(args.target, args.drafter, options=options)
+        while engine.prepare():
+            pass
+        sets = {name: [encode_chat(tokenizer, row.messages) for row in rows] for name, rows in asked.items()}
+        if len(sets) > 1:
+            sets["mixed"] = [p for turn in itertools.zip_longest(*sets.values()) for p in turn if p is not None]
+        for name, at_a_time in itertools.product(sets, args.requests):
+            engine.reset_acceptance()
+            prompts = sets[name][: max(args.rounds * at_a_time, args.least)]
+            row = measured(engine, prompts, at_a_time, args.max_tokens)
+            answers = row.pop("answers")
+            if way == "plain":
+                plain[name, at_a_time] = answers
+            same = sum(a == b for a, b in zip(answers, plain[name, at_a_time], strict=True)) / len(answers)
+            found.append({"way": way, "set": name, "requests": at_a_time, "same": round(same, 4), **row})
+            if args.output:
+                write_json(args.output, setting("bench/tree_load.py", words) | {"ways": WAYS, "rows": found})
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    each = {(row["way"], row["set"], row["requests"]): row for row in found}
+    rows = []
+    for name, at_a_time, way in itertools.product(sets, args.requests, ways):
+        row, base = each[way, name, at_a_time], each.get(("blocks", name, at_a_time))
+        gain = f"{row['tokens_per_second'] / base['tokens_per_second'] - 1:+.1%}" if base else ""
+        speed, tau = number(row["tokens_per_second"]), number(row["tau_pooled"])
+        rows.append((name, str(at_a_time), way, speed, tau, gain, f"{row['same']:.1%}"))
+    print(render_table(Table("", ("set", "requests", "way", "tokens/s", "tau", "to blocks", "same"), tuple(rows))))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=SOURCE")
+    parser.add_argument("--limit", type=int, default=256, help="prompts of a set")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="at a time")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of a load, times its requests")
+    parser.add_argument("--least", type=int, default=8, help="prompts of a load")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    return run_command(lambda: run(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
