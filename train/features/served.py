@@ -84,7 +84,7 @@ class ServedTarget(Target):
                 f"{self._url} writes no hidden states: start vLLM with the method extract_hidden_states and its "
                 f"ExampleHiddenStatesConnector (docs/scale.md)"
             )
-        tensors = _taken(path)
+        tensors = _read(path)
         hidden, tokens = tensors.get("hidden_states"), tensors.get("token_ids")
         if hidden is None or tokens is None or tokens.tolist() != text:
             raise UserError(f"{path}: not the hidden states of the text that {self._url} was asked for")
@@ -94,6 +94,9 @@ class ServedTarget(Target):
                 f"{path}: hidden states of shape {tuple(hidden.shape)}, not {wanted}; give vLLM "
                 f"eagle_aux_hidden_state_layer_ids {layer_ids(self._served)}"
             )
+        for done in (path, f"{path}.lock"):  # nobody else wants them, now that they are what was asked for
+            with contextlib.suppress(OSError):  # another user's
+                os.remove(done)
         return hidden
 
 
@@ -102,20 +105,16 @@ def layer_ids(taps: Sequence[int]) -> list[int]:
     return [tap + 1 for tap in taps]
 
 
-def _taken(path: str) -> dict[str, Tensor]:
-    """The tensors of a file that the server has named, which is removed. Raises UserError."""
+def _read(path: str) -> dict[str, Tensor]:
+    """The tensors of a file that the server has named, once it is whole. Raises UserError."""
     try:
         with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:  # a server may be told to use none
             fcntl.flock(lock, fcntl.LOCK_SH)
-        tensors = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); run.feature_endpoint must write to a folder that this machine sees"
         ) from error
-    for done in (path, f"{path}.lock"):
-        with contextlib.suppress(OSError):  # another user's
-            os.remove(done)
-    return tensors
 
 
 def _lend(model: Any, name: str, device: torch.device, dtype: str) -> None:
