@@ -30,7 +30,7 @@ from train.responses.rows import Row
 from train.run.definition import Run
 
 TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.", "What is 2+2?")
-TOKENS = 40
+TOKENS = 33  # so that the blocks of an answer are drafted at once
 THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking %}?{% endif %}"
 
 

@@ -97,28 +97,23 @@ def lines(folder: Path, key: str) -> list[Any]:
 # ---- what is exported ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("measured", "start", "found"),
-    [
-        ([EVEN, MORE, MORE, MORE], None, {"exported": 8}),  # of equal ones the last, not the first
-        ([EVEN, MORE, MORE, EVEN], None, {"exported": 6, "last": 8}),  # the later of the best
-        ([EVEN, LUCKY, EVEN, EVEN], None, {"exported": 8, "best": 4}),
-        ([EVEN, EVEN, EVEN, EVEN], MORE, {"exported": 0, "last": 8}),
-        ([EVEN, EVEN, EVEN, EVEN], LUCKY, {"exported": 8, "best": 0}),
-        ([(0, 0, 0, 0)] * 4, None, {"exported": 8}),  # no answer was long enough
-    ],
-    ids=["equal", "earlier", "lucky", "start", "lucky start", "nothing"],
-)
-@pytest.mark.parametrize("killed", [0, 4, 8])
+ENDS: dict[str, tuple[list[tuple[int, ...]], tuple[int, ...] | None, dict[str, int]]] = {
+    "equal": ([EVEN, MORE, MORE, MORE], None, {"exported": 8}),  # of equal ones the last, not the first
+    "earlier": ([EVEN, MORE, MORE, EVEN], None, {"exported": 6, "last": 8}),  # the later of the best
+    "lucky": ([EVEN, LUCKY, EVEN, EVEN], None, {"exported": 8, "best": 4}),
+    "start": ([EVEN, EVEN, EVEN, EVEN], MORE, {"exported": 0, "last": 8}),
+    "lucky start": ([EVEN, EVEN, EVEN, EVEN], LUCKY, {"exported": 8, "best": 0}),
+    "nothing": ([(0, 0, 0, 0)] * 4, None, {"exported": 8}),  # no answer was long enough
+}
+KILLS = {"equal": (8,), "earlier": (0, 8), "lucky": (4, 8), "start": (0, 4), "lucky start": (8,), "nothing": (4,)}
+
+
+@pytest.mark.parametrize(("killed", "end"), [(step, end) for end, steps in KILLS.items() for step in steps])
 def test_the_end_is_exported_unless_an_earlier_one_is_better_beyond_its_error(
-    killed: int,
-    measured: list[tuple[int, ...]],
-    start: tuple[int, ...] | None,
-    found: dict[str, int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    killed: int, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kill too, before the save of step 4 or 8 and behind the evaluation there."""
+    measured, start, found = ENDS[end]
     asked = replace(config(), init_from="somewhere" if start else None)
     seen: dict[int, Weights] = {}
 
