@@ -61,7 +61,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int) -> None:
     assert engine.stats.drafted == sum(step.drafted for g in drafted for step in g.steps)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, len(MIXED) - 1), st.integers(0, 9)), min_size=1, max_size=7),
     st.integers(1, 4),
