@@ -77,7 +77,7 @@ class SamplingParams:
     min_tokens: int = 0  # no token that ends the answer is chosen before it has so many
     stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
     ignore_eos: bool = False
-    drafting: bool = True  # False: while it runs, nobody of its batch is drafted for
+    drafting: bool = True  # False: nothing is drafted for it, nor blocks for others meanwhile
     grammar: Grammar | None = None  # only tokens that it allows are chosen, the end where it is complete
 
     def __post_init__(self) -> None:

@@ -323,13 +323,14 @@ class Engine:
         bucket = self.runner.bucket
 
         def chosen(requests: Sequence[Request]) -> StepShape:
-            # whoever is computed once more gets no draft, which may hold the token that is NaN
-            drafts = all(request.params.drafting and not request.again for request in requests)
+            drafts = [request.drafts for request in requests]
             editing = any(mode_of(request.params) > Mode.SAMPLED for request in requests)
-            if drafts and over_trees is not None and not editing and row_buckets(bucket(len(requests))):
+            if any(drafts) and over_trees is not None and not editing and row_buckets(bucket(len(requests))):
                 shape = over_trees(requests)
+                if not shape.rows and not all(drafts):  # a block is drafted for all or for none
+                    shape = StepShape(1)
             else:
-                shape = StepShape(choose(requests) if drafts else 1)
+                shape = StepShape(choose(requests) if all(drafts) else 1)
             counts[shape.block - 1] = counts.get(shape.block - 1, 0) + 1
             return shape
 

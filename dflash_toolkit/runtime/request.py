@@ -189,6 +189,11 @@ class Request:
         return self.generation.tokens
 
     @property
+    def drafts(self) -> bool:
+        """Whether anything may be drafted for it: not where its draft may hold the token that was NaN."""
+        return self.params.drafting and not self.again
+
+    @property
     def finished(self) -> bool:
         return self.generation.finish_reason is not None or self.error is not None
 

@@ -348,7 +348,7 @@ class StepRunner:
         batch, (block, rows) = self._rows(len(requests)), shape
         if self.device.type == "cuda":  # some may have given way since the shape was chosen
             rows = min(rows, row_buckets(batch)[-1])
-        discounts = [request.trust.log_discount for request in requests]
+        discounts = [request.trust.log_discount if request.drafts else -math.inf for request in requests]
         self.trees.discount(discounts)
         sampled = any(mode == Mode.SAMPLED for mode in self._modes[: len(requests)])
         told = self._run(Part("sampled tree" if sampled else "tree", batch, block, nodes=rows))

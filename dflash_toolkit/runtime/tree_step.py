@@ -63,7 +63,7 @@ class TreeSteps:
         self._calibration.copy_(to_device(values, torch.float64, self._calibration.device))
 
     def discount(self, log_probs: Sequence[float]) -> None:
-        """Take off so much of the first requests' paths, from the next step on; see `Trust`."""
+        """Take off so much of the first requests' paths, from the next step on; see `Trust`. -inf: draft nothing."""
         if (given := tuple(log_probs)) != self._given[: len(given)]:
             self._discounts[: len(given)].copy_(to_device(given, torch.float32, self._discounts.device))
             self._given = (*given, *self._given[len(given) :])
@@ -89,9 +89,10 @@ class TreeSteps:
         at = state.rows(batch)
         last = state.last_token[:batch]
         room = state.sampler.ends_at[:batch] - at.lengths - 1  # the bonus token is always committed
-        limits = torch.where(state.active[:batch], room.clamp(0, block - 1), 0).int()
+        discounts = self._discounts[:batch]
+        limits = torch.where(state.active[:batch] & discounts.isfinite(), room.clamp(0, block - 1), 0).int()
         values, ranks, candidates = self._proposer.children(last, at, block, self._calibration[:block], self.width)
-        values[:, 0] += self._discounts[:batch, None, None]
+        values[:, 0] += discounts[:, None, None]
         trees = ops.grow_trees(values, ranks, candidates, limits, self.nodes)
         tree = ops.cut_trees(trees, last, at.lengths, at.page_table, at.page_size, rows)
         promise = promised(trees, values, ranks, limits, [each for each in self.blocks if 1 < each <= block])

@@ -251,6 +251,18 @@ def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
         assert same(got, generate(*models, prompts[0], params, draft_tree=63)) and len(got.tokens) == room
 
 
+def test_who_wants_no_drafts_has_a_row_and_the_others_their_trees() -> None:
+    target, drafter = pair()
+    engine, prompts = make_engine(target, drafter, draft_tree=24), prompts_of(4, 19, 7)
+    each = [GREEDY, replace(GREEDY, drafting=False), replace(GREEDY, temperature=0.9, seed=3)]
+    texts = plain(target, prompts, each)
+    with planting(engine, texts):
+        answers = engine.generate(prompts, each)
+    assert [got.tokens for got in answers] == list(texts.values())
+    assert all(step.drafted == 0 for step in answers[1].steps) and len(answers[1].steps) == 29
+    assert all(max(step.accepted for step in got.steps) >= 3 for got in answers[::2])
+
+
 def test_requests_that_edit_logits_take_blocks_and_the_next_batch_trees_again() -> None:
     engine, shapes = make_engine(*pair(), draft_tree=20), list[StepShape]()
     watch(engine, engine.scheduler.choose_shape, shapes)
