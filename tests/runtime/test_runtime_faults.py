@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_drafter, make_target
 from test_runtime_engine import make_engine, prompts_of
 from torch import Tensor
@@ -151,9 +152,11 @@ def test_nan_that_does_not_come_again_ends_nobody(models: tuple[Target, Drafter]
     assert engine.runner.verifier.stack.cache.isfinite().all()
 
 
-def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter]) -> None:
-    """It makes all of its block NaN, of which nothing is taken; then there is a step without."""
-    engine = make_engine(*models)
+@pytest.mark.parametrize("nodes", [0, 6])
+def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter], nodes: int) -> None:
+    """It makes all of its block NaN, of which nothing is taken; then there is a step without. A tree may stay sound
+    beside it, but its pages do not."""
+    engine = make_engine(*models, draft_tree=nodes)
     engine.runner.target.embedding[BAD] = math.nan
     drafts = 0
 
@@ -162,8 +165,19 @@ def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter]) -
         drafts += 1
         return Draft(last.new_full((len(last), block - 1), BAD))
 
+    real = engine.runner.proposer.children
+
+    def children(*args: Any) -> Any:
+        nonlocal drafts
+        drafts += 1
+        values, ranks, candidates = real(*args)
+        return values, ranks, torch.where(ranks[:, :, 0, :1] == torch.arange(candidates.shape[2]), BAD, candidates)
+
     engine.runner.proposer.propose = propose  # type: ignore[method-assign]
+    engine.runner.proposer.children = children  # type: ignore[method-assign]
     check(models, run(engine, prompts_of(9, 15), [replace(LONG, max_tokens=5)] * 2), [])
+    for stack in (engine.runner.verifier.stack, engine.runner.proposer.stack):
+        assert stack.cache[:, :, engine.runner.page_size :].isfinite().all()
     engine.runner.target.embedding[BAD] = 0.0
     assert drafts > 1
 
