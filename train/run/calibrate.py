@@ -27,7 +27,8 @@ def calibrate(target: Target, drafter: Drafter, answers: Sequence[tuple[list[int
         answers: prompts, and what the target said.
 
     Returns:
-        None where no answer is long enough for a block.
+        None where no answer is long enough for a block, or what the drafter finds more probable is accepted less, as of
+        one that was hardly trained.
     """
     every = -(-sum(len(answer.steps) for _, answer in answers) // BLOCKS) or 1
     found = [pair for prompt, answer in answers for pair in judged_nodes(target, drafter, prompt, answer, every)]
@@ -35,7 +36,8 @@ def calibrate(target: Target, drafter: Drafter, answers: Sequence[tuple[list[int
         return None
     log_probs, slots, accepted = (torch.tensor(part) for part in zip(*found, strict=True))
     cold = Calibration.cold(drafter.config.block_size - 1)
-    return cold.refit(log_probs.double().exp(), slots, accepted)
+    fitted = cold.refit(log_probs.double().exp(), slots, accepted)
+    return fitted if fitted.slope > 0 else None
 
 
 def judged_nodes(

@@ -102,6 +102,10 @@ def test_a_calibration_is_fitted_to_the_nodes_that_decoding_judges(
     fitted = calibrate(target, drafter, answers)
     assert fitted and fitted != Calibration.cold(3)
     assert calibrate(target, drafter, [(p, replace(a, steps=[])) for p, a in answers]) is None
+    wrong = [(math.log(share), 1, share < 0.5) for share in (0.9, 0.1)] * 50
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.run.calibrate.judged_nodes", lambda *_: iter(wrong))
+        assert calibrate(target, drafter, answers) is None, "no configuration may hold it"
 
 
 def test_what_a_selector_is_compared_with_is_the_drafter_without_it(
