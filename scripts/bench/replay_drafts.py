@@ -1,0 +1,229 @@
+"""Tokens a second of a model's shape with the drafts of another drafter: what was recorded is drafted and accepted.
+
+    python scripts/bench/replay_drafts.py trace.pt --shape qwen3-8b --requests 1 4 8 16 32 64 --output replay.json
+    python scripts/bench/replay_drafts.py trace.pt --requests 8 32 --failing 1 --output failing.json
+
+The trace is that of `record_drafts.py`. Weights are random and all of their work is done; then what the drafter thinks,
+and what the target chooses, is taken from the trace, request by request, so that which node of a tree is accepted goes
+with its probability as it does in life. With `--failing` so many requests of every batch have drafts that are never
+right, and their pace stands beside the others': to plain decoding, and to the same batch without them.
+"""
+
+import argparse
+import functools
+import gc
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.benchmark import setting, without_folders
+from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.evaluation.markdown import render_table
+from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.target import use_device
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.proposer import Draft
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"num_speculative_tokens": 0},
+    "blocks": {},
+    "chains": {"draft_tree": 15, "draft_tree_width": 1},
+    "trees": {"draft_tree": 63},
+}
+
+
+class Trace:
+    """Recorded answers on the device, each twice: behind them all stand those whose drafts are never right."""
+
+    def __init__(self, recorded: Sequence[dict[str, Any]], slots: int, vocabulary: int, device: torch.device) -> None:
+        self.count, shape = len(recorded), recorded[0]["ids"].shape[1:]
+        longest = max(len(each["ids"]) for each in recorded)
+        self.lengths = [len(each["ids"]) for each in recorded]
+        if shape[0] < slots:
+            raise UserError(f"the trace has {shape[0]} slots and the drafter drafts {slots}; take another --shape")
+        self.truth = torch.zeros(2 * self.count, longest + slots + 2, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(2 * self.count, longest, slots, shape[1], dtype=torch.int64, device=device)
+        self.log_probs = torch.full(self.ids.shape, -20.0, device=device)
+        for i, each in enumerate(recorded):
+            text = each["tokens"][each["prompt"] :].long().to(device) % vocabulary
+            ids = each["ids"][:, :slots].long().to(device) % vocabulary
+            for at, shift in ((i, 0), (self.count + i, 1)):
+                self.truth[at, : len(text)] = text
+                self.ids[at, : len(ids)] = (ids + shift) % vocabulary
+                self.log_probs[at, : len(ids)] = each["lp"][:, :slots].to(device, torch.float32)
+
+
+def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], int]:
+    """Let the engine draft and choose what the trace holds; which answer belongs to a prompt is written there."""
+    runner, owners = engine.runner, dict[tuple[int, ...], int]()
+    which = torch.zeros(runner.max_num_seqs, dtype=torch.int64, device=runner.device)
+    add, move = runner.add, runner.move
+    verifier, state, ops = runner.verifier, runner.state, runner.ops
+
+    def added(row: int, request: Request) -> Any:
+        which[row] = owners[tuple(request.prompt_ids)]
+        return add(row, request)
+
+    def moved(source: int, target: int) -> None:
+        which[target] = which[source]
+        move(source, target)
+
+    def truth(rows: Tensor, positions: Tensor) -> Tensor:
+        """What stands at those positions of the requests in those rows."""
+        at = (positions.long() - prompt).clamp(0, trace.truth.shape[1] - 1)
+        return trace.truth[which[rows], at]
+
+    def thought(batch: int, block: int) -> tuple[Tensor, Tensor]:
+        at = (state.lengths[:batch].long() - prompt).clamp(0, trace.ids.shape[1] - 1)
+        return tuple(part[which[:batch], at, : block - 1] for part in (trace.ids, trace.log_probs))  # type: ignore[return-value]
+
+    commit, commit_trees = verifier.commit, verifier.commit_trees
+
+    def committed(draft: Tensor, choice: Tensor, now: Any) -> Any:
+        batch, block = choice.shape
+        slots = torch.arange(1, block + 1, device=choice.device)
+        rows = torch.arange(batch, device=choice.device)[:, None].expand(-1, block)
+        return commit(draft, truth(rows, state.lengths[:batch, None] + slots), now)
+
+    def trees_committed(tree: Any, choice: Tensor, *rest: Any) -> Any:
+        return commit_trees(tree, truth(tree.requests.clamp(min=0).long(), tree.positions + 1), *rest)
+
+    runner.add, runner.move = added, moved  # type: ignore[method-assign]
+    verifier.commit, verifier.commit_trees = committed, trees_committed  # type: ignore[method-assign]
+    if (proposer := runner.proposer) is not None:
+        propose, children = proposer.propose, proposer.children
+
+        def proposed(last: Tensor, rows: Any, block: int) -> Draft:
+            propose(last, rows, block)
+            return Draft(thought(len(last), block)[0][..., 0])
+
+        def grown(last: Tensor, rows: Any, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
+            children(last, rows, block, calibration, width)
+            ids, log_probs = (part.contiguous() for part in thought(len(last), block))
+            none = torch.zeros(ids.shape[:2], device=ids.device)
+            return *ops.draft_children(log_probs, none, ids, calibration, width), ids
+
+        proposer.propose, proposer.children = proposed, grown  # type: ignore[method-assign,assignment]
+    runner._graphs.clear()  # those that were captured for their times hold the random drafter
+    return owners
+
+
+class Requests:
+    """Prompts of random tokens, each with a recorded answer."""
+
+    def __init__(self, engine: Engine, trace: Trace, prompt: int, seed: int) -> None:
+        self._engine, self._trace, self._prompt, self._dice = engine, trace, prompt, random.Random(seed)
+        self._owners = plant(engine, trace, prompt)
+
+    def submit(self, answer: int) -> Request:
+        """The next request; its answer may be one of those that fail."""
+        ids = tuple(self._dice.randrange(self._engine.vocabulary) for _ in range(self._prompt))
+        self._owners[ids] = answer
+        tokens = self._trace.lengths[answer % self._trace.count]
+        return self._engine.submit(ids, SamplingParams(max_tokens=max(tokens, 2), ignore_eos=True))
+
+    def load(self, at_a_time: int, failing: int, seconds: float, answers: Callable[[], int]) -> dict[str, float]:
+        """So many requests at a time for so long, of which `failing` fail: tokens a second of one of each kind."""
+        running, ended = list[tuple[Request, bool]](), [0, 0]
+        began: float | None = None
+        counts = [0, 0]
+
+        def tokens() -> list[int]:
+            return [ended[kind] + sum(len(r.tokens) for r, bad in running if bad == bool(kind)) for kind in (0, 1)]
+
+        while True:
+            for bad, most in ((True, failing), (False, at_a_time - failing)):
+                while sum(kind == bad for _, kind in running) < most:
+                    running.append((self.submit(answers() + bad * self._trace.count), bad))
+            self._engine.step()
+            for request, bad in running:
+                ended[bad] += len(request.tokens) if request.finished else 0
+            running = [each for each in running if not each[0].finished]
+            if began is None and all(request.tokens for request, _ in running):
+                began, counts = time.perf_counter(), tokens()
+            elif began is not None and time.perf_counter() - began > seconds:
+                break
+        took = time.perf_counter() - began
+        good, bad = (now - before for now, before in zip(tokens(), counts, strict=True))
+        for request, _ in running:
+            self._engine.cancel(request)
+        while self._engine.step():
+            pass
+        each = {"tokens_per_second": (good + bad) / took, "of_each": good / took / max(at_a_time - failing, 1)}
+        return each | ({"of_each_failing": bad / took / failing} if failing else {})
+
+
+def run(args: argparse.Namespace) -> None:
+    recorded = [each for each in torch.load(args.trace) if args.sets is None or each["set"] in args.sets]
+    if not recorded:
+        raise UserError(f"{args.trace} holds no answer of these sets")
+    device = use_device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = named_shape(args.shape)
+    target = random_target(ModelSpec.of_target(config), device, dtype)
+    drafter = random_drafter(drafter_shape(config), device, dtype)
+    trace = Trace(recorded, drafter.config.block_size - 1, target.spec.vocab_size, device)
+    words, found = [without_folders(word) for word in sys.argv[1:]], list[dict[str, Any]]()
+    for way in args.ways:
+        options = EngineOptions(
+            max_num_seqs=max(args.requests), max_model_len=args.prompt + max(trace.lengths) + 1, prefix_cache=False,
+            **WAYS[way],
+        )  # fmt: skip
+        engine = Engine(target, drafter, (), options)
+        requests = Requests(engine, trace, args.prompt, seed=0)
+        answers = functools.partial(random.Random(1).randrange, trace.count)
+        while engine.prepare():
+            pass
+        for at_a_time, failing in itertools.product(args.requests, sorted({0, args.failing})):
+            engine.reset_acceptance()
+            requests.load(at_a_time, failing, args.warm, answers)
+            row = requests.load(at_a_time, failing, args.seconds, answers)
+            rounded = {name: round(value, 2) for name, value in row.items()}
+            found.append({"way": way, "requests": at_a_time, "failing": failing} | rounded)
+            if args.output:
+                write_json(args.output, setting("bench/replay_drafts.py", words) | {"ways": WAYS, "rows": found})
+        del engine, requests
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    header = ("requests", "failing", "way", "tokens/s", "of each", "of each failing")
+    names = ("tokens_per_second", "of_each", "of_each_failing")
+    rows = [
+        (str(r["requests"]), str(r["failing"]), r["way"], *(number(r[name]) if name in r else "" for name in names))
+        for r in sorted(found, key=lambda r: (r["requests"], r["failing"]))
+    ]
+    print(render_table(Table("", header, tuple(rows))))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--sets", nargs="+", help="take answers of these alone")
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="at a time")
+    parser.add_argument("--failing", type=int, default=0, metavar="N", help="beside that, batches with so many of them")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--warm", type=float, default=2.0, help="seconds of a load before its figures are taken")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a load")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    return run_command(lambda: run(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""Drafts of one drafter in an engine of another shape: what is recorded is what is drafted and accepted."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_drafter, make_target
+from paths import ROOT
+from test_budget_replay import recorded
+
+from dflash_toolkit.runtime import EngineOptions, load_engine
+
+WAYS: list[dict[str, Any]] = [{}, {"draft_tree": 15, "draft_tree_width": 1}, {"draft_tree": 20}]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["blocks", "chains", "trees"])
+def test_answers_are_those_that_were_recorded_and_drafts_fail_where_they_should(
+    way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    import replay_drafts as script
+
+    dice, target = torch.Generator().manual_seed(0), make_target()
+    made = [recorded(dice, 0.8, answer=30, slots=7) for _ in range(3)]
+    options = EngineOptions(max_num_seqs=4, page_size=4, kv_cache_tokens=1200, num_speculative_tokens=7, **way)
+    engine = load_engine(target, make_drafter(target), options=options)[0]
+    trace = script.Trace(made, 7, engine.vocabulary, engine.runner.device)
+    source = script.Requests(engine, trace, 6, seed=3)
+    requests = [source.submit(answer) for answer in (0, 1, 2, trace.count)]
+    while engine.step():
+        pass
+    for answer, request in zip((0, 1, 2, 0), requests, strict=True):
+        text = made[answer]["tokens"][5:].tolist()  # type: ignore[index]
+        assert request.tokens[1:] == text[1 : len(request.tokens)] and len(request.tokens) == 29
+    steps = [request.generation.steps for request in requests]
+    assert max(map(len, steps[:3])) < 20 and len(steps[3]) == 28 and all(step.accepted == 0 for step in steps[3])
+
+
+def test_what_is_recorded_is_what_the_drafter_thinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path,
+                                                     drafter_dir: Path) -> None:  # fmt: skip
+    """Its best tokens behind an anchor are those that it drafts there."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    import record_drafts as script
+
+    from dflash_toolkit import SamplingParams, Target, generate, load_drafter
+    from dflash_toolkit.decode import _context_kv, propose
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why is the sky blue?"}\n')
+    words = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--output", str(tmp_path / "trace.pt")]
+    more = ["--max-tokens", "12", "--best", "3", "--dtype", "float32", "--batch", "1", "--max-model-len", "256"]
+    monkeypatch.setattr(sys, "argv", ["record_drafts.py", *words, *more, "--prompts", f"sky={tmp_path}/prompts.jsonl"])
+    assert script.main() == 0
+    (found,) = torch.load(tmp_path / "trace.pt")
+    target, drafter = Target.load(str(target_dir), "cpu", "float32"), load_drafter(str(drafter_dir)).float()
+    tokens, prompt = found["tokens"].tolist(), found["prompt"]
+    assert tokens[prompt:] == generate(target, None, tokens[:prompt], SamplingParams(max_tokens=12)).tokens
+    assert found["ids"].shape == found["lp"].shape == (len(tokens) - prompt - 1, drafter.config.block_size - 1, 3)
+    for at in (0, 4):
+        end = prompt + at
+        ids = torch.tensor([tokens[:end]])
+        with torch.inference_mode():
+            features = target.forward(ids, taps=drafter.config.target_layer_ids).features
+            context = _context_kv(drafter, features, 0, end)
+            assert propose(target, drafter, context, tokens[end], end) == found["ids"][at, :, 0].tolist()
