@@ -81,16 +81,28 @@ def expected_tokens(rate: float, block: int) -> float:
 def measure_steps(
     runner: "StepRunner", sizes: Sequence[int], max_num_seqs: int, trees: Collection[Shape] = ()
 ) -> Times:
-    """Seconds of every (bucket, block) and of those steps over trees, on an empty batch; captures the graphs on the
-    way, unless what a step reads depends on the requests, which are random ones then."""
-    on_gpu = runner.device.type == "cuda"
+    """Seconds of every (bucket, block) and of those steps over trees; captures the graphs on the way, unless what a
+    step reads depends on the requests, which are random ones then.
+
+    The batch is empty. Beside trees, of which an empty one would have none, it is one of requests without a context.
+    """
+    on_gpu, lengths = runner.device.type == "cuda", runner.state.lengths
     blocks: list[Shape] = list(itertools.product(buckets_up_to(max_num_seqs), sizes))
-    with runner.any_tokens() if runner.target.spec.depends_on_requests else contextlib.nullcontext():
+
+    def clock(step: Callable[[], object]) -> float:
+        lengths.zero_()
+        return seconds_of(step, runner.device)
+
+    with contextlib.ExitStack() as around:
+        if runner.target.spec.depends_on_requests:
+            around.enter_context(runner.any_tokens())
+        if trees:
+            around.enter_context(runner.busy())
         steps: dict[Shape, Callable[[], object]] = {
             (bucket, *shape): runner.launcher(bucket, StepShape(shape[-1], *shape[:-1]))
             for bucket, *shape in (*blocks, *trees)
         }
         for step in steps.values():
-            step()
+            clock(step)
         samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)
-        return measured_times(steps, lambda step: seconds_of(step, runner.device), samples, again_s)
+        return measured_times(steps, clock, samples, again_s)

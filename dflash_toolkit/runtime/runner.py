@@ -393,6 +393,21 @@ class StepRunner:
             self.state.states.zero_()
             self._graphs, self._random = graphs, None
 
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within, an empty batch is full of greedy requests without a context, which have room for whole trees; they
+        write to the null block. What steps have advanced is put back at the end."""
+        state = self.state
+        fields = [*self._mutable(), state.active, state.sampler.ends_at]
+        saved = [field.clone() for field in fields]
+        state.active.fill_(True)
+        state.sampler.ends_at.fill_(self.reach)
+        try:
+            yield
+        finally:
+            for field, value in zip(fields, saved, strict=True):
+                field.copy_(value)
+
     @torch.inference_mode()
     def run_eagerly(self, rows: int, block: int, mode: Mode = Mode.GREEDY) -> None:
         """A step of that shape without a graph."""

@@ -298,6 +298,19 @@ def test_the_budget_follows_the_drafts_and_the_answers_do_not(monkeypatch: pytes
             assert sum(over_trees[20:]) < 0.3 * len(shapes[20:])
 
 
+def test_times_are_those_of_whole_trees_and_leave_no_trace() -> None:
+    engine = make_engine(*pair(), draft_tree=6)
+    runner, shape = engine.runner, StepShape(8, 21)
+    before = [field.clone() for field in (*runner._mutable(), runner.state.active, runner.state.sampler.ends_at)]
+    with torch.inference_mode(), runner.busy():
+        told = runner.launcher(3, shape)()
+    found = runner.trees.read(told, 3, 3, shape, runner.trees.calibration, [0.0] * 3)
+    assert all(depth > 0 for _, depth, *_ in found.answers) and (found.judged.promised > 0).all()
+    after = [*runner._mutable(), runner.state.active, runner.state.sampler.ends_at]
+    assert all(map(torch.equal, before, after))
+    assert not runner.state.active.any() and not runner.state.lengths.any()
+
+
 def test_what_takes_no_tree_is_refused_in_one_line() -> None:
     target, drafter = pair()
     assert MOST_TREE_NODES + 1 == MOST_NODES
