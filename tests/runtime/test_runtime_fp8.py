@@ -70,7 +70,7 @@ def in_modules(folder: Path) -> Iterator[Target]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FP8Linear, "forward", forward)
         patch.setattr(FP8Experts, "linear", of_expert)
-        patch.setattr(target_module, "_computes_fp8", lambda where: True)
+        patch.setattr(target_module, "_computes_fp8", lambda *_: True)
         with pytest.MonkeyPatch.context() as gpu:  # without one transformers would dequantize
             gpu.setattr(torch.cuda, "is_available", lambda: True)
             gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
