@@ -41,9 +41,11 @@ def generate(
     params: SamplingParams | None = None,
     draft_sample_method: DraftSampleMethod = "greedy",
     draft_tree: int = 0,
+    draft_tree_width: int = WIDTH,
 ) -> Generation:
     """Decode one prompt to its end; see `stream`."""
-    return deque(stream(target, drafter, prompt_ids, params, draft_sample_method, draft_tree), maxlen=1)[0]
+    how = draft_sample_method, draft_tree, draft_tree_width
+    return deque(stream(target, drafter, prompt_ids, params, *how), maxlen=1)[0]
 
 
 @torch.inference_mode()
@@ -54,6 +56,7 @@ def stream(
     params: SamplingParams | None = None,
     draft_sample_method: DraftSampleMethod = "greedy",
     draft_tree: int = 0,
+    draft_tree_width: int = WIDTH,
 ) -> Iterator[Generation]:
     """Decode one prompt, yielding the same growing `Generation` after the prefill and after every step.
 
@@ -64,6 +67,7 @@ def stream(
             `params`, of which 0 is greedy.
         draft_tree: > 0 drafts a tree of so many nodes a step, see `propose_tree`; 0 a chain. A step's `drafted` is the
             depth of its tree.
+        draft_tree_width: children of a node at most; 1 is a chain.
 
     Raises:
         UserError: an empty prompt, one that leaves no room for an answer, or an id, of the prompt or biased, outside
@@ -115,7 +119,8 @@ def stream(
         draft, sampled_draft, tree = list[int](), None, None
         if drafter and remaining > 1:
             if draft_tree:  # the bonus token is always committed, so no deeper node can be used
-                tree = propose_tree(target, drafter, context, last, p, draft_tree, depth=remaining - 1)
+                most = {"depth": remaining - 1, "width": draft_tree_width}
+                tree = propose_tree(target, drafter, context, last, p, draft_tree, **most)
                 draft = tree.tokens.tolist()
             elif draft_sample_method == "probabilistic" and params.temperature > 0.0:
                 sampled_draft = propose_sampled(target, drafter, context, last, p, params)

@@ -481,7 +481,14 @@ def planting(truth: Collection[int], prompt: int = len(PROMPT), seed: int = 0) -
     contexts, dice, answer = list[ContextKV](), torch.Generator().manual_seed(seed), list(truth)
 
     def oracle(
-        target: Target, drafter: Drafter, context: ContextKV, last: int, position: int, nodes: int, depth: int
+        target: Target,
+        drafter: Drafter,
+        context: ContextKV,
+        last: int,
+        position: int,
+        nodes: int,
+        depth: int,
+        width: int,
     ) -> DraftTree:
         real = propose_tree(target, drafter, context, last, position, nodes, depth)
         contexts.append(context)

@@ -346,17 +346,18 @@ def _load(config: EvalConfig) -> "Pair":
         except ValueError as error:
             raise UserError(str(error)) from error
     refused, method = None, cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
+    trees = config.draft.draft_tree, config.draft.draft_tree_width
     modules = Target.load(config.target, config.device, config.dtype) if config.recall else None
     if config.runtime != "reference":
         try:
-            how = config.device, config.dtype, config.draft.draft_dtype, method, config.draft.draft_tree
+            how = config.device, config.dtype, config.draft.draft_dtype, method, *trees
             return EnginePair.load(modules or config.target, drafter, *how, share=config.recall)
         except UnsupportedModel as error:
             if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know
                 raise
             refused = str(error.__cause__ or error)  # without the way out
     target = modules or Target.load(config.target, config.device, config.dtype)
-    pair = ReferencePair(target, drafter, method, config.draft.draft_tree)
+    pair = ReferencePair(target, drafter, method, *trees)
     if refused is not None:
         print(f"the reference decodes, for the engine cannot: {refused}", file=sys.stderr)
         pair.facts["refused_by_the_engine"] = refused

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config import UnsupportedModel, UserError
 from ..data.prompts import Message, Tool
 from ..decode import stream
+from ..draft_tree import WIDTH
 from ..fingerprint import drafter_digest, sample_digest, template_digest
 from ..generation import FinishReason, Generation
 from ..models.dflash.network import Drafter
@@ -136,9 +137,10 @@ class ReferenceDecoder:
         drafter: Drafter | None = None,
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
+        draft_tree_width: int = WIDTH,
     ) -> None:
         self._target: Target | None = target
-        self._drafter, self._how = drafter, (draft_sample_method, draft_tree)
+        self._drafter, self._how = drafter, (draft_sample_method, draft_tree, draft_tree_width)
         self._submitted: deque[tuple[int, list[int], SamplingParams, OnStep | None]] = deque()
 
     def submit(
@@ -288,11 +290,17 @@ class Pair(ABC):
         return found.best[0][1] - found.chosen
 
 
+def _of_trees(nodes: int, width: int) -> dict[str, int]:
+    """What a run over trees is known by; nothing of one over chains."""
+    return {"draft_tree": nodes, "draft_tree_width": width} if nodes else {}
+
+
 class ReferencePair(Pair):
     """`decode.py` on plain Hugging Face modules.
 
     Args:
         draft_tree: nodes that a step verifies; 0: chains.
+        draft_tree_width: children of a node at most.
 
     Raises:
         UserError: a tree for a target that takes none.
@@ -306,11 +314,12 @@ class ReferencePair(Pair):
         drafter: Drafter,
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
+        draft_tree_width: int = WIDTH,
     ) -> None:
         if draft_tree:
             target.check_trees()
         drafter = drafter.to(target.device, target.dtype)
-        drafting = ReferenceDecoder(target, drafter, draft_sample_method, draft_tree)
+        drafting = ReferenceDecoder(target, drafter, draft_sample_method, draft_tree, draft_tree_width)
         self._decoders = {True: drafting, False: ReferenceDecoder(target)}
         self.draft_sample_method = draft_sample_method
         self.tokenizer, self.device, self.dtype = target.tokenizer, target.device, target.dtype
@@ -319,7 +328,7 @@ class ReferencePair(Pair):
         tensors = target.model.named_parameters()
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
         how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}  # of dtypes it has one
-        self.facts = facts | how | ({"draft_tree": draft_tree} if draft_tree else {})
+        self.facts = facts | how | _of_trees(draft_tree, draft_tree_width)
         self._drafter = drafter
         self.modules = target, drafter
 
@@ -338,6 +347,7 @@ class EnginePair(Pair):
 
     Args:
         draft_tree: nodes that a step verifies; 0: chains.
+        draft_tree_width: children of a node at most.
 
     Raises:
         ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
@@ -353,6 +363,7 @@ class EnginePair(Pair):
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
+        draft_tree_width: int = WIDTH,
     ) -> None:
         assert parts.drafter is not None
         target, self._parts = parts.target, parts
@@ -363,10 +374,11 @@ class EnginePair(Pair):
             draft_dtype=resolve_draft_dtype(draft_dtype, self.device, self.dtype),
             draft_sample_method=draft_sample_method,
             draft_tree=draft_tree,
+            draft_tree_width=draft_tree_width,
         )
         self.draft_sample_method = draft_sample_method
         how = {"draft_dtype": self._options.draft_dtype, "draft_sample_method": draft_sample_method}
-        self.tokenizer, self.facts = tokenizer, facts | how | ({"draft_tree": draft_tree} if draft_tree else {})
+        self.tokenizer, self.facts = tokenizer, facts | how | _of_trees(draft_tree, draft_tree_width)
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
         self._context = self.context_limit
@@ -382,6 +394,7 @@ class EnginePair(Pair):
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
+        draft_tree_width: int = WIDTH,
         share: bool = False,
     ) -> "EnginePair":
         """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
@@ -393,7 +406,7 @@ class EnginePair(Pair):
             parts = load_parts(target, drafter, device, dtype, share=share)
         tensors = parts.target.parameter_views(stacked=True)  # by the names of modules, as the reference has them
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
-        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, draft_tree)
+        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, draft_tree, draft_tree_width)
         pair.modules = None if isinstance(target, str) else (target, drafter)
         return pair
 

@@ -13,7 +13,7 @@ from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
 from .budget import row_buckets
 from .capture import no_collection
-from .request import StepShape
+from .parts import Part
 from .runner import StepRunner
 from .sampler import Mode
 from .scheduler import cut_of
@@ -207,6 +207,6 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
-        shape = StepShape(probe.max_block, rows[-1])
-        step = max(step, peak(lambda: probe.run_trees_eagerly(probe.max_num_seqs, shape, sampled=True)))
+        largest = Part("sampled tree", probe.max_num_seqs, probe.max_block, nodes=rows[-1])
+        step = max(step, peak(lambda: probe.run_part_eagerly(largest)))
     return Workspace(step, prefill)

@@ -367,7 +367,7 @@ class StepRunner:
         part = self._part(rows, shape)
         if self.device.type == "cuda":
             return self.graph(part)[0].replay
-        return lambda: self._eagerly(part)
+        return lambda: self.run_part_eagerly(part)
 
     @staticmethod
     def _part(rows: int, shape: StepShape) -> Part:
@@ -419,11 +419,6 @@ class StepRunner:
         self._choose(rows, block, mode)
         self._end(rows, block)
 
-    @torch.inference_mode()
-    def run_trees_eagerly(self, rows: int, shape: StepShape, *, sampled: bool) -> None:
-        """A step over trees of that shape without a graph."""
-        self._eagerly(Part("sampled tree" if sampled else "tree", rows, shape.block, nodes=shape.rows))
-
     def read(self, pending: PendingResult) -> list[Committed]:
         """Wait for a result."""
         if pending.done is not None:
@@ -462,7 +457,7 @@ class StepRunner:
             saved = [field.clone() for field in self._mutable()]
             self.state.states.zero_()  # what runs now runs once more: it may change no request's states
             try:
-                self._graphs[part] = self._captured(lambda: self._eagerly(part))
+                self._graphs[part] = self._captured(lambda: self.run_part_eagerly(part))
             finally:  # a step has run, also where its capture failed
                 for field, value in zip(self._mutable(), saved, strict=True):
                     field.copy_(value)
@@ -502,7 +497,7 @@ class StepRunner:
 
     def _run(self, part: Part) -> Tensor | None:
         if self.device.type != "cuda":
-            return self._eagerly(part)
+            return self.run_part_eagerly(part)
         graph, result = self.graph(part)
         graph.replay()
         return result
@@ -561,7 +556,9 @@ class StepRunner:
         """Rows that are computed for so many."""
         return self.bucket(count) if self.device.type == "cuda" else count
 
-    def _eagerly(self, part: Part) -> Tensor | None:
+    @torch.inference_mode()
+    def run_part_eagerly(self, part: Part) -> Tensor | None:
+        """A part of a step, or the whole, without a graph."""
         if part.kind == "choose":
             return self._choose(part.rows, part.block, part.mode)
         if self.trees is not None and part.nodes:

@@ -212,19 +212,21 @@ def test_sampled_drafts_are_measured_and_no_answer_is_compared_but_greedy_ones(
     assert load(tmp_path / "report")["overall"]["identical_to_plain"] == 1.0, "at temperature 0 they are the plain ones"
 
 
-@pytest.mark.parametrize("runtime", ["reference", "engine"])
+@pytest.mark.parametrize(("runtime", "width"), [("reference", 8), ("engine", 8), ("reference", 1), ("engine", 1)])
 def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
-    runtime: str, target_dir: Path, drafter_dir: Path, tmp_path: Path
+    runtime: str, width: int, target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:
     command = [*command_of(target_dir, drafter_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
-    assert main([*command, "--runtime", runtime, "--no-draft-tree", "--draft-tree", "24"]) == 0
+    words = ["--runtime", runtime, "--no-draft-tree", "--draft-tree", "24", "--draft-tree-width", str(width)]
+    assert main([*command, *words]) == 0
     report, page = load(tmp_path / "report"), (tmp_path / "report" / "report.html").read_text()
     assert report["arguments"]["draft_tree"] == 24 and "drafting trees of 24 nodes for" in page
     assert report["overall"]["identical_to_plain"] == 1.0
     target, drafter = Target.load(str(target_dir), "cpu", "float32"), load_drafter(str(drafter_dir)).float()
     texts = ["Why is the sky blue?", "Count to ten."]
     prompts = [encode_chat(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
-    answers = [generate(target, drafter, prompt, SamplingParams(max_tokens=12), draft_tree=24) for prompt in prompts]
+    how = "greedy", 24, width
+    answers = [generate(target, drafter, prompt, SamplingParams(max_tokens=12), *how) for prompt in prompts]
     assert report["overall"]["accepted_lengths"] == list(Acceptance.of(answers, 8).accepted_lengths)
     assert main([*command, "--draft-tree", "24", "--no-draft-tree"]) == 0
     assert load(tmp_path / "report")["arguments"]["draft_tree"] == 0

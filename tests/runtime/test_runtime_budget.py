@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, grow_trees
 from dflash_toolkit.runtime.budget import (
+    EXACT_ROWS,
     ROWS,
     BudgetChooser,
     Promise,
@@ -32,6 +34,7 @@ POOL = 24  # drafted blocks of a kind
 
 def test_rows_are_more_than_anchors_and_no_more_than_trees_have() -> None:
     assert row_buckets(1) == (16, 32, 48, 64) and row_buckets(16) == ROWS[1:] and row_buckets(256) == ()
+    assert EXACT_ROWS == MAX_ROWS
     assert row_buckets(4) == row_buckets(8) == ROWS[:6] and row_buckets(15) == ROWS
 
 

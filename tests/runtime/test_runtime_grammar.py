@@ -141,13 +141,13 @@ def test_a_dead_end_ends_its_request_with_an_error_and_nobody_elses(late: bool) 
 
 def parts_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Mode]]:
     ran: set[tuple[str, Mode]] = set()
-    real = engine.runner._eagerly
+    real = engine.runner.run_part_eagerly
 
     def run(part: Part) -> Any:
         ran.add((part.kind, part.mode))
         return real(part)
 
-    monkeypatch.setattr(engine.runner, "_eagerly", run)
+    monkeypatch.setattr(engine.runner, "run_part_eagerly", run)
     engine.generate(prompts_of(*range(4, 4 + len(params))), params)
     return ran
 

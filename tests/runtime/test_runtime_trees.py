@@ -70,13 +70,13 @@ def planting(engine: Engine, texts: Texts) -> Iterator[None]:
         return Draft(candidates.gather(2, log_probs.argmax(-1, keepdim=True))[..., 0])
 
     def propose_tree(
-        target: Target, drafter: Drafter, context: Any, last: int, position: int, nodes: int, depth: int
+        target: Target, drafter: Drafter, context: Any, last: int, position: int, nodes: int, depth: int, width: int
     ) -> DraftTree:
         slots = drafter.config.block_size - 1
         (text,) = (list(p) + a for p, a in texts.items() if len(p) + len(a) > position and list(p) == now)
         candidates, log_probs = planted(text, position, slots, vocabulary)
         each = log_probs[:depth, None].expand(-1, 3, -1)
-        return best_first(candidates[:depth], each, nodes, engine.options.draft_tree_width)
+        return best_first(candidates[:depth], each, nodes, width)
 
     now: list[int] = []
     stream = decode.stream
@@ -140,7 +140,7 @@ def test_the_drafters_own_trees_are_those_of_generate(make: Any, changes: dict[s
     found, prompts, prompt = dict[Any, Any](), prompts_of(3, 20, 9), list[int]()
 
     def by_generate(*args: Any, **more: Any) -> DraftTree:
-        tree = alone(*args, **more, width=engine.options.draft_tree_width)
+        tree = alone(*args, **more)
         expected[tuple(prompt), args[4]] = tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
         return tree
 
@@ -160,7 +160,7 @@ def test_the_drafters_own_trees_are_those_of_generate(make: Any, changes: dict[s
         answers = engine.generate(prompts, params)
         for each, got in zip(prompts, answers, strict=True):
             prompt[:] = each
-            assert same(got, generate(target, drafter, each, params, draft_tree=20))
+            assert same(got, generate(target, drafter, each, params, "greedy", 20, engine.options.draft_tree_width))
     assert len(expected) > 10 and {place: found[place] for place in expected} == expected
 
 
