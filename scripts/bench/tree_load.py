@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
         sets = {name: [encode_chat(tokenizer, row.messages) for row in rows] for name, rows in asked.items()}
         if len(sets) > 1:
             sets["mixed"] = [p for turn in itertools.zip_longest(*sets.values()) for p in turn if p is not None]
+        sets = {name: prompts for name, prompts in sets.items() if name in (args.sets or sets)}
         for name, at_a_time in itertools.product(sets, args.requests):
             engine.reset_acceptance()
             prompts = sets[name][: max(args.rounds * at_a_time, args.least)]
@@ -108,6 +109,7 @@ def main() -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=SOURCE")
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="decode these alone; `mixed` is all in turn")
     parser.add_argument("--limit", type=int, default=256, help="prompts of a set")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="at a time")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))

@@ -110,6 +110,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ours", type=Path, metavar="FILE", help="result.json of bench/train_real.py, or report.json of dflash-eval")
     add("--run", metavar="NAME", help="of that result.json (default: as in drafter-NAME, else the last)")
     add("--gpu-memory-utilization", type=float, default=0.5)
+    add("--kv-cache-memory-bytes", type=int, help="instead of a share; measures no memory, so others may use the GPU")
     add("--enforce-eager", action="store_true", help="start sooner, without graphs: for acceptance")
     add("--output", type=Path, required=True)
     return parser.parse_args(argv)
@@ -308,6 +309,7 @@ def run(args: argparse.Namespace) -> None:
         "gpu_memory_utilization": args.gpu_memory_utilization, "enable_prefix_caching": False,
         "disable_log_stats": False, "skip_tokenizer_init": True, "enforce_eager": args.enforce_eager,
         "generation_config": "vllm",  # no repetition penalty and the like: ours decodes without
+        "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
     }  # fmt: skip
     sampling = {
         "temperature": 0.0, "max_tokens": args.max_tokens, "detokenize": False,
