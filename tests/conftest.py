@@ -122,6 +122,15 @@ def _seeded() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(autouse=True)
+def _gives_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests share a GPU with those of other processes."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 class Clock:
     """A time that passes only where a test says so: no test may depend on how fast the machine is."""
 

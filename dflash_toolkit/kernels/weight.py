@@ -129,7 +129,8 @@ def quantize_groups(rows: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor]
     """
     groups = rows.float().unflatten(1, (-1, columns))
     largest = groups.abs().amax(2, keepdim=True).clamp(min=LEAST)
-    return (groups * (FP8_MAX / largest)).flatten(1).to(torch.float8_e4m3fn), largest[..., 0] / FP8_MAX
+    most = largest.new_full((), FP8_MAX)  # a number instead is multiplied with a reciprocal, which rounds twice
+    return (groups * (most / largest)).flatten(1).to(torch.float8_e4m3fn), (largest / most)[..., 0]
 
 
 def cast_fp8(rows: Tensor) -> Tensor:

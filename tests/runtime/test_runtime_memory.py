@@ -373,7 +373,7 @@ def test_graphs_find_their_scratch_allocated() -> None:
 
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_seqs=32)
-    engine.runner.launcher(1, 1)
+    engine.runner.launcher(1, StepShape(1))
     first = engine.runner._captured._first
     assert first is not None, "the first capture takes the scratch"
 
