@@ -99,6 +99,11 @@ class _OfEngine:
                 "Requests that gave their pages to others, to be computed again",
                 stats.preemptions,
             ),
+            (
+                "dflash:rows_verified",
+                "Rows that the target read in steps, padding included",
+                sum(rows * steps for rows, steps in stats.step_rows.items()),
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=named)
             counter.add_metric([self._model], count)
@@ -111,10 +116,23 @@ class _OfEngine:
                 stats.draft_lengths,
             ),
             ("dflash:steps_by_rows", "Steps of the batch by the rows that the target read", "rows", stats.step_rows),
+            ("dflash:tree_steps_by_rows", "Of them, those over draft trees: their budgets", "rows", stats.tree_rows),
+            (
+                "dflash:tree_nodes_per_pos",
+                "Nodes of draft trees that the target verified, by their position",
+                "position",
+                dict(enumerate(stats.tree_nodes)),
+            ),
+            (
+                "dflash:tree_nodes_accepted_per_pos",
+                "Of them, those that it accepted",
+                "position",
+                dict(enumerate(stats.tree_nodes_accepted)),
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=[*named, label])
-            for value, steps in sorted(chosen.items()):
-                counter.add_metric([self._model, str(value)], steps)
+            for value, count in sorted(chosen.items()):
+                counter.add_metric([self._model, str(value)], count)
             yield counter
 
 

@@ -50,6 +50,17 @@ class EngineStats:
     accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] of them, those that accepted k or more
     preemptions: int = 0
     draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of the batch, by tokens drafted a row
+    tree_nodes: list[int] = field(default_factory=list)  # [S - 1] of draft trees, verified, by their depth
+    tree_nodes_accepted: list[int] = field(default_factory=list)  # [S - 1] of them, also behind an answer's end
+
+    def add_trees(self, told: Told) -> None:
+        """A step over trees, as it was read."""
+        more = [0] * (len(told.nodes) - len(self.tree_nodes))
+        self.tree_nodes += more
+        self.tree_nodes_accepted += more
+        for depth, count in enumerate(told.nodes.tolist()):
+            self.tree_nodes[depth] += count
+            self.tree_nodes_accepted[depth] += int((told.judged.taken > depth).sum())
 
     def add(self, step: Step) -> None:
         self.steps += 1
@@ -347,6 +358,7 @@ class Engine:
         def observe(requests: Sequence[Request], told: Told) -> None:
             for request, promised, taken in zip(requests, told.judged.promised, told.judged.taken, strict=False):
                 request.trust.observe(float(promised), int(taken))
+            self.stats.add_trees(told)
             feed.observe(told.judged)
             if feed.calibration is not trees.calibration:
                 trees.calibrate(feed.calibration)

@@ -236,6 +236,9 @@ class EngineLoop:
             preemptions=scheduler.preemptions,
             draft_lengths=dict(engine.stats.draft_lengths),
             step_rows=dict(engine.runner.step_rows),
+            tree_rows=dict(engine.runner.tree_rows),
+            tree_nodes=list(engine.stats.tree_nodes),
+            tree_nodes_accepted=list(engine.stats.tree_nodes_accepted),
         )
 
     # ---- what fails --------------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class StepRunner:
 
     Attributes:
         step_rows: steps that were launched by the rows that the target reads in them, padding too.
+        tree_rows: of them, those over draft trees.
         reach: tokens of a request that the page table has room for.
         observe: told what every step over trees says, when its result is read.
     """
@@ -108,7 +109,7 @@ class StepRunner:
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.depth = 1 if self.device.type == "cuda" else 0
         self.max_num_seqs, self.max_block, self.page_size = max_num_seqs, max_block, page_size
-        self.step_rows = Counter[int]()
+        self.step_rows, self.tree_rows = Counter[int](), Counter[int]()
         self.max_places = max(max_block, tree_nodes + 1)
         self.reach = max_context + (self.depth + 1) * max_block + self.max_places
         self.pages_per_request = -(-self.reach // page_size)
@@ -336,10 +337,10 @@ class StepRunner:
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
         """Launch one step of rows 0..len(requests) - 1. One over trees is for requests that edit no logits."""
-        self.step_rows[shape.rows or self._rows(len(requests)) * shape.block] += 1
-        block = shape.block
         if shape.rows:
             return self._decode_trees(list(requests), shape)
+        block = shape.block
+        self.step_rows[self._rows(len(requests)) * block] += 1
         tokens, logprobs, full = self._run_step([request.matcher for request in requests], block)
         return self._pending(tokens, logprobs, requests, full)
 
@@ -348,6 +349,8 @@ class StepRunner:
         batch, (block, rows) = self._rows(len(requests)), shape
         if self.device.type == "cuda":  # some may have given way since the shape was chosen
             rows = min(rows, row_buckets(batch)[-1])
+        self.step_rows[rows] += 1
+        self.tree_rows[rows] += 1
         discounts = [request.trust.log_discount if request.drafts else -math.inf for request in requests]
         self.trees.discount(discounts)
         sampled = any(mode == Mode.SAMPLED for mode in self._modes[: len(requests)])

@@ -34,6 +34,7 @@ class Told:
     # there, and S tokens, -1 behind a state that is not
     judged: Judged
     promise: Promise
+    nodes: np.ndarray  # int64 [S - 1], those that were verified, by their depth
 
 
 class TreeSteps:
@@ -149,7 +150,8 @@ class TreeSteps:
             answers[:, 0].numpy(), calibration, some,
         )  # fmt: skip
         accepted = expected.reshape(-1, 1 + len(row_buckets(batch))).tolist()
-        return Told(answers[:requests].tolist(), found, Promise(requests, batch, accepted))
+        nodes = np.bincount(depths.numpy()[: int(starts[-1])], minlength=block)[1:]
+        return Told(answers[:requests].tolist(), found, Promise(requests, batch, accepted), nodes)
 
 
 def _bits(values: Tensor) -> Tensor:

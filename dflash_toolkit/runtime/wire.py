@@ -85,6 +85,9 @@ class Stats(msgspec.Struct):
     preemptions: int = 0
     draft_lengths: dict[int, int] = {}  # steps by drafted tokens a row
     step_rows: dict[int, int] = {}  # steps by rows that the target read
+    tree_rows: dict[int, int] = {}  # of them, those over draft trees
+    tree_nodes: list[int] = []  # of draft trees, verified, by their depth
+    tree_nodes_accepted: list[int] = []
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True):
