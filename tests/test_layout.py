@@ -165,7 +165,7 @@ def test_every_third_party_import_is_a_declared_dependency(path: Path) -> None:
 # how kernels are launched, what several are made of, and the choice among them
 SUPPORT = {"delta", "launch", "mix", "ops", "reference_tree", "tree", "weight"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.ring", "triton.attention", "triton.best"}
-SUPPORT |= {"triton.convolution", "triton.delta", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
+SUPPORT |= {"triton.convolution", "triton.delta", "triton.dependent", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -31,6 +31,7 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
+from dflash_toolkit.kernels.launch import DependentLaunches, Start, dependent_launches
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
@@ -265,6 +266,14 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
     parser.add_argument("--drafter-kind", nargs="+", choices=list(DRAFTERS), default=["dflash"])
     parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
+    launches = DependentLaunches()
+    parser.add_argument(
+        "--dependent-launches", choices=get_args(Start), default=launches.start,
+        help="when a kernel lets the next one start: at its end, when its own loads are under way, or at once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ahead-mib", type=int, default=launches.ahead >> 20, help="of its weight a GEMM asks L2 for before it waits"
+    )
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
@@ -272,6 +281,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     for name, least in numbers.items():
         if least < 1:
             parser.error(f"--{name} is {least}; it must be >= 1")
+    if args.ahead_mib < 0:
+        parser.error(f"--ahead-mib is {args.ahead_mib}; it must be >= 0")
     if args.short >= args.long:
         parser.error(f"--short is {args.short}; it must be less than --long")
     if max(args.prompt) + args.long > args.max_model_len:
@@ -316,6 +327,7 @@ def show(row: dict[str, Any]) -> None:
 
 def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     device, dtype = use_device("cuda"), torch.bfloat16
+    dependent_launches.start, dependent_launches.ahead = args.dependent_launches, args.ahead_mib << 20
     config = named_shape(args.shape)
     began = time.perf_counter()
     target = random_target(ModelSpec.of_target(config), device, dtype)
@@ -332,6 +344,8 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "seed": args.seed,
         "zero_acceptance": args.zero_acceptance,
         "logprobs": args.logprobs,
+        "dependent_launches": args.dependent_launches,
+        "ahead_mib": args.ahead_mib,
         "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],

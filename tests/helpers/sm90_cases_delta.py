@@ -2,6 +2,7 @@
 
 from sm90 import Case
 
+from dflash_toolkit.kernels.launch import EARLY, LATE
 from dflash_toolkit.kernels.triton import delta, delta_chunk
 
 SIZES = dict.fromkeys(
@@ -14,21 +15,26 @@ FP32 = dict.fromkeys(("a_log_p", "gates_p", "out_gates_p", "state_p", "decay_p")
 WHERE = dict.fromkeys(("slots_p", "stay_p", "starts_p", "counts_p"), "*i32")
 
 
-def case(kernel: object, warps: int = 4, stages: int = 3, **constexprs: object) -> Case:
-    constexprs["PDL"] = True
+def case(kernel: object, warps: int = 4, stages: int = 3, pdl: int = LATE, **constexprs: object) -> Case:
+    constexprs["PDL"] = pdl
     names = [name for name in kernel.arg_names if name not in constexprs]
     kinds = {name: (FP32 | WHERE | SIZES).get(name, "*bf16") for name in names}
     return Case(kernel, kinds, constexprs, warps, stages, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
 
 
 CASES = {
-    "inputs of the rule": case(
-        delta._delta_inputs_kernel, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
-    ),
-    "the rule": case(delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False),
+    f"inputs of the rule, start {pdl}": case(
+        delta._delta_inputs_kernel, pdl=pdl, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
+    ) for pdl in (LATE, EARLY)
+} | {
+    f"the rule, start {pdl}": case(
+        delta._delta_rule_kernel, 1, pdl=pdl, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False
+    ) for pdl in (LATE, EARLY)
+} | {
+    f"gated norm, start {pdl}": case(delta._gated_rms_norm_kernel, pdl=pdl, HEADS=8, BLOCK=128) for pdl in (LATE, EARLY)
+} | {
     "the rule over a prompt": case(delta._delta_rule_kernel, 2, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=True),
     "inputs of a prompt": case(delta_chunk._chunk_inputs_kernel, TAPS=4, ROWS=delta_chunk.ROWS, BLOCK=128, HEADS=64),
     "triangles of a prompt": case(delta_chunk._chunk_solve_kernel, BLOCK_K=128, BLOCK_V=128),
     "the rule in chunks": case(delta_chunk._chunk_rule_kernel, 8, 2, BLOCK_K=128, BLOCK_V=delta_chunk.COLUMNS),
-    "gated norm": case(delta._gated_rms_norm_kernel, HEADS=8, BLOCK=128),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from sm90 import Case
 
+from dflash_toolkit.kernels.launch import EARLY, LATE
 from dflash_toolkit.kernels.triton import accept, attention, mask, norm, rope, sample
 
 SIZES = (
@@ -94,26 +95,32 @@ CASES = {
     "merge": merge_case(counted=False),
     "merge of a tree": merge_case(counted=False, paths=64),
     "merge of a padded prefill": merge_case(counted=True),
-    "add_rms_norm": Case(
-        norm._add_rms_norm_kernel,
-        {
-            "x_p": "*bf16", "part_p": "*fp32", "w_p": "*bf16", "sum_p": "*bf16", "h_p": "*bf16", "tap_p": "*bf16",
-            "M": "i32", "D": "i32", "eps": "fp32", "stride_tap": "i32", "PARTS": "i32",
-        },
-        {"BLOCK": 4096, "ADD": True, "TAP": True, "PDL": True},
-        8,
-        ragged=("M", "PARTS"),
-    ),
+    **{
+        f"add_rms_norm, start {pdl}": Case(
+            norm._add_rms_norm_kernel,
+            {
+                "x_p": "*bf16", "part_p": "*fp32", "w_p": "*bf16", "sum_p": "*bf16", "h_p": "*bf16", "tap_p": "*bf16",
+                "M": "i32", "D": "i32", "eps": "fp32", "stride_tap": "i32", "PARTS": "i32",
+            },
+            {"BLOCK": 4096, "ADD": True, "TAP": True, "PDL": pdl},
+            8,
+            ragged=("M", "PARTS"),
+        )
+        for pdl in (LATE, EARLY)
+    },
     "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
     "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),
     "rope_write of trees": rope_write_case("*fp32", 4, 2, early=False, placed=True),
     "rope_write of a hybrid target": rope_write_case("*fp32", 4, 2, early=False, hybrid=True),
-    "gates of a hybrid target": Case(
-        rope._gate_heads_kernel,
-        {"x_p": "*bf16", "part_p": "*fp32", "out_p": "*bf16"} | ints(rope._gate_heads_kernel),
-        {"PARTS": 4, "BLOCK": 256, "PDL": True},
-        1,
-    ),
+    **{
+        f"gates of a hybrid target, start {pdl}": Case(
+            rope._gate_heads_kernel,
+            {"x_p": "*bf16", "part_p": "*fp32", "out_p": "*bf16"} | ints(rope._gate_heads_kernel),
+            {"PARTS": 4, "BLOCK": 256, "PDL": pdl},
+            1,
+        )
+        for pdl in (LATE, EARLY)
+    },
     "rope_write in a prefill": rope_write_case("*bf16", 1, 8, early=False, counted=True),
     "context_write": Case(
         rope._context_write_kernel,

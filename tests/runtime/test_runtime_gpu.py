@@ -31,6 +31,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
 from dflash_toolkit.checkpoint.reader import load_weights
 from dflash_toolkit.generation import Generation
+from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.launch import dependent_launches
 from dflash_toolkit.kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, quantize_groups
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.models.quantized import FORM
@@ -252,8 +254,77 @@ def in_fp8(target: Target) -> TargetWeights:
     return weights._as_computed()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
-def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks(kind: str) -> None:
+def launches(monkeypatch: pytest.MonkeyPatch, start: str) -> None:
+    monkeypatch.setattr(dependent_launches, "start", start)
+    monkeypatch.setattr(dependent_launches, "ahead", 16 << 20 if start == "early" else 0)
+
+
+IN_BLOCKS = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("kind", IN_BLOCKS)
+@pytest.mark.parametrize(("batch", "block"), [(1, 1), (8, 1), (1, 8), (3, 5)])
+def test_launches_that_overlap_change_no_bit_of_a_pass(
+    kind: str, batch: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured pass, again and again, in memory that holds NaN wherever nothing has been written yet."""
+    target, drafter = pair(kind)
+    options = EngineOptions(
+        max_num_seqs=batch, kv_cache_tokens=16 * LIMIT, prefix_cache=False, num_speculative_tokens=7
+    )
+    runner = Engine(in_fp8(target), DrafterWeights.of_module(drafter), (), options).runner
+    state, stack = runner.state, runner.verifier.stack
+    kept = [stack.cache, *(getattr(memory, name) for memory in runner._memories for name in DeltaMemory.__slots__)]
+
+    def bits(*tensors: Tensor) -> list[Tensor]:
+        return [t.contiguous().view(torch.uint8).clone() for t in tensors]
+
+    with torch.inference_mode():
+        contexts = torch.randint(1, 600, (batch,), dtype=torch.int32, device="cuda")
+        state.lengths.copy_(contexts)
+        state.page_table.copy_(1 + torch.arange(state.page_table.numel(), device="cuda").view_as(state.page_table))
+        before = [torch.rand_like(t) if t.dtype == torch.float32 else torch.randn_like(t) for t in kept]
+        at = contexts[:, None].long() + torch.arange(block, device="cuda")  # where the pass writes
+        slots = state.page_table.gather(1, at // state.page_size).long() * state.page_size + at % state.page_size
+        before[0][:, :, slots.flatten()] = float("nan")
+        if state.recurrent:
+            state.states[0].copy_(torch.arange(1, batch + 1))
+            state.states[1].copy_(torch.arange(batch) % 8)
+        inputs = torch.randn(10, batch * block, target.model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
+        x, rows = inputs[0].clone(), state.rows(batch, block)
+        expected: list[list[Tensor]] = []
+        for start in ("off", "late", "early"):
+            launches(monkeypatch, start)
+            stack.forward(x, rows)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                # what is allocated later is cut from small pieces or from a large one
+                sizes = [1 << 20] * 32 + [64 << 20]
+                poison = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in sizes]
+                places = [(t.data_ptr(), n) for t, n in zip(poison, sizes, strict=True)]
+                del poison
+                out = stack.forward(x, rows)
+            assert any(place <= out.data_ptr() < place + n for place, n in places)
+            for i in range(10 if start == "off" else 100):
+                x.copy_(inputs[i % 10])
+                for t, old in zip(kept, before, strict=True):
+                    t.copy_(old)
+                graph.replay()
+                found = bits(out, *kept)
+                if start == "off":
+                    assert out.isfinite().all()
+                    expected.append(found)
+                assert all(map(torch.equal, found, expected[i % 10])), (start, i)
+        assert not torch.equal(expected[0][0], expected[1][0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"), [*((kind, "late") for kind in IN_BLOCKS), ("qwen3", "early"), ("qwen3_5_moe", "early")]
+)
+def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks(
+    kind: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches(monkeypatch, start)
     target, drafter = pair(kind)
     weights, drafts = in_fp8(target), DrafterWeights.of_module(drafter)
     prompts, params = prompts_of(160), SamplingParams(max_tokens=48, ignore_eos=True)

@@ -146,6 +146,7 @@ def test_acceptance_is_a_rate_or_a_mean_length(given: list[str], expected: dict[
         (["--logprobs", "50"], "--logprobs is 50; it must be in 0..20"),
         (["--zero-acceptance", "2", "--batch", "1", "8"], "is 2; every --batch has 1 requests at least"),
         (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
+        (["--ahead-mib", "-1"], "--ahead-mib is -1; it must be >= 0"),
         (["--short", "384"], "--short is 384; it must be less than --long"),
         (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-model-len"),
     ],

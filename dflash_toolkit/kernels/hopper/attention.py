@@ -5,9 +5,9 @@ by TMA, STAGES tiles ahead. While the softmax of a tile runs, the matrix units s
 values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
 
 The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
-before it has waited itself. What is asked for before the wait has to be older than the launch before `rope_write`:
-lengths, pages, and the keys and values of the context, all of earlier passes. Nothing of those can be under way still,
-as every layer has launches that let others start only behind their own wait.
+before it has waited itself. What is asked for before the wait has to be older than the last launch that lets others
+start only behind its own wait: lengths, pages, and the keys and values of the context are, all of earlier passes, as
+the norm that a pass begins with is such a launch.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..delta import DeltaMemory
 from ..launch import next_power_of_two, pdl
+from .dependent import start_next, wait_for_previous
 
 CHANNELS = 64  # of a program of the convolution
 COLUMNS = 16  # of a head's values, of a program of the delta rule: one warp, which needs no barriers
@@ -42,9 +43,8 @@ def _delta_inputs_kernel(
 ):  # fmt: skip
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_r = tl.arange(0, ROWS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
+    start_next(PDL)
     slot = tl.load(slots_p + i_b).to(tl.int64)
     stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
     o_out = i_b * (MOST + S) + o_r
@@ -128,9 +128,8 @@ def _delta_rule_kernel(
     i_b, i_n, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < H_K, o_v < H_V
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
+    start_next(PDL)
     slot = tl.load(slots_p + i_b).to(tl.int64)
     stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
     p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
@@ -174,12 +173,10 @@ def _gated_rms_norm_kernel(
     o_x = o_n[:, None] * H + o_h[None, :]
     mask = (o_n < N)[:, None] & (o_h < H)[None, :]
     b_w = tl.load(w_p + o_h, mask=o_h < H, other=0.0)  # a weight: it depends on no kernel
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     b_x = tl.load(x_p + i_m * N * H + o_x, mask=mask, other=0.0)
     b_gate = tl.load(gate_p + i_m * stride_gate + o_x, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     b_wide = b_x.to(tl.float32)
     b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / H + eps)
     b_y = ((b_wide * b_scale[:, None]).to(b_x.dtype) * b_w[None, :]).to(b_x.dtype).to(tl.float32)
@@ -207,7 +204,7 @@ def delta_inputs(
         qkv, ba, weight, a_log, dt_bias, memory.window, memory.inputs, memory.gates, slots, stay, counts, mixed, gates,
         block, most, channels, heads, qkv.stride(0), ba.stride(0), blocks,
         TAPS=taps, ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
-        HEADS=next_power_of_two(heads), **pdl(qkv),
+        HEADS=next_power_of_two(heads), **pdl(qkv, early=True),
     )  # fmt: skip
     return mixed, gates
 
@@ -238,7 +235,7 @@ def _launch_rule(
     _delta_rule_kernel[(batch, heads, -(-width_v // columns))](
         mixed, gates, state, slots, stay, counts, out, block, most, channels, heads, groups, width_k, width_v,
         width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, CHUNK=chunk,
-        num_warps=2 if chunk else 1, **pdl(mixed),
+        num_warps=2 if chunk else 1, **pdl(mixed, early=not chunk),
     )  # fmt: skip
     return out
 
@@ -278,6 +275,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     out, heads, block = torch.empty_like(x), n // width, next_power_of_two(width)
     tile = max(1, min(1024 // block, next_power_of_two(heads)))
     _gated_rms_norm_kernel[(m, -(-heads // tile))](
-        x, gate, weight, out, m, heads, width, gate.stride(0), eps, HEADS=tile, BLOCK=block, **pdl(x)
+        x, gate, weight, out, m, heads, width, gate.stride(0), eps, HEADS=tile, BLOCK=block, **pdl(x, early=True)
     )
     return out

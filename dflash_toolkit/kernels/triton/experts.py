@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
 from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Stacked, parts
+from .dependent import start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
@@ -34,15 +35,13 @@ def _top_experts_kernel(
     o_e, o_k = tl.arange(0, BLOCK), tl.arange(0, SIDE)
     b_logits = tl.zeros([BLOCK], dtype=tl.float32)
     gate = tl.full((), 0.0, tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     for i in range(PARTS):  # in order, as everywhere
         p_row = part_p + (i * M + i_m) * (E + SHARED)
         b_logits += tl.load(p_row + o_e, mask=o_e < E, other=0.0).to(tl.float32)
         if SHARED:
             gate += tl.load(p_row + E).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     b_logits = tl.where(o_e < E, b_logits.to(FORMAT).to(tl.float32), -float("inf"))
     b_exp = tl.exp(b_logits - tl.max(b_logits, axis=0))
     total = tl.sum(b_exp, axis=0)
@@ -74,9 +73,8 @@ def _top_experts_kernel(
 def _group_rows_kernel(expert_p, pair_p, count_p, M, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The pairs of a row and its rank that an expert has, in their order: pair [E, M] and how many, count [E]."""
     i_e = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
+    start_next(PDL)
     count = 0
     for start in range(0, M * TOP, BLOCK):
         o_p = start + tl.arange(0, BLOCK)
@@ -138,9 +136,8 @@ def _experts_kernel(
     i_n, i_e = tl.program_id(0), tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_t = tl.arange(0, T)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
+    start_next(PDL)
     expert = i_e
     if GATHERED:
         count = tl.load(count_p + i_e)
@@ -194,7 +191,7 @@ def top_experts(
     _top_experts_kernel[(rows,)](
         partial_sums, weights, experts, rows, width - shared, count, TOP=top_k, SIDE=side, BLOCK=block,
         FORMAT=FORMATS[dtype], NORMALIZED=normalized, SHARED=shared, num_warps=max(1, min(4, block // 128)),
-        **pdl(partial_sums),
+        **pdl(partial_sums, early=True),
     )  # fmt: skip
     return weights, experts
 
@@ -222,7 +219,7 @@ def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, exp
     if rows > FEW_ROWS:
         pairs = torch.empty(count, rows, dtype=torch.int32, device=x.device)
         counts = torch.empty(count, dtype=torch.int32, device=x.device)
-        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(x))
+        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(x, early=True))
 
     def multiply(given: Tensor, matrices: Stacked, out: Tensor, swiglu: bool) -> Tensor:
         data, scale = parts(matrices)
@@ -246,7 +243,7 @@ def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, exp
             TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=rows > FEW_ROWS, BY_PAIR=by_pair,
             SWIGLU=swiglu, SCALED=fp8, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
-            num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+            num_warps=tile.warps, num_stages=tile.stages, **pdl(x, early=True),
         )  # fmt: skip
         return out
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
 from ..weight import FP8_MAX, BlockScaledFp8, RowScaledFp8, Weight, is_quantized, parts
+from .dependent import start_next, wait_for_previous
 
 MAX_WIDTH = 32768  # of a row, which one program holds
 
@@ -21,11 +22,9 @@ def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.c
     i_m = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BLOCK)
     mask = o_k < K
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     b_x = tl.load(x_p + i_m * K + o_k, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     scale = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-12) / FP8_MAX
     # a quotient that rounds up must not leave the format, whose next value is NaN
     b_y = tl.clamp(b_x / scale, -FP8_MAX, FP8_MAX)
@@ -39,8 +38,9 @@ def quantize_rows(x: Tensor) -> RowScaledFp8:
     data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     _round_kernel[(m,)](
-        x, data, scale, m, k, FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x)
-    )
+        x, data, scale, m, k,
+        FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x, early=True),
+    )  # fmt: skip
     return RowScaledFp8(data, scale)
 
 

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MAX_ROWS, is_hopper, padded, pdl
+from ..launch import MAX_ROWS, bytes_ahead, is_hopper, padded, pdl
 from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8
+from .dependent import ask_ahead, start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .tile import MULTIPROCESSORS, Tile, store_tile
 
@@ -44,11 +45,9 @@ def _group_round_kernel(
     o_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     mask = o_g < K // BLOCK_K
     o_k = i_m * K + o_g[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     b_x = tl.load(x_p + o_k, mask=mask[:, None], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     b_y, b_scale = quantize(b_x, 1, FP8_MAX, LEAST)
     tl.store(data_p + o_k, b_y, mask=mask[:, None])
     tl.store(scale_p + i_m * SCALE_M + o_g * SCALE_K, b_scale, mask=mask)
@@ -56,7 +55,7 @@ def _group_round_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _block_linear_kernel(
-    x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
+    x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN, AHEAD,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr,
     BY_ROWS: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
@@ -82,8 +81,8 @@ def _block_linear_kernel(
     # all rows of a tile are in one block of scales; gates in one, ups in another
     o_block = i_n * BLOCK_N // (2 * BLOCK_K if SWIGLU else BLOCK_K)
     p_w_scale = w_scale_p + o_block * blocks + first // BLOCK_K
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    ask_ahead(w_p, i_n, N, K, first, last, AHEAD, BLOCK_N, SWIGLU, PDL)
+    wait_for_previous(PDL)
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for _ in range(first, last, BLOCK_K):
         b_w = tl.load(p_w, eviction_policy="evict_first")
@@ -106,8 +105,7 @@ def _block_linear_kernel(
         p_x += BLOCK_K
     if BY_ROWS:
         b_acc *= tl.load(x_scale_p + o_m, mask=m_m, other=0.0)[None, :] * tl.load(w_scale_p + o_w)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
 
 
@@ -135,7 +133,7 @@ def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     data = torch.empty(len(scale), k, dtype=torch.float8_e4m3fn, device=x.device)
     _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
         x, data, scale, m, k, *scale.stride(),
-        GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
+        GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x, early=True),
     )  # fmt: skip
     return data, scale
 
@@ -176,9 +174,10 @@ def launch_linear(
     side = padded(min(m, MAX_ROWS))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
         rows, scale, weight.data, weight.scale, x if bias is None else bias, out, m, n, k, span,
+        bytes_ahead(weight.data, n * tile.splits, span),
         T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
         FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
-        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(x, early=True),
     )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
+from ..launch import MAX_ROWS, bytes_ahead, next_power_of_two, padded, pdl, shared_memory
 from ..mix import PLAIN, LogitScale
 from ..weight import Weight, is_quantized, parts
 from .best import key_of, merge_lse, merge_top, ordered, reduce_best
+from .dependent import ask_ahead, start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 LSE_WARPS = 8  # of the widest tiles: the logits' exponentials stand beside the sums
@@ -55,7 +56,7 @@ def tile_of_quantized(rows: int) -> Tile:
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
-    x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN,
+    x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN, AHEAD,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
@@ -67,11 +68,10 @@ def _linear_kernel(
     m_m = o_m < M
     first = i_s * SPAN
     last = tl.minimum(first + SPAN, K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    ask_ahead(w_p, i_n, N, K, first, last, AHEAD, BLOCK_N, False, PDL)
+    wait_for_previous(PDL)
     b_acc = accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if SCALED:
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
     store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
@@ -91,12 +91,10 @@ def _argmax_kernel(
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, T)
     m_m = o_m < M
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     widen: tl.constexpr = SCALED and not ROUNDED
     b_acc = accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if SCALED:
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
     if not ROUNDED:  # as stored logits would be, so that ties are those of every other sampler
@@ -129,12 +127,10 @@ def _top_kernel(
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, T)
     m_m = o_m < M
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     widen: tl.constexpr = SCALED and not ROUNDED
     b_acc = accumulate(x_p, w_p, o_n, o_m, m_m, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, widen)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if SCALED:
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
     if ROUNDED:
@@ -183,8 +179,7 @@ def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, BLOCK: tl.constexpr,
     i_m = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_n < width
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     p_x = x_p + i_m * 2 * width
     if HALVES:
         gate = tl.load(p_x + o_n, mask=mask, other=0.0)
@@ -192,8 +187,7 @@ def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, BLOCK: tl.constexpr,
     else:
         o_both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
         gate, up = tl.split(tl.reshape(tl.load(p_x + o_both, mask=o_both < 2 * width, other=0.0), (BLOCK, 2)))
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     gate = gate.to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32)
     tl.store(out_p + i_m * width + o_n, (silu * up.to(tl.float32)).to(out_p.dtype.element_ty), mask=mask)
@@ -208,9 +202,10 @@ def launch_linear(
     data, scale = parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
         x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
+        bytes_ahead(data, n * tile.splits, span) if k % tile.block_k == 0 else 0,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
         EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, BIAS=bias is not None, SWIGLU=swiglu,
-        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(x, early=True),
     )  # fmt: skip
 
 

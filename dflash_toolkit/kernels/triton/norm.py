@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
+from .dependent import start_next, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["M", "stride_tap", "PARTS"])
@@ -18,16 +19,14 @@ def _add_rms_norm_kernel(
     o_d = tl.arange(0, BLOCK)
     mask = o_d < D
     b_w = tl.load(w_p + o_d, mask=mask, other=0.0)  # a weight: it depends on no kernel
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     b_x = tl.load(x_p + i_m * D + o_d, mask=mask, other=0.0)
     if ADD:
         b_sum = tl.zeros([BLOCK], dtype=tl.float32)
         for i in range(PARTS):  # in order: the result may not depend on scheduling
             b_sum += tl.load(part_p + (i * M + i_m) * D + o_d, mask=mask, other=0.0).to(tl.float32)
         b_x = (b_x.to(tl.float32) + b_sum).to(b_x.dtype)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    start_next(PDL)
     if ADD:
         tl.store(sum_p + i_m * D + o_d, b_x, mask=mask)
     if TAP:
@@ -49,6 +48,7 @@ def add_rms_norm(
         x, x if partial_sums is None else partial_sums, weight, total, normed, x if tap is None else tap,
         m, d, eps, 0 if tap is None else tap.stride(0), 0 if partial_sums is None else len(partial_sums),
         BLOCK=next_power_of_two(d), ADD=partial_sums is not None, TAP=tap is not None,
-        num_warps=4 if d <= 2048 else 8, **pdl(x),
+        num_warps=4 if d <= 2048 else 8,
+        **pdl(x, early=partial_sums is not None),  # a pass begins with one of nothing to add: see `pdl`
     )  # fmt: skip
     return total, normed

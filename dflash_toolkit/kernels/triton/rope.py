@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import keys_are_split, next_power_of_two, pdl
+from .dependent import start_next, wait_for_previous
 
 
 @triton.jit
@@ -148,9 +149,8 @@ def _context_write_kernel(
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS  # i_h = (layer * 2 + key or value) * G + head
     i_b = i_m // S
     H = 2 * HALF
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
+    start_next(PDL)
     if i_m % S >= tl.load(counts_p + i_b):
         return
     position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
@@ -177,9 +177,8 @@ def _gate_heads_kernel(
     i_m, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_h = tl.arange(0, BLOCK)
     mask = o_h < H
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
+    start_next(PDL)
     p_in = part_p + i_m * columns + (2 * i_n + 1) * H + o_h
     b_gate = tl.zeros([BLOCK], dtype=tl.float32)
     for _ in tl.static_range(PARTS):  # in order: the result may not depend on scheduling
@@ -198,7 +197,7 @@ def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
     out, heads = torch.empty_like(x), x.shape[1] // head_dim
     _gate_heads_kernel[(m, heads)](
         x, partial_sums, out, heads, head_dim, columns,
-        PARTS=parts, BLOCK=next_power_of_two(head_dim), num_warps=1, **pdl(x),
+        PARTS=parts, BLOCK=next_power_of_two(head_dim), num_warps=1, **pdl(x, early=True),
     )  # fmt: skip
     return out
 
