@@ -33,7 +33,7 @@ class Recorder(Probe):
         wide = logits.float()
         LogitScale(setting.output_multiplier, setting.final_logit_softcapping).apply_(wide)
         best = wide.log_softmax(-1).topk(near, dim=-1)
-        return best.values.half().cpu(), best.indices.int().cpu()
+        return best.values.half(), best.indices.int()
 
     def record(self, prompt: Sequence[int], answer: Sequence[int], best: int) -> dict[str, object] | None:
         """None of an answer of one token, which has no anchor."""
@@ -47,7 +47,7 @@ class Recorder(Probe):
         parts = [*self.drafts(self.drafter, whole, Setting.of(self.drafter), 1, best)]
         if not parts:
             return None
-        lp, ids = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+        lp, ids = (torch.cat([part[i] for part in parts]).cpu() for i in (1, 2))
         return {"prompt": len(prompt), "tokens": tokens[0].int().cpu(), "ids": ids, "lp": lp}
 
 

@@ -42,21 +42,27 @@ def measured(engine: Engine, prompts: Sequence[list[int]], at_a_time: int, max_t
     params = SamplingParams(max_tokens=max_tokens)
     waiting, running, done = iter(prompts), list[Request](), list[Request]()
     stats, rows = engine.stats, dict(engine.runner.step_rows)
-    steps, tokens, counted, seconds = stats.steps, 0, 0, 0.0
+    steps, counted, seconds, longest = stats.steps, 0, 0.0, 0.0
     began = time.perf_counter()
     while True:
+        running = [request for request in running if not request.finished]
         for prompt in itertools.islice(waiting, at_a_time - len(running)):
             running.append(engine.submit(prompt, params))
             done.append(running[-1])
-        running = [request for request in running if not request.finished]
         if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
             seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
         if not running:
             break
+        at = time.perf_counter()
         engine.step()
+        longest = max(longest, time.perf_counter() - at)
+    while engine.step():
+        pass  # what ran ahead of the last answer
     tokens = sum(len(request.tokens) for request in done)
     return {
         "tokens_per_second": round(counted / seconds, 1),
+        "seconds": round(seconds, 3),
+        "longest_step_ms": round(1e3 * longest, 2),
         "tau_pooled": round((tokens - len(done)) / max(stats.steps - steps, 1), 4),
         "rows": {n: count - rows.get(n, 0) for n, count in sorted(engine.runner.step_rows.items())},
         "answers": [request.tokens for request in done],
@@ -81,7 +87,8 @@ def run(args: argparse.Namespace) -> None:
         sets = {name: prompts for name, prompts in sets.items() if name in (args.sets or sets)}
         for name, at_a_time in itertools.product(sets, args.requests):
             engine.reset_acceptance()
-            prompts = sets[name][: max(args.rounds * at_a_time, args.least)]
+            # a set that is too small comes again, for no prefix is cached
+            prompts = list(itertools.islice(itertools.cycle(sets[name]), max(args.rounds * at_a_time, args.least)))
             row = measured(engine, prompts, at_a_time, args.max_tokens)
             answers = row.pop("answers")
             if way == "plain":

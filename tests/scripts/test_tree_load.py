@@ -1,0 +1,33 @@
+"""Blocks, chains and trees at a load: what is measured is the answers, and the time while the load lasts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+
+def test_all_ways_answer_alike_and_the_clock_runs_until_none_is_left_to_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path, drafter_dir: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    import tree_load as script
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "Who wrote the book?"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "One and one is two."}\n')
+    monkeypatch.setattr(script, "WAYS", {name: {**way, "num_speculative_tokens": 3 * bool(way.get("draft_tree"))}
+                                         for name, way in script.WAYS.items() if name != "blocks"})  # fmt: skip
+    script.WAYS["chains"]["draft_tree"], script.WAYS["trees"]["draft_tree"] = 3, 5
+    monkeypatch.setattr("sys.argv", [
+        "tree_load.py", "--target", str(target_dir), "--drafter", str(drafter_dir), "--output", str(tmp_path / "o.json"),
+        "--prompts", f"a={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--sets", "a", "mixed", "--requests", "2",
+        "--rounds", "2", "--least", "3", "--max-tokens", "6", "--max-model-len", "64", "--ways", "plain", "chains", "trees",
+    ])  # fmt: skip
+    assert script.main() == 0
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [(r["way"], r["set"]) for r in rows] == [(w, s) for w in ("plain", "chains", "trees") for s in ("a", "mixed")]
+    assert all(r["same"] == 1.0 for r in rows)
+    for row in rows:  # four answers of six tokens, two at a time, of which both end together
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(24, rel=0.1)
+        assert row["longest_step_ms"] <= 1e3 * row["seconds"] * 1.1 + 1
+    assert rows[0]["tau_pooled"] == 1.0 and any(n > 4 for n in map(int, rows[-1]["rows"]))
