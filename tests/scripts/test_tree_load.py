@@ -19,13 +19,15 @@ def test_all_ways_answer_alike_and_the_clock_runs_until_none_is_left_to_follow(
                                          for name, way in script.WAYS.items() if name != "blocks"})  # fmt: skip
     script.WAYS["chains"]["draft_tree"], script.WAYS["trees"]["draft_tree"] = 3, 5
     monkeypatch.setattr("sys.argv", [
-        "tree_load.py", "--target", str(target_dir), "--drafter", str(drafter_dir), "--output", str(tmp_path / "o.json"),
-        "--prompts", f"a={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--sets", "a", "mixed", "--requests", "2",
-        "--rounds", "2", "--least", "3", "--max-tokens", "6", "--max-model-len", "64", "--ways", "plain", "chains", "trees",
+        "tree_load.py", "--target", str(target_dir), "--drafter", str(drafter_dir), "--output",
+        str(tmp_path / "o.json"), "--prompts", f"a={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--sets", "a", "mixed", "--requests", "2",
+        "--rounds", "2", "--least", "3", "--max-tokens", "6", "--max-model-len", "64",
+        "--ways", "plain", "chains", "trees",
     ])  # fmt: skip
     assert script.main() == 0
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-    assert [(r["way"], r["set"]) for r in rows] == [(w, s) for w in ("plain", "chains", "trees") for s in ("a", "mixed")]
+    ways = "plain", "chains", "trees"
+    assert [(r["way"], r["set"]) for r in rows] == [(way, name) for way in ways for name in ("a", "mixed")]
     assert all(r["same"] == 1.0 for r in rows)
     for row in rows:  # four answers of six tokens, two at a time, of which both end together
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(24, rel=0.1)
