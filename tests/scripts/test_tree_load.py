@@ -20,7 +20,8 @@ def test_all_ways_answer_alike_and_the_clock_runs_until_none_is_left_to_follow(
     script.WAYS["chains"]["draft_tree"], script.WAYS["trees"]["draft_tree"] = 3, 5
     monkeypatch.setattr("sys.argv", [
         "tree_load.py", "--target", str(target_dir), "--drafter", str(drafter_dir), "--output",
-        str(tmp_path / "o.json"), "--prompts", f"a={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--sets", "a", "mixed", "--requests", "2",
+        str(tmp_path / "o.json"), "--prompts", f"a={tmp_path}/a.jsonl", f"b={tmp_path}/b.jsonl", "--sets", "a", "mixed",
+        "--requests", "2",
         "--rounds", "2", "--least", "3", "--max-tokens", "6", "--max-model-len", "64",
         "--ways", "plain", "chains", "trees",
     ])  # fmt: skip
