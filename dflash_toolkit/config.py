@@ -46,7 +46,7 @@ class UnsupportedModel(UserError):
 def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
-    choices: Sequence[str] = (),
+    choices: Sequence[str] | Callable[[], Sequence[str]] = (),
     flag: str | None = None,
     named: bool = False,
     old_flag: str | None = None,
@@ -59,14 +59,15 @@ def option(
     changes too, {old key: (new key, convert)}. The old key works for one release and prints a notice.
 
     Args:
-        choices: for strings, the values allowed.
+        choices: for strings, the values allowed; a function where more may come to be.
         flag: its flag, if that is not its name; for an option of a group a second, short one.
         named: the items of the list are NAME=VALUE, so behind its flag only dotted keys are overrides.
         old_flag: what its flag was called; it works for one release and prints a notice.
         repeatable: of a list: its flag given again adds to what was given, where others begin anew.
         off: of a number: it has a flag `--no-NAME` too, for 0.
     """
-    metadata = {"help": help, "choices": tuple(choices), "flag": flag, "named": named, "old_flag": old_flag}
+    allowed = choices if callable(choices) else lambda: choices
+    metadata = {"help": help, "choices": allowed, "flag": flag, "named": named, "old_flag": old_flag}
     metadata |= {"repeatable": repeatable, "off": off}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
@@ -103,7 +104,7 @@ def from_mapping(cls: type[C], values: Mapping[str, Any], where: str = "config")
     for key, value in rest.items():
         if key not in fields:
             raise UserError(f"{where}.{key}: unknown key{_nearest(str(key), known)}")
-        built[key] = _coerce(hints[key], value, f"{where}.{key}", fields[key].metadata.get("choices", ()))
+        built[key] = _coerce(hints[key], value, f"{where}.{key}", fields[key].metadata.get("choices", tuple)())
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in built:
@@ -319,7 +320,7 @@ def _add(parser: Any, names: list[str], key: str, option: Option, text: str) -> 
     elif "." not in key and bool in (option.hint, *typing.get_args(option.hint)):
         parser.add_argument(*names, dest=key, action=argparse.BooleanOptionalAction, help=text)
     else:
-        choices = option.field.metadata["choices"]
+        choices = option.field.metadata["choices"]()
         metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
         parser.add_argument(*names, dest=key, metavar=metavar, help=text)
         if option.field.metadata["off"]:

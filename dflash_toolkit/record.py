@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .fingerprint import joint_digest, json_digest, tensor_digest
-from .models.dflash.network import PARTS, Drafter, DrafterConfig
+from .models.dflash.architecture import all_sizes
+from .models.dflash.network import Drafter, DrafterConfig
 from .models.target import Target
 
 RECORD_KEY = "record"  # within the provenance
@@ -71,7 +72,7 @@ def configuration(config: DrafterConfig) -> dict[str, Any]:
         "scaled_frequencies",
         "acceptance_slope",
         "acceptance_bias",
-        *(() if config.is_dflash2 else PARTS),
+        *(all_sizes().keys() - config.sizes.keys()),
     }
     values = {k: v for k, v in asdict(config).items() if k not in left_out}
     values["rope_scaling"] = config.rope_scaling.parameters if config.rope_scaling else None
@@ -85,8 +86,8 @@ def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> d
     No part of it depends on the target, so a first departure is the drafter's own.
 
     Returns:
-        By place, in the order of computation, the numbers of `summary`: "context", "layers.i", "output", and of a
-        selector what it makes of the output and of all tokens.
+        By place, in the order of computation, the numbers of `summary`: "context", "layers.i", "output", and those of
+        a selector's signature.
     """
     drafter = Drafter.of_tensors(config, {n: t.to("cpu", torch.float32) for n, t in tensors.items()}).eval()
     features = signs(CONTEXT * config.feature_size, 101).view(1, CONTEXT, -1)
@@ -100,11 +101,9 @@ def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> d
         found[f"layers.{i}"] = summary(x[0])
     hidden = drafter.norm(x)[0]
     found["output"] = summary(hidden)
-    if selector := drafter.candidate_selector:
-        found["selector"] = summary(selector.hidden_projection(hidden))
-        for name in ("predecessor_codebook", "successor_codebook"):
-            rows = getattr(selector, name)
-            found[name] = summary(signs(SLOTS * len(rows), 103).view(SLOTS, -1) @ rows)
+    if selector := drafter.selector:
+        computed = selector.signature(hidden, lambda rows: signs(SLOTS * rows, 103).view(SLOTS, -1))
+        found |= {place: summary(tensor) for place, tensor in computed.items()}
     return found
 
 

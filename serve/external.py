@@ -22,15 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from packaging.version import Version
 
 from dflash_toolkit.config import UnsupportedModel, UserError, option, to_mapping
-from dflash_toolkit.models.dflash.serving import (
-    DFLASH2,
-    READ,
-    SERVED,
-    block_scale,
-    part_lacking,
-    sglang_options,
-    vllm_options,
-)
+from dflash_toolkit.models.dflash.architecture import DFLASH, architectures, named
+from dflash_toolkit.models.dflash.serving import READ, SERVED, block_scale, sglang_options, vllm_options
 from dflash_toolkit.network import unreachable
 from dflash_toolkit.threads import given_environment
 
@@ -41,7 +34,7 @@ if TYPE_CHECKING:
 
 OWN = "dflash"
 ENGINES = (OWN, "vllm", "sglang")
-SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": DFLASH2}  # its types by the names of others
+SPECULATORS = {each.kind: each.names[0] for each in architectures()}  # its types by the names of others
 SLIDING = "sliding layers or is_causal"  # in DFlashDraftModel; releases before ran such layers otherwise, in silence
 
 
@@ -114,6 +107,10 @@ class Engine:
     flags: Mapping[str, Flags]  # for an option of ours
 
 
+def _releases(engine: str) -> dict[str, str]:
+    return {each.names[0]: each.releases[engine] for each in architectures() if engine in each.releases}
+
+
 COMMON = {
     "host": _flag("--host"),
     "port": _flag("--port"),
@@ -132,7 +129,7 @@ VLLM = Engine(
     module=("vllm.entrypoints.cli.main", "serve"),
     always=(),
     speculation=vllm_options,
-    releases={"DFlashDraftModel": "0.20.0", SLIDING: "0.28.0", DFLASH2: "0.28.0"},
+    releases=_releases("vllm") | {SLIDING: "0.28.0"},
     speculators=True,
     flags=COMMON
     | {
@@ -160,7 +157,7 @@ SGLANG = Engine(
     module=("sglang.launch_server", "--model-path"),
     always=("--enable-metrics",),  # off by default there, and we have /metrics
     speculation=sglang_options,
-    releases={"DFlashDraftModel": "0.5.11", SLIDING: "0.5.18", DFLASH2: "0.5.19"},
+    releases=_releases("sglang") | {SLIDING: "0.5.18"},
     speculators=False,
     flags=COMMON
     | {
@@ -373,9 +370,11 @@ class Draft:
                 f"drafter {self.name}: {engine.name} does not read the speculators form; write it as DFlash: python -c "
                 f"\"from dflash_toolkit import *; save_drafter(load_drafter('{self.name}'), 'OUT')\""
             )
-        if self.architecture == DFLASH2 and (part := part_lacking(engine.name, self.raw.get("dflash_config") or {})):
+        drafting = named(self.architecture) or DFLASH
+        if part := drafting.part_lacking(engine.name, self.raw.get("dflash_config") or {}):
             raise UserError(
-                f"drafter {self.name}: it has no {part}, which {engine.name} computes no DFlash 2 drafter without; "
+                f"drafter {self.name}: it has no {part}, which {engine.name} computes no {drafting.title} drafter "
+                f"without; "
                 f"leave --engine out"
             )
         for what in (self.architecture, *([SLIDING] if self._sliding else [])):
@@ -402,8 +401,8 @@ class Draft:
                 f"target {name}: {engine.name} {version} gives a DFlash drafter no hidden states of {architecture}; "
                 + " or ".join([*others, "leave --drafter out"])
             )
-        if engine is VLLM and self.architecture == DFLASH2:
-            return  # which alone reads input_embedding_scale
+        if (drafting := named(self.architecture)) and engine.name in drafting.scaled_by:
+            return
         fed = block_scale(engine.name, architecture, target.get("hidden_size") or 1)
         nested = self.raw.get("dflash_config") or {}
         trained = nested.get("input_embedding_scale") or self.raw.get("input_embedding_scale") or 1.0

@@ -13,25 +13,37 @@ seen; that is about the density of the paper's recipe.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
-from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WINDOW, parts_of
+from dflash_toolkit.models.dflash.architecture import all_sizes, kinds, of_kind
+from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WINDOW
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
-KINDS = ("dflash", "dflash2")
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
 MOST_GIB = 2**20  # no machine has more memory
 
 
+C = TypeVar("C")
+
+
+def _with_sizes(cls: type[C]) -> type[C]:
+    """With an option for every size of a part of a draft architecture, which has its name."""
+    for name, size in all_sizes().items():
+        cls.__annotations__[name] = int | None
+        setattr(cls, name, option(None, size.help))
+    return cls
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
+@_with_sizes
 class DrafterOptions:
     """Kind and shape of the drafter; what is not given is the target's own."""
 
     kind: str = option(
-        "dflash", "dflash, or dflash2: with convolutions in its blocks and a selector of tokens", choices=KINDS
+        "dflash", "dflash, or dflash2: with convolutions in its blocks and a selector of tokens", choices=kinds
     )
     layers: int | None = option(None, "draft layers (default: 5, or 6 for a target of experts)")
     taps: int | None = option(None, "tapped target layers, evenly spaced (default: 5, or 8 for a target of experts)")
@@ -51,21 +63,23 @@ class DrafterOptions:
     is_causal: bool | None = option(
         False, "whether a slot sees only earlier slots of its block; null: in sliding layers, not in full ones"
     )
-    conv_kernel_size: int | None = option(None, "dflash2: taps of the convolutions (default: 2); 0 leaves them out")
-    conv_group_size: int | None = option(None, "dflash2: channels that share their coefficients (default: 16)")
-    selector_rank: int | None = option(None, "dflash2: rank of the scores of pairs (default: 256); 0: no selector")
-    selector_top_k: int | None = option(None, "dflash2: tokens of a slot that are scored (default: 16)")
 
     def __post_init__(self) -> None:
         try:
-            parts_of(self.kind, self.parts)
+            of_kind(self.kind).sizes_of(self.sizes)
         except ValueError as error:
             raise ValueError(f"drafter: {error}") from error
 
     @property
-    def parts(self) -> tuple[int | None, ...]:
-        """The sizes of the parts of DFlash 2, in the order of `shape.PART_SIZES`."""
-        return self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k
+    def sizes(self) -> dict[str, int | None]:
+        """Of the parts of all architectures; None is the default."""
+        return {name: getattr(self, name, None) for name in all_sizes()}
+
+    @classmethod
+    def sizes_in(cls, shape: object) -> dict[str, Any]:
+        """Of the parts of a drafter's configuration, by option; 0 where it has them not."""
+        own = {each.name for each in fields(cls)}
+        return {name: getattr(shape, name, 0) for name in all_sizes() if name in own}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -421,11 +435,11 @@ def configure(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
 
 def _check_effects(config: TrainConfig) -> None:
     loss, optim, run = config.loss, config.optim, config.run
-    parts = parts_of(config.drafter.kind, config.drafter.parts)
-    no_selector = not parts["selector_rank"] and not config.init_from  # which may have one
+    kind = of_kind(config.drafter.kind)
+    selects = kind.has_selector(kind.sizes_of(config.drafter.sizes)) or config.init_from  # which may have one
     void = (
-        ("loss.selector", loss.selector, LossOptions().selector, no_selector, "a selector (drafter.kind=dflash2)"),
-        ("loss.gold", loss.gold, LossOptions().gold, no_selector, "a selector (drafter.kind=dflash2)"),
+        ("loss.selector", loss.selector, LossOptions().selector, not selects, "a selector (drafter.kind=dflash2)"),
+        ("loss.gold", loss.gold, LossOptions().gold, not selects, "a selector (drafter.kind=dflash2)"),
         ("loss.gamma", loss.gamma, None, loss.weights != "decay", "loss.weights=decay"),
         ("loss.alpha", loss.alpha, LossOptions().alpha, loss.weights != "dpace", "loss.weights=dpace"),
         ("loss.temperature", loss.temperature, 1.0, not loss.distribution, "loss.kl, tv, lk or lk_hybrid"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..models.dflash.architecture import Swap
 from ..models.dflash.network import DrafterConfig
 
 Tensors = Mapping[str, Tensor]
@@ -48,8 +49,9 @@ def edits(config: DrafterConfig) -> Iterator[Edit]:
     yield exchanged("gate and up", "mlp.gate_proj", "mlp.up_proj", config.num_layers)
     yield exchanged("q and k norms", "self_attn.q_norm", "self_attn.k_norm", config.num_layers)
     yield plus_one()
-    if config.selector_rank:
-        yield codebooks()
+    for part in config.architecture.parts:
+        if part.is_in(config.sizes):
+            yield from map(swapped, part.swaps)
 
 
 def layer_orders(config: DrafterConfig) -> Iterator[Edit]:
@@ -128,15 +130,15 @@ def exchanged(check: str, one: str, other: str, layers: int) -> Edit:
     return Edit(check, f"{first} and {second} exchanged", remedy, apply)
 
 
-def codebooks() -> Edit:
-    """The selector's two codebooks that took each other's names."""
-    one, other = (f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+def swapped(swap: Swap) -> Edit:
+    """Two tensors of the drafter's architecture that took each other's names."""
+    one, other = swap.tensors
 
     def apply(tensors: Tensors) -> dict[str, Tensor]:
         return dict(tensors) | {one: tensors[other], other: tensors[one]}
 
-    remedy = f"the codebooks are swapped: exchange the names {one} and {other}, or export again"
-    return Edit("codebooks", "predecessor and successor codebook exchanged", remedy, apply)
+    remedy = f"the {swap.check} are swapped: exchange the names {one} and {other}, or export again"
+    return Edit(swap.check, f"{swap.what} exchanged", remedy, apply)
 
 
 def plus_one() -> Edit:

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from ..fingerprint import tensor_digest
+from ..models.dflash.architecture import all_sizes
 from ..models.dflash.checkpoint import SCALES
-from ..models.dflash.network import PARTS, DrafterConfig
+from ..models.dflash.network import DrafterConfig
 from ..models.rope import RopeScaling
 from ..models.target import Target
 from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature
@@ -28,7 +29,7 @@ RECURRENT = (
     3.0  # times as far where layers are recurrent: what a head reads of its state is normed, however small it is
 )
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
-NESTED = (*SCALES, *PARTS)  # in dflash_config
+NESTED = (*SCALES, *all_sizes())  # in dflash_config
 BEHIND_HEAD = ("output_multiplier", "final_logit_softcapping")
 PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias", *NESTED)
 
@@ -113,7 +114,7 @@ def _layers(case: Case, record: dict[str, Any], found: Exported) -> bool:
 def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
     """Compare what decides how it runs; the block's size may be chosen freely."""
     assert case.config is not None
-    none = SCALES | dict.fromkeys(PARTS, 0)  # younger than some records
+    none = SCALES | dict.fromkeys(all_sizes(), 0)  # younger than some records
     then, now = none | record["configuration"], none | configuration(case.config)
     settled = True
 
@@ -155,7 +156,7 @@ def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
             fault("configuration", "layer_types", words, remedy)
             settled = False
     scales = [tuple(values[key] for key in BEHIND_HEAD) for values in (then, now)]
-    if case.config.selector_rank and scales[0] != scales[1]:  # it moves no slot's own best token
+    if case.config.has_selector and scales[0] != scales[1]:  # it moves no slot's own best token
         words = f"{scale_words(*scales[1])}, exported with {scale_words(*scales[0])}"
         fault("logit scale", BEHIND_HEAD[0], words, scale_remedy(*scales[0]))
         found.config |= dict(zip(BEHIND_HEAD, scales[0], strict=True))

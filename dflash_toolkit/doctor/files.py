@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..checkpoint.reader import locate
 from ..config import UserError
 from ..fingerprint import template_digest, tensor_digest
+from ..models.dflash.architecture import DraftArchitecture
 from ..models.dflash.checkpoint import (
     PROVENANCE_KEY,
     check_fits,
@@ -29,11 +30,6 @@ from .finding import Finding
 
 INITIAL_STD = 0.02  # of every matrix before training (Qwen3's, and this project's)
 SHOWN = 3  # names in a sentence; the figures hold all
-SUCCESSORS, PROJECTION = "candidate_selector.successor_codebook", "_conv.kernel_projection"
-IDLE = {  # tensors that are zero before training, and what is to be done where they still are
-    SUCCESSORS: "train it longer, with a loss of its own, or leave it out: it costs time and changes no draft",
-    PROJECTION: "train it longer, with gradients for it, or leave it out: it costs time and adapts to no token",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +182,8 @@ def check_weights(case: Case) -> list[Finding]:
         return []
     tensors = {name: case.tensors[name].float() for name in case.expected if name in case.tensors}
     broken = [name for name, t in tensors.items() if not t.isfinite().all()]
-    initial = {name: _is_initial(name, t) for name, t in tensors.items()}
+    architecture = case.config.architecture
+    initial = {name: _is_initial(architecture, name, t) for name, t in tensors.items()}
     zero = [name for name, t in tensors.items() if not t.any() and not name.endswith(".bias")]
     idle = [name for name in zero if initial[name] and not _was_trained(case, name)]
     zero = [name for name in zero if name not in idle]
@@ -201,7 +198,11 @@ def check_weights(case: Case) -> list[Finding]:
         remedy = "this is an initialisation, not a trained drafter: look for the export of the finished run"
         found.append(Finding("weights", "fault", "never trained: every tensor is as it was initialised", remedy))
     else:
-        found += [_idle(part, which, remedy) for part, remedy in IDLE.items() if (which := _named(part, idle))]
+        for part in architecture.parts:
+            for which in part.idle:
+                if untrained := [name for name in idle if which.name in name]:
+                    measured = f"never trained: {some(untrained)} as initialised, all zero: {which.words}"
+                    found.append(Finding(part.name, "fault", measured, which.remedy, {"zero": untrained}))
         for i in range(case.config.num_layers):
             own = [flag for name, flag in initial.items() if name.startswith(f"layers.{i}.")]
             if own and all(own):
@@ -221,31 +222,19 @@ def check_weights(case: Case) -> list[Finding]:
     return found or [Finding("weights", "ok", f"{', '.join(dtypes)}, finite, none zero, all trained")]
 
 
-def _named(part: str, names: list[str]) -> list[str]:
-    return [name for name in names if part in name]
-
-
-def _idle(part: str, names: list[str], remedy: str) -> Finding:
-    check, words = ("selector", "it has no effect") if part == SUCCESSORS else ("convolution", "it mixes no slots")
-    measured = f"never trained: {some(names)} as initialised, all zero: {words}"
-    return Finding(check, "fault", measured, remedy, {"zero": names})
-
-
 def _was_trained(case: Case, name: str) -> bool:
     """Whether a tensor that is all zero was none at export; only a record can tell."""
     recorded = case.record["tensors"].get(name) if case.record else None
     return recorded is not None and not tensor_digest(case.tensors[name]).startswith(recorded)
 
 
-def _is_initial(name: str, tensor: Tensor) -> bool:
+def _is_initial(architecture: DraftArchitecture, name: str, tensor: Tensor) -> bool:
     """Norms of exactly one, matrices normal with the initial deviation: what no real training leaves everywhere.
 
-    The parts of DFlash 2 do nothing before training.
+    What an architecture adds does nothing before training.
     """
-    if SUCCESSORS in name or PROJECTION in name:
-        return not tensor.any()
-    if name.endswith("base_kernel"):
-        return bool((tensor[:, 0] == 1).all() and not tensor[:, 1:].any())
+    if (initial := architecture.is_initial(name, tensor)) is not None:
+        return initial
     if tensor.dim() == 1:
         return bool((tensor == 1).all() or (tensor == 0).all())
     root = tensor.numel() ** 0.5

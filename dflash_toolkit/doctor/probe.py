@@ -18,7 +18,6 @@ from ..config import UserError
 from ..decode import generate
 from ..generation import Generation
 from ..kernels.mix import LogitScale
-from ..kernels.reference import walk
 from ..models.dflash.network import Drafter
 from ..models.rope import RopeScaling
 from ..models.target import Target
@@ -291,8 +290,8 @@ class Probe:
         self, drafter: Drafter, setting: Setting, hidden: Tensor, logits: Tensor, anchors: Tensor, near: int
     ) -> tuple[Tensor, Tensor]:
         """What is drafted [A, S - 1], as `Drafter.choose` does, and the `near` best tokens [A, S - 1, near]."""
-        selector = drafter.candidate_selector if setting.selector else None
-        count = drafter.config.selector_top_k if selector else 1
+        selector = drafter.selector if setting.selector else None
+        count = drafter.config.draft_candidates if selector else 1
         if max(near, count) == 1:
             best = logits.argmax(-1, keepdim=True)
             return best[:, :, 0], best
@@ -301,6 +300,4 @@ class Probe:
             return tokens[:, :, 0], tokens
         unary = values[:, :, :count].float().contiguous()
         LogitScale(setting.output_multiplier, setting.final_logit_softcapping).apply_(unary)
-        state = selector.hidden_projection(hidden)
-        pairs = (selector.predecessor_codebook, selector.successor_codebook)
-        return walk(state, unary, tokens[:, :, :count], *pairs, anchors), tokens[:, :, :near]
+        return selector.walk_blocks(hidden, unary, tokens[:, :, :count], anchors), tokens[:, :, :near]

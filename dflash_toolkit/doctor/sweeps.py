@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from ..models.dflash.architecture import architectures
 from ..models.dflash.shape import logit_scale
 from ..models.target import RESERVED_WORDS
 from ..progress import Progress
@@ -121,7 +122,7 @@ def causality(case: Case, now: Setting) -> Iterator[Way]:
 
 def logit_scales(case: Case, now: Setting) -> Iterator[Way]:
     """The target's own multiplier and soft cap, and none: a selector adds its scores behind them."""
-    if case.config is None or not case.config.selector_rank:
+    if case.config is None or not case.config.has_selector:
         return
     present = (now.output_multiplier, now.final_logit_softcapping)
     for multiplier, cap in dict.fromkeys([logit_scale(case.target), (1.0, None), (1.0, present[1])]):
@@ -132,7 +133,7 @@ def logit_scales(case: Case, now: Setting) -> Iterator[Way]:
 
 def selector(case: Case, now: Setting) -> Iterator[Way]:
     """Every slot's own best token, whatever stands before it."""
-    if case.config is not None and case.config.selector_rank and now.selector:
+    if case.config is not None and case.config.has_selector and now.selector:
         yield Way(
             "every slot's own best token", replace(now, selector=False),
             f"the selector does harm: train it longer, or leave it out: python -c \"from dflash_toolkit import *; "
@@ -142,7 +143,7 @@ def selector(case: Case, now: Setting) -> Iterator[Way]:
 
 def across_blocks(case: Case, now: Setting) -> Iterator[Way]:
     """The first slots of a block convolved with the last ones of the block before, as in a packed row."""
-    if case.config is not None and case.config.conv_kernel_size:
+    if case.config is not None and case.config.architecture.around_spec(case.config):
         yield Way(
             "convolutions across blocks", replace(now, across_blocks=True),
             "it was trained with convolutions that read the block before in a packed row, where a server has zeros: "
@@ -203,7 +204,7 @@ FAMILIES = (
     Family("mask row", mask_row, lambda now: f"mask {now.mask_token_id}"),
     Family("causality", causality, lambda now: f"is_causal {str(now.is_causal).lower()}"),
     *map(_weights, ("layer order", "rope rows", "gate and up", "q and k norms", "norm weights")),
-    _weights("codebooks"),
+    *(_weights(swap.check) for each in architectures() for part in each.parts for swap in part.swaps),
     Family("logit scale", logit_scales, lambda now: scale_words(now.output_multiplier, now.final_logit_softcapping)),
     Family("selector", selector, lambda now: "tokens chosen by pairs", certain=True),
     Family("convolution", across_blocks, lambda now: "convolutions inside each block", strict=True),

@@ -465,7 +465,7 @@ def _facts(
         "target_num_layers": config.num_hidden_layers,
         "target_sample_sha256": sample_digest(tensors),
         "chat_template_sha256": template_digest(tokenizer),
-        "drafter_kind": "dflash2" if drafter.config.is_dflash2 else "dflash",
+        "drafter_kind": drafter.config.architecture.kind,
         "drafter_sha256": drafter_digest(drafter),
         "block_size": drafter.config.block_size,
         "target_layer_ids": list(drafter.config.target_layer_ids),

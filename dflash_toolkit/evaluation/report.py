@@ -18,6 +18,7 @@ from ..acceptance import Acceptance, ratio
 from ..files import finite
 from ..fingerprint import json_digest
 from ..generation import Generation
+from ..models.dflash.architecture import architectures
 from .bootstrap import CONFIDENCE, RESAMPLES, SEED, intervals
 from .decoders import Pair
 from .measure import Difference, Measurement
@@ -337,7 +338,8 @@ class Report:
         drafter = self.arguments.get("drafter")
         if not drafter:
             return str(self.arguments["target"])
-        kind = {"dflash": " (DFlash)", "dflash2": " (DFlash 2)", None: ""}[self.arguments["drafter_kind"]]
+        kind = self.arguments["drafter_kind"]
+        kind = next((f" ({each.title})" for each in architectures() if each.kind == kind), "")
         nodes = self.arguments.get("draft_tree")
         what = f"drafting trees of {nodes} nodes" if nodes else "drafting"
         return f"{drafter}{kind} {what} for {self.arguments['target']}"

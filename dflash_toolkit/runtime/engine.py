@@ -400,7 +400,8 @@ class Engine:
             return lambda requests: sizes[0]
         drafter = None
         if (weights := runner.drafter) is not None:
-            drafter = weights.spec, weights.config.selector_rank, weights.config.selector_top_k
+            architecture = weights.config.architecture
+            drafter = weights.spec, architecture.kind, [getattr(weights.config, name) for name in architecture.sizes]
         key = [
             place_of(runner.device),
             torch.__version__,

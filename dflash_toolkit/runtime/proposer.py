@@ -1,7 +1,6 @@
 """The drafter at work: the drafts of a step, and the context that the next ones are made from."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,38 +8,11 @@ from torch import Tensor
 
 from ..kernels.mix import LogitScale
 from ..kernels.ops import Ops
-from ..kernels.reference import draw
 from ..kernels.weight import Weight
+from ..models.drafting import Draft as Draft
+from ..models.drafting import Head, sampled, slots_of
 from .stack import Rows, Stack
-from .weights import DrafterWeights, SelectorWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens for the target to verify behind the last committed one."""
-
-    tokens: Tensor  # int64 [B, N]
-    parents: Tensor | None = None  # int64 [B, N], of a tree; None: each token follows the one before it
-    candidates: Tensor | None = None  # int64 [B, N, C], the tokens that q is of
-    q: Tensor | None = None  # fp32 [B, N, C], what each was sampled from; None: they are the most probable ones
-
-
-class Head(Protocol):
-    """Which tokens a drafter makes of its blocks."""
-
-    def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
-        """`block` - 1 tokens behind `last` [B] of normed hidden states [B * block, D]; slot 0 predicts nothing."""
-        ...
-
-    def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
-        """The same sampled at temperatures fp32 [B], of which 0 drafts the best, by numbers fp64 [B, block - 1]."""
-        ...
-
-    def children(
-        self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What trees are grown of: values and ranks as of `Ops.draft_children`, and candidates [B, block - 1, C]."""
-        ...
+from .weights import DrafterWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,57 +28,17 @@ class ArgmaxHead:
         return Draft(self.ops.linear_argmax(hidden, self.weight).view(-1, block)[:, 1:])
 
     def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
-        slots = uniform.shape[1]
+        block = uniform.shape[1] + 1
         unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)  # [B * block, C]
         self.scale.apply_(unary)
-        unary, candidates = (part.view(len(last), slots + 1, -1)[:, 1:] for part in (unary, candidates))
-        each = temperature.repeat_interleave(slots, output_size=uniform.numel())
-        places, q = draw(unary.flatten(0, 1), each, uniform.flatten())
-        tokens = candidates.gather(2, places.view(*uniform.shape, 1))[..., 0]
-        return Draft(tokens, candidates=candidates, q=q.view_as(candidates))
+        return sampled(slots_of(unary, block), slots_of(candidates, block), temperature, uniform)
 
     def children(
         self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = self.ops.linear_top_lse(hidden, self.weight, self.count, self.scale)
-        unary, candidates, lse = (part.unflatten(0, (-1, block))[:, 1:] for part in found)
+        unary, candidates, lse = (slots_of(part, block) for part in found)
         return *self.ops.draft_children(unary, lse, candidates, calibration, width), candidates
-
-
-@dataclass(frozen=True, slots=True)
-class SelectorHead:
-    """Of every slot's best tokens the one that goes best with the one chosen before it (DFlash 2)."""
-
-    weight: Weight  # [V, D]
-    pairs: SelectorWeights
-    count: int  # C, tokens of a slot that are scored
-    scale: LogitScale
-    ops: Ops
-
-    def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
-        state, unary, candidates = self._slots(hidden, block)
-        return Draft(self.ops.walk(state, unary, candidates, self.pairs.predecessors, self.pairs.successors, last))
-
-    def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
-        state, unary, candidates = self._slots(hidden, uniform.shape[1] + 1)
-        pairs = self.pairs.predecessors, self.pairs.successors
-        tokens, q = self.ops.sampled_walk(state, unary, candidates, *pairs, last, temperature, uniform)
-        return Draft(tokens, candidates=candidates, q=q)
-
-    def children(
-        self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        state, unary, candidates = self._slots(hidden, block)
-        pairs = state, self.pairs.predecessors, self.pairs.successors, last
-        return *self.ops.draft_children(unary, unary[..., 0], candidates, calibration, width, pairs), candidates
-
-    def _slots(self, hidden: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """States [B, block - 1, r], and logits and tokens [B, block - 1, C] of the best."""
-        state = self.ops.linear(hidden, self.pairs.projection)
-        unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)
-        self.scale.apply_(unary)  # keeps their order
-        state, unary, candidates = (part.unflatten(0, (-1, block))[:, 1:] for part in (state, unary, candidates))
-        return state, unary, candidates
 
 
 def head_of(weights: DrafterWeights, target_head: Tensor, ops: Ops) -> Head:
@@ -115,7 +47,7 @@ def head_of(weights: DrafterWeights, target_head: Tensor, ops: Ops) -> Head:
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
     if weights.selector is None:
         return ArgmaxHead(weight, config.draft_candidates, scale, ops)
-    return SelectorHead(weight, weights.selector, config.draft_candidates, scale, ops)
+    return weights.selector.head(weight, config.draft_candidates, scale, ops)
 
 
 class Proposer:

@@ -18,6 +18,7 @@ from ..config import UnsupportedModel
 from ..kernels.ops import Ops, ops_for
 from ..kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, parts
 from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.drafting import SelectorWeights
 from ..models.spec import (
     AttentionSpec,
     ConvolutionSpec,
@@ -413,20 +414,6 @@ class TargetWeights:
 
 
 @dataclass(slots=True)
-class SelectorWeights:
-    """What a drafter scores pairs of tokens by."""
-
-    projection: Tensor  # [r, D], of the final hidden states
-    predecessors: Tensor  # [V, r]
-    successors: Tensor  # [V, r]
-
-    def parameter_views(self) -> dict[str, Tensor]:
-        names = ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
-        views = self.projection, self.predecessors, self.successors
-        return {f"candidate_selector.{name}": view for name, view in zip(names, views, strict=True)}
-
-
-@dataclass(slots=True)
 class DrafterWeights:
     """The whole drafter, and its keys' and values' projections once more, stacked for the context."""
 
@@ -451,10 +438,10 @@ class DrafterWeights:
     def _from(cls, config: DrafterConfig, state: Mapping[str, Tensor]) -> "DrafterWeights":
         spec = config.spec()
         device, dtype = state["fc.weight"].device, state["fc.weight"].dtype
-        d, r, v = config.hidden_size, config.selector_rank, config.vocab_size
+        d = config.hidden_size
         new = functools.partial(torch.empty, device=device, dtype=dtype)
         layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
-        selector = SelectorWeights(new(r, d), new(v, r), new(v, r)) if r else None
+        selector = config.architecture.selector_weights(config, new)
         weights = cls(spec, config, new(d, config.feature_size), new(d), layers, new(d), selector)
         load_weights("drafter", weights.parameter_views(), state)
         weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()
@@ -465,7 +452,10 @@ class DrafterWeights:
         found = {"fc.weight": self.fc, "hidden_norm.weight": self.hidden_norm, "norm.weight": self.norm}
         for i, (kind, layer) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
             found |= {f"layers.{i}.{name}": view for name, view in layer.parameter_views(kind).items()}
-        return found if self.selector is None else found | self.selector.parameter_views()
+        if self.selector is None:
+            return found
+        prefix = self.config.architecture.selector_name
+        return found | {f"{prefix}.{name}": view for name, view in self.selector.parameter_views().items()}
 
     def copy_from(self, drafter: Drafter) -> None:
         """Take the weights of a drafter of the same shape in place: captured steps go on with them."""

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     asked = read_prompt_sets(args.prompts, args.limit)
     target = Target.load(args.target, args.device, args.dtype)
     drafter = load_drafter(args.drafter, target.device, target.dtype)
-    if drafter.candidate_selector is not None:
+    if drafter.selector is not None:
         raise UserError(f"drafter {args.drafter}: it has a selector, and what is recorded takes slots as independent")
     options = EngineOptions(max_num_seqs=args.batch, max_model_len=args.max_model_len)
     engine, tokenizer = load_engine(target, drafter, options=options)

@@ -82,7 +82,7 @@ def command_page(name: str, options: type, description: str) -> str:
     for key, (field, hint) in list_options(options):
         flag, short = f"--{key.replace('_', '-')}", field.metadata["flag"]
         names = [flag] if not short else [f"--{short}"] if "." not in key else [flag, f"--{short}"]
-        kind = " ".join(f"`{choice}`" for choice in field.metadata["choices"]) or kind_of(hint)
+        kind = " ".join(f"`{choice}`" for choice in field.metadata["choices"]()) or kind_of(hint)
         cells = [" or ".join(f"`{name}`" for name in names), kind, default_of(field), field.metadata["help"]]
         row = " | ".join(cell.replace("|", "\\|") for cell in cells)
         groups.setdefault(key.rpartition(".")[0], []).append(f"| {row} |")

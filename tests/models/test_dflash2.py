@@ -17,14 +17,16 @@ from torch import Tensor
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, UserError, decode, generate, load_drafter
 from dflash_toolkit.decode import propose
 from dflash_toolkit.models.dflash.checkpoint import config_json, read_config, save_drafter, tensor_shapes
-from dflash_toolkit.models.dflash.network import PARTS, ContextKV, DraftLayer
+from dflash_toolkit.models.dflash.network import ContextKV, DraftLayer
 from dflash_toolkit.models.dflash.speculators import check_form
+from dflash_toolkit.models.dflash2.architecture import ARCHITECTURE
 from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
 from dflash_toolkit.models.dflash2.selector import CandidateSelector
 
 NO_CONVOLUTION = {"conv_kernel_size": 0, "conv_group_size": 0}
 NO_SELECTOR = {"selector_rank": 0, "selector_top_k": 0}
 EITHER = [{}, NO_CONVOLUTION, NO_SELECTOR]
+PARTS = tuple(ARCHITECTURE.sizes)
 Changes = dict[str, Any]
 
 

@@ -89,7 +89,7 @@ class _Forward(nn.Module):
         self._context, layer, self._last = map(_compiled, parts) if compiled else parts
         kinds = zip(drafter.layers, drafter.config.layer_types, strict=True)
         self.units = nn.ModuleList(_Unit(each, kind, layer, drafter.recompute) for each, kind in kinds)
-        self.selector = drafter.candidate_selector  # called by the loss
+        self.selector = drafter.selector  # called by the loss
 
     def forward(self, given: _Inputs) -> Tensor:
         context, x = self._context(self.fc, self.hidden_norm, given.features), given.block

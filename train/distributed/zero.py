@@ -208,12 +208,12 @@ class Zero:
         positions = torch.arange(drafter.block_size, device=device)[None]
         mask = torch.ones(1, 1, drafter.block_size, drafter.block_size + 1, dtype=torch.bool, device=device)
         masks = dict.fromkeys(drafter.layer_types, mask)
-        tokens = torch.zeros(1, drafter.block_size, drafter.selector_top_k, dtype=torch.long, device=device)
+        tokens = torch.zeros(1, drafter.block_size, drafter.draft_candidates, dtype=torch.long, device=device)
         nothing = tokens.float(), tokens, context.expand(1, drafter.block_size)
         for left in reversed(range(config.optim.accumulate)):
             hidden = self._engine(features, context, block, positions, masks)
-            if self.drafter.candidate_selector is not None:
-                scores, _ = self.drafter.candidate_selector(hidden, *nothing)
+            if self.drafter.selector is not None:
+                scores, _ = self.drafter.selector(hidden, *nothing)
                 hidden = hidden.sum() + scores.sum()
             self.backward((hidden * 0).sum(), last=not left)
         self.step(torch.ones(()))

@@ -116,8 +116,8 @@ def compute_loss(
             drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), masks
         )
         scales = LogitScale(*logit_scale(drafter.config)), LogitScale(*logit_scale(target.config))
-        head = drafter.candidate_selector
-        selector = None if head is None else Selector(head, drafter.config.selector_top_k, ramp(done))
+        head = drafter.selector
+        selector = None if head is None else Selector(head, drafter.config.draft_candidates, ramp(done))
         return draft_loss(
             hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales, target.head_bias,
             selector,

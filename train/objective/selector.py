@@ -1,17 +1,16 @@
-"""The loss of a head over the candidates of a block's slots: DFlash 2's selector, or another with the same call.
+"""The loss of a selector over the candidates of a block's slots: DFlash 2's, or another `TokenSelector`.
 
 It sees the hidden states of whole blocks, each slot's best tokens with their logits, and the true token before each
-slot; it returns scores of the candidates and the tokens that it would draft (`CandidateSelector.forward`). Its loss is
-the cross-entropy over the candidates.
+slot; it returns scores of the candidates and the tokens that it would draft, and says what its scores cost.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_toolkit.kernels.loss import RowLoss
+from dflash_toolkit.models.drafting import TokenSelector
 
 from .blocks import Blocks
 
@@ -30,7 +29,7 @@ class Chain:
 class Selector:
     """A head, and how much of its loss counts by now."""
 
-    head: nn.Module
+    head: TokenSelector
     top_k: int  # C, candidates of a slot
     share: float = 1.0
 
@@ -52,8 +51,8 @@ class Selector:
         before = torch.cat([blocks.inputs[:, :, :1], blocks.labels[:, :, 1:-1]], dim=2).flatten(0, 1)
         scores, drafted = self.head(every, grid(rows.unary), grid(rows.candidates), before)
         at = rows.candidates == blocks.labels[:, :, 1:].flatten()[slot, None]  # [R, C]
-        losses = F.cross_entropy(scores.flatten(0, 1).index_select(0, slot), at.long().argmax(1), reduction="none")
-        return Chain(losses * at.any(1), drafted.view(*blocks.labels.shape[:2], -1))
+        losses = self.head.losses(scores.flatten(0, 1).index_select(0, slot), at)
+        return Chain(losses, drafted.view(*blocks.labels.shape[:2], -1))
 
 
 def ramp(done: float) -> float:

@@ -25,10 +25,10 @@ def drafter_step_flops(
         fc          4 * T * K*D * D
         context     6 * T * D * 2*G*H                           per layer
         block       6 * R * (2*N*H*D + 2*G*H*D + 3*I*D)         per layer
-        convolution 6 * R * 2 * (2*T' * D/g * D)                per layer, of T' taps and g channels a group
         attention   12 * N*H * P                                of all layers: QK', PV and four products backward
         head        4 * R' * D * V
-        selector    6 * R' * (D*r + C*r)                        of rank r over C candidates
+
+    What an architecture adds is 6 FLOPs for each of its multiply-adds: of a row in a layer, of R' slots in a selector.
 
     Args:
         context_tokens: T, tokens of all documents whose features are projected.
@@ -43,9 +43,8 @@ def drafter_step_flops(
     attention = 12 * queries * visible_pairs
     fusion = 4 * context_tokens * shape.feature_size * d
     head = 4 * head_rows * d * vocab
-    selector = 6 * head_rows * shape.selector_rank * (d + shape.selector_top_k)
-    if shape.conv_kernel_size:
-        block += 6 * block_rows * d * 4 * shape.conv_kernel_size * (d // shape.conv_group_size)
+    selector = 6 * head_rows * shape.architecture.selector_products(shape)
+    block += 6 * block_rows * shape.architecture.layer_products(shape)
     return float(fusion + shape.num_layers * (context + block) + attention + head + selector)
 
 

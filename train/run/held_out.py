@@ -215,8 +215,8 @@ class HeldOut:
         selector: bool = True,
     ) -> Evaluation:
         served = self._served(drafter)
-        if not selector and served.candidate_selector:
-            served.candidate_selector.init_weights()  # it prefers no pair; the engine's shape stays
+        if not selector and served.selector:
+            served.selector.init_weights()  # each slot's best; the engine's shape stays
         with Progress("held out", len(prompts), unit="tok", beside=beside) as bar:
             return Evaluation.of(step, prompts, self._decoded(served, prompts, bar))
 

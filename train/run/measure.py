@@ -68,7 +68,7 @@ class Measuring:
         evaluation = alone = calibration = None
         if self._run.held_out:
             evaluation = self._processes.first_group(self._decode_all, chosen, trained)
-            if self._run.drafter.config.selector_rank:
+            if self._run.drafter.config.has_selector:
                 alone = self._processes.first_group(self._decode_without_selector, chosen, trained)
             calibration = self._processes.first_group(self._calibrate, chosen, trained)
         return self._processes.rank_zero(self._export, chosen, evaluation, alone, calibration, step, report) or (
@@ -127,7 +127,7 @@ class Measuring:
 
     @property
     def _leaves_selector_out(self) -> bool:
-        return self._run.config.run.export_selector == "never" and self._run.drafter.config.selector_rank > 0
+        return self._run.config.run.export_selector == "never" and self._run.drafter.config.has_selector
 
     def _export(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_toolkit import DrafterConfig, UserError
 from dflash_toolkit.fingerprint import drafter_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits
-from dflash_toolkit.models.dflash.shape import PART_SIZES, drafter_shape
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.dflash.speculators import check_form
 from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
 from dflash_toolkit.tracking import import_wandb
@@ -63,7 +63,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
         config = replace(config, drafter=options_of(start.drafter.config))
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
     sizes: dict[str, Any] = {"layers": shape.num_layers, "taps": len(shape.target_layer_ids)}
-    sizes |= {name: getattr(shape, name) for name in PART_SIZES}
+    sizes |= config.drafter.sizes_in(shape)
     # whose defaults are the target's: what resumes is compared by number
     config = replace(config, drafter=replace(config.drafter, **sizes))
     check_fits(shape, target_config)

@@ -1,7 +1,7 @@
 """A run that starts from a drafter there is: for a fine-tuned or quantized target, or to go on with other data.
 
 Any form that `load_drafter` reads will do: z-lab's, ours, the speculators library's, with a scaled rope too. Its layers
-go on to see what they saw, unless an option says otherwise. One of plain DFlash gets the parts of DFlash 2 that are
+go on to see what they saw, unless an option says otherwise. One gets the parts of its or another kind that are
 asked for, which do nothing at first. The head is the target's own: of a reduced vocabulary
 (d2t, t2d) the layers alone are taken. A run says what it changes.
 """
@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError
+from dflash_toolkit.models.dflash.architecture import of_kind
 from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, read_json, reduced_vocabulary
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
-from dflash_toolkit.models.dflash.shape import PART_SIZES, parts_of, with_attention
+from dflash_toolkit.models.dflash.shape import with_attention
 
 from ..config import DrafterOptions
 
@@ -56,7 +57,8 @@ def load_start(
     changed = []
     if added := _parts_to_add(drafter.config, options, given):
         sizes = ", ".join(f"{key} {value}" for key, value in added.items())
-        changed.append(f"drafter {name} gets parts of DFlash 2 that do nothing yet: {sizes}")
+        title = of_kind(options.kind).title
+        changed.append(f"drafter {name} gets parts of {title} that do nothing yet: {sizes}")
         drafter = _with_parts(drafter, added, seed)
     found = options_of(drafter.config)
     for key in (key for key in given if key not in SIGHT):
@@ -84,16 +86,16 @@ def load_start(
 
 def _parts_to_add(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> dict[str, Any]:
     """The sizes of the parts that are asked for and not there."""
-    if options.kind != "dflash2" or not {"kind", *PART_SIZES} & set(given):
+    kind = of_kind(options.kind)
+    if not {"kind", *kind.sizes} & set(given):
         return {}
-    has = {name: getattr(shape, name) for name in PART_SIZES}
-    wanted = parts_of("dflash2", options.parts)
-    return {name: size for name, size in wanted.items() if size and not has[name]}
+    wanted = kind.sizes_of(options.sizes)
+    return {name: size for name, size in wanted.items() if size and not getattr(shape, name, 0)}
 
 
 def _with_parts(drafter: Drafter, sizes: dict[str, Any], seed: int) -> Drafter:
     """The drafter with parts that it does not have, as they are in a fresh one."""
-    whole = Drafter.fresh(replace(drafter.config, **sizes), seed)
+    whole = Drafter.fresh(drafter.config.resized(**sizes), seed)
     whole.load_state_dict(drafter.state_dict(), strict=False)
     return whole
 
@@ -123,7 +125,7 @@ def _attention(shape: DrafterConfig) -> str:
 def options_of(shape: DrafterConfig) -> DrafterOptions:
     """The options that spell a shape out."""
     return DrafterOptions(
-        kind="dflash2" if shape.is_dflash2 else "dflash",
+        kind=shape.architecture.kind,
         layers=shape.num_layers,
         taps=len(shape.target_layer_ids),
         target_layer_ids=shape.target_layer_ids,
@@ -133,7 +135,8 @@ def options_of(shape: DrafterConfig) -> DrafterOptions:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         intermediate_size=shape.intermediate_size,
-        **{key: getattr(shape, key) for key in (*SIGHT, *PART_SIZES)},
+        **{key: getattr(shape, key) for key in SIGHT},
+        **DrafterOptions.sizes_in(shape),
     )
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from transformers import PreTrainedConfig
 from ...checkpoint.reader import each_tensor, load_weights, locate, weight_files
 from ...config import UserError
 from ..rope import read_rope, tell_of_vllm
-from .network import PARTS, Drafter, DrafterConfig
-from .serving import DFLASH2
+from .architecture import DFLASH, DraftArchitecture, all_sizes, architectures, named, of_sizes
+from .network import Drafter, DrafterConfig
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
@@ -35,8 +35,6 @@ SCALES: dict[str, float | None] = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
-# by whom they are written: z-lab and this project, NeMo Automodel, the speculators library
-PLAIN = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
 STALE_S = 3600.0  # no export takes so long
 DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
 # of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
@@ -52,7 +50,7 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
     """The contract's `config.json`; `block_size` and the rope stand twice because loaders disagree on where to look."""
     scaling = config.rope_scaling.parameters if config.rope_scaling else None
     values: dict[str, Any] = {
-        "architectures": [DFLASH2 if config.is_dflash2 else PLAIN[0]],
+        "architectures": [config.architecture.names[0]],
         "model_type": "qwen3",
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -80,7 +78,7 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
             "mask_token_id": config.mask_token_id,
             "block_size": config.block_size,
         }
-        | {key: getattr(config, key) for key in PARTS if getattr(config, key)}
+        | {key: size for key, size in config.sizes.items() if size}
         | scales_of(config)
         | acceptance_of(config),
     }
@@ -292,7 +290,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
     for key in ("markov_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
         if find(key) not in (None, 0, False):
             raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
-    _check_architecture(path, raw, [key for key in PARTS if find(key)])
+    architecture = _read_architecture(path, raw, {key: find(key) for key in all_sizes() if find(key)})
     vocabulary = checked("vocab_size", body.get("vocab_size"), int)  # the target's, also beside a reduced one
     if (rows := reduced_vocabulary(raw)) is not None:
         if not 0 < checked("draft_vocab_size", rows, int) < vocabulary:
@@ -322,7 +320,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
         raise UserError(f"drafter {path}: config.json: 'acceptance_bias' is {bias!r}; expected numbers")
     try:
         theta, rope_scaling = read_rope(rope, scaling, body)
-        return DrafterConfig(
+        return architecture.config()(
             hidden_size=get("hidden_size"),
             num_layers=get("num_hidden_layers"),
             num_heads=get("num_attention_heads"),
@@ -342,7 +340,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             is_causal=causal,
             attention_bias=find("attention_bias", False) is True,
             rope_scaling=rope_scaling,
-            **{key: get(key, 0) for key in PARTS},
+            **{key: get(key, 0) for key in architecture.sizes},
             input_embedding_scale=float(get("input_embedding_scale", 1.0, kind=int | float)),
             output_multiplier=float(get("output_multiplier", 1.0, kind=int | float)),
             # zero is none, as the other loaders have it
@@ -354,24 +352,46 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
         raise UserError(f"drafter {path}: config.json: {error}") from error
 
 
-def _check_architecture(path: Path, raw: dict[str, Any], parts: Sequence[str]) -> None:
-    # the name is what servers go by: one that drafts with fewer parts than were trained does so in silence
+def _read_architecture(path: Path, raw: dict[str, Any], sizes: dict[str, Any]) -> DraftArchitecture:
+    """By its name and the sizes of parts that are there.
+
+    The name is what servers go by: one that drafts with fewer parts than were trained does so in silence.
+    """
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"drafter {path}: config.json: 'architectures' is {names!r}, not a list of names")
-    if unknown := [name for name in names if name not in (*PLAIN, DFLASH2)]:
+    if unknown := [name for name in names if named(name) is None]:
+        *known, last = (each.names[0] for each in architectures())
         raise UserError(
-            f"drafter {path}: config.json: architecture {unknown[0]!r} is not known; {PLAIN[0]} and {DFLASH2} are"
+            f"drafter {path}: config.json: architecture {unknown[0]!r} is not known; {', '.join(known)} and {last} are"
         )
+    found = next((each for each in map(named, names) if each), None)
     if "speculators_model_type" in raw:
-        if parts or DFLASH2 in names or raw["speculators_model_type"] == "dflash2":
+        form = next((each for each in architectures() if each.kind == raw["speculators_model_type"]), DFLASH)
+        owner = _owner(sizes) if sizes else DFLASH
+        if other := next((each for each in (form, found, owner) if each not in (None, DFLASH)), None):
             raise UserError(
-                f"drafter {path}: the speculators form of DFlash 2 is laid out otherwise and not read; "
+                f"drafter {path}: the speculators form of {other.title} is laid out otherwise and not read; "
                 f"dflash-serve --engine vllm serves it"
             )
-    elif names and bool(parts) != (DFLASH2 in names):
-        has = f"{parts[0]!r} is of {DFLASH2}" if parts else f"{PARTS[0]!r} and {PARTS[2]!r} are missing"
-        raise UserError(f"drafter {path}: config.json: {has}, but 'architectures' is {names}")
+        return DFLASH
+    if found is None:
+        try:
+            return of_sizes(sizes)
+        except ValueError as error:
+            raise UserError(f"drafter {path}: config.json: {error}") from error
+    if strange := [key for key in sizes if key not in found.sizes]:
+        whose = _owner(strange[:1]).names[0]
+        raise UserError(f"drafter {path}: config.json: {strange[0]!r} is of {whose}, but 'architectures' is {names}")
+    if found.parts and not sizes:
+        missing = " and ".join(repr(next(iter(part.sizes))) for part in found.parts)
+        are = "are" if len(found.parts) > 1 else "is"
+        raise UserError(f"drafter {path}: config.json: {missing} {are} missing, but 'architectures' is {names}")
+    return found
+
+
+def _owner(sizes: Iterable[str]) -> DraftArchitecture:
+    return next(each for each in architectures() if set(sizes) & each.sizes.keys())
 
 
 def _least_layers(ids: Sequence[int]) -> int:

@@ -1,6 +1,7 @@
 """The DFlash network: a few Qwen3-style layers that read the target's hidden states and fill a whole block at once.
 
-With the parts of `models.dflash2`, of which it may have either, it is that of DFlash 2.
+It is the backbone of every architecture: `architecture.py` says what others put around its sublayers and choose tokens
+with.
 
 It owns no embedding and no LM head; it receives tensors and never sees the target. Training and decoding use the
 same two calls: `context_kv` turns tapped features into every layer's context keys and values (once per token), and
@@ -10,7 +11,7 @@ same two calls: `context_kv` turns tapped features into every layer's context ke
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -20,17 +21,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from ...calibration import Calibration
-from ...config import UnsupportedModel
 from ...kernels.mix import LogitScale
 from ...kernels.reference import draw
-from ..dflash2.convolution import DynamicConvolution
-from ..dflash2.selector import CandidateSelector
+from ..drafting import TokenSelector
 from ..rope import RopeScaling
-from ..spec import ARCHITECTURES, ConvolutionSpec, LayerSpec, MlpSpec, ModelSpec
+from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec
+from .architecture import DraftArchitecture, of_config, of_sizes
 
-# of DFlash 2; both of a pair are 0 where its part is not there
-PARTS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-DRAFT_CANDIDATES = 16  # best tokens of a slot that its draft is sampled from, where no selector has a number of its own
 LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
 
 
@@ -125,46 +122,48 @@ class DrafterConfig:
         if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < 1:
             raise ValueError(f"layer_types has sliding_attention, but sliding_window is {self.sliding_window}")
         self._check_parts()
+        self.architecture.check(self)
         if self.rope_scaling is not None:  # once, and not in a forward, which torch.compile has to read
             frequencies, factor = self.rope_scaling.frequencies(self.rope_theta, self.head_dim)
             object.__setattr__(self, "scaled_frequencies", frequencies)
             object.__setattr__(self, "rope_factor", factor)
 
     def _check_parts(self) -> None:
-        for pair in (PARTS[:2], PARTS[2:]):
-            sizes = [getattr(self, name) for name in pair]
+        for part in self.architecture.parts:
+            sizes = [getattr(self, name) for name in part.sizes]
             if min(sizes) < 0 or (min(sizes) == 0) != (max(sizes) == 0):
-                raise ValueError(f"{pair[0]} is {sizes[0]} and {pair[1]} {sizes[1]}; give both, each >= 1, or neither")
-        if self.conv_group_size and self.hidden_size % self.conv_group_size:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of conv_group_size {self.conv_group_size}"
-            )
-        if self.conv_kernel_size > self.block_size:
-            raise ValueError(f"conv_kernel_size is {self.conv_kernel_size}, more than a block of {self.block_size}")
-        if self.selector_top_k > self.vocab_size:
-            raise ValueError(f"selector_top_k is {self.selector_top_k}; the vocabulary has {self.vocab_size}")
+                found = " and ".join(f"{name} {size}" for name, size in zip(part.sizes, sizes, strict=True))
+                wanted = "both, each >= 1, or neither" if len(sizes) == 2 else "a number >= 1 for each, or for none"
+                raise ValueError(f"{found.replace(' ', ' is ', 1)}; give {wanted}")
+
+    @property
+    def architecture(self) -> DraftArchitecture:
+        """By the parts that it has."""
+        return of_config(self)
 
     @property
     def is_dflash2(self) -> bool:
-        """Whether it has a part that plain DFlash has not."""
-        return bool(self.conv_kernel_size or self.selector_rank)
+        return self.architecture.kind == "dflash2"
+
+    @property
+    def has_selector(self) -> bool:
+        """Whether slots do not just take their own best tokens."""
+        return self.architecture.has_selector(self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the parts of its architecture."""
+        return {name: getattr(self, name) for name in self.architecture.sizes}
 
     @property
     def draft_candidates(self) -> int:
         """Best tokens of a slot that its draft is sampled from."""
-        return self.selector_top_k or min(DRAFT_CANDIDATES, self.vocab_size)
+        return self.architecture.candidates(self)
 
     @property
     def calibration(self) -> Calibration:
         """Of the slots of a block; a slot without a measured bias has the last one's."""
         return Calibration(self.acceptance_slope, self.acceptance_bias or (0.0,)).of_slots(self.block_size - 1)
-
-    def require_plain(self, who: str) -> None:
-        """Raises UnsupportedModel for a DFlash 2 drafter, where `who` computes plain DFlash alone."""
-        if self.is_dflash2:
-            raise UnsupportedModel(
-                f"this is a DFlash 2 drafter, which {who} does not compute; dflash-eval and dflash-serve do"
-            )
 
     @property
     def _capped(self) -> tuple[str, ...]:
@@ -188,7 +187,7 @@ class DrafterConfig:
             )
             for i in range(self.num_layers)
         ]
-        conv = ConvolutionSpec(self.conv_kernel_size, self.conv_group_size) if self.conv_kernel_size else None
+        conv = self.architecture.around_spec(self)
         return ModelSpec(
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
@@ -218,6 +217,14 @@ class DrafterConfig:
     def with_block_size(self, block_size: int) -> "DrafterConfig":
         """The same drafter run with another block size (shorter than it was trained with works well)."""
         return replace(self, block_size=block_size)
+
+    def resized(self, **sizes: int) -> "DrafterConfig":
+        """The same drafter with parts of these sizes, 0 for one that it has no more; so it may be of another
+        architecture."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init} | sizes
+        made = of_sizes(values).config()
+        known = {each.name for each in fields(made)}
+        return made(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclass(slots=True)
@@ -348,10 +355,7 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention_conv = self.mlp_conv = None
-        if config.conv_kernel_size:
-            sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
-            self.attention_conv, self.mlp_conv = DynamicConvolution(*sizes), DynamicConvolution(*sizes)
+        self.attention_conv, self.mlp_conv = (config.architecture.around(config) for _ in range(2))
 
     def forward(
         self,
@@ -381,9 +385,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.candidate_selector = None
-        if config.selector_rank:
-            self.candidate_selector = CandidateSelector(config.hidden_size, config.vocab_size, config.selector_rank)
+        self.add_module(config.architecture.selector_name, config.architecture.selector(config))
         self.recompute = False  # in training: keep no activations inside a layer, compute them again in the backward
 
     @classmethod
@@ -408,11 +410,18 @@ class Drafter(nn.Module):
         drafter.to_empty(device="cpu").init_weights(torch.Generator().manual_seed(seed))
         return drafter
 
+    @property
+    def selector(self) -> TokenSelector | None:
+        """What chooses among the best tokens of every slot; None: each takes its own."""
+        return getattr(self, self.config.architecture.selector_name)
+
     def without_selector(self) -> "Drafter":
         """The drafter whose slots take their own best tokens, with the same weights."""
-        config = replace(self.config, selector_rank=0, selector_top_k=0)
-        kept = {name: weight for name, weight in self.named_parameters() if not name.startswith("candidate_selector.")}
-        return Drafter.of_tensors(config, kept)
+        architecture = self.config.architecture
+        sizes = [name for part in architecture.parts if part.selects for name in part.sizes]
+        prefix = f"{architecture.selector_name}."
+        kept = {name: weight for name, weight in self.named_parameters() if not name.startswith(prefix)}
+        return Drafter.of_tensors(self.config.resized(**dict.fromkeys(sizes, 0)), kept)
 
     @property
     def device(self) -> torch.device:
@@ -425,7 +434,7 @@ class Drafter(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """Fresh weights: normal(0, 0.02) matrices, unit norms, zero biases (Qwen3's own initialisation).
 
-        The parts of DFlash 2 do nothing at first.
+        The parts of another architecture than plain DFlash do nothing at first.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -434,9 +443,10 @@ class Drafter(nn.Module):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.ones_(parameter)
-        for part in self.modules():
-            if isinstance(part, DynamicConvolution | CandidateSelector):
-                part.init_weights()
+        around = [conv for layer in self.layers for conv in (layer.attention_conv, layer.mlp_conv)]
+        for part in (*around, self.selector):
+            if part is not None:
+                part.init_weights()  # type: ignore[operator, union-attr]
 
     def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
         """Project tapped features [B, T, K*D] at `positions` [B, T] into every layer's context keys and values."""
@@ -481,10 +491,10 @@ class Drafter(nn.Module):
             logits: what the target's lm_head makes of it and nothing else, [S - 1, V].
             anchor: the token in slot 0.
         """
-        if self.candidate_selector is None:
+        if self.selector is None:
             return logits.argmax(-1)
         unary, candidates = self.candidates(logits)
-        return self.candidate_selector.walk(hidden, unary, candidates, anchor)
+        return self.selector.walk(hidden, unary, candidates, anchor)
 
     def sample(self, hidden: Tensor, logits: Tensor, anchor: int, temperature: float, uniform: Tensor) -> SampledDraft:
         """As `choose`, but every slot's token is sampled from the softmax of its candidates' scores over `temperature`.
@@ -503,10 +513,10 @@ class Drafter(nn.Module):
             rows.append(q[0])
             return place[0]
 
-        if self.candidate_selector is None:
+        if self.selector is None:
             tokens = torch.stack([candidates[k, pick(k, scores)] for k, scores in enumerate(unary)])
         else:
-            tokens = self.candidate_selector.walk(hidden, unary, candidates, anchor, pick)
+            tokens = self.selector.walk(hidden, unary, candidates, anchor, pick)
         return SampledDraft(tokens, candidates, torch.stack(rows))
 
     def conditional(self, hidden: Tensor, logits: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
@@ -516,8 +526,8 @@ class Drafter(nn.Module):
         and the softmax is over the vocabulary; with one it is over the candidates' scores. Arguments as of `choose`.
         """
         unary, candidates = self.candidates(logits)
-        if self.candidate_selector is not None:
-            scores = self.candidate_selector.lattice(hidden, unary, candidates, anchor)
+        if self.selector is not None:
+            scores = self.selector.lattice(hidden, unary, candidates, anchor)
             return candidates, scores.log_softmax(-1)
         wide = logits.float().clone()
         LogitScale(self.config.output_multiplier, self.config.final_logit_softcapping).apply_(wide)

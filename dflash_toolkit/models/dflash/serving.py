@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from .architecture import of_sizes
+
 # the releases that what follows was read in; of later ones nothing is said
 READ = {"vllm": "0.33.0", "sglang": "0.5.23"}
 # by architecture of a target's config.json: which engines hand a drafter its hidden states (their class has
@@ -36,18 +38,6 @@ SERVED = {
     "Olmo2ForCausalLM": ("vllm",),
     "Olmo3ForCausalLM": ("vllm",),
 }
-
-DFLASH2 = "DFlash2DraftModel"
-# the sizes of its parts that an engine does not do without
-PARTS_NEEDED = {"vllm": ("conv_kernel_size", "selector_rank"), "sglang": ("selector_rank",)}
-
-
-def part_lacking(engine: str, sizes: Mapping[str, Any]) -> str | None:
-    """Which part of a DFlash 2 drafter an engine would miss, by the sizes of a `dflash_config` or `DrafterConfig`."""
-    if not any(map(sizes.get, PARTS_NEEDED["vllm"])):
-        return None  # it is plain
-    missing = (key for key in PARTS_NEEDED[engine] if not sizes.get(key))
-    return {None: None, "conv_kernel_size": "convolution", "selector_rank": "selector"}[next(missing, None)]
 
 
 def block_scale(engine: str, architecture: str, hidden_size: int) -> float:
@@ -81,16 +71,14 @@ def serving_commands(target: str, drafter: str, sizes: Mapping[str, Any], archit
         sizes: the drafter's `DrafterConfig` as a mapping, or at least its block's and those of its parts.
         architecture: the target's, by its config.json.
     """
-    block_size = sizes["block_size"]
+    block_size, drafting = sizes["block_size"], of_sizes(sizes)
     vllm = ["vllm", "serve", target, *vllm_options(drafter, block_size)]
     sglang = ["python", "-m", "sglang.launch_server", "--model-path", target, *sglang_options(drafter, block_size)]
     lines = {"vllm": shlex.join(vllm), "sglang": shlex.join(sglang)}
     known = " and ".join(f"{engine} {release}" for engine, release in READ.items())
     if not (named := SERVED.get(architecture, tuple(lines))):
         return f"# {known} serve no drafter with {architecture}; dflash-eval --runtime reference does"
-    found = [
-        lines[engine]
-        for engine in named
-        if block_scale(engine, architecture, 2) == 1.0 and not part_lacking(engine, sizes)
-    ]
-    return "\n".join(found) or f"# {known} serve no DFlash 2 drafter without the other part; dflash-serve does"
+    able = [engine for engine in named if engine in drafting.releases and not drafting.part_lacking(engine, sizes)]
+    found = [lines[engine] for engine in able if block_scale(engine, architecture, 2) == 1.0]
+    without = " without the other part" if drafting.releases else ""
+    return "\n".join(found) or f"# {known} serve no {drafting.title} drafter{without}; dflash-serve does"

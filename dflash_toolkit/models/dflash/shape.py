@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from .architecture import of_kind
 
+if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from .network import DrafterConfig
@@ -18,8 +18,6 @@ HEAD_DIM, HEADS, KV_HEADS = 128, 32, 8
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 WINDOW = 2048  # of sliding layers
-# sizes of the parts of DFlash 2, those of its published drafters
-PART_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 
 def drafter_shape(
@@ -38,10 +36,7 @@ def drafter_shape(
     sliding_window: int | None = None,
     is_causal: bool | None = False,
     kind: str = "dflash",
-    conv_kernel_size: int | None = None,
-    conv_group_size: int | None = None,
-    selector_rank: int | None = None,
-    selector_top_k: int | None = None,
+    **sizes: int | None,
 ) -> "DrafterConfig":
     """A few layers with the target's width and vocabulary; what is given takes the place of the defaults.
 
@@ -59,14 +54,13 @@ def drafter_shape(
             given and the target is too shallow for the default, as many as it has layers to tap.
         mask_token_id: by default the last row of the embedding.
         layer_types, sliding_window, is_causal: see `with_attention`.
-        kind: dflash or dflash2.
-        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `parts_of`.
+        kind: dflash, dflash2, or another that is registered.
+        sizes: of the parts of that kind, see `DraftArchitecture.sizes_of`.
 
     Raises:
         ValueError: a combination that cannot work.
     """
     from ..rope import full_rope
-    from .network import DrafterConfig
 
     def given(value: int | None, default: Any) -> int:
         return int(default if value is None else value)
@@ -84,7 +78,8 @@ def drafter_shape(
         kinds = getattr(target, "layer_types", None) or ()
         target_layer_ids = default_target_layer_ids(depth, TAPS if taps is None else taps, kinds)
     multiplier, cap = logit_scale(target)
-    shape = DrafterConfig(
+    architecture = of_kind(kind)
+    shape = architecture.config()(
         hidden_size=width,
         num_layers=given(layers, LAYERS_FOR_EXPERTS if experts else LAYERS),
         num_heads=given(num_heads, heads),
@@ -101,34 +96,9 @@ def drafter_shape(
         max_position_embeddings=target.max_position_embeddings,
         output_multiplier=multiplier,
         final_logit_softcapping=cap,
-        **parts_of(kind, (conv_kernel_size, conv_group_size, selector_rank, selector_top_k)),
+        **architecture.sizes_of(sizes),
     )
     return with_attention(shape, layer_types, sliding_window, is_causal)
-
-
-def parts_of(kind: str, given: "Sequence[int | None]") -> dict[str, Any]:
-    """The sizes of the parts of a drafter of this kind, by the names of `PART_SIZES`; of one that is not there 0.
-
-    Args:
-        kind: dflash has no part, dflash2 both, without the one of which a size is given as 0.
-        given: in the order of `PART_SIZES`; None is the size that stands there.
-
-    Raises:
-        ValueError: a size of a kind that has no parts, or a kind whose parts are all left out.
-    """
-    asked = dict(zip(PART_SIZES, given, strict=True))
-    if kind != "dflash2":
-        if named := next((name for name, size in asked.items() if size), None):
-            raise ValueError(f"{named} is {asked[named]}, which is a part of kind dflash2; kind is {kind}")
-        return dict.fromkeys(PART_SIZES, 0)
-    names, found = list(PART_SIZES), dict[str, int | None]()
-    for pair in (names[:2], names[2:]):
-        sizes = [PART_SIZES[name] if asked[name] is None else asked[name] for name in pair]
-        left_out = any(asked[name] == 0 for name in pair) and not any(asked[name] for name in pair)
-        found |= dict.fromkeys(pair, 0) if left_out else dict(zip(pair, sizes, strict=True))
-    if not any(found.values()):
-        raise ValueError("conv_kernel_size and selector_rank are 0: kind dflash2 without its parts is kind dflash")
-    return found
 
 
 def with_attention(

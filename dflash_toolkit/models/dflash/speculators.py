@@ -11,16 +11,15 @@ from transformers import PreTrainedConfig
 
 from ...config import UserError
 from ..rope import tell_of_vllm
+from .architecture import DFLASH
 from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, scales_of, staged
 from .network import Drafter, DrafterConfig
 
 
 def check_form(config: DrafterConfig, path: str | Path) -> None:
     """Whether the form can hold such a drafter. Raises what `save_speculators` does of that."""
-    if config.is_dflash2:
-        raise UserError(
-            f"{path}: the speculators form of DFlash 2 is not written; the other, which vLLM and SGLang load, is"
-        )
+    if config.architecture is not DFLASH:
+        raise UserError(f"{path}: the speculators form of {config.architecture.title} is not written; z-lab's is")
     causal = {config.causal_inside_block(layer) for layer in range(config.num_layers)}
     if len(causal) > 1 or (causal == {True} and "full_attention" in config.layer_types):
         raise UserError(

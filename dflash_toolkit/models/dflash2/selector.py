@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels import reference
 from ...kernels.ops import ops_for
+from ..drafting import Pick
 
 
 class CandidateSelector(nn.Module):
@@ -24,17 +26,7 @@ class CandidateSelector(nn.Module):
         self.successor_codebook.zero_()
 
     def forward(self, hidden: Tensor, unary: Tensor, candidates: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """What training asks of a head behind the backbone, in one call: weights in shards are gathered for it.
-
-        Args:
-            hidden: [B, K, D], final and normed, of the K slots of B blocks.
-            unary: logits of the candidates as they stand behind the head, fp32 [B, K, C].
-            candidates: token ids [B, K, C].
-            before: the true token before each slot, [B, K]; the first is the anchor.
-
-        Returns:
-            scores fp32 [B, K, C] of the candidates behind the tokens `before`, and the tokens [B, K] of the walk.
-        """
+        """See `TokenSelector.__call__`, of which this is the call."""
         state = self.hidden_projection(hidden)  # [B, K, r]
         # in the dtype of products: rows of [B, K, C, r] in fp32 would be gigabytes
         predecessors, successors = (
@@ -47,25 +39,24 @@ class CandidateSelector(nn.Module):
             walked = walk(state, unary, candidates, predecessors, successors, before[:, 0].contiguous())
         return unary + pair[..., 0].float(), walked
 
+    def losses(self, scores: Tensor, true: Tensor) -> Tensor:
+        """Cross-entropy over the candidates, 0 where the label is none; see `TokenSelector.losses`."""
+        return F.cross_entropy(scores, true.long().argmax(1), reduction="none") * true.any(1)
+
+    def walk_blocks(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
+        """`walk` of many blocks at once, see `TokenSelector.walk_blocks`."""
+        state = self.hidden_projection(hidden)
+        return reference.walk(state, unary, candidates, self.predecessor_codebook, self.successor_codebook, anchors)
+
     def walk(
         self,
         hidden: Tensor,
         unary: Tensor,
         candidates: Tensor,
         anchor: int,
-        pick: Callable[[int, Tensor], Tensor] = lambda _, scores: scores.argmax(),
+        pick: Pick = lambda _, scores: scores.argmax(),
     ) -> Tensor:
-        """The tokens [K] of K slots, chosen one behind the other, each by its scores beside the one before it.
-
-        A candidate b behind token a scores unary(b) + <P[a] * (W h), Q[b]>, in fp32.
-
-        Args:
-            hidden: [K, D], final and normed.
-            unary: logits of the candidates as they stand behind the head, fp32 [K, C].
-            candidates: token ids [K, C].
-            anchor: the token before the first slot.
-            pick: the place of the token that slot k takes, of k and its scores [C]: the best, of equal ones the first.
-        """
+        """See `TokenSelector.walk`. A candidate b behind token a scores unary(b) + <P[a] * (W h), Q[b]>, in fp32."""
         state = self.hidden_projection(hidden).float()  # [K, r]
         successors = self.successor_codebook[candidates].float()  # [K, C, r]
         chosen, last = [], torch.tensor(anchor, device=candidates.device)
@@ -76,9 +67,14 @@ class CandidateSelector(nn.Module):
         return torch.stack(chosen)
 
     def lattice(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchor: int) -> Tensor:
-        """The scores of every walk at once, fp32 [K, C, C]: [k, b, c] of candidate c of slot k behind candidate b of
-        slot k - 1; all of the first slot's are those behind the anchor. Arguments as of `walk`.
-        """
+        """The scores of every walk at once, see `TokenSelector.lattice`."""
         before = torch.cat([torch.full_like(candidates[:1], anchor), candidates[:-1]])  # [K, C]
         query = self.predecessor_codebook[before].float() * self.hidden_projection(hidden).float()[:, None]
         return unary[:, None] + query @ self.successor_codebook[candidates].float().mT
+
+    def signature(self, hidden: Tensor, signs: Callable[[int], Tensor]) -> dict[str, Tensor]:
+        """What it makes of `hidden`, and of all tokens; see `TokenSelector.signature`."""
+        found = {"selector": self.hidden_projection(hidden)}
+        for name, rows in self.named_parameters(recurse=False):
+            found[name] = signs(len(rows)) @ rows
+        return found

@@ -72,13 +72,21 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert all(torch.allclose(first[name], second[name], rtol=1e-5, atol=1e-6) for name in first)
 
 
-@pytest.fixture(scope="module")
-def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process that accumulates what two would do at a time."""
-    output = tmp_path_factory.mktemp("whole") / "run"
-    assert main(argv(target_dir, data, output, *SHORT, "optim.accumulate=2")) == 0
+def in_one_process(target: Path, data: Path, output: Path, *more: str) -> Path:
+    """A run that accumulates what two processes would do at a time."""
+    assert main(argv(target, data, output, *SHORT, *more, "optim.accumulate=2")) == 0
     assert len(losses(output / "work/metrics.jsonl")) == 6, "12 micro batches, two a step"
     return output
+
+
+@pytest.fixture(scope="module")
+def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_one_process(target_dir, data, tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture(scope="module")
+def whole_dflash2(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_one_process(target_dir, data, tmp_path_factory.mktemp("dflash2") / "run", *DFLASH2)
 
 
 def _launch(launcher: str, arguments: list[str], log: Path) -> None:
@@ -365,11 +373,13 @@ def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_o
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its collectives for CPUs")
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "kind"), [(1, "dflash"), (2, "dflash2"), (3, "dflash2")])
 def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
-    stage: int, dflash_train: Program, tmp_path: Path, whole: Path
+    stage: int, kind: str, dflash_train: Program, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    arguments, log = dflash_train.words(*SHORT, "run.save_every=1", "optim.recompute=true"), tmp_path / "log"
+    expected = request.getfixturevalue("whole" if kind == "dflash" else "whole_dflash2")
+    own = DFLASH2 if kind == "dflash2" else []
+    arguments, log = dflash_train.words(*SHORT, *own, "run.save_every=1", "optim.recompute=true"), tmp_path / "log"
     for lines in (1, 3):
         until = tmp_path / "run/work/metrics.jsonl", lines
         running = start_several(2, _one, [*arguments, f"run.zero={stage}"], log, 0, until)
@@ -381,7 +391,7 @@ def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
     last = [*arguments, f"run.zero={1 + stage % 3}", "optim.accumulate=2"]
     assert run_several(1, _one, last, log) == [0], log.read_text()
     assert not (tmp_path / "compiled").exists(), "nothing is compiled, which takes a minute"
-    assert_same_run(whole, tmp_path / "run")
+    assert_same_run(expected, tmp_path / "run")
 
 
 def test_one_process_of_deepspeed_s_has_the_local_rank_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,61 @@
+"""The selector in the engine: its weights, and the drafts that it makes in a step's graph."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...kernels.mix import LogitScale
+from ...kernels.ops import Ops
+from ...kernels.weight import Weight
+from ..drafting import Draft, slots_of
+
+
+@dataclass(slots=True)
+class PairWeights:
+    """What a drafter scores pairs of tokens by."""
+
+    projection: Tensor  # [r, D], of the final hidden states
+    predecessors: Tensor  # [V, r]
+    successors: Tensor  # [V, r]
+
+    def parameter_views(self) -> dict[str, Tensor]:
+        names = ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
+        return dict(zip(names, (self.projection, self.predecessors, self.successors), strict=True))
+
+    def head(self, weight: Weight, count: int, scale: LogitScale, ops: Ops) -> "PairHead":
+        return PairHead(weight, self, count, scale, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class PairHead:
+    """Of every slot's best tokens the one that goes best with the one chosen before it."""
+
+    weight: Weight  # [V, D]
+    pairs: PairWeights
+    count: int  # C, tokens of a slot that are scored
+    scale: LogitScale
+    ops: Ops
+
+    def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
+        state, unary, candidates = self._slots(hidden, block)
+        return Draft(self.ops.walk(state, unary, candidates, self.pairs.predecessors, self.pairs.successors, last))
+
+    def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
+        state, unary, candidates = self._slots(hidden, uniform.shape[1] + 1)
+        pairs = self.pairs.predecessors, self.pairs.successors
+        tokens, q = self.ops.sampled_walk(state, unary, candidates, *pairs, last, temperature, uniform)
+        return Draft(tokens, candidates=candidates, q=q)
+
+    def children(
+        self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state, unary, candidates = self._slots(hidden, block)
+        pairs = state, self.pairs.predecessors, self.pairs.successors, last
+        return *self.ops.draft_children(unary, unary[..., 0], candidates, calibration, width, pairs), candidates
+
+    def _slots(self, hidden: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+        """States [B, block - 1, r], and logits and tokens [B, block - 1, C] of the best."""
+        state = self.ops.linear(hidden, self.pairs.projection)
+        unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)
+        self.scale.apply_(unary)  # keeps their order
+        return slots_of(state, block), slots_of(unary, block), slots_of(candidates, block)

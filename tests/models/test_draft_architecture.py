@@ -1,0 +1,146 @@
+"""A third draft architecture is one folder and one name: the one that the documents add, from there."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MASK, make_drafter, make_target
+from paths import ROOT
+from programs import Program
+from test_runtime_engine import check_drafts, make_engine, prompts_of, same
+
+import dflash_toolkit.models
+from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, UserError, generate, load_drafter, save_drafter
+from dflash_toolkit.decode import propose
+from dflash_toolkit.doctor.files import Case, check_weights
+from dflash_toolkit.models.dflash import architecture
+from dflash_toolkit.models.dflash.serving import serving_commands
+from dflash_toolkit.models.dflash.shape import drafter_shape
+from train.config import DrafterOptions, TrainConfig
+from train.run.start import load_start
+
+PAGE = ROOT / "docs/extend/architecture.md"
+SIZE = {"bias_candidates": 5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The files of the page, and its registration."""
+    folder = tmp_path_factory.mktemp("models")
+    files = re.findall(r"^\+\+\+ dflash_toolkit/models/(bias/\w+\.py)\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    assert len(files) == 3
+    for name, added in files:
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(line.removeprefix("+") for line in added.splitlines()))
+    registration = re.search(r"^\+BUILT_IN = \((.*)\) ", PAGE.read_text(), re.M)
+    assert registration
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dflash_toolkit.models, "__path__", [*dflash_toolkit.models.__path__, str(folder)])
+        patch.setattr(architecture, "BUILT_IN", tuple(re.findall(r'"(\w+)"', registration[1])))
+        importlib.invalidate_caches()
+        yield
+    for name in [name for name in sys.modules if name.startswith("dflash_toolkit.models.bias")]:
+        del sys.modules[name]
+    del dflash_toolkit.models.bias
+
+
+def make_bias(**sizes: int) -> Drafter:
+    """One whose biases change what is drafted."""
+    plain = make_drafter(make_target())
+    drafter = Drafter(plain.config.resized(**SIZE | sizes)).eval()
+    drafter.load_state_dict(plain.state_dict(), strict=False)
+    with torch.no_grad():
+        drafter.token_bias.token_codebook.normal_(std=9, generator=torch.Generator().manual_seed(7))  # type: ignore
+    return drafter
+
+
+def test_the_engine_drafts_what_decoding_does_and_what_no_plain_drafter_does() -> None:
+    target, drafter = make_target(), make_bias()
+    engine = make_engine(target, drafter)
+    check_drafts(engine, (target, drafter), prompts_of(1, 5, 17, 33), SamplingParams(max_tokens=14))
+    context = drafter.context_kv(torch.randn(1, 3, drafter.config.feature_size), torch.arange(3)[None])
+    plain = drafter.without_selector()
+    with torch.inference_mode():
+        assert all(propose(target, drafter, context, i, 3) != propose(target, plain, context, i, 3) for i in range(5))
+
+
+def test_trees_and_sampled_drafts_are_those_of_decoding() -> None:
+    target, drafter = make_target(), make_bias()
+    engine, prompts = make_engine(target, drafter, draft_tree=20), prompts_of(4, 19)
+    params = SamplingParams(max_tokens=12)
+    for prompt, got in zip(prompts, engine.generate(prompts, [params] * 2), strict=True):
+        assert same(got, generate(target, drafter, prompt, params, draft_tree=20))
+    sampled, params = (
+        make_engine(target, drafter, draft_sample_method="probabilistic"),
+        SamplingParams(max_tokens=12, temperature=1.2, seed=3),
+    )
+    for prompt, got in zip(prompts, sampled.generate(prompts, [params] * 2), strict=True):
+        assert same(got, generate(target, drafter, prompt, params, "probabilistic"))
+
+
+def test_it_is_trained_exported_loaded_and_served(short_run: Program) -> None:
+    short_run("drafter.kind=bias", "run.export_selector=always", "optim.steps=6", "optim.learning_rate=1e-2")
+    trained = [line for line in short_run.metrics() if "selector_loss" in line]
+    assert len(trained) == 6 and any(line["selector_loss"] > 0 for line in trained)
+    drafter, target = load_drafter(str(short_run.output)).float(), make_target()
+    assert type(drafter.config).__name__ == "BiasConfig" and drafter.config.sizes == {"bias_candidates": 16}
+    assert drafter.token_bias.token_codebook.any()  # type: ignore[union-attr]
+    check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(9, 12), SamplingParams(max_tokens=14))
+
+
+def test_its_form_on_disk_is_checked_as_every_other(tmp_path: Path) -> None:
+    drafter = make_bias()
+    save_drafter(drafter, tmp_path / "bias")
+    assert load_drafter(str(tmp_path / "bias")).config == drafter.config
+    text = (tmp_path / "bias/config.json").read_text()
+    assert '"BiasDraftModel"' in text and '"bias_candidates": 5' in text
+    for change, said in (
+        (('"BiasDraftModel"', '"DFlashDraftModel"'), "'bias_candidates' is of BiasDraftModel, but"),
+        (('"BiasDraftModel"', '"DFlash2DraftModel"'), "'bias_candidates' is of BiasDraftModel, but"),
+        (('"bias_candidates": 5', '"bias_candidates": 999'), "bias_candidates is 999; the vocabulary has 300"),
+        (('"bias_candidates": 5', '"bias_candidates": -1'), "bias_candidates is -1; give a number >= 1"),
+        (('"bias_candidates": 5', '"bias_candidates": 0'), "'bias_candidates' is missing, but 'architectures' is"),
+        (('"BiasDraftModel"', '"Other"'), "DFlashDraftModel, DFlash2DraftModel and BiasDraftModel are"),
+    ):
+        (tmp_path / "bias/config.json").write_text(text.replace(*change))
+        with pytest.raises(UserError, match=re.escape(said)):
+            load_drafter(str(tmp_path / "bias"))
+
+
+def test_a_plain_drafter_goes_on_as_one_and_back(tmp_path: Path) -> None:
+    target, plain = make_target(), make_drafter(make_target())
+    save_drafter(plain, tmp_path / "plain")
+    options = DrafterOptions(kind="bias", mask_token_id=MASK)
+    start = load_start(str(tmp_path / "plain"), target.config, options, ["kind"], tmp_path / "out", 0)
+    assert "gets parts of DFlash with biases that do nothing yet: bias_candidates 16" in start.changed[0]
+    grown = start.drafter
+    assert not grown.token_bias.token_codebook.any()  # type: ignore[union-attr]
+    hidden, logits = torch.randn(7, 32), torch.randn(7, 300)
+    assert torch.equal(grown.choose(hidden, logits, 5), plain.choose(hidden, logits, 5))
+    back = grown.without_selector()
+    assert type(back.config) is DrafterConfig and back.config == load_drafter(str(tmp_path / "plain")).config
+
+
+def test_what_it_has_not_been_given_is_said(tmp_path: Path) -> None:
+    target, fresh = make_target(), make_bias()
+    fresh.init_weights(torch.Generator().manual_seed(1))
+    save_drafter(fresh, tmp_path)
+    case = Case.read(str(tmp_path), target.config, target.tokenizer, None)
+    with torch.no_grad():  # only the bias was not trained
+        for name, tensor in case.tensors.items():
+            tensor.mul_(1 if "codebook" in name else 1.5)
+    assert [(found.check, found.remedy) for found in check_weights(case)] == [
+        ("bias", "train it longer, or leave it out")
+    ]
+    sizes = {"block_size": 8} | SIZE
+    assert "serve no DFlash with biases drafter; dflash-serve" in serving_commands("T", "D", sizes, "Qwen3ForCausalLM")
+    with pytest.raises(ValueError, match="bias_candidates is 4, which is a part of kind bias; kind is dflash2"):
+        drafter_shape(target.config, taps=3, kind="dflash2", bias_candidates=4)
+    with pytest.raises(ValueError, match="bias_candidates is 0: kind bias without its parts is kind dflash"):
+        drafter_shape(target.config, taps=3, kind="bias", bias_candidates=0)
+    assert TrainConfig(target="x", drafter=DrafterOptions(kind="bias"))
