@@ -765,9 +765,9 @@ def delta_inputs(
     The memory's window moves over the rows that stay; then it keeps the inputs and gates of this block.
 
     Args:
-        qkv: [M, C] queries, keys and values before the short convolution; row b * S + k is row k of request b. As `ba`
-            it may be columns of a wider matrix.
-        ba: [M, 2 N], what becomes beta, and what becomes the decay, of N heads.
+        qkv: [M, C] queries, keys and values before the short convolution; row b * S + k is row k of request b. It may
+            be columns of a wider matrix.
+        ba: [P, M, 2 N] partial sums of what becomes beta, and of what becomes the decay, of N heads.
         weight: [C, T], of the convolution over the last T inputs of each channel; SiLU follows.
         a_log, dt_bias: [N]; the state decays by exp(-exp(a_log) softplus(a + dt_bias)).
         slots: int32 [B], where in the memory each request is.
@@ -782,9 +782,9 @@ def delta_inputs(
     block = len(qkv) // batch
     mixed = qkv.new_zeros(batch, memory.rows + block, qkv.shape[1])
     gates = memory.gates.new_zeros(batch, memory.rows + block, 2, len(a_log))
-    b, a = ba.float().chunk(2, dim=1)
+    b, a = ba.float().sum(0).to(qkv.dtype).float().chunk(2, dim=1)
     decay = (-a_log.float().exp() * F.softplus(a + dt_bias.float())).exp()
-    own = torch.stack([decay, b.sigmoid().to(ba.dtype).float()], dim=1)  # [M, 2, N]
+    own = torch.stack([decay, b.sigmoid().to(qkv.dtype).float()], dim=1)  # [M, 2, N]
     for i, (slot, old, count) in enumerate(zip(slots.tolist(), stay.tolist(), counts.tolist(), strict=True)):
         if not old + count:
             continue

@@ -93,15 +93,16 @@ class GatedDeltaNet:
     ops: Ops
 
     def project(self, h: Tensor) -> Tensor:
-        """h [M, D] itself: it is multiplied by two matrices, and neither product is left in partial sums."""
+        """h [M, D] itself: it is multiplied by two matrices."""
         return h
 
     def mix(self, h: Tensor, rows: Rows) -> Tensor:
         """[M, N H_v]."""
         w, spec, states, ops = self.weights, self.spec, rows.states, self.ops
         assert states is not None
+        ba = ops.linear_split_k(h, w.ba)  # so narrow that one program a tile would take longer than the other product
         qkv, gate = ops.linear(h, w.qkvz).split([spec.channels, spec.width], dim=1)
-        inputs = (qkv, ops.linear(h, w.ba), w.conv, w.a_log, w.dt_bias, self.memory, states.slots)
+        inputs = (qkv, ba, w.conv, w.a_log, w.dt_bias, self.memory, states.slots)
         if states.stay is None:
             mixed = ops.delta_chunk(*inputs, rows.lengths, states.counts)
         else:

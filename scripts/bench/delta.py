@@ -39,8 +39,9 @@ def layer_times(batch: int, block: int, read_tb_s: float) -> dict[str, float]:
         for part in (memory.state, memory.window, memory.inputs):
             part.normal_()
         memory.gates.uniform_(0, 1)
-    wide = torch.randn(batch * block, CHANNELS + HEADS * WIDTH + 2 * HEADS, device=DEVICE, dtype=DTYPE)
-    qkv, gate, ba = wide.split([CHANNELS, HEADS * WIDTH, 2 * HEADS], dim=1)
+    wide = torch.randn(batch * block, CHANNELS + HEADS * WIDTH, device=DEVICE, dtype=DTYPE)
+    qkv, gate = wide.split([CHANNELS, HEADS * WIDTH], dim=1)
+    ba = torch.randn(8, batch * block, 2 * HEADS, device=DEVICE)
     weight = torch.randn(CHANNELS, TAPS, device=DEVICE, dtype=DTYPE)
     a_log, dt_bias = torch.randn(2, HEADS, device=DEVICE)
     norm = torch.randn(WIDTH, device=DEVICE, dtype=DTYPE)
@@ -79,7 +80,8 @@ def prompt_times(shape: str, tokens: int) -> dict[str, float]:
     heads = HEADS_OF[shape]
     channels = (2 * GROUPS + heads) * WIDTH
     memory = DeltaMemory.empty(1, 1, TAPS, channels, heads, (WIDTH, WIDTH), DTYPE, DEVICE)
-    qkv, ba = torch.randn(tokens, channels + 2 * heads, device=DEVICE, dtype=DTYPE).split([channels, 2 * heads], dim=1)
+    qkv = torch.randn(tokens, channels, device=DEVICE, dtype=DTYPE)
+    ba = torch.randn(1, tokens, 2 * heads, device=DEVICE, dtype=DTYPE)
     weight = torch.randn(channels, TAPS, device=DEVICE, dtype=DTYPE)
     a_log, dt_bias = torch.randn(2, heads, device=DEVICE)
     where = tuple(torch.tensor([each], dtype=torch.int32, device=DEVICE) for each in (0, 0, tokens))

@@ -6,10 +6,10 @@ from dflash_toolkit.kernels.launch import EARLY, LATE
 from dflash_toolkit.kernels.triton import delta, delta_chunk
 
 SIZES = dict.fromkeys(
-    ("S", "MOST", "C", "M", "N", "G", "H", "H_K", "H_V", "stride_qkv", "stride_ba", "stride_gate", "gates_stride",
-     "blocks"), "i32",
+    ("S", "MOST", "C", "M", "N", "G", "H", "H_K", "H_V", "stride_qkv", "stride_ba", "stride_part", "stride_gate",
+     "gates_stride", "blocks"), "i32",
 )  # fmt: skip
-FP32 = dict.fromkeys(("a_log_p", "gates_p", "out_gates_p", "state_p", "decay_p"), "*fp32") | dict.fromkeys(
+FP32 = dict.fromkeys(("ba_p", "a_log_p", "gates_p", "out_gates_p", "state_p", "decay_p"), "*fp32") | dict.fromkeys(
     ("scale", "eps"), "fp32"
 )
 WHERE = dict.fromkeys(("slots_p", "stay_p", "starts_p", "counts_p"), "*i32")
@@ -24,7 +24,7 @@ def case(kernel: object, warps: int = 4, stages: int = 3, pdl: int = LATE, **con
 
 CASES = {
     f"inputs of the rule, start {pdl}": case(
-        delta._delta_inputs_kernel, pdl=pdl, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
+        delta._delta_inputs_kernel, pdl=pdl, PARTS=8, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
     ) for pdl in (LATE, EARLY)
 } | {
     f"the rule, start {pdl}": case(
@@ -34,7 +34,9 @@ CASES = {
     f"gated norm, start {pdl}": case(delta._gated_rms_norm_kernel, pdl=pdl, HEADS=8, BLOCK=128) for pdl in (LATE, EARLY)
 } | {
     "the rule over a prompt": case(delta._delta_rule_kernel, 2, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=True),
-    "inputs of a prompt": case(delta_chunk._chunk_inputs_kernel, TAPS=4, ROWS=delta_chunk.ROWS, BLOCK=128, HEADS=64),
+    "inputs of a prompt": case(
+        delta_chunk._chunk_inputs_kernel, PARTS=8, TAPS=4, ROWS=delta_chunk.ROWS, BLOCK=128, HEADS=64
+    ),
     "triangles of a prompt": case(delta_chunk._chunk_solve_kernel, BLOCK_K=128, BLOCK_V=128),
     "the rule in chunks": case(delta_chunk._chunk_rule_kernel, 8, 2, BLOCK_K=128, BLOCK_V=delta_chunk.COLUMNS),
 }  # fmt: skip

@@ -47,11 +47,11 @@ CASES = {
 } | {
     f"router, start {pdl}": Case(
         experts._top_experts_kernel,
-        {"part_p": "*fp32", "weight_p": "*fp32", "expert_p": "*i32", **dict.fromkeys(("M", "E", "PARTS"), "i32")},
+        {"part_p": "*fp32", "weight_p": "*fp32", "expert_p": "*i32", "M": "i32", "E": "i32"},
         {
-            "TOP": 10, "SIDE": 16, "BLOCK": 1024, "FORMAT": tl.bfloat16, "NORMALIZED": True, "SHARED": True,
+            "PARTS": 4, "TOP": 10, "SIDE": 16, "BLOCK": 1024, "FORMAT": tl.bfloat16, "NORMALIZED": True, "SHARED": True,
             "PDL": pdl,
         },
-        ragged=("M", "PARTS"),
+        ragged=("M",),
     ) for pdl in (LATE, EARLY)
 }  # fmt: skip

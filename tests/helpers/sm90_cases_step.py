@@ -96,17 +96,17 @@ CASES = {
     "merge of a tree": merge_case(counted=False, paths=64),
     "merge of a padded prefill": merge_case(counted=True),
     **{
-        f"add_rms_norm, start {pdl}": Case(
+        f"add_rms_norm of {parts} parts": Case(
             norm._add_rms_norm_kernel,
             {
                 "x_p": "*bf16", "part_p": "*fp32", "w_p": "*bf16", "sum_p": "*bf16", "h_p": "*bf16", "tap_p": "*bf16",
-                "M": "i32", "D": "i32", "eps": "fp32", "stride_tap": "i32", "PARTS": "i32",
+                "M": "i32", "D": "i32", "eps": "fp32", "stride_tap": "i32",
             },
-            {"BLOCK": 4096, "ADD": True, "TAP": True, "PDL": pdl},
+            {"PARTS": parts, "BLOCK": width, "ADD": True, "TAP": True, "PDL": pdl},
             8,
-            ragged=("M", "PARTS"),
+            ragged=("M",),
         )
-        for pdl in (LATE, EARLY)
+        for parts, width, pdl in ((4, 4096, LATE), (9, 8192, EARLY))
     },
     "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
     "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),

@@ -52,6 +52,11 @@ class Net:
         """Random inputs [B * S, C + 2 N] of a block."""
         return torch.randn(batch * block, self.channels + 2 * self.heads, device=DEVICE).to(self.dtype)
 
+    def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Their inputs of the convolution, and partial sums of those of the gates."""
+        qkv, ba = rows.split([self.channels, 2 * self.heads], dim=1)
+        return qkv, torch.stack([0.75 * ba.float(), 0.25 * ba.float()])
+
     def step(
         self, ops: ModuleType, rows: Tensor, memory: DeltaMemory, slots: Sequence[int], stay: Sequence[int],
         counts: Sequence[int],
@@ -59,7 +64,7 @@ class Net:
         """Outputs [M, N H_v] of rows [M, C + 2 N], between columns of NaN."""
         wide = torch.full((len(rows), rows.shape[1] + 7), math.nan, dtype=rows.dtype, device=DEVICE)
         wide[:, 2:-5] = rows
-        qkv, ba = wide[:, 2:-5].split([self.channels, 2 * self.heads], dim=1)
+        qkv, ba = self.parted(wide[:, 2:-5])
         where = integers(slots), integers(stay), integers(counts)
         parts = ops.delta_inputs(qkv, ba, self.weight, self.a_log, self.dt_bias, memory, *where)
         return ops.delta_rule(*parts, memory, *where)
@@ -197,7 +202,7 @@ def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int
         rows = torch.full((2, size + 3, text.shape[2]), math.nan, dtype=dtype, device=DEVICE)  # three are padding
         rows[:, :size] = text[:, start : start + size]
         for ops, memory, outputs in ways:
-            qkv, ba = rows.flatten(0, 1).split([own.channels, 2 * own.heads], dim=1)
+            qkv, ba = own.parted(rows.flatten(0, 1))
             where = slots, integers([start] * 2), integers([size] * 2)
             out = ops.delta_chunk(qkv, ba, own.weight, own.a_log, own.dt_bias, memory, *where).unflatten(0, (2, -1))
             assert not out[:, size:].any()
@@ -260,7 +265,7 @@ def test_where_a_prompt_is_cut_changes_no_bit_of_it() -> None:
     for cuts in ([0, 150], [0, 64, 128, 150]):
         memory, outputs = own.memory(2), []
         for start, end in pairwise(cuts):
-            qkv, ba = text[start:end].split([own.channels, 2 * own.heads], dim=1)
+            qkv, ba = own.parted(text[start:end])
             where = integers([1]), integers([start]), integers([end - start])
             outputs.append(chunked.delta_chunk(qkv, ba, own.weight, own.a_log, own.dt_bias, memory, *where))
         memories.append(memory)

@@ -22,8 +22,8 @@ EARLY_OR_LATE = {
 }  # fmt: skip
 # those that touch memory before they wait: a norm's weight, and what is older than a pass
 BEFORE_THE_WAIT = {
-    "_add_rms_norm_kernel", "_conv_add_rms_norm_kernel", "_gated_rms_norm_kernel", "_rope_write_kernel",
-    "hopper_attention_kernel", "hopper_prefix_kernel",
+    "_add_rms_norm_kernel", "_conv_add_rms_norm_kernel", "_delta_inputs_kernel", "_delta_rule_kernel",
+    "_gated_rms_norm_kernel", "_merge_kernel", "_rope_write_kernel", "hopper_attention_kernel", "hopper_prefix_kernel",
 }  # fmt: skip
 
 

@@ -188,16 +188,17 @@ def _merge_kernel(
     slot = (i_r * ROWS + i_row) // GROUP
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if slot >= S:
-        return
     o_h, o_s = tl.arange(0, HEAD), 2 * tl.arange(0, MERGE_SPLITS // 2)
     count = S
-    if COUNTED:
+    if COUNTED:  # this and the lengths are older than the pass: see `pdl`
         count = tl.load(counts_p + i_b)
     end = _end(tl.load(lengths_p + i_b), count, i_r, GROUP, ROWS, CAUSAL)
     if PATHS > 0:
         joined = (end - 1 - tl.load(depths_p + i_b)) // PATHS * PATHS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if slot >= S:
+        return
     top = -float("inf")
     b_l = 0.0
     b_acc = tl.zeros([HEAD], dtype=tl.float32)

@@ -35,18 +35,31 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def gate_sums(p_ba, mask, N, stride_part, PARTS: tl.constexpr, FORMAT: tl.constexpr):
+    """What becomes beta and what becomes the decay, rounded to a format, of partial sums."""
+    b_b = tl.load(p_ba, mask=mask, other=0.0).to(tl.float32)
+    b_a = tl.load(p_ba + N, mask=mask, other=0.0).to(tl.float32)
+    for _ in tl.static_range(PARTS - 1):  # in order: the result may not depend on scheduling
+        p_ba += stride_part
+        b_b += tl.load(p_ba, mask=mask, other=0.0).to(tl.float32)
+        b_a += tl.load(p_ba + N, mask=mask, other=0.0).to(tl.float32)
+    return b_b.to(FORMAT).to(tl.float32), b_a.to(FORMAT).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["S"])
 def _delta_inputs_kernel(
     qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, inputs_p, gates_p, slots_p, stay_p, counts_p, mixed_p, out_gates_p,
-    S, MOST, C, N, stride_qkv, stride_ba, blocks,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    S, MOST, C, N, stride_qkv, stride_ba, stride_part, blocks,
+    PARTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_r = tl.arange(0, ROWS)
+    slot = tl.load(slots_p + i_b).to(tl.int64)  # these are older than the pass: see `pdl`
+    stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
     wait_for_previous(PDL)
     start_next(PDL)
-    slot = tl.load(slots_p + i_b).to(tl.int64)
-    stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
     o_out = i_b * (MOST + S) + o_r
     m_old, m_new, m_all = o_r < stay, o_r < count, o_r < stay + count
     if i_c < blocks:
@@ -77,12 +90,11 @@ def _delta_inputs_kernel(
         o_n = tl.arange(0, HEADS)
         m_n = (o_n < N)[None, :]
         p_ba = ba_p + (i_b * S + o_r)[:, None] * stride_ba + o_n[None, :]
-        b_b = tl.load(p_ba, mask=m_new[:, None] & m_n, other=0.0)
-        b_a = tl.load(p_ba + N, mask=m_new[:, None] & m_n, other=0.0).to(tl.float32)
+        b_b, b_a = gate_sums(p_ba, m_new[:, None] & m_n, N, stride_part, PARTS, mixed_p.dtype.element_ty)
         b_rate = tl.exp(tl.load(a_log_p + o_n, mask=o_n < N, other=0.0).to(tl.float32))
         b_dt = tl.load(dt_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
         b_decay = tl.exp(-b_rate[None, :] * _softplus(b_a + b_dt[None, :]))
-        b_beta = _sigmoid(b_b.to(tl.float32)).to(ba_p.dtype.element_ty).to(tl.float32)
+        b_beta = _sigmoid(b_b).to(mixed_p.dtype.element_ty).to(tl.float32)
         p_kept = gates_p + (slot * MOST + o_r)[:, None] * 2 * N + o_n[None, :]
         b_old_decay = tl.load(p_kept, mask=m_old[:, None] & m_n, other=0.0)
         b_old_beta = tl.load(p_kept + N, mask=m_old[:, None] & m_n, other=0.0)
@@ -128,9 +140,7 @@ def _delta_rule_kernel(
     i_b, i_n, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < H_K, o_v < H_V
-    wait_for_previous(PDL)
-    start_next(PDL)
-    slot = tl.load(slots_p + i_b).to(tl.int64)
+    slot = tl.load(slots_p + i_b).to(tl.int64)  # these and the state are older than the pass: see `pdl`
     stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
     p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
     m_state = m_k[:, None] & m_v[None, :]
@@ -145,6 +155,8 @@ def _delta_rule_kernel(
     end = stay + count
     p_qk, p_v = mixed_p + i_g * H_K + o_k, mixed_p + 2 * G * H_K + i_n * H_V + o_v
     b_state = tl.load(p_state, mask=m_state & known, other=0.0)
+    wait_for_previous(PDL)
+    start_next(PDL)
     b_q, b_k, b_v, decay, beta = _delta_row(p_qk, p_v, gates_p, 0, end, C, N, G * H_K, m_k, m_v)
     for row in range(end):  # one body for old rows and new ones, and so one rounding
         if row == stay:
@@ -202,8 +214,8 @@ def delta_inputs(
     blocks = -(-channels // CHANNELS)
     _delta_inputs_kernel[(batch, blocks + 1)](
         qkv, ba, weight, a_log, dt_bias, memory.window, memory.inputs, memory.gates, slots, stay, counts, mixed, gates,
-        block, most, channels, heads, qkv.stride(0), ba.stride(0), blocks,
-        TAPS=taps, ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
+        block, most, channels, heads, qkv.stride(0), ba.stride(1), ba.stride(0), blocks,
+        PARTS=len(ba), TAPS=taps, ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
         HEADS=next_power_of_two(heads), **pdl(qkv, early=True),
     )  # fmt: skip
     return mixed, gates
@@ -261,9 +273,9 @@ def delta_chunk(
     for tap in range(1, taps):
         total += sequence[:, tap : tap + rows].float() * weight[:, tap].float()
     mixed = F.silu(total.to(qkv.dtype))
-    b, a = ba.float().chunk(2, dim=1)
+    b, a = ba.float().sum(0).to(qkv.dtype).float().chunk(2, dim=1)
     decay = (-a_log.float().exp() * F.softplus(a + dt_bias.float())).exp()
-    gates = torch.stack([decay, b.sigmoid().to(ba.dtype).float()], dim=1).unflatten(0, (batch, -1))
+    gates = torch.stack([decay, b.sigmoid().to(qkv.dtype).float()], dim=1).unflatten(0, (batch, -1))
     last = counts.long()[:, None] + torch.arange(taps - 1, device=qkv.device)
     memory.window.index_copy_(0, at, sequence.gather(1, last[..., None].expand(-1, -1, sequence.shape[2])))
     return _launch_rule(mixed, gates, memory.state, 0, slots, starts, counts, chunk=True)

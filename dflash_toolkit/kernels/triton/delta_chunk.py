@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..delta import DeltaMemory
 from ..launch import next_power_of_two, padded, pdl
-from .delta import _sigmoid, _softplus
+from .delta import _sigmoid, _softplus, gate_sums
 
 CHUNK: tl.constexpr = tl.constexpr(64)  # rows of a triangular system
 PART: tl.constexpr = tl.constexpr(16)  # of it, rows that are solved one after another
@@ -33,8 +33,9 @@ def _chunk_input(qkv_p, window_p, o_at, known, S, C, stride_qkv, m_c, TAPS: tl.c
 @triton.jit(do_not_specialize=["S"])
 def _chunk_inputs_kernel(
     qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, slots_p, starts_p, counts_p, q_p, k_p, v_p, gates_p,
-    S, C, N, G, H_K, H_V, stride_qkv, stride_ba, gates_stride,
-    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    S, C, N, G, H_K, H_V, stride_qkv, stride_ba, stride_part, gates_stride,
+    PARTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has some rows of one head of queries, keys or values; the last ones have the gates of all heads."""
     i_r, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -82,12 +83,11 @@ def _chunk_inputs_kernel(
         o_n = tl.arange(0, HEADS)
         m_n = (o_n < N)[None, :]
         p_ba = ba_p + o_row * stride_ba + o_n[None, :]
-        b_b = tl.load(p_ba, mask=m_row & m_n, other=0.0)
-        b_a = tl.load(p_ba + N, mask=m_row & m_n, other=0.0).to(tl.float32)
+        b_b, b_a = gate_sums(p_ba, m_row & m_n, N, stride_part, PARTS, q_p.dtype.element_ty)
         b_rate = tl.exp(tl.load(a_log_p + o_n, mask=o_n < N, other=0.0).to(tl.float32))
         b_dt = tl.load(dt_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
         b_decay = -b_rate[None, :] * _softplus(b_a + b_dt[None, :])
-        b_beta = _sigmoid(b_b.to(tl.float32)).to(ba_p.dtype.element_ty).to(tl.float32)
+        b_beta = _sigmoid(b_b).to(q_p.dtype.element_ty).to(tl.float32)
         p_gates = gates_p + o_row * N + o_n[None, :]
         tl.store(p_gates, tl.where(m_row, b_decay, 0.0), mask=m_there & m_n)
         tl.store(p_gates + gates_stride, tl.where(m_row, b_beta, 0.0), mask=m_there & m_n)
@@ -222,7 +222,8 @@ def chunk_inputs(
     gates = torch.empty(2, batch, rows, heads, dtype=torch.float32, device=qkv.device)
     _chunk_inputs_kernel[(-(-rows // ROWS), 2 * groups + heads + 1, batch)](
         qkv, ba, weight, a_log, dt_bias, memory.window, slots, starts, counts, q, k, v, gates, rows, channels, heads,
-        groups, width_k, width_v, qkv.stride(0), ba.stride(0), gates.stride(0), TAPS=taps, ROWS=ROWS,
+        groups, width_k, width_v, qkv.stride(0), ba.stride(1), ba.stride(0), gates.stride(0),
+        PARTS=len(ba), TAPS=taps, ROWS=ROWS,
         BLOCK=next_power_of_two(max(width_k, width_v)), HEADS=next_power_of_two(heads), **pdl(qkv),
     )  # fmt: skip
     return q, k, v, gates

@@ -24,10 +24,10 @@ FEW_ROWS = 64  # up to which no row is gathered
 LONG = 2048  # rows that one program goes through, of those of its expert, before there is a second one
 
 
-@triton.jit(do_not_specialize=["PARTS"])
+@triton.jit
 def _top_experts_kernel(
-    part_p, weight_p, expert_p, M, E, PARTS,
-    TOP: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    part_p, weight_p, expert_p, M, E,
+    PARTS: tl.constexpr, TOP: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     NORMALIZED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weights and experts [M, TOP + SHARED] of logits [PARTS, M, E + SHARED]."""
@@ -36,7 +36,7 @@ def _top_experts_kernel(
     b_logits = tl.zeros([BLOCK], dtype=tl.float32)
     gate = tl.full((), 0.0, tl.float32)
     wait_for_previous(PDL)
-    for i in range(PARTS):  # in order, as everywhere
+    for i in tl.static_range(PARTS):  # in order, as everywhere
         p_row = part_p + (i * M + i_m) * (E + SHARED)
         b_logits += tl.load(p_row + o_e, mask=o_e < E, other=0.0).to(tl.float32)
         if SHARED:
@@ -189,7 +189,7 @@ def top_experts(
     weights = torch.empty(rows, top_k + shared, dtype=torch.float32, device=partial_sums.device)
     experts = torch.empty(rows, top_k + shared, dtype=torch.int32, device=partial_sums.device)
     _top_experts_kernel[(rows,)](
-        partial_sums, weights, experts, rows, width - shared, count, TOP=top_k, SIDE=side, BLOCK=block,
+        partial_sums, weights, experts, rows, width - shared, PARTS=count, TOP=top_k, SIDE=side, BLOCK=block,
         FORMAT=FORMATS[dtype], NORMALIZED=normalized, SHARED=shared, num_warps=max(1, min(4, block // 128)),
         **pdl(partial_sums, early=True),
     )  # fmt: skip

@@ -10,10 +10,10 @@ from ..launch import next_power_of_two, pdl
 from .dependent import start_next, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["M", "stride_tap", "PARTS"])
+@triton.jit(do_not_specialize=["M", "stride_tap"])
 def _add_rms_norm_kernel(
-    x_p, part_p, w_p, sum_p, h_p, tap_p, M, D, eps, stride_tap, PARTS,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, PDL: tl.constexpr,
+    x_p, part_p, w_p, sum_p, h_p, tap_p, M, D, eps, stride_tap,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -23,7 +23,8 @@ def _add_rms_norm_kernel(
     b_x = tl.load(x_p + i_m * D + o_d, mask=mask, other=0.0)
     if ADD:
         b_sum = tl.zeros([BLOCK], dtype=tl.float32)
-        for i in range(PARTS):  # in order: the result may not depend on scheduling
+        # in order: the result may not depend on scheduling; unrolled, for a row's loads are then under way together
+        for i in tl.static_range(PARTS):
             b_sum += tl.load(part_p + (i * M + i_m) * D + o_d, mask=mask, other=0.0).to(tl.float32)
         b_x = (b_x.to(tl.float32) + b_sum).to(b_x.dtype)
     start_next(PDL)
@@ -46,9 +47,9 @@ def add_rms_norm(
     normed = torch.empty_like(x)
     _add_rms_norm_kernel[(m,)](
         x, x if partial_sums is None else partial_sums, weight, total, normed, x if tap is None else tap,
-        m, d, eps, 0 if tap is None else tap.stride(0), 0 if partial_sums is None else len(partial_sums),
-        BLOCK=next_power_of_two(d), ADD=partial_sums is not None, TAP=tap is not None,
-        num_warps=4 if d <= 2048 else 8,
+        m, d, eps, 0 if tap is None else tap.stride(0),
+        PARTS=0 if partial_sums is None else len(partial_sums), BLOCK=next_power_of_two(d),
+        ADD=partial_sums is not None, TAP=tap is not None, num_warps=4 if d <= 2048 else 8,
         **pdl(x, early=partial_sums is not None),  # a pass begins with one of nothing to add: see `pdl`
     )  # fmt: skip
     return total, normed
