@@ -100,7 +100,7 @@ class GatedDeltaNet:
         """[M, N H_v]."""
         w, spec, states, ops = self.weights, self.spec, rows.states, self.ops
         assert states is not None
-        ba = ops.linear_split_k(h, w.ba)  # so narrow that one program a tile would take longer than the other product
+        ba = ops.linear_split_k(h, w.ba)  # split: so narrow a matrix is two tiles
         qkv, gate = ops.linear(h, w.qkvz).split([spec.channels, spec.width], dim=1)
         inputs = (qkv, ba, w.conv, w.a_log, w.dt_bias, self.memory, states.slots)
         if states.stay is None:
