@@ -32,6 +32,7 @@ from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.launch import DependentLaunches, Start, dependent_launches
+from dflash_toolkit.models.dflash.architecture import of_kind
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
@@ -44,9 +45,11 @@ from dflash_toolkit.runtime.weights import AttentionWeights, DrafterWeights, Lay
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 ACCEPT = 0.865
-CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}  # as in all published ones
-SELECTOR = {"selector_rank": 256, "selector_top_k": 16}
-DRAFTERS = {"dflash": {}, "dflash2": CONVOLUTION | SELECTOR, "convolution": CONVOLUTION, "selector": SELECTOR}
+DFLASH2 = of_kind("dflash2")
+DRAFTERS = {  # sizes as in all published ones
+    "dflash": {}, "dflash2": DFLASH2.sizes_of({}), "convolution": DFLASH2.sizes_of({"selector_rank": 0}),
+    "selector": DFLASH2.sizes_of({"conv_kernel_size": 0}),
+}  # fmt: skip
 READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
 

@@ -65,17 +65,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftArchitecture:
-    """Plain DFlash, and what another may say otherwise. Sizes are as in the configuration, by name."""
+    """The backbone alone; another says otherwise what it adds. Sizes are as in the configuration, by name."""
 
-    kind: str = "dflash"  # drafter.kind
-    title: str = "DFlash"
-    # in a config.json: ours, and those that others write; z-lab and this project, NeMo Automodel, the speculators
-    # library
-    names: tuple[str, ...] = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
+    kind: str  # drafter.kind
+    title: str
+    names: tuple[str, ...]  # in a config.json: the one that is written, and those that are read too
     parts: tuple[Part, ...] = ()
     selector_name: str = "candidate_selector"  # of the module, and so of its tensors
-    # other engines, and the first release that drafts with one
-    releases: Mapping[str, str] = field(default_factory=lambda: {"vllm": "0.20.0", "sglang": "0.5.11"})
+    releases: Mapping[str, str] = field(default_factory=dict)  # of other engines, the first that drafts with one
     scaled_by: tuple[str, ...] = ()  # engines that read the input_embedding_scale of such a drafter
 
     @property
@@ -165,7 +162,13 @@ class DraftArchitecture:
 
 # ---- the table -----------------------------------------------------------------------------------------------------
 
-DFLASH = DraftArchitecture()
+DFLASH = DraftArchitecture(
+    kind="dflash",
+    title="DFlash",
+    # by whom they are written: z-lab and this project, NeMo Automodel, the speculators library
+    names=("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator"),
+    releases={"vllm": "0.20.0", "sglang": "0.5.11"},
+)
 
 
 @functools.cache
