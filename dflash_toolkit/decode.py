@@ -41,7 +41,7 @@ def generate(
     params: SamplingParams | None = None,
     draft_sample_method: DraftSampleMethod = "greedy",
     draft_tree: int = 0,
-    draft_tree_width: int = WIDTH,
+    draft_tree_width: int | None = None,
 ) -> Generation:
     """Decode one prompt to its end; see `stream`."""
     how = draft_sample_method, draft_tree, draft_tree_width
@@ -56,7 +56,7 @@ def stream(
     params: SamplingParams | None = None,
     draft_sample_method: DraftSampleMethod = "greedy",
     draft_tree: int = 0,
-    draft_tree_width: int = WIDTH,
+    draft_tree_width: int | None = None,
 ) -> Iterator[Generation]:
     """Decode one prompt, yielding the same growing `Generation` after the prefill and after every step.
 
@@ -67,11 +67,12 @@ def stream(
             `params`, of which 0 is greedy.
         draft_tree: > 0 drafts a tree of so many nodes a step, see `propose_tree`; 0 a chain. A step's `drafted` is the
             depth of its tree.
-        draft_tree_width: children of a node at most; 1 is a chain.
+        draft_tree_width: children of a node at most; 1 is a chain, and all that a target with recurrent layers takes.
+            None: see `Target.tree_width`.
 
     Raises:
         UserError: an empty prompt, one that leaves no room for an answer, or an id, of the prompt or biased, outside
-            the target's vocabulary; a tree for a target that takes none (`Target.check_trees`) or of sampled drafts; a
+            the target's vocabulary; a tree for a target that takes none (`Target.tree_width`) or of sampled drafts; a
             grammar that cannot be used or followed (GrammarError).
     """
     params = params or SamplingParams()
@@ -86,7 +87,7 @@ def stream(
     if drafter and draft_tree:
         if draft_sample_method == "probabilistic":
             raise UserError("a draft tree holds the most probable tokens; use the draft_sample_method greedy")
-        target.check_trees()
+        width = target.tree_width(draft_tree_width)
     taps = drafter.config.target_layer_ids if drafter else ()
     generation = Generation()
 
@@ -119,9 +120,11 @@ def stream(
         draft, sampled_draft, tree = list[int](), None, None
         if drafter and remaining > 1:
             if draft_tree:  # the bonus token is always committed, so no deeper node can be used
-                most = {"depth": remaining - 1, "width": draft_tree_width}
+                most = {"depth": remaining - 1, "width": width}
                 tree = propose_tree(target, drafter, context, last, p, draft_tree, **most)
                 draft = tree.tokens.tolist()
+                if width == 1:  # its rows stand one behind the other, as those of any draft
+                    tree = None
             elif draft_sample_method == "probabilistic" and params.temperature > 0.0:
                 sampled_draft = propose_sampled(target, drafter, context, last, p, params)
                 draft = sampled_draft.tokens.tolist()[: remaining - 1]

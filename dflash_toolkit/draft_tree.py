@@ -5,7 +5,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .config import UserError
+
 WIDTH = 8  # children of a node at most; further ones are hardly ever accepted
+
+
+def width_for(asked: int | None, recurrent: bool) -> int:
+    """Children of a node at most, where that is left open: WIDTH, or 1 for a target with recurrent layers.
+
+    Raises:
+        UserError: more than one for such a target. Each of its rows goes on from the state that the row before left.
+    """
+    if recurrent and (asked or 1) > 1:
+        raise UserError(
+            f"draft_tree_width is {asked}; the target has recurrent layers, which take chains only: leave it out or "
+            f"give 1"
+        )
+    return asked or (1 if recurrent else WIDTH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,10 @@ class DraftOptions:
         0, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain",
         off=True,
     )  # fmt: skip
-    draft_tree_width: int = option(8, "children of a node at most; 1: chains, each of its own length")
+    draft_tree_width: int | None = option(
+        None, "children of a node at most; 1: chains, each of its own length (default: 8, or 1 where the target has "
+        "recurrent layers)",
+    )  # fmt: skip
     draft_sample_method: str = option(
         "greedy",
         "of requests with a temperature: greedy drafts the most probable tokens, and answers are those without a "
@@ -146,7 +149,7 @@ class DraftOptions:
             raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 0")
         if self.draft_tree < 0:
             raise ValueError(f"draft_tree is {self.draft_tree}; it must be >= 0")
-        if self.draft_tree_width < 1:
+        if self.draft_tree_width is not None and self.draft_tree_width < 1:
             raise ValueError(f"draft_tree_width is {self.draft_tree_width}; it must be >= 1")
         if self.draft_tree and self.draft_sample_method != "greedy":
             raise ValueError(f"draft_tree is {self.draft_tree}; trees hold the most probable tokens, none sampled")

@@ -499,7 +499,7 @@ def planting(truth: Collection[int], prompt: int = len(PROMPT), seed: int = 0) -
             if index < len(answer) and answer[index] not in tokens and torch.rand(1, generator=dice) < 0.9:
                 tokens[torch.randint(3, (1,), generator=dice)] = answer[index]
         log_probs = torch.randn(slots, 3, 3, generator=dice).log_softmax(-1)
-        tree = best_first(candidates, log_probs, nodes)
+        tree = best_first(candidates, log_probs, nodes, width)
         assert int(real.depths.max()) <= depth and len(real.tokens) <= nodes
         return tree
 
@@ -656,14 +656,26 @@ def bloom() -> Target:
     return Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), name="tiny-bloom")
 
 
+def test_chains_of_a_target_that_takes_no_tree_are_its_drafts() -> None:
+    """Recurrent layers have none else unless asked; of a shorter chain as much is drafted as it has nodes."""
+    for target, width in ((make_target("qwen3_5"), None), (bloom(), 1)):
+        drafter, params = make_drafter(target, taps=1), SamplingParams(max_tokens=12, ignore_eos=True)
+        drafted = generate(target, drafter, PROMPT, params)
+        with planting(drafted.tokens):
+            short = generate(target, drafter, PROMPT, params, draft_tree=3, draft_tree_width=width)
+        whole = generate(target, drafter, PROMPT, params, draft_tree=40, draft_tree_width=width)
+        assert whole.steps == drafted.steps and whole.tokens == short.tokens == drafted.tokens
+        assert max(step.drafted for step in short.steps) == 3 and max(step.accepted for step in short.steps) > 0
+
+
 def test_a_target_that_takes_no_tree_is_refused_in_one_line() -> None:
     for target, said in (
-        (make_target("qwen3_5"), "recurrent layers .* no draft tree; use chains"),
+        (make_target("qwen3_5"), "draft_tree_width is 2; the target has recurrent layers, which take chains only"),
         (bloom(), "draft tree.*use chains"),
     ):
         drafter = pair()[1]
         with pytest.raises(UserError, match=said) as caught:
-            generate(target, drafter, PROMPT, draft_tree=8)
+            generate(target, drafter, PROMPT, draft_tree=8, draft_tree_width=2)
         assert "\n" not in str(caught.value)
         assert generate(target, None, PROMPT, SamplingParams(max_tokens=2), draft_tree=8).tokens, "nothing is drafted"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config import UnsupportedModel, UserError
 from ..data.prompts import Message, Tool
 from ..decode import stream
-from ..draft_tree import WIDTH
+from ..draft_tree import width_for
 from ..fingerprint import drafter_digest, sample_digest, template_digest
 from ..generation import FinishReason, Generation
 from ..models.dflash.network import Drafter
@@ -137,7 +137,7 @@ class ReferenceDecoder:
         drafter: Drafter | None = None,
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
-        draft_tree_width: int = WIDTH,
+        draft_tree_width: int | None = None,
     ) -> None:
         self._target: Target | None = target
         self._drafter, self._how = drafter, (draft_sample_method, draft_tree, draft_tree_width)
@@ -290,8 +290,8 @@ class Pair(ABC):
         return found.best[0][1] - found.chosen
 
 
-def _of_trees(nodes: int, width: int) -> dict[str, int]:
-    """What a run over trees is known by; nothing of one over chains."""
+def _of_trees(nodes: int, width: int | None) -> dict[str, int | None]:
+    """What a run over trees is known by; nothing of one over blocks."""
     return {"draft_tree": nodes, "draft_tree_width": width} if nodes else {}
 
 
@@ -300,7 +300,7 @@ class ReferencePair(Pair):
 
     Args:
         draft_tree: nodes that a step verifies; 0: chains.
-        draft_tree_width: children of a node at most.
+        draft_tree_width: children of a node at most; None: what suits the target, see `width_for`.
 
     Raises:
         UserError: a tree for a target that takes none.
@@ -314,10 +314,10 @@ class ReferencePair(Pair):
         drafter: Drafter,
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
-        draft_tree_width: int = WIDTH,
+        draft_tree_width: int | None = None,
     ) -> None:
         if draft_tree:
-            target.check_trees()
+            draft_tree_width = target.tree_width(draft_tree_width)
         drafter = drafter.to(target.device, target.dtype)
         drafting = ReferenceDecoder(target, drafter, draft_sample_method, draft_tree, draft_tree_width)
         self._decoders = {True: drafting, False: ReferenceDecoder(target)}
@@ -347,10 +347,11 @@ class EnginePair(Pair):
 
     Args:
         draft_tree: nodes that a step verifies; 0: chains.
-        draft_tree_width: children of a node at most.
+        draft_tree_width: children of a node at most; None: what suits the target, see `width_for`.
 
     Raises:
         ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
+        UserError: see `width_for`.
     """
 
     name = "engine"
@@ -363,10 +364,12 @@ class EnginePair(Pair):
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
-        draft_tree_width: int = WIDTH,
+        draft_tree_width: int | None = None,
     ) -> None:
         assert parts.drafter is not None
         target, self._parts = parts.target, parts
+        if draft_tree:
+            draft_tree_width = width_for(draft_tree_width, target.spec.recurrent)
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self._options = EngineOptions(
             max_num_seqs=1,
@@ -394,7 +397,7 @@ class EnginePair(Pair):
         draft_dtype: str = "auto",
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
-        draft_tree_width: int = WIDTH,
+        draft_tree_width: int | None = None,
         share: bool = False,
     ) -> "EnginePair":
         """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""

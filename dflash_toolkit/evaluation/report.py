@@ -341,7 +341,8 @@ class Report:
         kind = self.arguments["drafter_kind"]
         kind = next((f" ({each.title})" for each in architectures() if each.kind == kind), "")
         nodes = self.arguments.get("draft_tree")
-        what = f"drafting trees of {nodes} nodes" if nodes else "drafting"
+        kind = "chains" if self.arguments.get("draft_tree_width") == 1 else "trees"
+        what = f"drafting {kind} of {nodes} nodes" if nodes else "drafting"
         return f"{drafter}{kind} {what} for {self.arguments['target']}"
 
     @property

@@ -263,10 +263,18 @@ class Ops(Protocol):
         slots: Tensor,
         stay: Tensor,
         counts: Tensor,
+        chains: TreeRows | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def delta_rule(
-        self, mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        memory: DeltaMemory,
+        slots: Tensor,
+        stay: Tensor,
+        counts: Tensor,
+        chains: TreeRows | None = None,
     ) -> Tensor: ...
 
     def delta_chunk(

@@ -15,6 +15,7 @@ from .reference_tree import grow_trees as grow_trees
 from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
 from .reference_tree import tree_attention as tree_attention
+from .tree import TreeRows
 from .weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, cast_fp8, dense, is_quantized, quantize_groups
 
 
@@ -759,6 +760,7 @@ def delta_inputs(
     slots: Tensor,
     stay: Tensor,
     counts: Tensor,
+    chains: TreeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the delta rule takes of a block's rows, and before them of those rows of the last block that stay.
 
@@ -773,13 +775,16 @@ def delta_inputs(
         slots: int32 [B], where in the memory each request is.
         stay: int32 [B], how many rows of a request's last block do: what `accept` counts.
         counts: int32 [B]; rows k >= counts[b] are padding and leave nothing behind.
+        chains: of trees without siblings, if the rows are those: then row k of request b is chains.starts[b] + k, of
+            counts[b] <= `memory.rows`, which S is.
 
     Returns:
         [B, R, C] in qkv's dtype and gates fp32 [B, R, 2, N], R = `memory.rows` + S. Of request b they hold stay[b] +
         counts[b] rows.
     """
     batch, taps = len(slots), weight.shape[1]
-    block = len(qkv) // batch
+    block = len(qkv) // batch if chains is None else memory.rows
+    starts = range(0, batch * block, block) if chains is None else chains.starts.tolist()
     mixed = qkv.new_zeros(batch, memory.rows + block, qkv.shape[1])
     gates = memory.gates.new_zeros(batch, memory.rows + block, 2, len(a_log))
     b, a = ba.float().sum(0).to(qkv.dtype).float().chunk(2, dim=1)
@@ -788,7 +793,7 @@ def delta_inputs(
     for i, (slot, old, count) in enumerate(zip(slots.tolist(), stay.tolist(), counts.tolist(), strict=True)):
         if not old + count:
             continue
-        rows = slice(i * block, i * block + count)
+        rows = slice(starts[i], starts[i] + count)
         sequence = torch.cat([memory.window[slot], memory.inputs[slot, :old], qkv[rows]])  # [T - 1 + old + count, C]
         convolved = (sequence.float().unfold(0, taps, 1) * weight.float()).sum(-1).to(qkv.dtype)
         mixed[i, : old + count] = F.silu(convolved)
@@ -799,7 +804,13 @@ def delta_inputs(
 
 
 def delta_rule(
-    mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
+    mixed: Tensor,
+    gates: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    stay: Tensor,
+    counts: Tensor,
+    chains: TreeRows | None = None,
 ) -> Tensor:
     """The outputs of a block's rows, behind a state that first takes in the rows of the last block that stay.
 
@@ -807,7 +818,8 @@ def delta_rule(
     over sqrt(H_k). A head of queries and keys serves the N / G heads of values that stand in its place.
 
     Args:
-        mixed, gates, slots, stay, counts: as for `delta_inputs`; mixed has G heads of queries, G of keys, N of values.
+        mixed, gates, slots, stay, counts, chains: as for `delta_inputs`; mixed has G heads of queries, G of keys, N of
+            values.
         memory: its state becomes the one before this block.
 
     Returns:
@@ -815,7 +827,9 @@ def delta_rule(
     """
     heads, width_k, width_v = memory.state.shape[1:]
     groups = (mixed.shape[2] - heads * width_v) // (2 * width_k)
-    out = mixed.new_zeros(len(slots), mixed.shape[1] - memory.rows, heads * width_v)
+    batch, block = len(slots), mixed.shape[1] - memory.rows
+    starts = range(0, batch * block, block) if chains is None else chains.starts.tolist()
+    out = mixed.new_zeros(batch * block if chains is None else len(chains.requests), heads * width_v)
     q, k, v = mixed.float().split([groups * width_k, groups * width_k, heads * width_v], dim=2)
     q, k = (t.unflatten(2, (groups, width_k)).repeat_interleave(heads // groups, dim=2) for t in (q, k))
     q, k = (t * torch.rsqrt(t.pow(2).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
@@ -830,10 +844,10 @@ def delta_rule(
             delta = (v[i, row] - (state * k[i, row, :, :, None]).sum(1)) * beta
             state = state + k[i, row, :, :, None] * delta[:, None]
             if row >= old:
-                out[i, row - old] = (state * q[i, row, :, :, None]).sum(1).flatten().to(out.dtype)
+                out[starts[i] + row - old] = (state * q[i, row, :, :, None]).sum(1).flatten().to(out.dtype)
         if not count:
             memory.state[slot] = state
-    return out.flatten(0, 1)
+    return out
 
 
 def delta_chunk(

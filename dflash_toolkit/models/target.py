@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..checkpoint.reader import locate, weight_files
 from ..config import UnsupportedModel, UserError
+from ..draft_tree import width_for
 from ..network import unreachable
 from . import packed
 from .cache import BatchCache, TargetCache
@@ -404,21 +405,27 @@ class Target:
             )
         self._continues = True
 
-    def check_trees(self) -> None:
-        """Refuse a model that does not compute a tree of tokens as each of its paths alone.
+    def tree_width(self, asked: int | None = None) -> int:
+        """Children of a node of a draft tree for this model, see `width_for`; 1 makes chains, which all models take.
 
         Raises:
-            UserError: gated delta nets and other recurrent layers, which take chains only.
+            UserError: see `width_for`.
+            UnsupportedModel: see `check_trees`.
+        """
+        width = width_for(asked, self.new_cache().recurrent)
+        if width > 1:
+            self.check_trees()
+        return width
+
+    def check_trees(self) -> None:
+        """Refuse a model without recurrent layers that does not compute a tree of tokens as each of its paths alone.
+
+        Raises:
             UnsupportedModel: a model that keeps to no mask or position that it is given.
         """
         if self._takes_trees:
             return
         cache = self.new_cache()
-        if cache.recurrent:
-            raise UserError(
-                f"target {self.name}: its recurrent layers take one token behind the other, and no draft tree; "
-                f"use chains (--no-draft-tree)"
-            )
         paths = ((0, 1, 2), (0, 3, 4))  # behind eight tokens; row 4 is no neighbour of row 0
         ids = torch.arange(13, device=self.device)[None] % self.embedding.num_embeddings
         visible = torch.eye(5, dtype=torch.bool, device=self.device)
@@ -432,7 +439,7 @@ class Target:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
                 f"target {self.name}: it takes no mask of a draft tree ({_one_line(error)}); "
-                f"use chains (--no-draft-tree)"
+                f"use chains (--draft-tree-width 1)"
             ) from error
         for path in paths:
             rows = [8 + row for row in path]
@@ -442,7 +449,7 @@ class Target:
             if not off < (0.02 if self.dtype.itemsize > 2 else 0.2):  # as of states
                 raise UnsupportedModel(
                     f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states in a "
-                    f"draft tree than in a chain (off by {off:.0%}); use chains (--no-draft-tree)"
+                    f"draft tree than in a chain (off by {off:.0%}); use chains (--draft-tree-width 1)"
                 )
         self._takes_trees = True
 

@@ -108,6 +108,8 @@ class EngineOptions(DraftOptions):
         """
         import torch
 
+        from ..draft_tree import width_for
+
         on_gpu = device.type == "cuda"
         if on_gpu and self.page_size < 16:
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
@@ -119,18 +121,17 @@ class EngineOptions(DraftOptions):
         if (self.num_speculative_tokens or 0) > most:
             reason = f"the drafter drafts at most {most} tokens a step" if drafter else "there is no drafter"
             raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
-        if self.draft_tree and target.recurrent:
-            raise UserError(
-                f"draft_tree is {self.draft_tree}; the target's recurrent layers take one token behind the other, and "
-                f"no draft tree: leave it at 0 (--no-draft-tree)"
-            )
         block = self.block_size or most + 1
-        overshoot = (1 if on_gpu else 0) * block + max(block, self.draft_tree + 1)
+        width = width_for(self.draft_tree_width if self.draft_tree else None, target.recurrent)
+        nodes = min(self.draft_tree, block - 1) if width == 1 else self.draft_tree  # a chain is no longer than a block
+        overshoot = (1 if on_gpu else 0) * block + max(block, nodes + 1)
         rows = self.max_num_seqs or (32 if on_gpu else 4)
         kept = min(rows, 32) if self.prefix_states is None else self.prefix_states
         return replace(
             self,
             max_num_seqs=rows,
+            draft_tree=nodes,
+            draft_tree_width=width,
             prefix_states=kept if target.recurrent and self.prefix_cache else 0,
             max_model_len=self._context(target.context_limit, overshoot),
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),

@@ -31,7 +31,7 @@ class States:
 class Rows:
     """Where the rows of one pass stand: row b * S + k is slot k of request b, at position lengths[b] + k.
 
-    With `tree` they are anchors and nodes of draft trees, and stand where it says.
+    With `tree` they are anchors and nodes of draft trees, and stand where it says. Recurrent layers take chains.
     """
 
     lengths: Tensor  # int32 [B], tokens before the block
@@ -106,8 +106,8 @@ class GatedDeltaNet:
         if states.stay is None:
             mixed = ops.delta_chunk(*inputs, rows.lengths, states.counts)
         else:
-            parts = ops.delta_inputs(*inputs, states.stay, states.counts)
-            mixed = ops.delta_rule(*parts, self.memory, states.slots, states.stay, states.counts)
+            parts = ops.delta_inputs(*inputs, states.stay, states.counts, rows.tree)
+            mixed = ops.delta_rule(*parts, self.memory, states.slots, states.stay, states.counts, rows.tree)
         return ops.gated_rms_norm(mixed, gate, w.norm, self.eps)
 
     def output(self, mixed: Tensor) -> Tensor:

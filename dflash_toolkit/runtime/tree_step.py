@@ -105,7 +105,7 @@ class TreeSteps:
             choice = state.sampler.choose_each(hidden, target.head, requests, tree.positions)
         else:
             choice = state.sampler.greedy(hidden, target.head)
-        verdict, path = self._verifier.commit_trees(tree, choice, state, at.lengths, block)
+        verdict, path = self._verifier.commit_trees(tree, choice, state, at.lengths, block, chains=self.width == 1)
         if features is not None:
             self._proposer.write_context(features.index_select(0, path.flatten()), at, verdict.counts)
         answers = self._answers(tree, hidden, verdict.path, verdict.counts, path)

@@ -59,7 +59,8 @@ class Verifier:
 
     def read_trees(self, trees: Trees, tree: TreeRows, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Run over rows of trees behind the contexts of `rows`: states [M, D] and features, see `forward`."""
-        return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths))
+        states = None if rows.states is None else replace(rows.states, counts=tree.starts.diff())
+        return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths, states=states))
 
     def commit(self, draft: Tensor, choice: Tensor, state: BatchState) -> Verdict:
         """Judge drafts [B, S - 1] by the choices [B, S], for the first rows of the batch, whose state it advances."""
@@ -70,13 +71,14 @@ class Verifier:
         return Verdict(path, counts, last)
 
     def commit_trees(
-        self, tree: TreeRows, choice: Tensor, state: BatchState, lengths: Tensor, block: int
+        self, tree: TreeRows, choice: Tensor, state: BatchState, lengths: Tensor, block: int, *, chains: bool = False
     ) -> tuple[Verdict, Tensor]:
         """Judge trees by the choices [M], for the first requests of the batch, whose state and pages it advances.
 
         Args:
             lengths: int32 [B], those before the anchors, which do not change.
             block: tokens that a request commits at most, S.
+            chains: whether no node has a sibling; then all rows stand at their positions already.
 
         Returns:
             The verdict, and the rows of the path that was taken, int64 [B, S]; behind its last that again.
@@ -86,8 +88,10 @@ class Verifier:
         counts, tokens, path = ops.accept_trees(
             tree, choice, state.active[:batch], state.lengths[:batch], last, block, forced
         )
-        pages = state.page_table[:batch], state.page_size
-        ops.move_rows_(self.stack.cache, tree, path, counts, lengths, *pages)
+        state.stay(counts)
+        if not chains:
+            pages = state.page_table[:batch], state.page_size
+            ops.move_rows_(self.stack.cache, tree, path, counts, lengths, *pages)
         return Verdict(tokens, counts, last), path
 
     def _forced_now(self, batch: int, block: int) -> Tensor | None:

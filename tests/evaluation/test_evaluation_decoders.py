@@ -217,10 +217,13 @@ def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
     runtime: str, width: int, target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:
     command = [*command_of(target_dir, drafter_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
-    words = ["--runtime", runtime, "--no-draft-tree", "--draft-tree", "24", "--draft-tree-width", str(width)]
+    words = ["--runtime", runtime, "--no-draft-tree", "--draft-tree", "24"]
+    words += [] if width == 8 else ["--draft-tree-width", str(width)]
     assert main([*command, *words]) == 0
     report, page = load(tmp_path / "report"), (tmp_path / "report" / "report.html").read_text()
-    assert report["arguments"]["draft_tree"] == 24 and "drafting trees of 24 nodes for" in page
+    assert report["arguments"]["draft_tree_width"] == width, "the default is 8"
+    kind = "chains" if width == 1 else "trees"
+    assert report["arguments"]["draft_tree"] == 24 and f"drafting {kind} of 24 nodes for" in page
     assert report["overall"]["identical_to_plain"] == 1.0
     target, drafter = Target.load(str(target_dir), "cpu", "float32"), load_drafter(str(drafter_dir)).float()
     texts = ["Why is the sky blue?", "Count to ten."]

@@ -24,16 +24,24 @@ def case(kernel: object, warps: int = 4, stages: int = 3, pdl: int = LATE, **con
 
 CASES = {
     f"inputs of the rule, start {pdl}": case(
-        delta._delta_inputs_kernel, pdl=pdl, PARTS=8, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64
+        delta._delta_inputs_kernel, pdl=pdl, PARTS=8, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64, CHAINS=False
     ) for pdl in (LATE, EARLY)
 } | {
     f"the rule, start {pdl}": case(
-        delta._delta_rule_kernel, 1, pdl=pdl, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False
+        delta._delta_rule_kernel, 1, pdl=pdl, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False, CHAINS=False
     ) for pdl in (LATE, EARLY)
 } | {
     f"gated norm, start {pdl}": case(delta._gated_rms_norm_kernel, pdl=pdl, HEADS=8, BLOCK=128) for pdl in (LATE, EARLY)
 } | {
-    "the rule over a prompt": case(delta._delta_rule_kernel, 2, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=True),
+    "inputs of the rule, of chains": case(
+        delta._delta_inputs_kernel, PARTS=8, TAPS=4, ROWS=32, BLOCK=delta.CHANNELS, HEADS=64, CHAINS=True
+    ),
+    "the rule over chains": case(
+        delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False, CHAINS=True
+    ),
+    "the rule over a prompt": case(
+        delta._delta_rule_kernel, 2, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=True, CHAINS=False
+    ),
     "inputs of a prompt": case(
         delta_chunk._chunk_inputs_kernel, PARTS=8, TAPS=4, ROWS=delta_chunk.ROWS, BLOCK=128, HEADS=64
     ),

@@ -20,6 +20,8 @@ from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn, integer
 
 from dflash_toolkit.kernels import fla, reference
 from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.reference import cut_trees, grow_trees
+from dflash_toolkit.kernels.tree import TreeRows
 from dflash_toolkit.kernels.triton import delta as kernels
 from dflash_toolkit.kernels.triton import delta_chunk as chunked
 
@@ -59,15 +61,15 @@ class Net:
 
     def step(
         self, ops: ModuleType, rows: Tensor, memory: DeltaMemory, slots: Sequence[int], stay: Sequence[int],
-        counts: Sequence[int],
+        counts: Sequence[int], chains: TreeRows | None = None,
     ) -> Tensor:  # fmt: skip
         """Outputs [M, N H_v] of rows [M, C + 2 N], between columns of NaN."""
         wide = torch.full((len(rows), rows.shape[1] + 7), math.nan, dtype=rows.dtype, device=DEVICE)
         wide[:, 2:-5] = rows
         qkv, ba = self.parted(wide[:, 2:-5])
         where = integers(slots), integers(stay), integers(counts)
-        parts = ops.delta_inputs(qkv, ba, self.weight, self.a_log, self.dt_bias, memory, *where)
-        return ops.delta_rule(*parts, memory, *where)
+        parts = ops.delta_inputs(qkv, ba, self.weight, self.a_log, self.dt_bias, memory, *where, chains)
+        return ops.delta_rule(*parts, memory, *where, chains)
 
 
 def net(groups: int, heads: int, width_k: int, width_v: int, dtype: torch.dtype = torch.float32) -> Net:
@@ -165,6 +167,48 @@ def test_drafts_leave_the_bits_that_one_row_at_a_time_leaves() -> None:
         own.step(kernels, own.rows(1, 1), memory, (0,), (last,), (0,))
     assert torch.equal(drafted.state, plain.state) and torch.equal(drafted.window, plain.window)
     assert plain.state.any()
+
+
+def chains_of(counts: Sequence[int], rows: int) -> TreeRows:
+    """Chains behind anchors, of so many rows each; `rows` with the padding behind them."""
+    batch, slots = len(counts), ROWS - 1
+    ranks = torch.zeros(batch, slots, 1, 1, dtype=torch.int32)
+    limits = torch.tensor(counts, dtype=torch.int32) - 1
+    candidates = torch.zeros(batch, slots, 1, dtype=torch.int64)
+    trees = grow_trees(torch.full_like(ranks, -0.5, dtype=torch.float32), ranks, candidates, limits, slots)
+    none = torch.zeros(batch, dtype=torch.int32)
+    found = cut_trees(trees, none.long(), none, torch.zeros(batch, 1, dtype=torch.int32), 64, rows)
+    assert found.starts.diff().tolist() == [*counts]
+    return TreeRows(*(getattr(found, each.name).to(DEVICE) for each in fields(found)))
+
+
+def test_chains_are_blocks_of_as_many_rows_of_each_request() -> None:
+    """Their rows stand one behind the other; outputs and memory have the bits that padded blocks leave."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    own, slots, width = net(1, 2, 8, 20, dtype), (4, 1, 2), 40
+    ragged = own.memory(5)
+    ragged.state.normal_()
+    padded, defined = copied(ragged), copied(ragged)
+    steps = [((0, 0, 0), (5, 1, 3)), ((5, 1, 2), (1, 4, 2)), ((1, 0, 1), (2, 1, 5))]
+    for padding, (stay, counts) in enumerate(steps):
+        for memory in (ragged, padded):
+            memory.inputs[3] = memory.gates[3] = memory.state[3] = math.nan  # of another request
+        block = own.rows(3, ROWS).view(3, ROWS, -1)
+        every = torch.full((padding, block.shape[2]), math.nan, dtype=dtype, device=DEVICE)
+        rows = torch.cat([*(each[:n] for each, n in zip(block, counts, strict=True)), every])
+        chains = chains_of(counts, len(rows))
+        found = own.step(kernels, rows, ragged, slots, stay, counts, chains)
+        expected = own.step(kernels, block.flatten(0, 1), padded, slots, stay, counts).view(3, ROWS, -1)
+        zeros = found.new_zeros(padding, width)
+        assert torch.equal(found, torch.cat([*(each[:n] for each, n in zip(expected, counts, strict=True)), zeros]))
+        eps = torch.finfo(dtype).eps
+        close = {"rtol": 4 * eps, "atol": 4 * eps * max(1.0, found.abs().max().item())}
+        torch.testing.assert_close(own.step(reference, rows, defined, slots, stay, counts, chains), found, **close)
+        for each in fields(ragged):
+            ours, theirs, exact = (getattr(memory, each.name)[list(slots)] for memory in (ragged, padded, defined))
+            assert torch.equal(ours, theirs), each.name
+            torch.testing.assert_close(ours, exact, rtol=8 * eps, atol=8 * eps)
+    assert found.any()
 
 
 def test_a_request_has_the_same_bits_alone_and_padding_touches_nothing() -> None:

@@ -23,6 +23,7 @@ from transformers import (
 
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.config import UnsupportedModel, UserError
+from dflash_toolkit.draft_tree import WIDTH
 from dflash_toolkit.models.cache import TargetCache
 from dflash_toolkit.models.spec import ARCHITECTURES as COMPUTED
 from dflash_toolkit.models.spec import ModelSpec
@@ -188,10 +189,11 @@ def test_a_block_taken_back_in_part_leaves_what_its_first_tokens_alone_would(nam
 def test_the_path_of_a_tree_leaves_what_its_tokens_alone_would(name: str) -> None:
     target = tiny(name)
     if ARCHITECTURES[name].recurrent:
-        with pytest.raises(UserError, match="use chains"):
-            target.check_trees()
+        assert target.tree_width() == target.tree_width(1) == 1
+        with pytest.raises(UserError, match="which take chains only"):
+            target.tree_width(2)
         return
-    target.check_trees()
+    assert target.tree_width() == WIDTH
     path, tree = [0, 2, 3], torch.tensor([[IDS[0, 12], 7, IDS[0, 13], IDS[0, 14], 9]])  # 9 stands behind 7
     visible = torch.eye(5, dtype=torch.bool)
     for row, ancestors in ((1, [0]), (2, [0]), (3, [0, 2]), (4, [0, 1])):

@@ -50,7 +50,8 @@ def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engi
 
 
 def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Callable[[int], bool]) -> None:
-    """Let the engine draft what the answers hold, except at the positions that `miss` names."""
+    """Let the engine draft what the answers hold, except at the positions that `miss` names; of trees chains, whose
+    probabilities depend on the position."""
 
     def propose(last: Tensor, rows: Any, block: int) -> Draft:
         drafts = torch.zeros(len(last), block - 1, dtype=torch.int64)
@@ -62,7 +63,14 @@ def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Cal
                 drafts[row, k - 1] = (token + 1) % 256 if miss(position) else token
         return Draft(drafts)
 
+    def children(last: Tensor, rows: Any, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
+        candidates = propose(last, rows, block).tokens[..., None]
+        positions = rows.lengths[:, None] + torch.arange(1, block)
+        sure = 0.3 + 0.1 * (positions * 3 % 7)[:, :, None, None]
+        return sure.log(), torch.zeros(sure.shape, dtype=torch.int32), candidates
+
     engine.runner.proposer.propose = propose  # type: ignore[method-assign]
+    engine.runner.proposer.children = children  # type: ignore[method-assign]
 
 
 def same(got: Generation, expected: Generation) -> bool:

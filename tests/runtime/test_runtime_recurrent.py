@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,9 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import EngineOptions, Request, load_engine
+from dflash_toolkit.runtime import Engine, EngineOptions, Request, load_engine
+from dflash_toolkit.runtime import engine as engine_module
+from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.weights import TargetWeights
 
 LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
@@ -37,6 +40,17 @@ def pair(kind: str = "qwen3_5") -> tuple[Target, Drafter]:
             if parameter.dim() == 1:  # norms of zeros would hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return target, make_drafter(target)
+
+
+def any_shapes(engine: Engine, dice: random.Random) -> None:
+    """Steps of blocks and of chains of any length, as a budget may choose them, with any number of rows."""
+
+    def chosen(requests: Sequence[Request]) -> StepShape:
+        block = dice.choice([1, *engine.runner.trees.blocks, 8, 8])
+        rows = len(requests) * dice.randrange(2, 7) - 1
+        return StepShape(block, rows if block > 1 and dice.random() < 0.8 else 0)
+
+    engine.scheduler.choose_shape = chosen
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
@@ -131,7 +145,8 @@ def test_whoever_comes_leaves_or_gives_way_the_others_write_on(cache_tokens: int
     assert (engine.stats.preemptions > 0) == (cache_tokens == 120)
 
 
-def test_random_events_leave_every_request_its_own_states() -> None:
+@pytest.mark.parametrize("nodes", [0, 7], ids=["blocks", "chains"])
+def test_random_events_leave_every_request_its_own_states(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in test_runtime_scheduler.py, on a device that computes: rows move, states are kept, folded and taken over."""
     dice = random.Random(3)
     kinds = ["linear_attention", "full_attention", "linear_attention"]
@@ -140,8 +155,14 @@ def test_random_events_leave_every_request_its_own_states() -> None:
     prompts = [shared[: dice.randrange(1, 14)] + tail for tail in prompts_of(*[3] * 12, seed=5)]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = {tuple(prompt): generate(target, None, prompt, params).tokens for prompt in prompts}
-    engine = make_engine(target, drafter, max_num_seqs=4, kv_cache_tokens=100, prefix_states=2)
+    options = {"max_num_seqs": 4, "kv_cache_tokens": 100, "prefix_states": 2, "draft_tree": nodes}
+    if nodes:
+        monkeypatch.setattr(engine_module, "cached_times", lambda *args: defaultdict(lambda: 1.0))
+        options["num_speculative_tokens"] = None
+    engine = make_engine(target, drafter, **options)
     knowing(engine, texts, lambda position: position % 7 in (2, 3))
+    if nodes:
+        any_shapes(engine, dice)
     alive: list[Request] = []
     cancelled = 0
     for _ in range(EVENTS):
@@ -164,11 +185,11 @@ def test_random_events_leave_every_request_its_own_states() -> None:
     assert min(cancelled, engine.stats.preemptions, engine.stats.cached_prompt_tokens) > EVENTS / 100
 
 
-@pytest.mark.parametrize("place", ["prefill", "decode"])
-def test_what_fails_half_way_leaves_no_state_that_anybody_goes_on_from(place: str) -> None:
+@pytest.mark.parametrize(("place", "nodes"), [("prefill", 0), ("decode", 0), ("decode", 7)])
+def test_what_fails_half_way_leaves_no_state_that_anybody_goes_on_from(place: str, nodes: int) -> None:
     """The device raises behind work that it did."""
     target, drafter = pair()
-    engine = make_engine(target, drafter)
+    engine = make_engine(target, drafter, draft_tree=nodes)
     runner, calls = engine.runner, 0
     real = getattr(runner, place)
 

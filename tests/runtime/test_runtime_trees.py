@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_dflash2, make_drafter, make_target
+from conftest import make_dflash2, make_drafter
 from test_runtime_context import context_of
 from test_runtime_engine import SAMPLINGS, check, make_engine, pair, prompts_of, same
 from torch import Tensor
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate
+from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate
 from dflash_toolkit.draft_tree import DraftTree, best_first
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels import reference
@@ -316,8 +316,5 @@ def test_what_takes_no_tree_is_refused_in_one_line() -> None:
     assert MOST_TREE_NODES + 1 == MOST_NODES
     with pytest.raises(ValueError, match="draft_tree is 64; the engine takes 63 nodes at most"):
         make_engine(target, drafter, draft_tree=64)
-    recurrent = make_target("qwen3_5")
-    with pytest.raises(UserError, match="recurrent layers take one token behind the other, and no draft tree"):
-        make_engine(recurrent, make_drafter(recurrent), draft_tree=8)
     engine = make_engine(target, None, draft_tree=8)
     check(engine, (target, None), prompts_of(4), SamplingParams(max_tokens=4))

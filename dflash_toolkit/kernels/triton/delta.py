@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..delta import DeltaMemory
 from ..launch import next_power_of_two, pdl
+from ..tree import TreeRows
 from .dependent import start_next, wait_for_previous
 
 CHANNELS = 64  # of a program of the convolution
@@ -49,15 +50,16 @@ def gate_sums(p_ba, mask, N, stride_part, PARTS: tl.constexpr, FORMAT: tl.conste
 
 @triton.jit(do_not_specialize=["S"])
 def _delta_inputs_kernel(
-    qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, inputs_p, gates_p, slots_p, stay_p, counts_p, mixed_p, out_gates_p,
-    S, MOST, C, N, stride_qkv, stride_ba, stride_part, blocks,
+    qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, inputs_p, gates_p, slots_p, stay_p, counts_p, starts_p,
+    mixed_p, out_gates_p, S, MOST, C, N, stride_qkv, stride_ba, stride_part, blocks,
     PARTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_r = tl.arange(0, ROWS)
     slot = tl.load(slots_p + i_b).to(tl.int64)  # these are older than the pass: see `pdl`
     stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
+    first = tl.load(starts_p + i_b).to(tl.int64) if CHAINS else i_b * S
     wait_for_previous(PDL)
     start_next(PDL)
     o_out = i_b * (MOST + S) + o_r
@@ -65,7 +67,7 @@ def _delta_inputs_kernel(
     if i_c < blocks:
         o_c = i_c * BLOCK + tl.arange(0, BLOCK)
         m_c = (o_c < C)[None, :]
-        p_qkv = qkv_p + i_b * S * stride_qkv + o_c[None, :]
+        p_qkv = qkv_p + first * stride_qkv + o_c[None, :]
         p_window = window_p + slot * (TAPS - 1) * C + o_c[None, :]
         p_inputs = inputs_p + slot * MOST * C + o_c[None, :]
         b_acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
@@ -89,7 +91,7 @@ def _delta_inputs_kernel(
     else:
         o_n = tl.arange(0, HEADS)
         m_n = (o_n < N)[None, :]
-        p_ba = ba_p + (i_b * S + o_r)[:, None] * stride_ba + o_n[None, :]
+        p_ba = ba_p + (first + o_r)[:, None] * stride_ba + o_n[None, :]
         b_b, b_a = gate_sums(p_ba, m_new[:, None] & m_n, N, stride_part, PARTS, mixed_p.dtype.element_ty)
         b_rate = tl.exp(tl.load(a_log_p + o_n, mask=o_n < N, other=0.0).to(tl.float32))
         b_dt = tl.load(dt_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
@@ -131,12 +133,13 @@ def _delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
     return b_q, b_k, b_v, decay, beta
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "M"])
 def _delta_rule_kernel(
-    mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, out_p, S, MOST, C, N, G, H_K, H_V, scale,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, starts_p, out_p, S, M, MOST, C, N, G, H_K, H_V, scale,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK: all rows stay, and stay_p holds how many came before, of other chunks."""
+    """CHUNK: all rows stay, and stay_p holds how many came before, of other chunks. CHAINS: a request's begin where
+    starts_p says, and not at every S."""
     i_b, i_n, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < H_K, o_v < H_V
@@ -146,7 +149,9 @@ def _delta_rule_kernel(
     m_state = m_k[:, None] & m_v[None, :]
     mixed_p += i_b * (MOST + S) * C
     gates_p += i_b * (MOST + S) * 2 * N + i_n
-    out_p += i_b * S * N * H_V + i_n * H_V + o_v
+    first = tl.load(starts_p + i_b).to(tl.int64) if CHAINS else i_b * S
+    out_p += i_n * H_V + o_v
+    p_out = out_p + first * N * H_V
     i_g = i_n // (N // G)
     known = stay + count > 0
     if CHUNK:
@@ -168,12 +173,17 @@ def _delta_rule_kernel(
         b_delta = (b_v - tl.sum(b_state * b_k[:, None], axis=0)) * beta
         b_state += b_k[:, None] * b_delta[None, :]
         b_out = tl.sum(b_state * b_q[:, None], axis=0)
-        tl.store(out_p + (row - stay) * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v & (row >= stay))
+        tl.store(p_out + (row - stay) * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v & (row >= stay))
         b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
     if CHUNK or count == 0:
         tl.store(p_state, b_state, mask=m_state & (end > 0))
-    for row in range(count, S):
-        tl.store(out_p + row * N * H_V, tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty), mask=m_v)
+    b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
+    if CHAINS:  # what is left over behind all of them is shared out
+        for row in range(tl.load(starts_p + tl.num_programs(0)) + i_b, M, tl.num_programs(0)):
+            tl.store(out_p + row * N * H_V, b_none, mask=m_v)
+    else:
+        for row in range(count, S):
+            tl.store(p_out + row * N * H_V, b_none, mask=m_v)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -205,27 +215,35 @@ def delta_inputs(
     slots: Tensor,
     stay: Tensor,
     counts: Tensor,
+    chains: TreeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mixed rows [B, R, C] and gates fp32 [B, R, 2, N]: old ones that stay, then new ones; see the reference."""
-    batch, (channels, taps), heads = len(slots), weight.shape, len(a_log)
-    block, most = len(qkv) // batch, memory.rows
+    batch, (channels, taps), heads, most = len(slots), weight.shape, len(a_log), memory.rows
+    block = len(qkv) // batch if chains is None else most
     mixed = torch.empty(batch, most + block, channels, dtype=qkv.dtype, device=qkv.device)
     gates = torch.empty(batch, most + block, 2, heads, dtype=torch.float32, device=qkv.device)
     blocks = -(-channels // CHANNELS)
     _delta_inputs_kernel[(batch, blocks + 1)](
-        qkv, ba, weight, a_log, dt_bias, memory.window, memory.inputs, memory.gates, slots, stay, counts, mixed, gates,
-        block, most, channels, heads, qkv.stride(0), ba.stride(1), ba.stride(0), blocks,
-        PARTS=len(ba), TAPS=taps, ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
-        HEADS=next_power_of_two(heads), **pdl(qkv, early=True),
+        qkv, ba, weight, a_log, dt_bias, memory.window, memory.inputs, memory.gates, slots, stay, counts,
+        slots if chains is None else chains.starts, mixed, gates, block, most, channels, heads, qkv.stride(0),
+        ba.stride(1), ba.stride(0), blocks, PARTS=len(ba), TAPS=taps,
+        ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
+        HEADS=next_power_of_two(heads), CHAINS=chains is not None, **pdl(qkv, early=True),
     )  # fmt: skip
     return mixed, gates
 
 
 def delta_rule(
-    mixed: Tensor, gates: Tensor, memory: DeltaMemory, slots: Tensor, stay: Tensor, counts: Tensor
+    mixed: Tensor,
+    gates: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    stay: Tensor,
+    counts: Tensor,
+    chains: TreeRows | None = None,
 ) -> Tensor:
     """The outputs [M, N H_v] of a block's rows; the state becomes the one before it. See the reference."""
-    return _launch_rule(mixed, gates, memory.state, memory.rows, slots, stay, counts, chunk=False)
+    return _launch_rule(mixed, gates, memory.state, memory.rows, slots, stay, counts, chains)
 
 
 def _launch_rule(
@@ -236,18 +254,20 @@ def _launch_rule(
     slots: Tensor,
     stay: Tensor,
     counts: Tensor,
+    chains: TreeRows | None = None,
     *,
-    chunk: bool,
+    chunk: bool = False,
 ) -> Tensor:
     batch, rows, channels = mixed.shape
     heads, width_k, width_v = state.shape[1:]
     groups, block = (channels - heads * width_v) // (2 * width_k), rows - most
-    out = torch.empty(batch * block, heads * width_v, dtype=mixed.dtype, device=mixed.device)
+    m = batch * block if chains is None else len(chains.requests)
+    out = torch.empty(m, heads * width_v, dtype=mixed.dtype, device=mixed.device)
     columns = min(COLUMNS, next_power_of_two(width_v))
     _delta_rule_kernel[(batch, heads, -(-width_v // columns))](
-        mixed, gates, state, slots, stay, counts, out, block, most, channels, heads, groups, width_k, width_v,
-        width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, CHUNK=chunk,
-        num_warps=2 if chunk else 1, **pdl(mixed, early=not chunk),
+        mixed, gates, state, slots, stay, counts, slots if chains is None else chains.starts, out, block, m, most,
+        channels, heads, groups, width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns,
+        CHUNK=chunk, CHAINS=chains is not None, num_warps=2 if chunk else 1, **pdl(mixed, early=not chunk),
     )  # fmt: skip
     return out
 

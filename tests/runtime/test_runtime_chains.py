@@ -1,0 +1,99 @@
+"""Chains of each request's own length in the engine, for targets whose recurrent layers take no trees."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from test_runtime_engine import knowing, make_engine, prompts_of, same
+from test_runtime_recurrent import any_shapes, pair
+from test_runtime_trees import plain, planting, watch
+
+from dflash_toolkit import SamplingParams, UserError, generate
+from dflash_toolkit.kernels import reference
+from dflash_toolkit.runtime.request import StepShape
+
+GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+HOT = SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("kind", "nodes"), [("qwen3_next", 40), ("qwen3_5", 3)])
+def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> None:
+    target, drafter = pair(kind)
+    engine, prompts = make_engine(target, drafter, draft_tree=nodes), prompts_of(1, 5, 17, 33)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (26, 20, 1, 18)]
+    with planting(engine, plain(target, prompts, params)):
+        answers = engine.generate(prompts, params)
+        for prompt, each, got in zip(prompts, params, answers, strict=True):
+            assert same(got, generate(target, drafter, prompt, each, draft_tree=nodes))
+    steps = [step for got in answers for step in got.steps]
+    assert max(step.drafted for step in steps) == min(nodes, 7) and max(step.accepted for step in steps) >= 2
+    engine.pool.check()
+    assert engine.pool.available == engine.pool.capacity
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "sampled"])
+def test_however_long_the_chains_are_the_answers_are_those_without(params: SamplingParams) -> None:
+    """Rows go to the likeliest tokens; blocks and plain steps come between, and take in what chains have left."""
+    target, drafter = pair()
+    engine, prompts = make_engine(target, drafter, draft_tree=7), prompts_of(4, 19, 7)
+    each = [replace(one, max_tokens=80) for one in (params, GREEDY, replace(params, seed=9))]
+    texts, starts, cut = plain(target, prompts, each), list[list[int]](), reference.cut_trees
+    knowing(engine, texts, lambda position: position % 5 == 0)
+    shapes = list[StepShape]()
+    any_shapes(engine, random.Random(2))
+    watch(engine, engine.scheduler.choose_shape, shapes)
+
+    def cutting(*args: object) -> object:
+        found = cut(*args)
+        starts.append(found.starts.diff().tolist())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "cut_trees", cutting)
+        answers = engine.generate(prompts, each)
+    assert [got.tokens for got in answers] == list(texts.values())
+    assert {1, 8} <= {shape.block for shape in shapes if not shape.rows} and len(starts) > 5
+    assert any(len(set(counts)) == 3 for counts in starts), "of as many lengths as requests"
+    assert sum(len(got.steps) for got in answers) < 3 * 80 / 2
+
+
+@pytest.mark.parametrize("index", [2, 6, 11])
+def test_an_end_anywhere_in_a_chain_is_where_it_is_in_plain_decoding(index: int) -> None:
+    target, drafter = pair()
+    (prompt,) = prompts_of(9)
+    text = generate(target, None, prompt, replace(GREEDY, max_tokens=16)).tokens
+    engine = make_engine(target, drafter, draft_tree=15)
+    knowing(engine, {tuple(prompt): text}, lambda position: False)
+    stops = SamplingParams(max_tokens=16, stop_token_ids=(text[index],))
+    ends = [stops, replace(GREEDY, max_tokens=index), replace(GREEDY, max_tokens=16)]
+    got = engine.generate([prompt] * 3, ends)
+    assert got[0].tokens == text[: text.index(text[index]) + 1] and got[0].finish_reason == "stop"
+    assert got[1].tokens == text[:index] and got[2].tokens == text
+    assert len(got[2].steps) == 2, "whole chains were taken"
+    assert engine.stats.cached_prompt_tokens == 2 * 8, "the others go on from what the first has left"
+
+
+def test_rows_of_nobody_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in steps that were captured for five requests and more rows than all their chains have."""
+    target, drafter = pair()
+    engine, prompts = make_engine(target, drafter, draft_tree=7, max_num_seqs=5, prefix_states=0), prompts_of(6, 19)
+    for memory in engine.runner._memories:
+        memory.state.fill_(float("nan"))
+    monkeypatch.setattr(engine.runner, "_rows", lambda count: 5)
+    engine.scheduler.choose_shape = lambda requests: StepShape(8, 48)
+    texts = plain(target, prompts, [GREEDY] * 2)
+    knowing(engine, texts, lambda position: position % 5 == 0)
+    assert [got.tokens for got in engine.generate(prompts, GREEDY)] == list(texts.values())
+    for memory in engine.runner._memories:
+        untouched = memory.state.isnan().flatten(1).all(1).tolist()
+        assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"
+
+
+def test_a_target_with_recurrent_layers_gets_chains_and_no_wider_tree() -> None:
+    target, drafter = pair()
+    engine = make_engine(target, drafter, draft_tree=63)
+    assert (engine.options.draft_tree, engine.options.draft_tree_width) == (7, 1), "no chain is longer than a block"
+    assert engine.runner.max_places == 8
+    with pytest.raises(UserError, match="draft_tree_width is 8; the target has recurrent layers, which take chains"):
+        make_engine(target, drafter, draft_tree=8, draft_tree_width=8)
+    assert make_engine(target, drafter, draft_tree_width=8).runner.trees is None, "without trees it means nothing"
