@@ -37,7 +37,7 @@ LEVELS = [
     {"calibration", "draft_tree", "fingerprint"},
     {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling", "tracking"},
     {"grammar", "models.dflash2"},  # of the backbone, which finds it by name
-    {"decode", "record"},
+    {"confidence", "decode", "record"},
     {"options"},
     {"acceptance", "runtime"},
     {"doctor"},

@@ -1,6 +1,7 @@
 """dflash-doctor: why is this drafter accepted badly, and what to do."""
 
 import functools
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, 
 from ..options import ModelOptions, PromptSetOptions
 from ..progress import Progress
 from ..threads import use_threads
+from .confidences import check_calibration
 from .exported import compare, compare_target
 from .files import FILE_CHECKS, Case
 from .finding import Finding, has_fault, show, to_json
@@ -38,7 +40,8 @@ PROG = "dflash-doctor"
 DESCRIPTION = """\
 Find out why a drafter is accepted badly. Reads the checkpoint, decodes a few prompts with it, and tries it in other
 ways than configured: layer ids one off, another RoPE theta or mask row, shifted positions and labels, the anchor's
-own feature in the context, thinking on and off. Says in plain words what is wrong and what to do.
+own feature in the context, thinking on and off, and compares its probabilities with what the target accepts. Says in
+plain words what is wrong and what to do.
 
 Exit code: 0 nothing is wrong (there may be warnings), 1 a fault was found, 2 the command cannot be run as given."""
 
@@ -159,6 +162,8 @@ def judge(
     findings += check_serving(case, answers, scores, findings, known)
     findings += check_recall(case, scores, findings, known)
     findings += check_acceptance(case, answers, scores, findings, known)
+    serve = shlex.join(["dflash-serve", "--target", target.name, "--drafter", case.name])
+    findings += check_calibration(case, probe, answers, findings, serve)
     return findings
 
 

@@ -140,7 +140,7 @@ def gain(better: Scores, base: Scores) -> Gain:
     difference = (better.accepted - base.accepted).double()
     place = torch.stack([base.text, base.anchor // base.hits.shape[1]], dim=1)
     segment = place.unique(dim=0, return_inverse=True)[1]
-    return _significance(difference, segment)
+    return clustered(difference, segment)
 
 
 def unpaired_gain(better: Scores, base: Scores) -> Gain:
@@ -149,14 +149,14 @@ def unpaired_gain(better: Scores, base: Scores) -> Gain:
     for scores in (better, base):
         accepted = scores.accepted.double()
         means.append(float(accepted.mean()))
-        found = _significance(accepted - accepted.mean() + 1, scores.text)  # the mean is 1, so z is 1 / error
+        found = clustered(accepted - accepted.mean() + 1, scores.text)  # the mean is 1, so z is 1 / error
         errors.append(1 / found.z if found.z else math.inf)
     error = math.hypot(*errors)
     difference = means[0] - means[1]
     return Gain(difference, difference / error if error else math.copysign(math.inf, difference))
 
 
-def _significance(values: Tensor, cluster: Tensor) -> Gain:
+def clustered(values: Tensor, cluster: Tensor) -> Gain:
     """Mean of `values` [R] and the same over its standard error, with observations dependent inside a cluster."""
     mean = values.mean()
     sums = torch.zeros(int(cluster.max()) + 1, dtype=torch.float64).index_add_(0, cluster, values - mean)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from ..calibration import Calibration
 from ..models.rope import RopeScaling
 from .files import Case
 
@@ -37,6 +38,17 @@ def scale_remedy(multiplier: float, cap: float | None) -> str:
     """How to transform the logits that a selector adds to."""
     values = {"output_multiplier": multiplier, "final_logit_softcapping": cap}
     return f"set {' and '.join(f'{k} to {json.dumps(v)}' for k, v in values.items())} in dflash_config of config.json"
+
+
+def calibration_remedy(case: Case, measured: Calibration | None) -> str:
+    """How to tell what was measured of the drafter's probabilities."""
+    nested = case.raw.get("dflash_config")
+    inside = "dflash_config." if isinstance(nested, dict) and "acceptance_bias" in nested else ""
+    keys = f"{inside}acceptance_slope", f"{inside}acceptance_bias"
+    if measured is None:
+        return f"remove {' and '.join(keys)} from config.json"
+    values = json.dumps(round(measured.slope, 3)), json.dumps([round(each, 3) for each in measured.bias])
+    return f"set {' and '.join(f'{k} to {v}' for k, v in zip(keys, values, strict=True))} in config.json"
 
 
 def causality_remedy(case: Case, causal: bool) -> str:

@@ -149,6 +149,7 @@ def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: py
         "configuration", "fit", "tensors", "weights", "template", "record", "layer ids", "tap order", "rope",
         "mask row", "causality", "layer order", "rope rows", "gate and up", "q and k norms", "norm weights",
         "context", "positions", "labels", "thinking", "curve", "serving", "recall", "acceptance",
+        "calibration",
     }  # fmt: skip
     assert "nothing is wrong with this drafter" in capsys.readouterr().out
     acceptance, serving = (next(f for f in found["ok"] if f["check"] == name) for name in ("acceptance", "serving"))

@@ -3,6 +3,7 @@
 # ruff: noqa: F811  # the fixture `clinic` is another file's
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_target
-from test_doctor import BREAKS, Clinic, answered, clinic, edit, fit, tensors  # noqa: F401
+from test_doctor import BREAKS, Clinic, answered, clinic, config, edit, fit, tensors  # noqa: F401
 
 import dflash_toolkit.decode
 import train.loop
+from dflash_toolkit.calibration import Calibration
+from dflash_toolkit.confidence import JudgedNode
+from dflash_toolkit.doctor.confidences import area, judged
+from dflash_toolkit.doctor.files import Case
 from dflash_toolkit.doctor.probe import Scores
 from dflash_toolkit.doctor.symptoms import _cliff
 from dflash_toolkit.models.dflash.network import ContextKV, Drafter
-from dflash_toolkit.models.target import Target
+from dflash_toolkit.models.target import Target, load_config
 from train.objective.blocks import Blocks
 
 # ---- training against serving ----------------------------------------------------------------------------------
@@ -150,3 +155,78 @@ def test_neither_what_was_recorded_nor_recall_warns_of_what_a_fault_explains(cli
     assert serving["remedy"] == "mend the faults named here"
     (recall,) = (f for f in found["ok"] if f["check"] == "recall")
     assert recall["figures"]["top_1"][0] < 0.3
+
+
+# ---- its probabilities -----------------------------------------------------------------------------------------
+
+
+def test_a_calibration_of_another_drafter_is_named_and_the_measured_one_is_right(clinic: Clinic) -> None:
+    def calibrated(slope: float, bias: list[float]) -> Any:
+        return config(lambda values: values["dflash_config"].update(acceptance_slope=slope, acceptance_bias=bias))
+
+    found = clinic.examine(break_it=calibrated(0.2, [-3.0, -1.0]))
+    (finding,) = found["fault"] + found["warning"]
+    figures = finding["figures"]
+    assert finding["check"] == "calibration" and "worse than none, as one of another drafter is" in finding["measured"]
+    assert figures["promised_stored"] < 0.7 * figures["accepted"] < figures["nodes"]
+    set_to = f"set dflash_config.acceptance_slope to {round(figures['acceptance_slope'], 3)} and"
+    assert set_to in finding["remedy"] and "dflash_config.acceptance_bias to [" in finding["remedy"]
+
+    found = clinic.examine(break_it=calibrated(figures["acceptance_slope"], figures["acceptance_bias"]))
+    assert not found["fault"] + found["warning"]
+    (mended,) = (finding for finding in found["ok"] if finding["check"] == "calibration")
+    assert mended["figures"]["promised_stored"] == pytest.approx(figures["accepted"], rel=0.15)
+
+
+def nodes_of(informed: bool, ranked: bool, blocks: int = 300) -> list[JudgedNode]:
+    """Blocks of five slots with three candidates each, accepted with the drafter's probabilities, with others of the
+    same order, or by dice."""
+    dice, found = torch.Generator().manual_seed(1), list[JudgedNode]()
+    for _ in range(blocks):
+        for slot in range(1, 6):
+            thought, true = (torch.rand(2, generator=dice) * 0.6 + 0.3).tolist()
+            best = thought if informed else true
+            shares = (best, 0.6 * (1 - best), 0.3 * (1 - best)) if ranked else (0.25, 0.25, 0.25)
+            taken = int(torch.multinomial(torch.tensor([*shares, 1 - sum(shares)]), 1, generator=dice))
+            for rank, share in enumerate((thought, 0.6 * (1 - thought), 0.3 * (1 - thought))):
+                found.append(
+                    JudgedNode(math.log(share if ranked else thought - 0.01 * rank), slot, taken == rank, not rank)
+                )
+            if taken == 3:
+                break
+    return found
+
+
+def test_probabilities_that_say_nothing_are_told_and_what_cannot_pay(clinic: Clinic) -> None:
+    case = Case.read(str(clinic.healthy), load_config(clinic.target), None, None)
+    good = judged(case, nodes_of(True, True), "dflash-serve ...")
+    assert good.severity == "ok" and "too few" not in good.measured and "none is stored" in good.measured
+    assert good.figures["auc_trees"] > good.figures["auc_chains"] > 0.65
+    order, nothing = (judged(case, nodes_of(False, ranked), "dflash-serve --target t") for ranked in (True, False))
+    for finding in (order, nothing):
+        assert finding.severity == "warning" and "say nothing of what is accepted" in finding.measured
+        assert abs(finding.figures["auc_chains"] - 0.5) < 0.05
+        assert "`dflash-serve --target t` without --draft-tree" in finding.remedy
+    assert "trees by the order of their tokens alone" in order.remedy and order.figures["auc_trees"] > 0.7
+    assert "draft trees and chains of their own length cannot pay" in nothing.remedy
+    few = judged(case, nodes_of(False, False, blocks=9), "dflash-serve ...")
+    assert few.severity == "ok" and "too few" in few.measured, "of nine blocks nothing is sure"
+
+
+def test_a_calibration_that_promises_too_much_is_told_by_how_much(clinic: Clinic) -> None:
+    case = Case.read(str(clinic.healthy), load_config(clinic.target), None, None)
+    assert case.config is not None
+    nodes = [node._replace(accepted=node.accepted and not i % 2) for i, node in enumerate(nodes_of(True, True))]
+    case = replace(case, config=replace(case.config, acceptance_slope=1.0, acceptance_bias=(0.01,)))
+    finding = judged(case, nodes, "dflash-serve ...")
+    assert finding.severity == "warning" and "the stored calibration promises 2" in finding.measured
+    slope, bias = finding.figures["acceptance_slope"], finding.figures["acceptance_bias"]
+    fitted = Calibration(slope, tuple(bias))
+    log_probs, slots = (torch.tensor([node[i] for node in nodes]) for i in (0, 1))
+    assert float(fitted(log_probs.exp(), slots).sum()) == pytest.approx(finding.figures["accepted"], rel=0.02)
+
+
+def test_the_area_under_the_curve_counts_pairs() -> None:
+    values, accepted = torch.tensor([0.9, 0.4, 0.4, 0.1, 0.7]), torch.tensor([True, True, False, False, False])
+    assert area(values, accepted)[0] == pytest.approx((3 + 1.5) / 6)
+    assert all(math.isnan(each) for each in area(values[:2], accepted[:2]))

@@ -11,6 +11,7 @@ import torch
 
 from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.calibration import Calibration
+from dflash_toolkit.confidence import calibrate
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.decoders import EngineDecoder, ReferenceDecoder, decode_all
 from dflash_toolkit.generation import Generation
@@ -22,7 +23,6 @@ from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
-from .calibrate import calibrate
 
 TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's responses do not depend on their company
 PAGE = 64  # tokens

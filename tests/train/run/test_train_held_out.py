@@ -14,11 +14,11 @@ from test_train_loop import lines_without_speed
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter
 from dflash_toolkit.calibration import Calibration
+from dflash_toolkit.confidence import LIKELY, JudgedNode, calibrate, judged_nodes
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 from train.config import RunOptions
-from train.run.calibrate import LIKELY, calibrate, judged_nodes
 from train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
@@ -97,14 +97,14 @@ def test_a_calibration_is_fitted_to_the_nodes_that_decoding_judges(
             at += len(step.tokens)
     with torch.inference_mode():
         found = [pair for each in answers for pair in judged_nodes(target, drafter, *each, every=1)]
-    near = {(round(p, 3), slot, hit) for p, slot, hit in found}
+    near = {(round(p, 3), slot, hit) for p, slot, hit, _ in found}
     assert len(expected) > 20 and {(round(p, 3), slot, hit) for p, slot, hit in expected} <= near
     fitted = calibrate(target, drafter, answers)
     assert fitted and fitted != Calibration.cold(3)
     assert calibrate(target, drafter, [(p, replace(a, steps=[])) for p, a in answers]) is None
-    wrong = [(math.log(share), 1, share < 0.5) for share in (0.9, 0.1)] * 50
+    wrong = [JudgedNode(math.log(share), 1, share < 0.5, share > 0.5) for share in (0.9, 0.1)] * 50
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.run.calibrate.judged_nodes", lambda *_: iter(wrong))
+        patch.setattr("dflash_toolkit.confidence.judged_nodes", lambda *_: iter(wrong))
         assert calibrate(target, drafter, answers) is None, "no configuration may hold it"
 
 

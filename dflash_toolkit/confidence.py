@@ -1,49 +1,64 @@
-"""How sure a drafter may be taken to be, measured on answers to held-out prompts before it is exported."""
+"""How sure a drafter may be taken to be: its probabilities against what the target says."""
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dflash_toolkit.calibration import Calibration
-from dflash_toolkit.draft_tree import WIDTH
-from dflash_toolkit.generation import Generation
-from dflash_toolkit.models.dflash.network import ContextKV, Drafter
-from dflash_toolkit.models.target import Target
+from .calibration import Calibration
+from .draft_tree import WIDTH
+from .generation import Generation
+from .models.dflash.network import ContextKV, Drafter
+from .models.target import Target
 
 BLOCKS = 512  # that are drafted, at most
 LIKELY = 1e-3  # less probable tokens are no nodes of trees
 
 
-@torch.inference_mode()
+class JudgedNode(NamedTuple):
+    """A node of a draft tree whose parent was accepted."""
+
+    log_prob: float  # that the drafter gives its token behind its parent
+    slot: int  # 1..S-1
+    accepted: bool
+    best: bool  # the most probable behind its parent, which a chain would hold
+
+
 def calibrate(target: Target, drafter: Drafter, answers: Sequence[tuple[list[int], Generation]]) -> Calibration | None:
-    """Fitted to the nodes of draft trees over the target's own greedy answers whose parents are accepted.
+    """Fitted to the nodes that `judge` finds; None where `fit` has none."""
+    return fit(judge(target, drafter, answers), drafter.config.block_size - 1)
+
+
+def fit(nodes: Sequence[JudgedNode], slots: int) -> Calibration | None:
+    """None where there are no nodes, or what the drafter finds more probable is accepted less, as of one that was
+    hardly trained."""
+    if not nodes:
+        return None
+    log_probs, at, accepted, _ = (torch.tensor(part) for part in zip(*nodes, strict=True))
+    fitted = Calibration.cold(slots).refit(log_probs.double().exp(), at, accepted)
+    return fitted if fitted.slope > 0 else None
+
+
+@torch.inference_mode()
+def judge(target: Target, drafter: Drafter, answers: Sequence[tuple[list[int], Generation]]) -> list[JudgedNode]:
+    """The nodes of draft trees over the target's own greedy answers whose parents are accepted, block by block.
 
     Blocks are drafted where steps of decoding began, of long answers where every so many did.
 
     Args:
         drafter: in the target's dtype, on its device.
         answers: prompts, and what the target said.
-
-    Returns:
-        None where no answer is long enough for a block, or what the drafter finds more probable is accepted less, as of
-        one that was hardly trained.
     """
     every = -(-sum(len(answer.steps) for _, answer in answers) // BLOCKS) or 1
-    found = [pair for prompt, answer in answers for pair in judged_nodes(target, drafter, prompt, answer, every)]
-    if not found:
-        return None
-    log_probs, slots, accepted = (torch.tensor(part) for part in zip(*found, strict=True))
-    cold = Calibration.cold(drafter.config.block_size - 1)
-    fitted = cold.refit(log_probs.double().exp(), slots, accepted)
-    return fitted if fitted.slope > 0 else None
+    return [node for prompt, answer in answers for node in judged_nodes(target, drafter, prompt, answer, every)]
 
 
 def judged_nodes(
     target: Target, drafter: Drafter, prompt: list[int], answer: Generation, every: int
-) -> Iterator[tuple[float, int, bool]]:
-    """Log-probability and slot of each judged node, and whether it was accepted."""
+) -> Iterator[JudgedNode]:
+    """Of one answer, the blocks of every so many steps."""
     tokens, config = prompt + answer.tokens, drafter.config
     anchors, at = list[int](), len(prompt)
     for step in answer.steps:
@@ -68,16 +83,16 @@ def judged_nodes(
         yield from _judged(candidates.cpu(), log_probs.cpu(), tokens[anchor + 1 :])
 
 
-def _judged(candidates: Tensor, log_probs: Tensor, following: list[int]) -> Iterator[tuple[float, int, bool]]:
+def _judged(candidates: Tensor, log_probs: Tensor, following: list[int]) -> Iterator[JudgedNode]:
     parent = 0
     for slot, token in enumerate(following[: len(candidates)], 1):
         values, ranks = log_probs[slot - 1, parent].sort(descending=True, stable=True)
         likely = max(1, int((values[:WIDTH] > math.log(LIKELY)).sum()))
         taken = None
-        for value, rank in zip(values[:likely].tolist(), ranks[:likely].tolist(), strict=True):
+        for place, (value, rank) in enumerate(zip(values[:likely].tolist(), ranks[:likely].tolist(), strict=True)):
             hit = int(candidates[slot - 1, rank]) == token
             taken = rank if hit else taken
-            yield value, slot, hit
+            yield JudgedNode(value, slot, hit, place == 0)
         if taken is None:
             return
         parent = taken

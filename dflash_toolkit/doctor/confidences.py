@@ -1,0 +1,109 @@
+"""Can the drafter's probabilities be believed? Draft trees, and chains of their own length, live by them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..calibration import Calibration
+from ..confidence import JudgedNode, fit, judge
+from .files import Case
+from .finding import Finding, Severity, has_fault
+from .probe import Answer, Probe, clustered
+from .remedies import calibration_remedy
+
+ENOUGH = 25  # drafts of a chain that were accepted, and so many that were not; fewer say nothing
+SURE_Z = 3.0
+NO_INFORMATION = 0.6  # an area under the curve that is surely below is near that of dice, 0.5
+OFF = 1.3  # promised over accepted nodes, or the other way round
+
+
+def check_calibration(
+    case: Case, probe: Probe, answers: Sequence[Answer], earlier: Sequence[Finding], serve: str
+) -> list[Finding]:
+    """The drafter's probabilities, and the calibration that it carries, against what the target accepts of its trees.
+
+    Args:
+        serve: the command that serves this pair.
+    """
+    if has_fault(earlier):
+        return [Finding("calibration", "ok", "not measured: mend the faults first")]
+    texts = [(answer.tokens[: answer.prompt_tokens].tolist(), answer.generation) for answer in answers]
+    return [judged(case, judge(probe.target, probe.drafter, texts), serve)]
+
+
+def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
+    """What nodes whose parents were accepted say, block by block."""
+    assert case.config is not None
+    slots = case.config.block_size - 1
+    log_probs, at, accepted, best = (torch.tensor(part) for part in zip(*nodes, strict=True))
+    chains, everything = (area(log_probs[of], accepted[of]) for of in (best, torch.ones_like(best)))
+    cold, stored = Calibration.cold(slots), case.config.calibration if case.config.acceptance_bias else None
+    promises = {name: of(log_probs.exp(), at) for name, of in (("stored", stored), ("own", cold)) if of}
+    taken, fitted = int(accepted.sum()), fit(nodes, slots)
+    figures = {
+        "nodes": len(nodes),
+        "accepted": taken,
+        "promised_stored": float(promises["stored"].sum()) if stored else None,
+        "promised_by_the_drafter": float(promises["own"].sum()),
+        "auc_chains": chains[0],
+        "auc_trees": everything[0],
+        "acceptance_slope": fitted.slope if fitted else None,
+        "acceptance_bias": list(fitted.bias) if fitted else None,
+    }
+    said = f"{figures['promised_stored']:.0f} were promised by the stored calibration" if stored else "none is stored"
+    measured = (
+        f"of {len(nodes)} judged nodes of draft trees {taken} were accepted; {said}, "
+        f"{figures['promised_by_the_drafter']:.0f} by the drafter's own probabilities; probabilities of accepted "
+        f"nodes are the higher ones with an AUC of {everything[0]:.2f}, {chains[0]:.2f} among the best of each slot"
+    )
+    chosen = int((accepted & best).sum())
+    few = min(chosen, int(best.sum()) - chosen) < ENOUGH
+    severity: Severity = "ok"
+    words, remedy = f"too few drafts to judge the AUC by; {measured}" if few else measured, ""
+    if not few and surely_none(chains):
+        useless = "draft trees and chains of their own length cannot pay" if surely_none(everything) else (
+            "chains of their own length cannot pay, and trees by the order of their tokens alone"
+        )  # fmt: skip
+        severity, words = "warning", f"its probabilities say nothing of what is accepted; {measured}"
+        remedy = f"{useless}: serve blocks, `{serve}` without --draft-tree; a longer training makes them tell more"
+    elif stored:
+        block = (best & (at == 1)).long().cumsum(0) - 1
+        lost = clustered(_surprise(promises["stored"], accepted) - _surprise(promises["own"], accepted), block)
+        sure = (promises["stored"].sum() - taken) / (promises["stored"] * (1 - promises["stored"])).sum().sqrt()
+        ratio = float(promises["stored"].sum()) / max(taken, 1)
+        if lost.z >= SURE_Z:
+            severity = "warning"
+            words = f"the stored calibration is worse than none, as one of another drafter is; {measured}"
+        elif abs(float(sure)) >= SURE_Z and not 1 / OFF <= ratio <= OFF:
+            severity, words = "warning", f"the stored calibration promises {ratio:.2f} times as much; {measured}"
+        if severity != "ok":
+            remedy = (
+                f"{calibration_remedy(case, fitted)}; till then a server with --draft-tree begins with wrong trees, "
+                f"until its first steps have corrected them"
+            )
+    return Finding("calibration", severity, words, remedy, figures)
+
+
+def area(values: Tensor, accepted: Tensor) -> tuple[float, float]:
+    """How often an accepted node has a higher value than a rejected one, ties half, and the standard error of that
+    (Hanley and McNeil, 1982); NaN where there are none of either."""
+    ones, zeros = values[accepted].double(), values[~accepted].double().sort().values
+    m, n = len(ones), len(zeros)
+    if not m or not n:
+        return math.nan, math.nan
+    below, up_to = (torch.searchsorted(zeros, ones, right=right).double() for right in (False, True))
+    a = float((below + up_to).mean()) / 2 / n
+    q1, q2 = a / (2 - a), 2 * a * a / (1 + a)
+    return a, math.sqrt(max(0.0, a * (1 - a) + (m - 1) * (q1 - a * a) + (n - 1) * (q2 - a * a)) / (m * n))
+
+
+def surely_none(area: tuple[float, float]) -> bool:
+    """Whether it is near that of dice, or below."""
+    return area[0] + SURE_Z * area[1] < NO_INFORMATION
+
+
+def _surprise(promised: Tensor, accepted: Tensor) -> Tensor:
+    """Negative log-likelihood, in nats."""
+    return -torch.where(accepted, promised, 1 - promised).clamp(min=1e-9).log()
