@@ -84,6 +84,7 @@ def stream(
     matcher = None
     if params.grammar:
         matcher = Grammars(target.tokenizer, rows, target.stop_token_ids).matcher(params.grammar, stop_ids)
+    width = 1
     if drafter and draft_tree:
         if draft_sample_method == "probabilistic":
             raise UserError("a draft tree holds the most probable tokens; use the draft_sample_method greedy")
@@ -123,8 +124,6 @@ def stream(
                 most = {"depth": remaining - 1, "width": width}
                 tree = propose_tree(target, drafter, context, last, p, draft_tree, **most)
                 draft = tree.tokens.tolist()
-                if width == 1:  # its rows stand one behind the other, as those of any draft
-                    tree = None
             elif draft_sample_method == "probabilistic" and params.temperature > 0.0:
                 sampled_draft = propose_sampled(target, drafter, context, last, p, params)
                 draft = sampled_draft.tokens.tolist()[: remaining - 1]
@@ -134,14 +133,15 @@ def stream(
         block = torch.tensor([[last, *draft]], device=target.device)
         if draft:
             cache.begin_block()
-        visible = tree.visible if tree else None
+        branching = tree if width > 1 else None  # else its rows stand one behind the other, as those of any draft
+        visible = branching.visible if branching else None
         out = target.forward(block, taps=taps, cache=cache, logits="all", visible=visible)
         assert out.logits is not None
         tokens, logits = generation.tokens, out.logits[0]
-        if tree:
-            path, chosen = walk(tree, logits, prompt_ids + tokens, tokens, params, stop_ids, matcher)
+        if branching:
+            path, chosen = walk(branching, logits, prompt_ids + tokens, tokens, params, stop_ids, matcher)
             cache.move_path(block.shape[1], path)
-            drafted = int(tree.depths.max())
+            drafted = int(branching.depths.max())
         else:
             # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
             choice = choices(logits, prompt_ids + tokens, tokens, draft, params, stop_ids, matcher, sampled_draft)
@@ -152,7 +152,8 @@ def stream(
         _follow(matcher, committed)
         if params.logprobs is not None:
             generation.logprobs += token_logprobs(logits[path], committed, params.logprobs)
-        generation.steps.append(Step(drafted, min(accepted, len(committed)), tuple(committed)))
+        offered = tree.offered(path)[: len(committed)] if tree else ()
+        generation.steps.append(Step(drafted, min(accepted, len(committed)), tuple(committed), offered))
 
         # rejected tokens leave the target's cache; the verified ones enter the drafter's context
         if cache.end_block(len(draft) + 1, accepted + 1):

@@ -1,11 +1,14 @@
 """Draft trees: several continuations of one anchor, verified in one pass of the target."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .config import UserError
+from .generation import Offered
 
 WIDTH = 8  # children of a node at most; further ones are hardly ever accepted
 
@@ -44,10 +47,34 @@ class DraftTree:
             visible[row] |= visible[parent]
         return visible
 
+    def offered(self, path: Sequence[int]) -> Offered:
+        """What it has at the places of a path's tokens, see `offered_along`."""
+        columns = [0, *self.tokens.tolist()], [0, *self.parents.tolist()], [0.0, *self.log_probs.tolist()]
+        return offered_along(path, *columns)
+
     def child(self, row: int, token: int) -> int | None:
         """The row of the child of `row` that is `token`; siblings are different tokens."""
         found = ((self.parents == row) & (self.tokens == token)).nonzero()
         return int(found[0, 0]) + 1 if len(found) else None
+
+
+def offered_along(
+    path: Sequence[int], tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]
+) -> Offered:
+    """Of each row of a path its children, in their order, and how probable each is behind it, to four digits; nothing
+    where there is an anchor alone.
+
+    Args:
+        path: rows from the anchor, row 0, on.
+        tokens, parents, log_probs: of all rows, the anchor's too; log-probabilities are of paths.
+    """
+    if len(tokens) == 1:
+        return ()
+    found: dict[int, list[tuple[int, float]]] = {row: [] for row in path}
+    for row in range(1, len(tokens)):
+        if (parent := parents[row]) in found:
+            found[parent].append((tokens[row], round(math.exp(log_probs[row] - log_probs[parent]), 4)))
+    return tuple(map(tuple, found.values()))
 
 
 def best_first(candidates: Tensor, log_probs: Tensor, nodes: int, width: int = WIDTH) -> DraftTree:

@@ -8,15 +8,22 @@ from typing import Literal
 from .config import UserError
 
 FinishReason = Literal["stop", "length"]
+Offered = tuple[tuple[tuple[int, float], ...], ...]  # see `Step.offered`
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One verification: `drafted` tokens proposed, `accepted` of them taken, `tokens` committed (bonus included)."""
+    """One verification: `drafted` tokens proposed, `accepted` of them taken, `tokens` committed (bonus included).
+
+    Attributes:
+        offered: at the place of each of the tokens, what a draft tree had there behind the ones before: tokens and how
+            probable each was, likeliest first. Nothing of a block, and where nobody asked for it.
+    """
 
     drafted: int
     accepted: int
     tokens: tuple[int, ...]
+    offered: Offered = field(default=(), compare=False)  # the probabilities depend on what decodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"models.quantized"},
+    {"generation", "models.quantized"},
     {
         "checkpoint",
         "models.cache",
@@ -35,7 +35,7 @@ LEVELS = [
         "models.structure",
     },
     {"calibration", "draft_tree", "fingerprint"},
-    {"data", "files", "generation", "models", "models.dflash", "models.target", "sampling", "tracking"},
+    {"data", "files", "models", "models.dflash", "models.target", "sampling", "tracking"},
     {"grammar", "models.dflash2"},  # of the backbone, which finds it by name
     {"confidence", "decode", "record"},
     {"options"},

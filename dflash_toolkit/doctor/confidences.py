@@ -16,6 +16,7 @@ from .remedies import calibration_remedy
 ENOUGH = 25  # drafts of a chain that were accepted, and so many that were not; fewer say nothing
 SURE_Z = 3.0
 NO_INFORMATION = 0.6  # an area under the curve that is surely below is near that of dice, 0.5
+WORSE = 0.05  # nats a node, by which a stored calibration is surprised more than the drafter itself
 OFF = 1.3  # promised over accepted nodes, or the other way round
 
 
@@ -73,7 +74,7 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
         lost = clustered(_surprise(promises["stored"], accepted) - _surprise(promises["own"], accepted), block)
         sure = (promises["stored"].sum() - taken) / (promises["stored"] * (1 - promises["stored"])).sum().sqrt()
         ratio = float(promises["stored"].sum()) / max(taken, 1)
-        if lost.z >= SURE_Z:
+        if lost.z >= SURE_Z and lost.tokens >= WORSE:
             severity = "warning"
             words = f"the stored calibration is worse than none, as one of another drafter is; {measured}"
         elif abs(float(sure)) >= SURE_Z and not 1 / OFF <= ratio <= OFF:

@@ -1,5 +1,6 @@
 """The answers that the drafter helped least and most, token by token: who chose each."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -8,7 +9,18 @@ from .report import Report
 from .tables import number, times
 
 SHOWN = 3  # of the worst and of the best
+SIBLINGS = 3  # of a token, the likeliest
 PROMPT, ANSWER = 600, 240  # characters, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token, and what a draft tree had in its place."""
+
+    kind: str  # accepted; accepted bought: no chain would have had it; corrected; own
+    text: str
+    said: str = ""
+    siblings: tuple[tuple[str, str], ...] = ()  # text, and what is said of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +28,7 @@ class ShownStep:
     """One verification."""
 
     said: str
-    tokens: tuple[tuple[str, str], ...]  # (kind, text); kinds: accepted, corrected, own
+    tokens: tuple[ShownToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +73,32 @@ def _steps(measurement: Measurement, texts: tuple[str, ...]) -> tuple[ShownStep,
     ends = [0, 1]
     for step in steps:
         ends.append(ends[-1] + len(step.tokens))
-    shown = [ShownStep("from the prefill", (("own", texts[0]),))]
+    offered_texts = dict(measurement.offered_texts)
+    shown = [ShownStep("from the prefill", (ShownToken("own", texts[0]),))]
     for place, (step, (start, end)) in enumerate(zip(steps, pairwise(ends[1:]), strict=True), 1):
         last = "corrected" if step.accepted < step.drafted else "own"
         kinds = ["accepted" if i < step.accepted else last for i in range(end - start)]
         said = f"step {place}: {step.accepted} of {step.drafted} drafts accepted"
-        shown.append(ShownStep(said, tuple(zip(kinds, texts[start:end], strict=False))))
+        offered = step.offered or ((),) * len(kinds)
+        tokens = zip(kinds, texts[start:end], step.tokens, offered, strict=False)
+        shown.append(ShownStep(said, tuple(_token(*each, said, offered_texts) for each in tokens)))
     return tuple(step for step in shown if step.tokens)
+
+
+def _token(
+    kind: str, text: str, token: int, offered: Sequence[tuple[int, float]], said: str, texts: Mapping[int, str]
+) -> ShownToken:
+    """A token of a step of which so much is `said`."""
+    drafted = [each for each, _ in offered]
+    siblings = [(_visible(texts[each]), f"offered with {p:.1%}") for each, p in offered if each != token][:SIBLINGS]
+    if kind == "accepted" and token in drafted:
+        place = drafted.index(token)
+        said += f"; offered with {offered[place][1]:.1%}, {place + 1} of {len(drafted)} in its place"
+        kind = "accepted bought" if place else kind
+    elif drafted:
+        said += f"; {len(drafted)} others were offered in its place" if len(drafted) > 1 else "; another was offered"
+    return ShownToken(kind, text, said if drafted else "", tuple(siblings))
+
+
+def _visible(text: str) -> str:
+    return text.replace("\n", "⏎").strip() or "␣"

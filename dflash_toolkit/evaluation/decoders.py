@@ -423,7 +423,7 @@ class EnginePair(Pair):
 
     def decoder(self, draft: bool) -> EngineDecoder:
         if draft not in self._decoders:
-            self._decoders[draft] = self._made(draft, 1)
+            self._decoders[draft] = self._made(draft, 1, tell_trees=True)
         return self._decoders[draft]
 
     def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder:
@@ -431,10 +431,14 @@ class EnginePair(Pair):
         free_memory()
         return self._made(draft, concurrency)
 
-    def _made(self, draft: bool, concurrency: int) -> EngineDecoder:
+    def _made(self, draft: bool, concurrency: int, **more: Any) -> EngineDecoder:
         tokens = self.block_size - 1 if draft else 0  # a report is about whole blocks: nothing is chosen
         options = replace(
-            self._options, max_num_seqs=concurrency, max_model_len=self._context, num_speculative_tokens=tokens
+            self._options,
+            max_num_seqs=concurrency,
+            max_model_len=self._context,
+            num_speculative_tokens=tokens,
+            **more,
         )
         try:
             parts = self._parts if draft else replace(self._parts, drafter=None)

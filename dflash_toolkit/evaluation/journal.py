@@ -66,11 +66,20 @@ def _measurement(row: dict[str, Any]) -> Measurement:
         "plain": None if plain is None else generation_of(plain),
         "difference": None if difference is None else Difference(**difference),
         **{name: tuple(row[name]) for name in ("token_texts", "step_s", "plain_step_s")},
+        "offered_texts": tuple((token, text) for token, text in row.get("offered_texts", ())),
     }
     return Measurement(**row | changed)
 
 
 def generation_of(row: dict[str, Any]) -> Generation:
     """An answer as `asdict` makes JSON of it."""
-    steps = [Step(step["drafted"], step["accepted"], tuple(step["tokens"])) for step in row["steps"]]
+    steps = [
+        Step(
+            step["drafted"],
+            step["accepted"],
+            tuple(step["tokens"]),
+            tuple(tuple((token, p) for token, p in place) for place in step.get("offered", ())),
+        )
+        for step in row["steps"]
+    ]
     return Generation(**{**row, "steps": steps})

@@ -87,6 +87,7 @@ class Measurement:
     turn: int = 1
     prompt_text: str = ""
     token_texts: tuple[str, ...] = ()  # of the drafted answer, one a token; together they are its text
+    offered_texts: tuple[tuple[int, str], ...] = ()  # of every token that `Step.offered` has, by its id
     step_s: tuple[float, ...] = ()  # seconds from each of its steps to the next, as who reads the stream sees them
     plain_step_s: tuple[float, ...] = ()
     joules: float | None = None  # that the GPU used for it; None where it does not say
@@ -125,7 +126,8 @@ def joined(
     if plain and pair.repeats_plain(params):
         difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens, params.temperature == 0.0)
     texts = _text(pair.tokenizer, prompt.token_ids), tuple(token_texts(pair.tokenizer, drafted.tokens))
-    of_prompt, costs = (prompt.category, prompt.turn, *texts), (gaps, plain_gaps, used, plain_used)
+    offered = tuple(_offered_texts(pair.tokenizer, drafted).items())
+    of_prompt, costs = (prompt.category, prompt.turn, *texts, offered), (gaps, plain_gaps, used, plain_used)
     return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference, *of_prompt, *costs)
 
 
@@ -183,6 +185,20 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
         # behind the token before: some tokenizers write a word otherwise at the beginning of a text
         found.append(text[len(_text(tokenizer, ids[start:done])) :])
         start, done = done, end
+    return found
+
+
+def _offered_texts(tokenizer: Any, answer: Generation) -> dict[int, str]:
+    """Of every token that a draft tree had, behind the token where it was first offered."""
+    found, at = dict[int, str](), 1
+    for step in answer.steps:
+        for place, offered in enumerate(step.offered):
+            before = answer.tokens[at + place - 1]
+            start = len(_text(tokenizer, [before])) if any(token not in found for token, _ in offered) else 0
+            for token, _ in offered:
+                if token not in found:
+                    found[token] = _text(tokenizer, [before, token])[start:]
+        at += len(step.tokens)
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from .answers import worst_and_best
+from .answers import SIBLINGS, worst_and_best
 from .bootstrap import Interval
 from .plots import COLOURS, Series, bars, curves, histogram, swatch
 from .report import Report, Summary
@@ -76,6 +76,8 @@ def render_page(report: Report) -> str:
         differences=differences_table(report),
         worst=worst,
         best=best,
+        offered=_offered(report),
+        siblings=SIBLINGS,
         definitions=DEFINITIONS,
         setup=setup_table(report),
     )
@@ -102,6 +104,14 @@ def code(text: str) -> str:
 def figure(cell: str) -> str:
     """A cell that breaks nowhere but behind an interval and before a bracket."""
     return cell.replace(" ", "\u00a0").replace("],\u00a0", "], ").replace("\u00a0(", " (")
+
+
+def _offered(report: Report) -> str:
+    """Whose probabilities the answers show, where draft trees were told; nothing where there are none."""
+    if not any(m.offered_texts for found in report.sets.values() for m in found.measurements):
+        return ""
+    runtime = report.arguments.get("runtime")
+    return "calibrated by what was accepted" if runtime == "engine" else "by the drafter's own probabilities"
 
 
 def _setting(report: Report) -> str:

@@ -200,6 +200,12 @@ def answer_hash(tokens: Sequence[int]) -> str:
 
 def _request(measurement: Measurement) -> dict[str, Any]:
     drafted, plain = measurement.drafted, measurement.plain
+    trees = {}
+    if measurement.offered_texts:
+        trees = {
+            "offered_per_step": [step.offered for step in drafted.steps],
+            "offered_texts": {str(token): text for token, text in measurement.offered_texts},
+        }
     return {
         "id": measurement.id,
         "category": measurement.category,
@@ -214,6 +220,7 @@ def _request(measurement: Measurement) -> dict[str, Any]:
         "accepted_per_step": [step.accepted for step in drafted.steps],
         "committed_per_step": [len(step.tokens) for step in drafted.steps],
         "seconds_per_step": measurement.step_s,
+        **trees,
         "tau": drafted.acceptance_length,
         "finish_reason": drafted.finish_reason,
         "answer_sha256": answer_hash(drafted.tokens),
@@ -341,8 +348,8 @@ class Report:
         kind = self.arguments["drafter_kind"]
         kind = next((f" ({each.title})" for each in architectures() if each.kind == kind), "")
         nodes = self.arguments.get("draft_tree")
-        kind = "chains" if self.arguments.get("draft_tree_width") == 1 else "trees"
-        what = f"drafting {kind} of {nodes} nodes" if nodes else "drafting"
+        form = "chains" if self.arguments.get("draft_tree_width") == 1 else "trees"
+        what = f"drafting {form} of {nodes} nodes" if nodes else "drafting"
         return f"{drafter}{kind} {what} for {self.arguments['target']}"
 
     @property

@@ -170,6 +170,7 @@ class Engine:
                 kept_states=kept_states,
                 tree_nodes=options.draft_tree if drafter and max_block > 1 else 0,
                 tree_width=tree_width,
+                tell_trees=options.tell_trees,
                 tree_blocks=[size for size in self._sizes if size > 1 and 4 * size >= max_block],
             )
 

@@ -82,6 +82,7 @@ class EngineOptions(DraftOptions):
     )
     retune: bool = option(False, "measure again how long steps take, instead of what an earlier start has kept")
     synthetic: SyntheticAcceptance | None = None
+    tell_trees: bool = False  # fill in `Step.offered`, for reports: that takes the host's time
 
     def __post_init__(self) -> None:
         DraftOptions.__post_init__(self)

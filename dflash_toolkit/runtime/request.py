@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import UserError
-from ..generation import Generation, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
+from ..generation import Generation, Offered, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
 from .line import Place
 
@@ -52,6 +52,7 @@ class Committed:
     finite: bool = True  # so are the target's states that chose the tokens
     spoils: bool = False  # keys and values that are NaN or infinite may be left in the request's pages
     depth: int | None = None  # of the request's draft tree; None: a block was drafted
+    offered: Offered = ()  # see `Step`
 
 
 class NotFiniteError(UserError):
@@ -237,7 +238,7 @@ class Request:
         if slots:
             self.acceptance.observe(slots, accepted)
         kept = self._take(committed, drafted + 1)
-        step = Step(drafted, min(accepted, drafted, len(kept)), tuple(kept))
+        step = Step(drafted, min(accepted, drafted, len(kept)), tuple(kept), committed.offered[: len(kept)])
         generation = self.generation
         generation.steps.append(step)
         generation.decode_s = time.perf_counter() - self.submitted_s - generation.prefill_s

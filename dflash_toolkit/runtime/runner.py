@@ -78,6 +78,7 @@ class StepRunner:
         tree_nodes: of a request's draft tree at most; 0: steps over blocks alone.
         tree_width: children of a node at most.
         tree_blocks: S of steps over trees; none: max_block alone.
+        tell_trees: also say what trees had at the places of committed tokens.
 
     Attributes:
         step_rows: steps that were launched by the rows that the target reads in them, padding too.
@@ -104,6 +105,7 @@ class StepRunner:
         tree_nodes: int = 0,
         tree_width: int = WIDTH,
         tree_blocks: Sequence[int] = (),
+        tell_trees: bool = False,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
@@ -149,6 +151,7 @@ class StepRunner:
             self.trees = TreeSteps(self.proposer, self.verifier, self.state, tree_nodes, tree_width, blocks)
         self._modes = [Mode.GREEDY] * max_num_seqs  # by row
         self._words = words_of(target.spec.vocab_size)
+        self._tell_trees = tell_trees
         self._masked = False  # whether a request ever had a grammar
         self._random: Tensor | None = None  # int64, verified instead of what is drafted
         self._numbers = torch.arange(max_num_seqs, device=self.device)
@@ -445,12 +448,13 @@ class StepRunner:
         assert self.trees is not None
         how = trees.batch, trees.shape, trees.calibration, trees.discounts
         told = self.trees.read(pending.tokens, len(trees.requests), *how)
+        offered = told.offered() if self._tell_trees else itertools.repeat(())
         if pending.buffer is not None:
             self._results.give_back(pending.buffer)
         self.observe(trees.requests, told)
         return [
-            Committed(tokens[:count], finite=-1 not in tokens[:count], spoils=spoils > 0, depth=depth)
-            for count, depth, spoils, *tokens in told.answers
+            Committed(tokens[:count], finite=-1 not in tokens[:count], spoils=spoils > 0, depth=depth, offered=each)
+            for (count, depth, spoils, *tokens), each in zip(told.answers, offered, strict=False)
         ]
 
     @torch.inference_mode()

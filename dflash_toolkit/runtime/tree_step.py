@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..calibration import Calibration
+from ..draft_tree import offered_along
+from ..generation import Offered
 from ..kernels.tree import TreeRows
 from .batch_state import BatchState
 from .budget import Promise, promised, row_buckets
@@ -35,6 +37,33 @@ class Told:
     judged: Judged
     promise: Promise
     nodes: np.ndarray  # int64 [S - 1], those that were verified, by their depth
+    trees: "TreesTold"
+
+    def offered(self) -> list[Offered]:
+        """Of each request, what its tree had at the places of its committed tokens, see `Step`."""
+        return [self.trees.offered(i, answer[0]) for i, answer in enumerate(self.answers)]
+
+
+@dataclass(frozen=True, slots=True)
+class TreesTold:
+    """The trees of a step, on the host: of its B requests and M rows."""
+
+    starts: np.ndarray  # [B + 1]
+    tokens: np.ndarray  # [M]
+    parents: np.ndarray  # [M], rows of the step
+    log_probs: np.ndarray  # fp32 [M], of paths
+    path: np.ndarray  # [B, S], rows of the step that were taken
+    discounts: np.ndarray  # fp64 [B], that were added to those of the first slot
+
+    def offered(self, request: int, count: int) -> Offered:
+        """Along the first rows of its path."""
+        start, end = self.starts[request : request + 2].tolist()
+        paths = self.log_probs[start:end].astype(np.float64)
+        paths[1:] -= self.discounts[request]
+        own = self.path[request, :count] - start
+        return offered_along(
+            own.tolist(), self.tokens[start:end].tolist(), (self.parents[start:end] - start).tolist(), paths.tolist()
+        )
 
 
 class TreeSteps:
@@ -72,7 +101,7 @@ class TreeSteps:
     def told(self, batch: int, block: int, rows: int) -> int:
         """Values that such a step returns."""
         drafted = sum(1 < each <= block for each in self.blocks)
-        return batch * (4 + 2 * block) + 1 + 3 * rows + drafted * (1 + len(row_buckets(batch)))
+        return batch * (4 + 2 * block) + 1 + 4 * rows + drafted * (1 + len(row_buckets(batch)))
 
     def __call__(self, batch: int, block: int, rows: int, *, sampled: bool, tokens: Tensor | None = None) -> Tensor:
         """One step of the first `batch` requests, of which none edits its logits or has a grammar.
@@ -109,8 +138,8 @@ class TreeSteps:
         if features is not None:
             self._proposer.write_context(features.index_select(0, path.flatten()), at, verdict.counts)
         answers = self._answers(tree, hidden, verdict.path, verdict.counts, path)
-        said = tree.starts.long(), tree.parents.long(), tree.depths.long(), _bits(tree.log_probs), _bits(promise)
-        return torch.cat([answers.flatten(), path.flatten(), *said])
+        said = tree.starts, tree.tokens, tree.parents, tree.depths, _bits(tree.log_probs), _bits(promise)
+        return torch.cat([answers.flatten(), path.flatten(), *(part.long() for part in said)])
 
     def _answers(self, tree: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor) -> Tensor:
         """int64 [batch, 3 + S], see `Told`."""
@@ -139,19 +168,20 @@ class TreeSteps:
             calibration, discounts: that it ran under.
         """
         block, rows = shape
-        sizes = [batch * (3 + block), batch * block, batch + 1, *[rows] * 3]
-        answers, path, starts, parents, depths, bits, promise = told.split([*sizes, len(told) - sum(sizes)])
-        answers = answers.view(batch, 3 + block)
+        sizes = [batch * (3 + block), batch * block, batch + 1, *[rows] * 4]
+        answers, path, starts, tokens, parents, depths, bits, promise = told.split([*sizes, len(told) - sum(sizes)])
+        answers, path = answers.view(batch, 3 + block), path.view(batch, block)
         log_probs, expected = (_floats(part) for part in (bits, promise))
         some = np.zeros(batch)
         some[: len(discounts)] = discounts
         found = judged(
-            starts.numpy(), parents.numpy(), depths.numpy(), log_probs, path.view(batch, block).numpy(),
+            starts.numpy(), parents.numpy(), depths.numpy(), log_probs, path.numpy(),
             answers[:, 0].numpy(), calibration, some,
         )  # fmt: skip
         accepted = expected.reshape(-1, 1 + len(row_buckets(batch))).tolist()
         nodes = np.bincount(depths.numpy()[: int(starts[-1])], minlength=block)[1:]
-        return Told(answers[:requests].tolist(), found, Promise(requests, batch, accepted), nodes)
+        trees = TreesTold(starts.numpy(), tokens.numpy(), parents.numpy(), log_probs, path.numpy(), some)
+        return Told(answers[:requests].tolist(), found, Promise(requests, batch, accepted), nodes, trees)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """The two runtimes of `dflash-eval` measure the same thing, and each says when it cannot."""
 
+import html
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -231,8 +233,34 @@ def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
     how = "greedy", 24, width
     answers = [generate(target, drafter, prompt, SamplingParams(max_tokens=12), *how) for prompt in prompts]
     assert report["overall"]["accepted_lengths"] == list(Acceptance.of(answers, 8).accepted_lengths)
+    (requests,) = (found["per_request"] for found in report["sets"].values())
+    for answer, request in zip(answers, requests, strict=True):
+        told = [[dict(place) for place in step] for step in request["offered_per_step"]]
+        if runtime == "reference":  # the engine's are calibrated meanwhile
+            assert told == [[dict(place) for place in step.offered] for step in answer.steps]
+        drafted, committed = request["drafted_per_step"], request["committed_per_step"]
+        assert [len(places) for places in told] == [
+            count if slots else 0 for count, slots in zip(committed, drafted, strict=True)
+        ]
+        texts_of = request["offered_texts"]
+        assert {str(token) for places in told for place in places for token in place} == set(texts_of)
+        assert max(len(place) for places in told for place in places) == (1 if width == 1 else 8)
+        at = 1
+        for places, accepted, count in zip(told, request["accepted_per_step"], committed, strict=True):
+            tokens = request["token_ids"][at : at + count]
+            found = [token in place for token, place in zip(tokens, places, strict=False)]
+            assert found == [True] * accepted + [False] * (len(found) - accepted)
+            at += count
+    assert re.search(r'<small><i title="offered with [0-9.]+%">', page) or width == 1
+    said = "by the drafter's own" if runtime == "reference" else "calibrated by what was accepted"
+    assert said in html.unescape(page) and "no chain would have had it" in page
     assert main([*command, "--draft-tree", "24", "--no-draft-tree"]) == 0
-    assert load(tmp_path / "report")["arguments"]["draft_tree"] == 0
+    without = load(tmp_path / "report")
+    assert without["arguments"]["draft_tree"] == 0
+    assert (
+        "offered_texts" not in json.dumps(without["sections"])
+        and "<small>" not in (tmp_path / "report" / "report.html").read_text()
+    )
 
 
 def test_trees_for_a_target_that_takes_none_are_refused_before_anything_is_decoded(drafter: Drafter) -> None:

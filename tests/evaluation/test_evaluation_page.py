@@ -281,11 +281,44 @@ def test_answers_are_shown_by_who_chose_their_tokens(report: Report) -> None:
     assert len(worst) == len(best) == 3
     first = next(m for m in report.sets["chat"].measurements if m.drafted.acceptance_length == min(lengths))
     shown = [token for step in worst[0].steps for token in step.tokens]
-    assert tuple(text for _, text in shown) == first.token_texts and not worst[0].left_out
+    assert tuple(token.text for token in shown) == first.token_texts and not worst[0].left_out
     expected = ["own"]
     for step in first.drafted.steps:
         expected += ["accepted"] * step.accepted + ["corrected" if step.accepted < step.drafted else "own"]
-    assert [kind for kind, _ in shown] == expected
+    assert [token.kind for token in shown] == expected
+    assert not any(token.siblings or token.said for token in shown)
+
+
+def test_what_a_draft_tree_offered_stands_beside_the_tokens(report: Report) -> None:
+    steps = [
+        Step(3, 2, (5, 6, 9), (((4, 0.6), (5, 0.31), (1, 0.02), (2, 0.01), (3, 0.005)), ((6, 0.9),), ((8, 0.5),))),
+        Step(7, 1, (5, 6)),  # over a block
+    ]
+    answer = Generation([7, *(token for step in steps for token in step.tokens)], steps, "length", 0.2, 1.0)
+    texts = tuple({token: f"<{token}>" for token in (1, 2, 3, 5, 6, 8)}.items() | {(4, "\n")})
+    one = Measurement("q", 3, answer, None, None, offered_texts=texts, token_texts=tuple("abcdef"))
+    section = Section.of({"set": [one]}, 0.0, None, SIZE)
+    over_trees = replace(report, sections=(section,), sweeps={}, recommendation=None)
+    ((shown,), _) = worst_and_best(over_trees)
+    tokens = [token for step in shown.steps for token in step.tokens]
+    assert [token.kind for token in tokens] == [
+        "own",
+        "accepted bought",
+        "accepted",
+        "corrected",
+        "accepted",
+        "corrected",
+    ]
+    offered = [("⏎", "offered with 60.0%"), ("<1>", "offered with 2.0%"), ("<2>", "offered with 1.0%")]
+    assert [list(token.siblings) for token in tokens] == [[], offered, [], [("<8>", "offered with 50.0%")], [], []]
+    assert tokens[1].said == "step 1: 2 of 3 drafts accepted; offered with 31.0%, 2 of 5 in its place"
+    assert tokens[3].said.endswith("; another was offered") and not tokens[4].said
+    html = render_page(over_trees)
+    assert '<i title="offered with 2.0%">&lt;1&gt;</i>' in html and "by the drafter's own probabilities" in unescape(
+        html
+    )
+    told = over_trees.to_json()["sections"][0]["sets"]["set"]["per_request"][0]
+    assert told["offered_texts"]["4"] == "\n" and len(told["offered_per_step"]) == 2 and not told["offered_per_step"][1]
 
 
 @pytest.mark.parametrize(("requests", "shown"), [(1, (1, 0)), (2, (1, 1)), (5, (2, 2))])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate
 from dflash_toolkit.draft_tree import DraftTree, best_first
-from dflash_toolkit.generation import Generation
+from dflash_toolkit.generation import Generation, Step
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.kernels.tree import MOST_NODES
@@ -102,6 +102,20 @@ def walked(steps: Sequence[Any]) -> bool:
     return 0 in accepted and max(accepted) >= 3
 
 
+def check_offered(steps: Sequence[Step], expected: Sequence[Step]) -> None:
+    """They tell the same of their trees; every accepted token was offered, and no other."""
+    for step, alone in zip(steps, expected, strict=True):
+        assert [[token for token, _ in place] for place in step.offered] == [
+            [token for token, _ in place] for place in alone.offered
+        ]
+        for place, other in zip(step.offered, alone.offered, strict=True):
+            shares = [p for _, p in place]
+            assert shares == pytest.approx([p for _, p in other], abs=2e-4)
+            assert shares == sorted(shares, reverse=True) and sum(shares) < 1.001
+        found = [token in dict(place) for token, place in zip(step.tokens, step.offered, strict=False)]
+        assert found == [True] * step.accepted + [False] * (len(found) - step.accepted)
+
+
 def watch(engine: Engine, choose: Any, shapes: list[StepShape]) -> None:
     """Note the shapes that are chosen."""
 
@@ -117,12 +131,14 @@ def watch(engine: Engine, choose: Any, shapes: list[StepShape]) -> None:
 )
 def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> None:
     target, drafter = pair(kind)
-    engine, prompts = make_engine(target, drafter, draft_tree=nodes), prompts_of(1, 5, 17, 33)
+    engine, prompts = make_engine(target, drafter, draft_tree=nodes, tell_trees=True), prompts_of(1, 5, 17, 33)
     params = [SamplingParams(max_tokens=n) for n in (37, 20, 9, 30)]
     with planting(engine, plain(target, prompts, params)):
         answers = engine.generate(prompts, params)
         for prompt, each, got in zip(prompts, params, answers, strict=True):
-            assert same(got, generate(target, drafter, prompt, each, draft_tree=nodes))
+            expected = generate(target, drafter, prompt, each, draft_tree=nodes)
+            assert same(got, expected)
+            check_offered(got.steps, expected.steps)
     assert nodes < 40 or walked([step for got in answers for step in got.steps])
     engine.pool.check()
     assert engine.pool.available == engine.pool.capacity
