@@ -219,11 +219,13 @@ def test_a_calibration_that_promises_too_much_is_told_by_how_much(clinic: Clinic
     nodes = [node._replace(accepted=node.accepted and not i % 2) for i, node in enumerate(nodes_of(True, True))]
     case = replace(case, config=replace(case.config, acceptance_slope=1.0, acceptance_bias=(0.01,)))
     finding = judged(case, nodes, "dflash-serve ...")
-    assert finding.severity == "warning" and "the stored calibration promises 2" in finding.measured
+    ratio = finding.figures["promised_stored"] / finding.figures["accepted"]
+    assert finding.severity == "warning" and ratio == pytest.approx(2, rel=0.1)
+    assert f"the stored calibration promises {ratio:.2f} times as much" in finding.measured
     slope, bias = finding.figures["acceptance_slope"], finding.figures["acceptance_bias"]
     fitted = Calibration(slope, tuple(bias))
     log_probs, slots = (torch.tensor([node[i] for node in nodes]) for i in (0, 1))
-    assert float(fitted(log_probs.exp(), slots).sum()) == pytest.approx(finding.figures["accepted"], rel=0.02)
+    assert float(fitted(log_probs.exp(), slots).sum()) == pytest.approx(finding.figures["accepted"], rel=0.05), "damped"
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:
