@@ -49,17 +49,18 @@ def ask_ahead(
     """
     if PDL:
         width: tl.constexpr = w_p.dtype.element_ty.primitive_bitwidth // 8
-        o_from, b_size = pieces_ahead(i_n, N, K, first, last, AHEAD, width, BLOCK_N, HALVES)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred some;
-            setp.ne.u32 some, $2, 0;
-            @some cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [w_p.to(tl.int64) + o_from, b_size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        if AHEAD > 0:  # as the lanes of a warp ask one after another, even for nothing
+            o_from, b_size = pieces_ahead(i_n, N, K, first, last, AHEAD, width, BLOCK_N, HALVES)
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred some;
+                setp.ne.u32 some, $2, 0;
+                @some cp.async.bulk.prefetch.L2.global [$1], $2;
+                mov.u32 $0, 0;
+                }""",
+                "=r,l,r",
+                [w_p.to(tl.int64) + o_from, b_size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )

@@ -18,7 +18,7 @@ from ..launch import MAX_ROWS, bytes_ahead, is_hopper, padded, pdl
 from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8
 from .dependent import ask_ahead, start_next, wait_for_previous
 from .fp8 import quantize_rows
-from .tile import MULTIPROCESSORS, Tile, store_tile
+from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
 QUANTIZED_IN_LOOP = 32  # rows up to which every program quantizes what it loads
 GROUPS = 8  # that a program of the other way quantizes
@@ -118,7 +118,19 @@ def tile_for(n: int, k: int, rows: int, split: bool = False) -> Tile:
             splits *= 2
     if rows > MAX_ROWS:
         return Tile(128, BLOCK, 4, 8, splits)
-    return Tile(64, BLOCK, 4, 4, splits)
+    few = rows <= QUANTIZED_IN_LOOP and [_leaves_few(n // 64 * splits, rows, stages) for stages in (4, 3)]
+    stages = 3 if few == [True, False] else 4
+    return Tile(64, BLOCK, stages, 4, splits)
+
+
+def _leaves_few(programs: int, rows: int, stages: int) -> bool:
+    """Whether so few programs find no room beside the others that memory idles while they run, behind all of those.
+
+    Registers leave room for more of them than shared memory does, of up to QUANTIZED_IN_LOOP rows.
+    """
+    taken = stages * (64 + 2 * padded(rows)) * BLOCK + 1024  # bytes, which the compiler may find less of
+    at_once = MULTIPROCESSORS * ((SHARED_BYTES + 1024) // taken)
+    return programs > at_once and 0 < programs % at_once < MULTIPROCESSORS
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
