@@ -263,9 +263,13 @@ def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
     )
 
 
-def test_trees_for_a_target_that_takes_none_are_refused_before_anything_is_decoded(drafter: Drafter) -> None:
-    with pytest.raises(UserError, match="use chains"):
-        ReferencePair(make_target("qwen3_5"), drafter, draft_tree=8)
+@pytest.mark.parametrize("make", [EnginePair.load, ReferencePair])
+def test_trees_for_a_target_that_takes_chains_are_refused_before_anything_is_decoded(make: Any) -> None:
+    target = make_target("qwen3_5")
+    drafter = make_drafter(target)
+    with pytest.raises(UserError, match="recurrent layers, which take chains only"):
+        make(target, drafter, draft_tree=8, draft_tree_width=2)
+    assert make(target, drafter, draft_tree=8).facts["draft_tree_width"] == 1
 
 
 def test_another_runtime_or_way_to_draft_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
