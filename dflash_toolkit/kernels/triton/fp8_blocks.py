@@ -20,7 +20,9 @@ from .dependent import ask_ahead, start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
-QUANTIZED_IN_LOOP = 32  # rows up to which every program quantizes what it loads
+# rows up to which every program quantizes what it loads; 32 took longer so than 64 quantized by a launch of their own
+# (results/step_qwen3_8_27b_fp8_h100.json)
+QUANTIZED_IN_LOOP = 16
 GROUPS = 8  # that a program of the other way quantizes
 SIDE = 4  # rows, and groups of columns, that cuBLAS wants a multiple of
 
