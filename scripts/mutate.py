@@ -56,6 +56,10 @@ TABLE = {  # a module and the tests that answer for it, the quickest first; none
     "dflash_toolkit/models/dflash/checkpoint.py": [
         "models/test_checkpoint.py", "models/test_drafter_config.py", "models/test_speculators.py",
     ],
+    "dflash_toolkit/models/dflash/architecture.py": [
+        "models/test_drafter_shape.py", "models/test_dflash2.py", "models/test_draft_architecture.py",
+        "models/test_checkpoint.py",
+    ],
     "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
     "train/objective/loss.py": [
         "train/objective/test_train_losses.py", "train/objective/test_train_selector.py",

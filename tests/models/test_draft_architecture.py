@@ -144,3 +144,21 @@ def test_what_it_has_not_been_given_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bias_candidates is 0: kind bias without its parts is kind dflash"):
         drafter_shape(target.config, taps=3, kind="bias", bias_candidates=0)
     assert TrainConfig(target="x", drafter=DrafterOptions(kind="bias"))
+
+
+def test_what_a_drafter_has_follows_from_its_sizes() -> None:
+    plain = make_drafter(make_target()).config
+    convolved = plain.resized(conv_kernel_size=2, conv_group_size=8)
+    pairs = plain.resized(selector_rank=4, selector_top_k=3)
+    kinds = [each.architecture.kind for each in (plain, convolved, pairs, plain.resized(**SIZE))]
+    assert kinds == ["dflash", "dflash2", "dflash2", "bias"]
+    assert [each.has_selector for each in (plain, convolved, pairs)] == [False, False, True]
+    assert [each.draft_candidates for each in (plain, convolved, pairs)] == [16, 16, 3]
+    with pytest.raises(
+        ValueError, match="no kind of drafter has all of selector_rank, selector_top_k, bias_candidates"
+    ):
+        pairs.resized(**SIZE)
+    with pytest.raises(ValueError, match="conv_kernel_size and selector_rank are 0: kind dflash2"):
+        drafter_shape(make_target().config, taps=3, kind="dflash2", conv_kernel_size=0, selector_rank=0)
+    assert pairs.architecture.is_initial("candidate_selector.successor_codebook", torch.zeros(3, 2))
+    assert not pairs.architecture.is_initial("candidate_selector.successor_codebook", torch.eye(3, 2))

@@ -211,7 +211,7 @@ def of_sizes(sizes: Mapping[str, Any]) -> DraftArchitecture:
         return DFLASH
     if found := next((each for each in architectures() if set(there) <= each.sizes.keys()), None):
         return found
-    raise ValueError(f"no kind of drafter has {' and '.join(there)} together")
+    raise ValueError(f"no kind of drafter has all of {', '.join(there)}")
 
 
 def of_config(config: "DrafterConfig") -> DraftArchitecture:
