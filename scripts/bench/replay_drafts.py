@@ -98,8 +98,8 @@ def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], in
         rows = torch.arange(batch, device=choice.device)[:, None].expand(-1, block)
         return commit(draft, truth(rows, state.lengths[:batch, None] + slots), now)
 
-    def trees_committed(tree: Any, choice: Tensor, *rest: Any) -> Any:
-        return commit_trees(tree, truth(tree.requests.clamp(min=0).long(), tree.positions + 1), *rest)
+    def trees_committed(tree: Any, choice: Tensor, *rest: Any, **more: Any) -> Any:
+        return commit_trees(tree, truth(tree.requests.clamp(min=0).long(), tree.positions + 1), *rest, **more)
 
     runner.add, runner.move = added, moved  # type: ignore[method-assign]
     verifier.commit, verifier.commit_trees = committed, trees_committed  # type: ignore[method-assign]
