@@ -12,6 +12,7 @@ import pytest
 from paths import ROOT
 
 import dflash_toolkit
+from dflash_toolkit.models.dflash.architecture import BUILT_IN
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROGRAMS = ("train", "serve", "scripts")
@@ -36,7 +37,7 @@ LEVELS = [
     },
     {"calibration", "draft_tree", "fingerprint"},
     {"data", "files", "models", "models.dflash", "models.target", "sampling", "tracking"},
-    {"grammar", "models.dflash2"},  # of the backbone, which finds it by name
+    {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # of the backbone, which finds them by name
     {"confidence", "decode", "record"},
     {"options"},
     {"acceptance", "runtime"},
