@@ -89,22 +89,22 @@ def promised(trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks
         nodes that stand less than `block` behind their anchors.
     """
     batch, slots = values.shape[:2]
-    rank, path = torch.zeros_like(limits, dtype=torch.int64), torch.zeros_like(values[:, 0, 0, 0])
-    chains = list[Tensor]()
-    every = torch.arange(batch, device=values.device)
-    for slot in range(slots):
-        path = path + values[every, slot, rank, 0]
-        chains.append(path.exp().where(limits > slot, 0.0).sum())
-        if values.shape[2] > 1:
+    best = values[:, :, 0, 0]
+    if values.shape[2] > 1:  # behind the best candidate of the slot before
+        every, rank, along = torch.arange(batch, device=values.device), torch.zeros_like(limits).long(), list[Tensor]()
+        for slot in range(slots):
+            along.append(values[every, slot, rank, 0])
             rank = ranks[every, slot, rank, 0].long()
-    accepted = torch.stack(chains).cumsum(0)
-    found = list[Tensor]()
-    for block in blocks:
-        kept = (trees.depths > 0) & (trees.depths < block)
-        nodes = trees.log_probs.exp().where(kept, 0.0).flatten().sort(descending=True).values.cumsum(0)
-        ends = [min(rows - batch, len(nodes)) - 1 for rows in row_buckets(batch)]
-        found.append(torch.stack([accepted[min(block - 1, slots) - 1], *(nodes[end] for end in ends)]))
-    return torch.stack(found)
+        best = torch.stack(along, dim=1)
+    within = torch.arange(slots, device=values.device) < limits[:, None]
+    accepted = best.cumsum(1).exp().where(within, 0.0).sum(0).cumsum(0)
+    chains = torch.stack([accepted[min(block - 1, slots) - 1] for block in blocks])
+    # for all blocks at once: every operation here is a kernel of a step
+    likely = trees.log_probs.exp().where(trees.depths > 0, 0.0)
+    kept = torch.stack([likely.where(trees.depths < block, 0.0).flatten() for block in blocks])
+    nodes = kept.sort(dim=1, descending=True).values.cumsum(1)
+    ends = [min(rows - batch, nodes.shape[1]) - 1 for rows in row_buckets(batch)]
+    return torch.stack([chains, *(nodes[:, end] for end in ends)], dim=1)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], in
 
         def proposed(last: Tensor, rows: Any, block: int) -> Draft:
             propose(last, rows, block)
-            return Draft(thought(len(last), block)[0][..., 0])
+            return Draft(thought(len(last), block)[0][..., 0].contiguous())
 
         def grown(last: Tensor, rows: Any, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
             children(last, rows, block, calibration, width)
