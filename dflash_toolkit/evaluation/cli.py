@@ -87,13 +87,20 @@ class SweepOptions:
     context_length: tuple[int, ...] = option(
         (), "tokens of a prompt, as 512 2048 8192 32768; filled up with other prompts"
     )
+    draft_tree_nodes: tuple[int, ...] = option(
+        (),
+        "nodes of draft trees to measure as dflash-serve runs them, as 16 32 63, beside blocks and chains of their own "
+        "length, at each of --concurrency; the report says what is the fastest at which load",
+    )
     sweep_requests: int = option(16, "prompts of a point, from all sets alike")
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "draft_length", "context_length"):
+        for name in ("concurrency", "draft_length", "context_length", "draft_tree_nodes"):
             values = getattr(self, name)
             if any(value < 1 for value in values) or list(values) != sorted(set(values)):
                 raise ValueError(f"{name} is {list(values)}; give numbers >= 1 in ascending order")
+        if (most := max(self.draft_tree_nodes, default=0)) > MOST_TREE_NODES:
+            raise ValueError(f"draft_tree_nodes is {most}; the engine takes {MOST_TREE_NODES} nodes at most")
         if self.sweep_requests < 1:
             raise ValueError(f"sweep_requests is {self.sweep_requests}; it must be >= 1")
 
@@ -170,6 +177,8 @@ class EvalConfig(ModelOptions):
             raise ValueError("plain_endpoint is given without endpoint; give both")
         if self.server.endpoint is not None:
             self._check_served()
+        if self.sweeps.draft_tree_nodes:
+            self._check_trees_swept()
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
         if self.runtime != "reference" and self.draft.draft_tree > MOST_TREE_NODES:
@@ -192,6 +201,16 @@ class EvalConfig(ModelOptions):
                 own["prompts"] = tuple(each for each in PROTOCOLS[protocol].sets if BENCHMARKS[each].place)
             object.__setattr__(self, name, replace(part, **own))
 
+    def _check_trees_swept(self) -> None:
+        """Raises ValueError for what does not go with trees, or with what a server chooses."""
+        reasons = {
+            "num_speculative_tokens": "the lengths that a server chooses are measured",
+            "draft_sample_method": "trees hold the most probable tokens, none sampled",
+        }
+        for name, reason in reasons.items():
+            if getattr(self.draft, name) != getattr(EvalDrafts(), name):
+                raise ValueError(f"draft_tree_nodes is given with {name}; {reason}, so leave it out")
+
     def _check_served(self) -> None:
         """Raises ValueError for what only models in this process can do."""
         here = {
@@ -204,6 +223,7 @@ class EvalConfig(ModelOptions):
             "draft_tree_width": self.draft.draft_tree_width != EvalDrafts().draft_tree_width,
             "distribution_samples": self.sampling.distribution_samples > 0,
             "draft_length": bool(self.sweeps.draft_length),
+            "draft_tree_nodes": bool(self.sweeps.draft_tree_nodes),
         }
         for name in (name for name, given in here.items() if given):
             raise ValueError(f"{name} is given with endpoint; the server decides that, so leave it out")
@@ -273,6 +293,7 @@ def _run(config: EvalConfig) -> None:
                 draft_length=config.sweeps.draft_length,
                 context_length=config.sweeps.context_length,
                 concurrency=config.sweeps.concurrency,
+                draft_tree_nodes=config.sweeps.draft_tree_nodes,
                 requests=config.sweeps.sweep_requests,
             ),
             recall=config.recall,

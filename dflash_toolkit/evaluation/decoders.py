@@ -113,6 +113,12 @@ class EngineDecoder:
             pass  # a step behind the last response's end, which would delay the next prompt
         return self._finished.popleft()
 
+    def prepare(self) -> None:
+        """Capture every step that it may choose, as a server does before it starts."""
+        assert self._engine is not None, "closed"
+        while self._engine.prepare():
+            pass
+
     def cancel(self) -> None:
         """Nobody waits any more for what was submitted."""
         assert self._engine is not None, "closed"
@@ -248,6 +254,7 @@ class Pair(ABC):
     concurrency: int = 1  # requests that a report has in flight
     modules: tuple[Target, Drafter] | None = None  # of Hugging Face, where there are some beside what decodes
     where: str | None = None  # the server that decodes, where it is not this process
+    takes_trees: bool = True  # else chains alone
 
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """From now on a prompt and its answer have at most so many tokens together."""
@@ -267,6 +274,11 @@ class Pair(ABC):
     def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder | ThreadedDecoder:
         """What decodes so many requests at a time; the caller closes it. Raises UserError."""
         raise UserError(f"concurrency: the {self.name} decodes one request at a time; it needs --runtime engine")
+
+    def served(self, concurrency: int, draft_tree: int, draft_tree_width: int | None) -> EngineDecoder:
+        """What decodes so many requests at a time as `dflash-serve` does, which chooses lengths and rows; the caller
+        closes it. Raises UserError."""
+        raise UserError(f"draft_tree_nodes: the {self.name} is no server; it needs --runtime engine")
 
     def repeats_plain(self, params: SamplingParams) -> bool:
         """Whether answers are to be the plain ones, and not only distributed as those."""
@@ -384,6 +396,7 @@ class EnginePair(Pair):
         self.tokenizer, self.facts = tokenizer, facts | how | _of_trees(draft_tree, draft_tree_width)
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
+        self.takes_trees = not target.spec.recurrent
         self._context = self.context_limit
         self._decoders: dict[bool, EngineDecoder] = {}  # by whether it drafts
 
@@ -431,15 +444,18 @@ class EnginePair(Pair):
         free_memory()
         return self._made(draft, concurrency)
 
+    def served(self, concurrency: int, draft_tree: int, draft_tree_width: int | None) -> EngineDecoder:
+        self._decoders.clear()
+        free_memory()
+        trees = {"draft_tree": draft_tree, "draft_tree_width": draft_tree_width}
+        decoder = self._made(True, concurrency, **trees, num_speculative_tokens=None)
+        decoder.prepare()
+        return decoder
+
     def _made(self, draft: bool, concurrency: int, **more: Any) -> EngineDecoder:
         tokens = self.block_size - 1 if draft else 0  # a report is about whole blocks: nothing is chosen
-        options = replace(
-            self._options,
-            max_num_seqs=concurrency,
-            max_model_len=self._context,
-            num_speculative_tokens=tokens,
-            **more,
-        )
+        how = {"max_num_seqs": concurrency, "max_model_len": self._context, "num_speculative_tokens": tokens}
+        options = replace(self._options, **how | more)
         try:
             parts = self._parts if draft else replace(self._parts, drafter=None)
             return EngineDecoder(parts.engine(options))

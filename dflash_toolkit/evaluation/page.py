@@ -189,6 +189,8 @@ def _set_charts(report: Report) -> list[Chart]:
 
 def _sweep_charts(report: Report) -> Iterator[Chart]:
     for name, points in report.sweeps.items():
+        if name not in SWEPT:
+            continue
         key, what = SWEPT[name]
         labels = [f"{point[key]:,}" for point in points]
         for figure, title in (("speedup", "Speed-up"), ("tau_pooled", "Acceptance length τ")):

@@ -18,6 +18,7 @@ from ..progress import Progress
 from ..sampling import SamplingParams
 from .decoders import Pair, Response, ThreadedDecoder
 from .distribution import SUSPICIOUS, distribution_test
+from .drafting import drafting_advice, drafting_points, said_of
 from .journal import Journal, generation_of
 from .measure import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
 from .recall import draft_recall
@@ -92,7 +93,7 @@ def evaluate_all(
     places = chosen(settings[0].sets, sweeps.requests)
     swept = len(places) * (len(sweeps.draft_length) + len(sweeps.context_length)) + len(sweeps.concurrency)
     sampled = next((setting for setting in settings if setting.params.temperature > 0.0), None)
-    swept += recall + bool(distribution_samples and sampled)
+    swept += len(sweeps.drafting_loads) + recall + bool(distribution_samples and sampled)
     if baseline and pair.concurrency > 1:  # both answers of a prompt count where they are asked for apart
         swept += turns + len(places) * len(sweeps.context_length)
     meter = _Meter(turns + swept) if show_progress else None
@@ -125,6 +126,9 @@ def evaluate_all(
     if tested and tested["p_value"] < SUSPICIOUS:
         warnings += (f"Sampled answers are distributed otherwise than without the drafter: p = {tested['p_value']}.",)
     advice = recommendation(sections[0], points, pair.concurrency)
+    if advice and "draft_tree" in points:
+        drafting = drafting_advice(points["draft_tree"], _serving(noted, arguments or {}))
+        advice |= {"drafting": drafting, "reason": f"{advice['reason']} {said_of(drafting)}"}
     return Report(environment, noted, sections, warnings, points, advice, ranked, tested)
 
 
@@ -272,6 +276,15 @@ class _Decoding:
             on_step = self._meter.step if self._meter else None
             load = functools.partial(load_point, pair, ids, params, concurrency, self._baseline, on_step)
             points.setdefault("concurrency", []).append(self.point(what, load))
+        for concurrency in sweeps.drafting_loads:
+            ids = list(
+                itertools.islice(itertools.cycle(p.token_ids for p in prompts), sweeps.at_concurrency(concurrency))
+            )
+            ways = "ways to draft", asdict(params), concurrency, sweeps.draft_tree_nodes, ids
+            on_step = self._meter.step if self._meter else None
+            how = pair, ids, params, concurrency, sweeps.draft_tree_nodes, on_step
+            of_load = self.point(ways, functools.partial(_points, *how))
+            points.setdefault("draft_tree", []).extend(of_load["points"])
         return points
 
     def point(self, what: Sequence[Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -399,6 +412,19 @@ class _Meter:
         self._seen = 0
         note = f"tau {self._committed / self._steps:.2f}" if self._steps else None
         self._bar.advance(1, units=len(measurement.plain.tokens) if measurement.plain else 0, note=note)
+
+
+def _points(*how: Any) -> dict[str, Any]:
+    return {"points": drafting_points(*how)}
+
+
+def _serving(noted: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    """The command that serves the pair as it was measured, with blocks."""
+    words = ["dflash-serve", "--target", str(noted["target"]), "--drafter", str(noted.get("drafter", "DRAFTER"))]
+    for name in ("device", "dtype", "draft_dtype"):
+        if arguments.get(name, "auto") != "auto":
+            words += [f"--{name.replace('_', '-')}", str(arguments[name])]
+    return words
 
 
 # ---- what was measured -------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class Sweeps:
     draft_length: tuple[int, ...] = ()  # tokens drafted a step
     context_length: tuple[int, ...] = ()  # tokens of a prompt
     concurrency: tuple[int, ...] = ()  # requests at a time
+    draft_tree_nodes: tuple[int, ...] = ()  # of draft trees, beside blocks and chains at each of these loads, or alone
     requests: int = 16  # of a point; at least two for each place
 
     def check(self, pair: Pair, max_tokens: int) -> None:
@@ -42,6 +43,13 @@ class Sweeps:
             )
         if self.concurrency and pair.name not in ("engine", "endpoint"):
             raise UserError("concurrency: the reference decodes one request at a time; it needs --runtime engine")
+        if self.draft_tree_nodes and pair.name != "engine":
+            raise UserError("draft_tree_nodes: what dflash-serve chooses is measured; it needs --runtime engine")
+
+    @property
+    def drafting_loads(self) -> tuple[int, ...]:
+        """Requests at a time where ways to draft are compared."""
+        return (self.concurrency or (1,)) if self.draft_tree_nodes else ()
 
     def at_concurrency(self, concurrency: int) -> int:
         """Requests of this point."""
@@ -70,7 +78,7 @@ def of_length(prompts: Sequence[EncodedPrompt], length: int) -> list[EncodedProm
 
 
 @dataclass(slots=True)
-class _Timed:
+class Timed:
     """A request among others."""
 
     began: float
@@ -87,16 +95,16 @@ def under_load(
     params: SamplingParams,
     concurrency: int,
     watch: OnStep | None = None,
-) -> tuple[float, list[_Timed]]:
+) -> tuple[float, list[Timed]]:
     """Seconds in all, and every request: whenever one has ended the next is submitted, `concurrency` at a time."""
-    timed: dict[int, _Timed] = {}
+    timed: dict[int, Timed] = {}
     waiting = iter(enumerate(prompts))
 
     def submit() -> None:
         for key, prompt in itertools.islice(waiting, 1):
-            request = timed[key] = _Timed(time.perf_counter())
+            request = timed[key] = Timed(time.perf_counter())
 
-            def on_step(growing: Generation, request: _Timed = request) -> None:
+            def on_step(growing: Generation, request: Timed = request) -> None:
                 now = time.perf_counter()
                 if math.isnan(request.first):
                     request.first = now - request.began
@@ -133,19 +141,18 @@ def load_point(
         on_step: called with the growing drafted answers.
     """
     seconds: dict[bool, float] = {}
-    timed: dict[bool, list[_Timed]] = {}
-    short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
+    timed: dict[bool, list[Timed]] = {}
     steps = 0
     for draft in (True, False) if baseline else (True,):
         decoder = pair.decoder_for(draft, concurrency)
-        under_load(decoder, prompts[:concurrency], short, concurrency)
+        warm_up(decoder, prompts, params, concurrency)
         before = pair.counted() if draft else None
         seconds[draft], timed[draft] = under_load(decoder, prompts, params, concurrency, on_step if draft else None)
         decoder.close()
         if draft:
             steps = pair.steps_since(before, [request.generation for request in timed[draft] if request.generation])
     answers = [request.generation for request in timed[True] if request.generation]
-    figures = {draft: np.array([(_tokens(r), r.whole) for r in found]) for draft, found in timed.items()}
+    figures = {draft: totals(found) for draft, found in timed.items()}
     speeds = {draft: ratio(figures[draft][:, 0].sum(), seconds[draft]) for draft in timed}
     speedup = speeds[True] / speeds[False] if baseline else None
     point = {
@@ -155,28 +162,45 @@ def load_point(
         "tokens_per_second": speeds[True],
         "plain_tokens_per_second": speeds.get(False),
         "speedup": speedup,
-        "speedup_ci95": speedup and _speedup_interval(figures, speedup),
+        "speedup_ci95": speedup and speedup_interval(figures[True], figures[False], speedup),
     }
-    for draft, name in ((True, ""), (False, "plain_")):
-        found = timed.get(draft)
-        per_token = [(r.whole - r.first) / (_tokens(r) - 1) for r in found if _tokens(r) > 1] if found else []
-        point[f"{name}time_to_first_token_seconds"] = spread([r.first for r in found or ()])
-        point[f"{name}inter_token_latency_seconds"] = spread([gap for r in found or () for gap in r.gaps])
-        point[f"{name}time_per_output_token_seconds"] = spread(per_token)
-    return point
+    return point | spreads(timed[True]) | spreads(timed.get(False, []), "plain_")
 
 
-def _tokens(request: _Timed) -> int:
+def warm_up(
+    decoder: EngineDecoder | ThreadedDecoder, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
+) -> None:
+    """A few tokens of as many requests as are to come, which nobody times."""
+    short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
+    under_load(decoder, prompts[:concurrency], short, concurrency)
+
+
+def spreads(timed: Sequence[Timed], prefix: str = "") -> dict[str, dict[str, float] | None]:
+    """What those who wait for requests see, by the names of the report."""
+    per_token = [(r.whole - r.first) / (_tokens(r) - 1) for r in timed if _tokens(r) > 1]
+    return {
+        f"{prefix}time_to_first_token_seconds": spread([r.first for r in timed]),
+        f"{prefix}inter_token_latency_seconds": spread([gap for r in timed for gap in r.gaps]),
+        f"{prefix}time_per_output_token_seconds": spread(per_token),
+    }
+
+
+def totals(timed: Sequence[Timed]) -> Any:
+    """Tokens and seconds of each request, [R, 2]."""
+    return np.array([(_tokens(request), request.whole) for request in timed])
+
+
+def _tokens(request: Timed) -> int:
     return len(request.generation.tokens) if request.generation else 0
 
 
-def _speedup_interval(figures: Mapping[bool, Any], speedup: float) -> Any:
-    """Of requests' own times, which differ as those of the whole do."""
-    sums = resampled_sums(np.concatenate([figures[True], figures[False]], axis=1))
+def speedup_interval(figures: Any, others: Any, speedup: float) -> Any:
+    """Of requests' own `totals`, one way and another, which differ as those of the whole do."""
+    sums = resampled_sums(np.concatenate([figures, others], axis=1))
     ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
-    all_of_them = np.concatenate([figures[True], figures[False]], axis=1).sum(0)
+    all_of_them = np.concatenate([figures, others], axis=1).sum(0)
     measured = (all_of_them[0] / all_of_them[1]) / (all_of_them[2] / all_of_them[3])
-    return interval(ratios * (speedup / measured), len(figures[True]))
+    return interval(ratios * (speedup / measured), len(figures))
 
 
 # ---- what to serve with -----------------------------------------------------------------------------------------

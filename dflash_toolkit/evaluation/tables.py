@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .bootstrap import Interval
+from .drafting import drafts_of
 from .report import Report, Section, Summary
 
 SHOWN_DIFFERENCES = 20
@@ -170,8 +171,36 @@ SWEPT = {
 
 def sweep_tables(sweeps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
     """The points of every sweep, and what readers wait under load."""
-    loads = sweeps.get("concurrency")
-    return [*(sweep_table(name, points) for name, points in sweeps.items()), *([load_table(loads)] if loads else [])]
+    found = [sweep_table(name, points) for name, points in sweeps.items() if name in SWEPT]
+    if loads := sweeps.get("concurrency"):
+        found.append(load_table(loads))
+    if drafting := sweeps.get("draft_tree"):
+        found.append(drafting_table(drafting))
+    return found
+
+
+def drafting_table(points: Sequence[Mapping[str, Any]]) -> Table:
+    """Ways to draft, at each load."""
+    header = (
+        "Drafts, requests at a time",
+        "Requests",
+        "τ pooled",
+        "Tokens/s",
+        "Over blocks",
+        "Time per token, p50, ms",
+    )
+    rows = [
+        (
+            f"{drafts_of(point).name}, {point['concurrency']:,}",
+            f"{point['requests']:,}",
+            number(point["tau_pooled"]),
+            number(point["tokens_per_second"], 1),
+            between(times(point["over_blocks"]), point["over_blocks_ci95"]),
+            number(_milli((point["time_per_output_token_seconds"] or {}).get("p50")), 2),
+        )
+        for point in points
+    ]
+    return Table("Ways to draft, as a server runs them", header, tuple(rows))
 
 
 def sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:

@@ -16,6 +16,7 @@ from dflash_toolkit.decode import _draft_states
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, run
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.decoders import Pair, Response, ThreadedDecoder
+from dflash_toolkit.evaluation.drafting import candidates, drafting_advice, said_of
 from dflash_toolkit.evaluation.report import Section
 from dflash_toolkit.evaluation.run import Setting, evaluate_all
 from dflash_toolkit.evaluation.sweeps import Sweeps, chosen, load_point, of_length, recommendation, under_load
@@ -172,6 +173,7 @@ def test_what_a_pair_cannot_do_is_said_before_anything_is_decoded(target: Target
         (Sweeps(draft_length=(3, 8)), "draft_length 8: the drafter drafts at most 7 tokens"),
         (Sweeps(context_length=(64, 120)), "context_length 120: with an answer of 12 tokens .* limit of 130"),
         (Sweeps(concurrency=(1,)), "the reference decodes one request at a time"),
+        (Sweeps(draft_tree_nodes=(8,)), "draft_tree_nodes: what dflash-serve chooses is measured; it needs --runtime"),
     ):
         with pytest.raises(UserError, match=said):
             evaluate_all(reference, [Setting(SETS, PARAMS)], sweeps=sweeps)
@@ -183,6 +185,9 @@ def test_what_a_pair_cannot_do_is_said_before_anything_is_decoded(target: Target
         (["--concurrency", "4", "2"], "concurrency is [4, 2]; give numbers >= 1 in ascending order"),
         (["--draft-length", "0"], "draft_length is [0]"),
         (["--sweep-requests", "0"], "sweep_requests is 0"),
+        (["--draft-tree-nodes", "16", "64"], "draft_tree_nodes is 64; the engine takes 63 nodes at most"),
+        (["--draft-tree-nodes", "16", "--num-speculative-tokens", "7"], "draft_tree_nodes is given with num_specul"),
+        (["--draft-tree-nodes", "16", "draft_sample_method=probabilistic"], "given with draft_sample_method"),
     ],
 )
 def test_bad_sweeps_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,3 +222,68 @@ def test_the_fastest_length_and_the_last_load_that_pays_are_recommended(target: 
     assert recommendation(section, {"draft_length": lengths[:1]})["use_drafter"] is False
     found = recommendation(section, {"concurrency": loads[2:]})  # unsure, then faster
     assert found["max_concurrency"] == 0 and "not even the fewest are surely faster with it" in found["reason"]
+
+
+# ---- ways to draft ----------------------------------------------------------------------------------------------
+
+
+def test_ways_to_draft_are_measured_at_each_load_and_the_fastest_has_its_command(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.txt").write_text("Why is the sky blue?\nWhat is 2+2?\n")
+    command = ["--target", target_dir, "--drafter", drafter_dir, "--device", "cpu", "--max-tokens", 6]
+    command += ["--prompts", tmp_path / "few.txt", "--output", tmp_path / "report", "--sweep-requests", 2]
+    command += ["--draft-tree-nodes", 9]
+    assert main([str(word) for word in command]) == 0
+    report = load(tmp_path / "report")
+    points = report["sweeps"]["draft_tree"]
+    ways = [("blocks", 0, None), ("chains", 7, 1), ("trees", 9, None)]
+    kinds = [(p["concurrency"], p["drafts"], p["draft_tree"], p["draft_tree_width"]) for p in points]
+    assert kinds == [(1, *way) for way in ways]
+    for point in points:
+        assert point["over_blocks"] == pytest.approx(point["tokens_per_second"] / points[0]["tokens_per_second"])
+        assert (point["over_blocks_ci95"] is None) == (point is points[0])
+    advice = report["recommendation"]
+    serve = f"dflash-serve --target {target_dir} --drafter {drafter_dir} --device cpu"
+    (each,) = advice["drafting"]
+    assert each["concurrency"] == 1 and each["command"].startswith(serve) and each["command"] in advice["reason"]
+    assert advice["reason"] in capsys.readouterr().out
+    page, text = ((tmp_path / "report" / name).read_text() for name in ("report.html", "report.md"))
+    assert "trees of 9 nodes, 1" in page and "trees of 9 nodes, 1" in text
+
+
+def way(load: int, kind: str, nodes: int, over: float, within: tuple[float, float] | None) -> dict[str, Any]:
+    width = 1 if kind == "chains" else None
+    more = {"draft_tree": nodes, "draft_tree_width": width, "tokens_per_second": 50 * over}
+    return {"concurrency": load, "drafts": kind, **more, "over_blocks": over, "over_blocks_ci95": within}
+
+
+def test_what_is_surely_faster_than_blocks_is_recommended_with_its_command() -> None:
+    points = [
+        way(1, "blocks", 0, 1.0, None), way(1, "chains", 15, 1.01, (0.99, 1.03)), way(1, "trees", 16, 1.1, (1.05, 1.2)),
+        way(1, "trees", 63, 1.3, (1.2, 1.4)), way(4, "blocks", 0, 1.0, None), way(4, "trees", 63, 1.1, (1.01, 1.2)),
+        way(16, "blocks", 0, 1.0, None), way(16, "chains", 15, 1.06, (1.02, 1.09)),
+        way(16, "trees", 63, 1.2, (0.9, 1.5)), way(64, "blocks", 0, 1.0, None), way(64, "chains", 15, 0.9, (0.8, 0.99)),
+    ]  # fmt: skip
+    advice = drafting_advice(points, ["dflash-serve", "--target", "a target", "--drafter", "d"])
+    serve = "dflash-serve --target 'a target' --drafter d"
+    assert [(each["drafts"], each["command"]) for each in advice] == [
+        ("trees", f"{serve} --draft-tree 63"),
+        ("trees", f"{serve} --draft-tree 63"),
+        ("chains", f"{serve} --draft-tree 15 --draft-tree-width 1"),
+        ("blocks", serve),
+    ]
+    assert said_of(advice) == (
+        f"With 1 to 4 requests at a time trees of 63 nodes are the fastest, 1.10x and 1.30x as fast as blocks: "
+        f"`{serve} --draft-tree 63`. With 16 requests at a time chains of their own length are the fastest, 1.06x as "
+        f"fast as blocks: `{serve} --draft-tree 15 --draft-tree-width 1`. With 64 requests at a time nothing is surely "
+        f"faster than blocks: `{serve}`."
+    )
+
+
+def test_a_target_that_takes_no_trees_has_chains_alone(target: Target, drafter: Drafter) -> None:
+    pair = EnginePair.load(target, drafter)
+    assert [each.kind for each in candidates(pair, (4, 8))] == ["blocks", "chains", "trees", "trees"]
+    recurrent = make_target("qwen3_5")
+    pair = EnginePair.load(recurrent, make_drafter(recurrent))
+    assert [each.kind for each in candidates(pair, (4, 8))] == ["blocks", "chains"]

@@ -1,0 +1,142 @@
+"""Blocks, chains of their own length or draft trees: which of them a server is fastest with, at each load.
+
+Each is measured as `dflash-serve` runs it, which chooses lengths and rows itself.
+"""
+
+import itertools
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..acceptance import ratio
+from ..sampling import SamplingParams
+from .decoders import OnStep, Pair
+from .sweeps import speedup_interval, spreads, totals, under_load, warm_up
+
+Point = Mapping[str, Any]  # as report.json has it
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """A way to draft, and the options that ask for it."""
+
+    kind: str  # blocks, chains, trees
+    nodes: int = 0  # --draft-tree
+    width: int | None = None  # --draft-tree-width; None: its default
+
+    @property
+    def options(self) -> list[str]:
+        """Of `dflash-serve`."""
+        words = ["--draft-tree", str(self.nodes)] if self.nodes else []
+        return words + (["--draft-tree-width", str(self.width)] if self.width else [])
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return {"blocks": "blocks", "chains": "chains of their own length", "trees": f"trees of {self.nodes} nodes"}[
+            self.kind
+        ]
+
+
+def candidates(pair: Pair, nodes: Iterable[int]) -> list[Drafts]:
+    """Blocks, chains, and trees of each number of nodes where the target takes trees."""
+    trees = [Drafts("trees", count) for count in nodes] if pair.takes_trees else []
+    return [Drafts("blocks"), Drafts("chains", pair.block_size - 1, 1), *trees]
+
+
+def drafting_points(
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    concurrency: int,
+    nodes: Sequence[int],
+    on_step: OnStep | None = None,
+) -> list[dict[str, Any]]:
+    """What the report has of every candidate at so many requests at a time. Raises UserError: they have no room.
+
+    Args:
+        on_step: called with the growing answers.
+    """
+    points, blocks, slowness = list[dict[str, Any]](), None, math.nan
+    for drafts in candidates(pair, nodes):
+        decoder = pair.served(concurrency, drafts.nodes, drafts.width)
+        warm_up(decoder, prompts, params, concurrency)
+        seconds, timed = under_load(decoder, prompts, params, concurrency, on_step)
+        decoder.close()
+        answers = [request.generation for request in timed if request.generation]
+        figures = totals(timed)
+        speed = ratio(figures[:, 0].sum(), seconds)
+        blocks, slowness = (figures, speed) if blocks is None else (blocks, slowness)
+        over = speed / slowness
+        points.append(
+            {
+                "concurrency": concurrency,
+                "drafts": drafts.kind,
+                "draft_tree": drafts.nodes,
+                "draft_tree_width": drafts.width,
+                "requests": len(prompts),
+                "tau_pooled": ratio(
+                    sum(len(answer.tokens) - 1 for answer in answers), sum(len(answer.steps) for answer in answers)
+                ),
+                "tokens_per_second": speed,
+                "over_blocks": over,
+                "over_blocks_ci95": speedup_interval(figures, blocks, over) if drafts.nodes else None,
+                **spreads(timed),
+            }
+        )
+    return points
+
+
+def drafts_of(point: Point) -> Drafts:
+    """What a point is of."""
+    return Drafts(point["drafts"], point["draft_tree"], point["draft_tree_width"])
+
+
+def fastest(points: Sequence[Point]) -> Point:
+    """Of one load. Blocks, which need no option, unless another is faster by its whole interval."""
+    faster = [p for p in points if p["drafts"] != "blocks" and p["over_blocks_ci95"] and p["over_blocks_ci95"][0] > 1]
+    blocks = next(point for point in points if point["drafts"] == "blocks")
+    return max(faster, key=lambda point: point["over_blocks"], default=blocks)
+
+
+def drafting_advice(points: Sequence[Point], serve: Sequence[str]) -> list[dict[str, Any]]:
+    """The fastest at each load, in their order, each with the command that serves so.
+
+    Args:
+        serve: the command for blocks.
+    """
+    found = []
+    for concurrency, group in itertools.groupby(points, key=lambda point: point["concurrency"]):
+        best = fastest(list(group))
+        kept = ("drafts", "draft_tree", "draft_tree_width", "tokens_per_second", "over_blocks", "over_blocks_ci95")
+        command = shlex.join([*serve, *drafts_of(best).options])
+        found.append({"concurrency": concurrency, **{key: best[key] for key in kept}, "command": command})
+    return found
+
+
+def said_of(advice: Sequence[Point]) -> str:
+    """The advice in a sentence for each command, which may be the fastest at several loads."""
+    said = []
+    for command, group in itertools.groupby(advice, key=lambda point: str(point["command"])):
+        points = list(group)
+        name = drafts_of(points[0]).name
+        loads = _loads([point["concurrency"] for point in points])
+        if points[0]["drafts"] == "blocks":
+            said.append(f"{loads} nothing is surely faster than {name}: `{command}`.")
+        else:
+            gains = " and ".join(dict.fromkeys(f"{each:.2f}x" for each in _ends([p["over_blocks"] for p in points])))
+            said.append(f"{loads} {name} are the fastest, {gains} as fast as blocks: `{command}`.")
+    return " ".join(said)
+
+
+def _loads(counts: Sequence[int]) -> str:
+    if counts == [1]:
+        return "With one request at a time"
+    first, last = _ends(counts)
+    return f"With {first} requests at a time" if first == last else f"With {first} to {last} requests at a time"
+
+
+def _ends(values: Sequence[Any]) -> tuple[Any, Any]:
+    return min(values), max(values)
