@@ -21,7 +21,8 @@ from paths import FOLDERS, ROOT
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # what is not there is left out
-IMPORTED = ["conftest", "train.cli", "train.data_cli", "deepspeed", "serve.front", "dflash_toolkit.runtime.loop"]
+IMPORTED = ["conftest", "train.cli", "train.data_cli", "train.distributed.fsdp", "deepspeed", "serve.front"]
+IMPORTED += ["dflash_toolkit.runtime.loop"]
 
 
 def start_server() -> None:

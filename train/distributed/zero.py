@@ -7,7 +7,7 @@ gathered tensor by tensor, so a run may continue with another number of processe
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from ..config import TrainConfig
 from ..objective.loss import runner
 from ..optim.optimizers import FlatMuon, make_optimizer
 from ..run.state import ResumePoint
-from .fsdp import Fsdp
 from .parallel import Processes, Replicated, other_optimizer
+
+if TYPE_CHECKING:
+    from .fsdp import Fsdp
 
 ADAMW = ("exp_avg", "exp_avg_sq")  # moments
 
@@ -221,7 +223,7 @@ class Zero:
             group["lr"] = rate
 
 
-Learner = Replicated | Fsdp | Zero
+Learner: TypeAlias = "Replicated | Fsdp | Zero"
 
 
 def make_learner(
@@ -236,6 +238,8 @@ def make_learner(
     if state and not _same_shapes(drafter, state):
         raise UserError(f"{work / 'state.pt'}: holds no weights of this drafter; remove it to start afresh")
     if config.run.fsdp:
+        from .fsdp import Fsdp  # half a second, of sharded tensors
+
         return Fsdp(drafter, config, processes, state)
     if config.run.zero:
         return Zero(drafter, config, processes, state, work, packed)
