@@ -4,14 +4,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
+from forked import Command
 from openai import APIError, OpenAI
-from paths import ROOT
 
 from dflash_toolkit.config import from_mapping, given_values
 from serve import cli
@@ -127,33 +126,26 @@ def test_ctrl_c_while_it_loads_is_an_interruption(
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path) -> None:
-    command = [
-        sys.executable, "-m", "serve.cli", "--target", str(target_dir), "--drafter", str(drafter_dir),
-        "--port", "0", "--device", "cpu", "--served-model-name", "tiny", "--max-num-seqs", "1",
-        "--drain-timeout", "0.2", "--no-access-log",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None and process.stderr is not None
-            line = process.stdout.readline()
-            match = re.fullmatch(r"dflash-serve: (http://127.0.0.1:\d+)/v1 serves tiny \(.*, float32 on cpu\)\n", line)
-            assert match, line + process.stderr.read()
-            assert urllib.request.urlopen(f"{match[1]}/health", timeout=60).status == 200
+def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    words = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--port", "0", "--device", "cpu"]
+    words += ["--served-model-name", "tiny", "--max-num-seqs", "1", "--drain-timeout", "0.2", "--no-access-log"]
+    process = Command("serve.cli", words, tmp_path)
+    try:
+        line = process.line()
+        match = re.fullmatch(r"dflash-serve: (http://127.0.0.1:\d+)/v1 serves tiny \(.*, float32 on cpu\)", line)
+        assert match, line
+        assert urllib.request.urlopen(f"{match[1]}/health", timeout=60).status == 200
 
-            # Ctrl-C with answers under way: the client is told, the server does not wait for the end
-            client = OpenAI(base_url=f"{match[1]}/v1", api_key="none", max_retries=0, timeout=60)
-            answer = client.completions.create(
-                model="tiny", prompt=["hello"] * 40, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
-            )
-            next(iter(answer))
-            process.send_signal(signal.SIGINT)
-            with pytest.raises(APIError, match="shutting down"):
-                list(answer)
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, out, err) == (0, "", "")
+        # Ctrl-C with answers under way: the client is told, the server does not wait for the end
+        client = OpenAI(base_url=f"{match[1]}/v1", api_key="none", max_retries=0, timeout=60)
+        answer = client.completions.create(
+            model="tiny", prompt=["hello"] * 40, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(answer))
+        os.kill(process.pid, signal.SIGINT)
+        with pytest.raises(APIError, match="shutting down"):
+            list(answer)
+        assert process.end(60) == 0
+    finally:
+        process.kill()
+    assert (process.out.read_text(), process.err.read_text()) == (f"{line}\n", "")
