@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --retries 10 -c constraints.txt
 
+# the tests start some fifty processes: each would compile the project anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-fast check docs wheel tables format test-gpu test-peers mutate bench clean
 
 help:            ## what there is
