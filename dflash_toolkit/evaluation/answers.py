@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from .measure import Measurement
 from .report import Report
-from .tables import number, times
+from .tables import number, percent, times
 
 SHOWN = 3  # of the worst and of the best
 SIBLINGS = 3  # of a token, the likeliest
@@ -90,10 +90,12 @@ def _token(
 ) -> ShownToken:
     """A token of a step of which so much is `said`."""
     drafted = [each for each, _ in offered]
-    siblings = [(_visible(texts[each]), f"offered with {p:.1%}") for each, p in offered if each != token][:SIBLINGS]
+    siblings = [(_visible(texts[each]), f"offered with {percent(p)}") for each, p in offered if each != token][
+        :SIBLINGS
+    ]
     if kind == "accepted" and token in drafted:
         place = drafted.index(token)
-        said += f"; offered with {offered[place][1]:.1%}, {place + 1} of {len(drafted)} in its place"
+        said += f"; offered with {percent(offered[place][1])}, {place + 1} of {len(drafted)} in its place"
         kind = "accepted bought" if place else kind
     elif drafted:
         said += f"; {len(drafted)} others were offered in its place" if len(drafted) > 1 else "; another was offered"

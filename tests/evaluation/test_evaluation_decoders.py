@@ -251,7 +251,7 @@ def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
             found = [token in place for token, place in zip(tokens, places, strict=False)]
             assert found == [True] * accepted + [False] * (len(found) - accepted)
             at += count
-    assert re.search(r'<small><i title="offered with [0-9.]+%">', page) or width == 1
+    assert re.search(r'<small><i title="offered with [0-9.]+ %">', page) or width == 1
     said = "by the drafter's own" if runtime == "reference" else "calibrated by what was accepted"
     assert said in html.unescape(page) and "no chain would have had it" in page
     assert main([*command, "--draft-tree", "24", "--no-draft-tree"]) == 0

@@ -309,12 +309,12 @@ def test_what_a_draft_tree_offered_stands_beside_the_tokens(report: Report) -> N
         "accepted",
         "corrected",
     ]
-    offered = [("⏎", "offered with 60.0%"), ("<1>", "offered with 2.0%"), ("<2>", "offered with 1.0%")]
-    assert [list(token.siblings) for token in tokens] == [[], offered, [], [("<8>", "offered with 50.0%")], [], []]
-    assert tokens[1].said == "step 1: 2 of 3 drafts accepted; offered with 31.0%, 2 of 5 in its place"
+    offered = [("⏎", "offered with 60.0 %"), ("<1>", "offered with 2.0 %"), ("<2>", "offered with 1.0 %")]
+    assert [list(token.siblings) for token in tokens] == [[], offered, [], [("<8>", "offered with 50.0 %")], [], []]
+    assert tokens[1].said == "step 1: 2 of 3 drafts accepted; offered with 31.0 %, 2 of 5 in its place"
     assert tokens[3].said.endswith("; another was offered") and not tokens[4].said
     html = render_page(over_trees)
-    assert '<i title="offered with 2.0%">&lt;1&gt;</i>' in html and "by the drafter's own probabilities" in unescape(
+    assert '<i title="offered with 2.0 %">&lt;1&gt;</i>' in html and "by the drafter's own probabilities" in unescape(
         html
     )
     told = over_trees.to_json()["sections"][0]["sets"]["set"]["per_request"][0]
