@@ -1,15 +1,18 @@
 """Several processes are one run: the same losses, the same resume point, the same end when something breaks."""
 
+import contextlib
 import importlib
 import json
 import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,10 +113,30 @@ class _PerMachine:
         os.environ |= env
         at = command.index("deepspeed.launcher.launch")
         sys.argv = command[at:]
-        importlib.import_module(command[at]).main()
+        launch: Any = importlib.import_module(command[at])
+        launch.subprocess = SimpleNamespace(Popen=_Forked)
+        launch.main()
 
     def wait(self) -> None:
         """It has ended when it is made."""
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """`python -u -m MODULE ...`, forked: everything is imported. torchrun's processes are started as a user's are."""
+
+    def _execute_child(self, args: list[str], *rest: Any) -> None:
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True  # wait() and poll() may ask for it
+            return
+        code = 1
+        with contextlib.suppress(BaseException):
+            (env,) = (value for value in rest if isinstance(value, dict))
+            os.environ |= env
+            torch.set_num_threads(1)
+            module, *words = args[args.index("-m") + 1 :]
+            code = importlib.import_module(module).main(words)
+        os._exit(code)
 
 
 @pytest.mark.parametrize("way", ["torchrun on two machines", "deepspeed"])
