@@ -77,7 +77,7 @@ class Bench:
         self.shape = drafter_shape(target.config)
         config = TrainConfig(target="random")
         if args.tiny:
-            config = replace(config, optim=replace(config.optim, pack_tokens=128))
+            config = replace(config, optim=replace(config.optim, pack_tokens=128, pack_blocks=8))
         self.config = config
         tokens, self.anchors = packing(config, target.device)
         self.length = min(args.length, tokens)
