@@ -106,20 +106,21 @@ def check_books(generation: Generation) -> None:
 # ---- greedy --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 40])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_greedy_answer_is_that_of_hf_generate(kind: str, tied: bool, count: int) -> None:
+def test_greedy_answer_is_that_of_hf_generate(kind: str, tied: bool) -> None:
     target, drafter = pair(kind, tied)
-    expected = hf_greedy(target, PROMPT, count)
-    for helper in (None, drafter):
-        generation = generate(target, helper, PROMPT, SamplingParams(max_tokens=count))
-        assert generation.tokens == expected
-        assert generation.finish_reason == ("stop" if expected[-1] == EOS else "length")
-        check_books(generation)
+    expected = hf_greedy(target, PROMPT, 40)
+    for count in (1, 2, 7, 8, 9, 40):
+        for helper in (None, drafter):
+            generation = generate(target, helper, PROMPT, SamplingParams(max_tokens=count))
+            assert generation.tokens == expected[:count]
+            ended = len(expected) <= count and expected[-1] == EOS
+            assert generation.finish_reason == ("stop" if ended else "length")
+            check_books(generation)
 
 
-@pytest.mark.parametrize("size", range(2, 17))
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
 def test_every_block_size_gives_the_same_answer(size: int) -> None:
     target, drafter = pair()
     resized = Drafter(drafter.config.with_block_size(size))

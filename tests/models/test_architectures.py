@@ -81,8 +81,9 @@ def test_a_greedy_answer_is_that_of_hf_generate_with_every_drafter(name: str) ->
     truth = tuple(hf_greedy(target, PROMPT, 32, eos=(VOCAB,)))
     assert len(set(truth)) > 10, "a repetitive answer would hide misplaced tokens"
     params = SamplingParams(max_tokens=32, ignore_eos=True)
-    for helper in (None, drafter):
-        assert generate(target, helper, PROMPT, params).tokens == list(truth)
+    assert generate(target, None, PROMPT, params).tokens == list(truth)
+    few = SamplingParams(max_tokens=10, ignore_eos=True)  # its drafts are random: a step gives a token or two
+    assert generate(target, drafter, PROMPT, few).tokens == list(truth[:10])
     with drafting(knows(truth, {3, 4, 11, 19, 20})):
         generation = generate(target, drafter, PROMPT, params)
     assert generation.tokens == list(truth)
