@@ -38,11 +38,11 @@ from .triton import delta_chunk as chunked
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
-from .triton.delta import delta_inputs, delta_rule, gated_rms_norm
+from .triton.delta import delta_inputs, delta_rule, gated_rms_norm, gated_rms_norm_quantized
 from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
-from .triton.norm import add_rms_norm
+from .triton.norm import add_rms_norm, add_rms_norm_quantized
 from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
 from .triton.row_top import row_top
@@ -51,12 +51,13 @@ from .triton.tree_accept import accept_trees, move_rows_
 from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
 from .triton.walk import sampled_walk, walk
-from .weight import BlockScaledFp8, Weight, dense, parts
+from .weight import BlockScaledFp8, Operand, Weight, dense, parts, values_of
 
 __all__ = [
     "accept",
     "accept_trees",
     "add_rms_norm",
+    "add_rms_norm_quantized",
     "block_attention",
     "block_conv",
     "context_write",
@@ -73,6 +74,7 @@ __all__ = [
     "fuses_post_attention",
     "gate_heads",
     "gated_rms_norm",
+    "gated_rms_norm_quantized",
     "grow_trees",
     "linear",
     "linear_argmax",
@@ -98,31 +100,37 @@ QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums
 LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
-    if by_cublas(x, weight):
-        return _cublas_linear(x, weight, bias)
-    return fp8_blocks.linear(x, weight, bias) if isinstance(weight, BlockScaledFp8) else gemm.linear(x, weight, bias)
+    values = values_of(x)
+    if by_cublas(values, weight):
+        return _cublas_linear(values, weight, bias)
+    if isinstance(weight, BlockScaledFp8):
+        return fp8_blocks.linear(x, weight, bias)
+    return gemm.linear(values, weight, bias)
 
 
-def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
-    if by_cublas(x, weight):
-        return _cublas_linear(x, weight, bias)[None]
+    values = values_of(x)
+    if by_cublas(values, weight):
+        return _cublas_linear(values, weight, bias)[None]
     if isinstance(weight, BlockScaledFp8):
         return fp8_blocks.linear_split_k(x, weight, bias)
-    return gemm.linear_split_k(x, weight, bias)
+    return gemm.linear_split_k(values, weight, bias)
 
 
-def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
+def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
 
     One scaled in blocks holds all gates, then all ups.
     """
-    in_blocks = isinstance(weight, BlockScaledFp8)
-    if by_cublas(x, weight):
-        return gemm.swiglu(_cublas_linear(x, weight), halves=in_blocks)
-    return fp8_blocks.linear_swiglu(x, weight) if isinstance(weight, BlockScaledFp8) else gemm.linear_swiglu(x, weight)
+    values = values_of(x)
+    if by_cublas(values, weight):
+        return gemm.swiglu(_cublas_linear(values, weight), halves=isinstance(weight, BlockScaledFp8))
+    if isinstance(weight, BlockScaledFp8):
+        return fp8_blocks.linear_swiglu(x, weight)
+    return gemm.linear_swiglu(values, weight)
 
 
 def by_cublas(x: Tensor, weight: Weight) -> bool:

@@ -16,7 +16,19 @@ from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
 from .reference_tree import tree_attention as tree_attention
 from .tree import TreeRows
-from .weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, cast_fp8, dense, is_quantized, quantize_groups
+from .weight import (
+    BLOCK,
+    BlockScaledFp8,
+    Operand,
+    RowScaledFp8,
+    Stacked,
+    Weight,
+    cast_fp8,
+    dense,
+    is_quantized,
+    quantize_groups,
+    values_of,
+)
 
 
 def filtered_probabilities(
@@ -192,8 +204,9 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
 # ---- the decoding step: M = B * S rows, S consecutive positions of each of B requests -----------------
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    x = values_of(x)
     if isinstance(weight, BlockScaledFp8):
         total = _block_scaled(x, weight)
         return (total if bias is None else total + bias.float()).to(x.dtype)
@@ -214,7 +227,7 @@ def _block_scaled(x: Tensor, weight: BlockScaledFp8) -> Tensor:
     return total
 
 
-def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` left as P split-K partial sums, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
 
     P depends on (N, K) only, never on M, so that results are batch-invariant.
@@ -222,7 +235,7 @@ def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Ten
     return linear(x, weight, bias)[None]
 
 
-def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
+def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
 
     One scaled in blocks holds all gates, then all ups, as a block may be no row of both.
@@ -350,6 +363,13 @@ def add_rms_norm(
     if tap is not None:
         tap.copy_(x)
     return x, _rms_norm(x, weight, eps)
+
+
+def add_rms_norm_quantized(
+    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Operand]:
+    """`add_rms_norm` for a GEMM that quantizes its rows in groups, which a kernel may have done already."""
+    return add_rms_norm(x, partial_sums, weight, eps, tap)
 
 
 def conv_add_rms_norm(
@@ -508,7 +528,7 @@ def top_experts(
     return weights, experts.int()
 
 
-def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
     """What the experts of each row make of it, times their weights.
 
     Args:
@@ -520,6 +540,7 @@ def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, exp
     Returns:
         Partial sums [k, M, D], in the order of each row's experts, for `add_rms_norm`.
     """
+    x = values_of(x)
     found = x.new_empty(experts.shape[1], *x.shape)
     for expert in experts.unique().tolist():
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
@@ -887,6 +908,11 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """The RMSNorm of every head of x [M, N H] by weight [H], times silu(gate) [M, N H], which may be columns."""
     normed = _rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps)
     return (normed.flatten(1).float() * F.silu(gate.float())).to(x.dtype)
+
+
+def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Operand:
+    """`gated_rms_norm` for a GEMM that quantizes its rows in groups, which a kernel may have done already."""
+    return gated_rms_norm(x, gate, weight, eps)
 
 
 # ---- the loss --------------------------------------------------------------------------------------

@@ -101,13 +101,36 @@ class BlockScaledFp8:
         return self.data.nbytes + self.scale.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Rows of a GEMM as they are, and as one with a block-scaled weight takes them: `quantize_groups` of them."""
+
+    values: Tensor  # [M, K]
+    data: Tensor  # float8_e4m3fn [M, K]
+    scale: Tensor  # fp32 [M, K / 128]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
 Weight = Tensor | RowScaledFp8 | BlockScaledFp8  # [N, K]
+Operand = Tensor | QuantizedRows  # [M, K]
 Stacked = Tensor | BlockScaledFp8  # [E, N, K], of which [i] is a `Weight`
 
 
 def parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
     """What is in memory: the stored values [N, K] and, of FP8, their scales."""
     return (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.scale)
+
+
+def values_of(x: Operand) -> Tensor:
+    """The rows as they are."""
+    return x if isinstance(x, Tensor) else x.values
+
+
+def takes_groups(weight: Weight | Stacked) -> bool:
+    """Whether GEMMs with it quantize their rows in groups of BLOCK columns."""
+    return isinstance(weight, BlockScaledFp8) and not weight.by_rows
 
 
 def is_quantized(weight: Weight) -> bool:

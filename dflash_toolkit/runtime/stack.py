@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
 from ..kernels.tree import TreeRows
+from ..kernels.weight import Operand, takes_groups, values_of
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 from .weights import AttentionWeights, ConvolutionWeights, GatedDeltaNetWeights, LayerWeights, MlpWeights, MoeWeights
 
@@ -54,12 +55,18 @@ class Attention:
     cache: Tensor  # [2, slots, G, H]
     ops: Ops
 
-    def project(self, h: Tensor) -> Tensor:
+    @property
+    def takes_groups(self) -> bool:
+        """Whether the rows that are projected are quantized in groups."""
+        return takes_groups(self.weights.qkv)
+
+    def project(self, h: Operand) -> Tensor:
         """Partial sums [P, M, (N + 2 G) H] of h [M, D]; of gated heads there are 2 N."""
         return self.ops.linear_split_k(h, self.weights.qkv)
 
-    def mix(self, projected: Tensor, rows: Rows) -> Tensor:
+    def mix(self, projected: Operand, rows: Rows) -> Tensor:
         """Attention [M, N H]; the rows' keys and values are in the pages from now on."""
+        assert isinstance(projected, Tensor), "partial sums"
         w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
         qkv, cache = (projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, self.rope), self.cache
@@ -74,7 +81,7 @@ class Attention:
             )
         return ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
 
-    def output(self, mixed: Tensor) -> Tensor:
+    def output(self, mixed: Operand) -> Tensor:
         """Partial sums [P, M, D]."""
         return self.ops.linear_split_k(mixed, self.weights.o, self.weights.o_bias)
 
@@ -92,11 +99,16 @@ class GatedDeltaNet:
     memory: DeltaMemory
     ops: Ops
 
-    def project(self, h: Tensor) -> Tensor:
+    @property
+    def takes_groups(self) -> bool:
+        """Whether the rows that are mixed are quantized in groups."""
+        return takes_groups(self.weights.qkvz)
+
+    def project(self, h: Operand) -> Operand:
         """h [M, D] itself: it is multiplied by two matrices."""
         return h
 
-    def mix(self, h: Tensor, rows: Rows) -> Tensor:
+    def mix(self, h: Operand, rows: Rows) -> Operand:
         """[M, N H_v]."""
         w, spec, states, ops = self.weights, self.spec, rows.states, self.ops
         assert states is not None
@@ -108,9 +120,10 @@ class GatedDeltaNet:
         else:
             parts = ops.delta_inputs(*inputs, states.stay, states.counts, rows.tree)
             mixed = ops.delta_rule(*parts, self.memory, states.slots, states.stay, states.counts, rows.tree)
-        return ops.gated_rms_norm(mixed, gate, w.norm, self.eps)
+        norm = ops.gated_rms_norm_quantized if takes_groups(w.o) else ops.gated_rms_norm
+        return norm(mixed, gate, w.norm, self.eps)
 
-    def output(self, mixed: Tensor) -> Tensor:
+    def output(self, mixed: Operand) -> Tensor:
         """Partial sums [P, M, D]."""
         return self.ops.linear_split_k(mixed, self.weights.o)
 
@@ -122,7 +135,12 @@ class Mlp:
     weights: MlpWeights
     ops: Ops
 
-    def __call__(self, h: Tensor) -> Tensor:
+    @property
+    def takes_groups(self) -> bool:
+        """Whether the rows are quantized in groups."""
+        return takes_groups(self.weights.gate_up)
+
+    def __call__(self, h: Operand) -> Tensor:
         """Partial sums [P, M, D] of normed rows h [M, D]."""
         return self.ops.linear_split_k(self.ops.linear_swiglu(h, self.weights.gate_up), self.weights.down)
 
@@ -134,11 +152,18 @@ class Moe:
     weights: MoeWeights
     ops: Ops
 
-    def __call__(self, h: Tensor) -> Tensor:
+    @property
+    def takes_groups(self) -> bool:
+        """Whether the rows that experts get are quantized in groups."""
+        return takes_groups(self.weights.gate_up)
+
+    def __call__(self, h: Operand) -> Tensor:
         """Partial sums [k, M, D] of normed rows h [M, D]: one of every expert of a row."""
         spec, w, ops = self.weights.spec, self.weights, self.ops
         logits = ops.linear_split_k(h, w.router)
-        routing = ops.top_experts(logits, h.dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared)
+        routing = ops.top_experts(
+            logits, values_of(h).dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared
+        )
         return ops.experts_mlp(h, w.gate_up, w.down, *routing)
 
 
@@ -149,13 +174,14 @@ class Sides:
     weights: ConvolutionWeights | None
     ops: Ops
 
-    def enter(self, h: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
+    def enter(self, h: Operand, block: int) -> tuple[Operand, Tensor | None]:
         """What the sub-layer gets of normed rows h [M, D], and the coefficients [P, M, T (D / g)] of what it makes.
 
         One GEMM of h makes the coefficients of both convolutions.
         """
         if self.weights is None:
             return h, None
+        assert isinstance(h, Tensor), "of a drafter"
         before, behind = self.ops.linear_split_k(h, self.weights.projection).chunk(2, dim=2)
         return self.ops.block_conv(h, before, self.weights.base[0], block), behind
 
@@ -168,10 +194,13 @@ class Sides:
         norm: Tensor,
         eps: float,
         tap: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream [M, D] with the sub-layer's partial sums, and that normed."""
+        *,
+        quantized: bool = False,
+    ) -> tuple[Tensor, Operand]:
+        """The residual stream [M, D] with the sub-layer's partial sums, and that normed; `quantized`: in groups."""
         if self.weights is None or behind is None:
-            return self.ops.add_rms_norm(x, partial_sums, norm, eps, tap)
+            normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
+            return normed(x, partial_sums, norm, eps, tap)
         return self.ops.conv_add_rms_norm(x, partial_sums, behind, self.weights.base[1], block, norm, eps, tap)
 
 
@@ -222,28 +251,33 @@ class Stack:
             Normed hidden states [M, D].
         """
         taps, block = taps or {}, 1 if rows.tree is not None else len(x) // len(rows.lengths)
-        _, h = self.ops.add_rms_norm(x, None, self.layers[0].input_norm, self.spec.rms_norm_eps)
-        begun: tuple[Tensor, Tensor | None] | None = self._begin(0, h, block)
+        h: Operand
+        quantized = self._mixers[0].takes_groups
+        normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
+        _, h = normed(x, None, self.layers[0].input_norm, self.spec.rms_norm_eps)
+        begun: tuple[Operand, Tensor | None] | None = self._begin(0, h, block)
         for i, mixer in enumerate(self._mixers):
             assert begun is not None
             projected, behind = begun
             x, h, begun = self._finish(i, x, mixer.mix(projected, rows), behind, block, taps.get(i))
-        return h
+        return values_of(h)
 
-    def _begin(self, i: int, h: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
+    def _begin(self, i: int, h: Operand, block: int) -> tuple[Operand, Tensor | None]:
         """What mixer i begins with, and the coefficients of the convolution behind it."""
         inside, behind = self._around_mixers[i].enter(h, block)
         return self._mixers[i].project(inside), behind
 
     def _finish(
-        self, i: int, x: Tensor, mixed: Tensor, behind: Tensor | None, block: int, tap: Tensor | None
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None] | None]:
+        self, i: int, x: Tensor, mixed: Operand, behind: Tensor | None, block: int, tap: Tensor | None
+    ) -> tuple[Tensor, Operand, tuple[Operand, Tensor | None] | None]:
         """From what a layer's mixer made to its output [M, D], that normed, and `_begin` of the next layer."""
         layer, ops, eps = self.layers[i], self.ops, self.spec.rms_norm_eps
         following = self.layers[i + 1] if i + 1 < len(self.layers) else None
         norm = following.input_norm if following else self.norm
         if layer.fuses(following, x, ops) and (matrices := layer.fusible(following)):
             o, gate_up, down, qkv = matrices
+            assert isinstance(mixed, Tensor), "no weight in blocks is fused"
+            h: Operand
             projected: Tensor | None
             if layer.mixer_conv is None or layer.ffn_conv is None or behind is None:
                 x, h, projected = ops.fused_post_attention(
@@ -256,7 +290,10 @@ class Stack:
                     norm, around, qkv, eps, block,
                 )  # fmt: skip
             return x, h, None if projected is None else (projected, behind)
-        x, h = self._around_mixers[i].leave(x, self._mixers[i].output(mixed), behind, block, layer.post_norm, eps)
+        x, h = self._around_mixers[i].leave(
+            x, self._mixers[i].output(mixed), behind, block, layer.post_norm, eps, quantized=self._ffns[i].takes_groups
+        )
         inside, behind = self._around_ffns[i].enter(h, block)
-        x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), behind, block, norm, eps, tap)
+        quantized = following is not None and self._mixers[i + 1].takes_groups
+        x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), behind, block, norm, eps, tap, quantized=quantized)
         return x, h, self._begin(i + 1, h, block) if following else None

@@ -9,16 +9,16 @@ SIZES = dict.fromkeys(
     ("S", "MOST", "C", "M", "N", "G", "H", "H_K", "H_V", "stride_qkv", "stride_ba", "stride_part", "stride_gate",
      "gates_stride", "blocks"), "i32",
 )  # fmt: skip
-FP32 = dict.fromkeys(("ba_p", "a_log_p", "gates_p", "out_gates_p", "state_p", "decay_p"), "*fp32") | dict.fromkeys(
-    ("scale", "eps"), "fp32"
-)
+FP32 = dict.fromkeys(
+    ("ba_p", "scale_p", "a_log_p", "gates_p", "out_gates_p", "state_p", "decay_p"), "*fp32"
+) | dict.fromkeys(("scale", "eps"), "fp32")
 WHERE = dict.fromkeys(("slots_p", "stay_p", "starts_p", "counts_p"), "*i32")
 
 
 def case(kernel: object, warps: int = 4, stages: int = 3, pdl: int = LATE, **constexprs: object) -> Case:
     constexprs["PDL"] = pdl
     names = [name for name in kernel.arg_names if name not in constexprs]
-    kinds = {name: (FP32 | WHERE | SIZES).get(name, "*bf16") for name in names}
+    kinds = {name: (FP32 | WHERE | SIZES | {"data_p": "*fp8e4nv"}).get(name, "*bf16") for name in names}
     return Case(kernel, kinds, constexprs, warps, stages, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
 
 
@@ -31,7 +31,9 @@ CASES = {
         delta._delta_rule_kernel, 1, pdl=pdl, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False, CHAINS=False
     ) for pdl in (LATE, EARLY)
 } | {
-    f"gated norm, start {pdl}": case(delta._gated_rms_norm_kernel, pdl=pdl, HEADS=8, BLOCK=128) for pdl in (LATE, EARLY)
+    f"gated norm, start {pdl}": case(
+        delta._gated_rms_norm_kernel, pdl=pdl, HEADS=8, BLOCK=128, QUANTIZE=pdl == EARLY, FP8_MAX=448.0, LEAST=1e-12
+    ) for pdl in (LATE, EARLY)
 } | {
     "inputs of the rule, of chains": case(
         delta._delta_inputs_kernel, PARTS=8, TAPS=4, ROWS=32, BLOCK=delta.CHANNELS, HEADS=64, CHAINS=True

@@ -100,9 +100,12 @@ CASES = {
             norm._add_rms_norm_kernel,
             {
                 "x_p": "*bf16", "part_p": "*fp32", "w_p": "*bf16", "sum_p": "*bf16", "h_p": "*bf16", "tap_p": "*bf16",
-                "M": "i32", "D": "i32", "eps": "fp32", "stride_tap": "i32",
+                "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "D": "i32", "eps": "fp32", "stride_tap": "i32",
             },
-            {"PARTS": parts, "BLOCK": width, "ADD": True, "TAP": True, "PDL": pdl},
+            {
+                "PARTS": parts, "BLOCK": width, "ADD": True, "TAP": True, "QUANTIZE": parts == 9, "GROUP": 128,
+                "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": pdl,
+            },
             8,
             ragged=("M",),
         )

@@ -20,8 +20,9 @@ from test_kernels_step import (  # noqa: F401  # a fixture
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import experts as kernels
+from dflash_toolkit.kernels.triton import fp8_blocks
 from dflash_toolkit.kernels.triton.norm import add_rms_norm
-from dflash_toolkit.kernels.weight import BlockScaledFp8
+from dflash_toolkit.kernels.weight import BlockScaledFp8, QuantizedRows
 
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
 ROWS = (1, 3, 17, 65, 130)  # a program by pair and by expert, one more row than are padded to 16, gathered, rounded
@@ -70,6 +71,10 @@ def test_experts_in_fp8_are_those_of_the_definition(m: int, by_rows: bool) -> No
     error = (found.float() - expected).norm() / expected.norm()
     # sums in another order may be quantized to a neighbour; the interpreter's rounding loses carries
     assert error < (0.003 if DEVICE == "cuda" else 0.15)
+    if not by_rows:
+        rows = QuantizedRows(x, *fp8_blocks.quantize_groups(x))
+        assert torch.equal(kernels.experts_mlp(rows, *inputs[1:]), found), "as if it had quantized them itself"
+        assert torch.equal(reference.experts_mlp(rows, *inputs[1:]), expected)
 
 
 @pytest.mark.parametrize("m", [20, 70])

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.triton import fp8_blocks
-from dflash_toolkit.kernels.weight import BLOCK, FP8_MAX, BlockScaledFp8, quantize_groups
+from dflash_toolkit.kernels.weight import BLOCK, FP8_MAX, BlockScaledFp8, Operand, QuantizedRows, quantize_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
@@ -126,6 +126,48 @@ def test_rows_beside_change_nothing_of_a_product_in_blocks(kind: str, n: int, k:
     for rows in (1, 17, 33, 64):
         assert torch.equal(function(x[:rows], weight), whole.narrow(dim, 0, rows)), rows
     assert torch.equal(function(x[most - 1 : most], weight), whole.narrow(dim, most - 1, 1))
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 384), (130, 256)])
+def test_norms_quantize_for_the_gemms_behind_them(m: int, k: int) -> None:
+    """What a norm hands on is, bit for bit, what the GEMM would have made of its rows."""
+    dtype = DTYPE if DEVICE == "cuda" else torch.float16  # of bf16 the interpreter's products are wrong
+    x, gate = (torch.randn(m, k, device=DEVICE).to(dtype) for _ in range(2))
+    parts, weight = torch.randn(2, m, k, device=DEVICE), torch.randn(k, device=DEVICE).to(dtype)
+    x[0, :BLOCK], parts[:, 0, :BLOCK] = 0, 0
+
+    def check(expected: Tensor, found: Operand) -> None:
+        if m > 128:  # cuBLAS has an order of its own for scales
+            assert isinstance(found, Tensor) and torch.equal(found, expected)
+            return
+        assert isinstance(found, QuantizedRows) and torch.equal(found.values, expected)
+        data, scale = fp8_blocks.quantize_groups(expected)
+        assert torch.equal(found.data.float(), data.float()) and torch.equal(found.scale, scale)
+
+    for given in (None, parts):
+        total, h = gpu.add_rms_norm(x, given, weight, 1e-6)
+        same, found = gpu.add_rms_norm_quantized(x, given, weight, 1e-6)
+        assert torch.equal(total, same)
+        check(h, found)
+    check(
+        gpu.gated_rms_norm(x, gate, weight[:BLOCK], 1e-6), gpu.gated_rms_norm_quantized(x, gate, weight[:BLOCK], 1e-6)
+    )
+    assert isinstance(gpu.gated_rms_norm_quantized(x, gate, weight[: BLOCK // 2], 1e-6), Tensor), "two heads a group"
+
+
+@pytest.mark.parametrize("m", [1, 17])
+def test_quantized_rows_are_multiplied_as_those_that_gemms_quantize(m: int) -> None:
+    x = rows_of("in the format", m, 1024)
+    rows = QuantizedRows(x, *fp8_blocks.quantize_groups(x))
+    blocks, dense = weight_of(256, 1024), torch.randn(64, 1024, device=DEVICE).to(DTYPE)
+    by_rows = BlockScaledFp8.of(torch.randn(128, 1024, device=DEVICE), by_rows=True)
+    for operations in (gpu, reference):
+        for function in (operations.linear, operations.linear_split_k):
+            for weight in (blocks, by_rows):
+                assert torch.equal(function(rows, weight), function(x, weight))
+        assert torch.equal(operations.linear_swiglu(rows, blocks), operations.linear_swiglu(x, blocks))
+    if DEVICE == "cuda":  # of bf16 the interpreter's products are wrong
+        assert torch.equal(gpu.linear_split_k(rows, dense), gpu.linear_split_k(x, dense))
 
 
 def test_what_multiplies_blocks_is_no_part_of_the_layer_kernel() -> None:

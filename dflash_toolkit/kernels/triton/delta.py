@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..delta import DeltaMemory
-from ..launch import next_power_of_two, pdl
+from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
+from ..weight import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from .dependent import start_next, wait_for_previous
+from .fp8_blocks import quantize
 
 CHANNELS = 64  # of a program of the convolution
 COLUMNS = 16  # of a head's values, of a program of the delta rule: one warp, which needs no barriers
@@ -188,7 +190,9 @@ def _delta_rule_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_rms_norm_kernel(
-    x_p, gate_p, w_p, out_p, M, N, H, stride_gate, eps, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_p, gate_p, w_p, out_p, data_p, scale_p, M, N, H, stride_gate, eps,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     i_m = tl.program_id(0).to(tl.int64)
     o_n, o_h = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
@@ -202,7 +206,12 @@ def _gated_rms_norm_kernel(
     b_wide = b_x.to(tl.float32)
     b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / H + eps)
     b_y = ((b_wide * b_scale[:, None]).to(b_x.dtype) * b_w[None, :]).to(b_x.dtype).to(tl.float32)
-    tl.store(out_p + i_m * N * H + o_x, (b_y * b_gate * _sigmoid(b_gate)).to(b_x.dtype), mask=mask)
+    b_out = (b_y * b_gate * _sigmoid(b_gate)).to(b_x.dtype)
+    tl.store(out_p + i_m * N * H + o_x, b_out, mask=mask)
+    if QUANTIZE:  # a head is a group
+        b_q, b_scale = quantize(b_out, 1, FP8_MAX, LEAST)
+        tl.store(data_p + i_m * N * H + o_x, b_q, mask=mask)
+        tl.store(scale_p + i_m * N + o_n, b_scale, mask=o_n < N)
 
 
 def delta_inputs(
@@ -303,10 +312,26 @@ def delta_chunk(
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMSNorm of every head of x [M, N H] by weight [H], times silu(gate) [M, N H], which may be columns."""
+    return _launch_gated(x, gate, weight, eps, None)
+
+
+def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Operand:
+    """`gated_rms_norm`; up to MAX_ROWS rows of heads as wide as a group with what GEMMs would else quantize."""
+    if len(x) > MAX_ROWS or len(weight) != BLOCK:
+        return _launch_gated(x, gate, weight, eps, None)
+    data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(len(x), x.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
+    return QuantizedRows(_launch_gated(x, gate, weight, eps, (data, scale)), data, scale)
+
+
+def _launch_gated(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, quantized: tuple[Tensor, Tensor] | None
+) -> Tensor:
     (m, n), width = x.shape, len(weight)
     out, heads, block = torch.empty_like(x), n // width, next_power_of_two(width)
     tile = max(1, min(1024 // block, next_power_of_two(heads)))
     _gated_rms_norm_kernel[(m, -(-heads // tile))](
-        x, gate, weight, out, m, heads, width, gate.stride(0), eps, HEADS=tile, BLOCK=block, **pdl(x, early=True)
-    )
+        x, gate, weight, out, *(quantized or (x, x)), m, heads, width, gate.stride(0), eps,
+        HEADS=tile, BLOCK=block, QUANTIZE=quantized is not None, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x, early=True),
+    )  # fmt: skip
     return out

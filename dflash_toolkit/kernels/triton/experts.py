@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
-from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Stacked, parts
+from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Operand, QuantizedRows, Stacked, parts, values_of
 from .dependent import start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
@@ -212,27 +212,28 @@ def experts_tile(
     return Tile(64, block_k, 3 if fits else 2, 4), taken
 
 
-def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
     """Partial sums [k, M, D] of x [M, D], see the reference; in fp32, of more than MAX_ROWS rows in x's dtype."""
-    (rows, top), (count, d, width) = experts.shape, parts(down)[0].shape
+    (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
     pairs = counts = experts
     if rows > FEW_ROWS:
-        pairs = torch.empty(count, rows, dtype=torch.int32, device=x.device)
-        counts = torch.empty(count, dtype=torch.int32, device=x.device)
-        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(x, early=True))
+        pairs, counts = experts.new_empty(count, rows), experts.new_empty(count)
+        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(values, early=True))
 
-    def multiply(given: Tensor, matrices: Stacked, out: Tensor, swiglu: bool) -> Tensor:
+    def multiply(operand: Operand, matrices: Stacked, out: Tensor, swiglu: bool) -> Tensor:
         data, scale = parts(matrices)
         n, k = data.shape[1:]
-        shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
-        fp32, fp8 = x.dtype == torch.float32, scale is not None
+        shared = shared_memory(values.device) if values.is_cuda else SHARED_BYTES
+        fp32, fp8 = values.dtype == torch.float32, scale is not None
         tile, taken = experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared)
         by_rows = isinstance(matrices, BlockScaledFp8) and matrices.by_rows
         in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
-        given_scale = given
+        given = given_scale = values_of(operand)
         if by_rows:
             quantized = quantize_rows(given)
             given, given_scale = quantized.data, quantized.scale
+        elif fp8 and isinstance(operand, QuantizedRows):
+            given, given_scale, in_loop = operand.data, operand.scale, False
         elif fp8 and not in_loop:
             given, given_scale = quantize_groups(given)
         by_pair = rows <= FEW_ROWS and rows * top <= count
@@ -243,10 +244,10 @@ def experts_mlp(x: Tensor, gate_up: Stacked, down: Stacked, weights: Tensor, exp
             TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=rows > FEW_ROWS, BY_PAIR=by_pair,
             SWIGLU=swiglu, SCALED=fp8, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
-            num_warps=tile.warps, num_stages=tile.stages, **pdl(x, early=True),
+            num_warps=tile.warps, num_stages=tile.stages, **pdl(values, early=True),
         )  # fmt: skip
         return out
 
-    active = multiply(x, gate_up, torch.empty(rows * top, width, dtype=x.dtype, device=x.device), True)
-    wide = torch.float32 if rows <= MAX_ROWS else x.dtype
-    return multiply(active, down, torch.empty(top, rows, d, dtype=wide, device=x.device), False)
+    active = multiply(x, gate_up, values.new_empty(rows * top, width), True)
+    wide = torch.float32 if rows <= MAX_ROWS else values.dtype
+    return multiply(active, down, values.new_empty(top, rows, d, dtype=wide), False)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import MAX_ROWS, bytes_ahead, is_hopper, padded, pdl
-from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8
+from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Operand, QuantizedRows, values_of
 from .dependent import ask_ahead, start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
@@ -173,9 +173,10 @@ def scaled_linear(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None)
 
 
 def launch_linear(
-    x: Tensor, weight: BlockScaledFp8, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
+    operand: Operand, weight: BlockScaledFp8, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
 ) -> None:
     """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    x = values_of(operand)
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * BLOCK)) * BLOCK
     in_loop = m <= QUANTIZED_IN_LOOP and not weight.by_rows
@@ -183,6 +184,8 @@ def launch_linear(
     if weight.by_rows:
         quantized = quantize_rows(x)
         rows, scale = quantized.data, quantized.scale
+    elif isinstance(operand, QuantizedRows):
+        rows, scale, in_loop = operand.data, operand.scale, False
     elif not in_loop:
         rows, scale = quantize_groups(x)
     side = padded(min(m, MAX_ROWS))
@@ -195,25 +198,25 @@ def launch_linear(
     )  # fmt: skip
 
 
-def linear(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
+def linear(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
-    out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
-    launch_linear(x, weight, bias, out, tile_for(len(weight), x.shape[1], len(x)))
+    out = values_of(x).new_empty(1, len(x), len(weight))
+    launch_linear(x, weight, bias, out, tile_for(len(weight), weight.data.shape[1], len(x)))
     return out[0]
 
 
-def linear_split_k(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
+def linear_split_k(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
     """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
     if len(x) > MAX_ROWS:
         return linear(x, weight, bias)[None]
-    tile = tile_for(len(weight), x.shape[1], len(x), split=True)
-    out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
+    tile = tile_for(len(weight), weight.data.shape[1], len(x), split=True)
+    out = values_of(x).new_empty(tile.splits, len(x), len(weight), dtype=torch.float32)
     launch_linear(x, weight, bias, out, tile)
     return out
 
 
-def linear_swiglu(x: Tensor, weight: BlockScaledFp8) -> Tensor:
+def linear_swiglu(x: Operand, weight: BlockScaledFp8) -> Tensor:
     """silu(gate) * up, [M, I], where weight [2 * I, K] holds all gates, then all ups."""
-    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    launch_linear(x, weight, None, out, tile_for(len(weight), x.shape[1], len(x)), swiglu=True)
+    out = values_of(x).new_empty(len(x), len(weight) // 2)
+    launch_linear(x, weight, None, out, tile_for(len(weight), weight.data.shape[1], len(x)), swiglu=True)
     return out

@@ -6,14 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import next_power_of_two, pdl
+from ..launch import MAX_ROWS, next_power_of_two, pdl
+from ..weight import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from .dependent import start_next, wait_for_previous
+from .fp8_blocks import quantize
 
 
 @triton.jit(do_not_specialize=["M", "stride_tap"])
 def _add_rms_norm_kernel(
-    x_p, part_p, w_p, sum_p, h_p, tap_p, M, D, eps, stride_tap,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, PDL: tl.constexpr,
+    x_p, part_p, w_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, QUANTIZE: tl.constexpr,
+    GROUP: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -34,22 +37,49 @@ def _add_rms_norm_kernel(
         tl.store(tap_p + i_m * stride_tap + o_d, b_x, mask=mask)
     b_wide = b_x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=0) / D + eps)
-    b_h = (b_wide * scale).to(b_w.dtype) * b_w
-    tl.store(h_p + i_m * D + o_d, b_h.to(b_x.dtype), mask=mask)
+    b_h = ((b_wide * scale).to(b_w.dtype) * b_w).to(b_x.dtype)
+    tl.store(h_p + i_m * D + o_d, b_h, mask=mask)
+    if QUANTIZE:
+        o_g = tl.arange(0, BLOCK // GROUP)
+        o_in = o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        b_y, b_scale = quantize(tl.reshape(b_h, (BLOCK // GROUP, GROUP)), 1, FP8_MAX, LEAST)
+        tl.store(data_p + i_m * D + o_in, b_y, mask=o_in < D)
+        tl.store(scale_p + i_m * (D // GROUP) + o_g, b_scale, mask=o_g < D // GROUP)
 
 
 def add_rms_norm(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [M, D] plus the sum of partial_sums [P, M, D], and its RMSNorm; `tap` [M, D] receives the sum too."""
+    return _launch(x, partial_sums, weight, eps, tap, None)
+
+
+def add_rms_norm_quantized(
+    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Operand]:
+    """`add_rms_norm`, up to MAX_ROWS rows with what GEMMs with weights in fp8 blocks would else quantize themselves."""
+    m, d = x.shape
+    if m > MAX_ROWS or d % BLOCK:  # cuBLAS wants scales in another order
+        return _launch(x, partial_sums, weight, eps, tap, None)
+    data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(m, d // BLOCK, dtype=torch.float32, device=x.device)
+    total, normed = _launch(x, partial_sums, weight, eps, tap, (data, scale))
+    return total, QuantizedRows(normed, data, scale)
+
+
+def _launch(
+    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None,
+    quantized: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     m, d = x.shape
     total = x if partial_sums is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     _add_rms_norm_kernel[(m,)](
         x, x if partial_sums is None else partial_sums, weight, total, normed, x if tap is None else tap,
-        m, d, eps, 0 if tap is None else tap.stride(0),
+        *(quantized or (x, x)), m, d, eps, 0 if tap is None else tap.stride(0),
         PARTS=0 if partial_sums is None else len(partial_sums), BLOCK=next_power_of_two(d),
-        ADD=partial_sums is not None, TAP=tap is not None, num_warps=4 if d <= 2048 else 8,
+        ADD=partial_sums is not None, TAP=tap is not None, QUANTIZE=quantized is not None, GROUP=BLOCK, FP8_MAX=FP8_MAX,
+        LEAST=LEAST, num_warps=4 if d <= 2048 else 8,
         **pdl(x, early=partial_sums is not None),  # a pass begins with one of nothing to add: see `pdl`
     )  # fmt: skip
     return total, normed
