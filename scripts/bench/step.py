@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
-from dflash_toolkit.kernels.launch import DependentLaunches, Start, dependent_launches
+from dflash_toolkit.kernels.launch import dependent_launches
 from dflash_toolkit.models.dflash.architecture import of_kind
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
@@ -245,14 +245,6 @@ def fill(engine: Engine, rows: int, context: int) -> None:
         runner.state.last_token[:rows].random_(engine.vocabulary)
 
 
-def launches(text: str) -> DependentLaunches:
-    """What "early:16", "late" and the like stand for on a command line."""
-    start, _, mib = text.partition(":")
-    if start not in get_args(Start) or (mib and not mib.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(get_args(Start))}, with :MIB or without")
-    return DependentLaunches(cast(Start, start), int(mib or 0) << 20)
-
-
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, SyntheticAcceptance]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
@@ -278,10 +270,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--drafter-kind", nargs="+", choices=list(DRAFTERS), default=["dflash"])
     parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
     parser.add_argument(
-        "--dependent-launches", type=launches, nargs="+", default=[DependentLaunches()], metavar="START[:MIB]",
-        help="when a kernel lets the next one start: at its end (off), when its own loads are under way (late), or at "
-        "once (early); MiB of its weight that a GEMM asks L2 for before it waits. Several take turns",
-    )  # fmt: skip
+        "--no-dependent-launches", action="store_true", help="kernels in Triton begin when those before have ended"
+    )
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
@@ -333,6 +323,7 @@ def show(row: dict[str, Any]) -> None:
 
 def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     device, dtype = use_device("cuda"), torch.bfloat16
+    dependent_launches.on = not args.no_dependent_launches
     config = named_shape(args.shape)
     began = time.perf_counter()
     target = random_target(ModelSpec.of_target(config), device, dtype)
@@ -349,13 +340,13 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "seed": args.seed,
         "zero_acceptance": args.zero_acceptance,
         "logprobs": args.logprobs,
+        "dependent_launches": dependent_launches.on,
         "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],
     }
     for block, batch in itertools.product(args.block, args.batch):
-        for (kind, drafter), way in itertools.product(drafters.items(), args.dependent_launches):
-            dependent_launches.start, dependent_launches.ahead = way.start, way.ahead
+        for kind, drafter in drafters.items():
             began = time.perf_counter()
             options = EngineOptions(
                 max_num_seqs=batch,
@@ -371,8 +362,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
             start_s = time.perf_counter() - began
             with engine.runner.any_tokens() if target.spec.depends_on_requests else contextlib.nullcontext():
                 for prompt in args.prompt:
-                    row = {"drafter_kind": kind, "dependent_launches": f"{way.start}:{way.ahead >> 20}"}
-                    row |= {"batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
+                    row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                     result["rows"].append(row | measured(args, engine, target, batch, block, prompt))
                     if args.output:  # what is there, should the next one fail
                         write_json(args.output, result)

@@ -5,7 +5,7 @@ without it: `python tests/helpers/sm90.py` imports every `sm90_cases_*.py` besid
 `Case`, or to a function that launches Gluon kernels as the library does: their own host functions choose the constexprs
 and Triton's launcher specialises the arguments, so what compiles is what a GPU would be given. It prints
 {name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ..., "overlaps": ..., "waits": ...,
-"before": ..., "asks_ahead": ..., "starts_next": ..., "never": ...}}.
+"before": ..., "starts_next": ..., "never": ...}}.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TARGET = (90, 32)  # an H100 and the threads of its warps
-# instructions that read or write global memory for the program; a prefetch into L2 does not
+# instructions that read or write global memory
 GLOBAL = re.compile(r"\b(?:(?:ld|st|atom|red)\.(?:\w+\.)*global|cp\.async\.(?:c[ag]|bulk\.tensor|bulk\.shared))\b")
 
 
@@ -63,8 +63,8 @@ def compile_case(case: Case) -> dict[str, Any]:
 def report(kernel: Any, compiled: Any, log: str) -> dict[str, Any]:
     """A kernel's name, its registers and spilled bytes as ptxas reports them, whether it makes products wait, whether
     its launch may overlap the one before, whether it waits for that one, how many instructions touch global memory
-    before it does, whether it asks L2 for something before, whether it starts the next kernel before ("early") or
-    behind ("late") its wait, if at all, and how many branches are never taken, whatever the arguments."""
+    before it does, whether it starts the next kernel before ("early") or behind ("late") its wait, if at all, and how
+    many branches are never taken, whatever the arguments."""
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
     order = re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"])
@@ -75,7 +75,7 @@ def report(kernel: Any, compiled: Any, log: str) -> dict[str, Any]:
     return {
         "kernel": kernel.__name__, "registers": registers, "spills": spills, "shared": compiled.metadata.shared,
         "serialized": serialized, "overlaps": "PDL" in kernel.arg_names or compiled.metadata.launch_pdl,
-        "waits": bool(waits), "before": len(GLOBAL.findall(before)), "asks_ahead": "bulk.prefetch.L2" in before,
+        "waits": bool(waits), "before": len(GLOBAL.findall(before)),
         "starts_next": starts_next, "never": never,
     }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.launch import EARLY, LATE
 from dflash_toolkit.kernels.triton import delta, delta_chunk
 
 SIZES = dict.fromkeys(
@@ -15,26 +14,22 @@ FP32 = dict.fromkeys(
 WHERE = dict.fromkeys(("slots_p", "stay_p", "starts_p", "counts_p"), "*i32")
 
 
-def case(kernel: object, warps: int = 4, stages: int = 3, pdl: int = LATE, **constexprs: object) -> Case:
-    constexprs["PDL"] = pdl
+def case(kernel: object, warps: int = 4, stages: int = 3, **constexprs: object) -> Case:
+    constexprs["PDL"] = True
     names = [name for name in kernel.arg_names if name not in constexprs]
     kinds = {name: (FP32 | WHERE | SIZES | {"data_p": "*fp8e4nv"}).get(name, "*bf16") for name in names}
     return Case(kernel, kinds, constexprs, warps, stages, ragged=tuple(n for n in ("S", "M", "blocks") if n in names))
 
 
 CASES = {
-    f"inputs of the rule, start {pdl}": case(
-        delta._delta_inputs_kernel, pdl=pdl, PARTS=8, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64, CHAINS=False
-    ) for pdl in (LATE, EARLY)
+    f"gated norm{', quantized' * quantized}": case(
+        delta._gated_rms_norm_kernel, HEADS=8, BLOCK=128, QUANTIZE=quantized, FP8_MAX=448.0, LEAST=1e-12
+    ) for quantized in (False, True)
 } | {
-    f"the rule, start {pdl}": case(
-        delta._delta_rule_kernel, 1, pdl=pdl, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False, CHAINS=False
-    ) for pdl in (LATE, EARLY)
-} | {
-    f"gated norm, start {pdl}": case(
-        delta._gated_rms_norm_kernel, pdl=pdl, HEADS=8, BLOCK=128, QUANTIZE=pdl == EARLY, FP8_MAX=448.0, LEAST=1e-12
-    ) for pdl in (LATE, EARLY)
-} | {
+    "inputs of the rule": case(
+        delta._delta_inputs_kernel, PARTS=8, TAPS=4, ROWS=16, BLOCK=delta.CHANNELS, HEADS=64, CHAINS=False
+    ),
+    "the rule": case(delta._delta_rule_kernel, 1, BLOCK_K=128, BLOCK_V=delta.COLUMNS, CHUNK=False, CHAINS=False),
     "inputs of the rule, of chains": case(
         delta._delta_inputs_kernel, PARTS=8, TAPS=4, ROWS=32, BLOCK=delta.CHANNELS, HEADS=64, CHAINS=True
     ),

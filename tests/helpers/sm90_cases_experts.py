@@ -3,7 +3,6 @@
 import triton.language as tl
 from sm90 import Case
 
-from dflash_toolkit.kernels.launch import EARLY, LATE
 from dflash_toolkit.kernels.triton import experts
 
 EXPERTS, TOP, HIDDEN, WIDTH = 128, 8, 2048, 768
@@ -21,8 +20,7 @@ def case(rows: int, swiglu: bool, fp8: bool, by_rows: bool = False) -> Case:
     constexprs = {
         "TOP": TOP, "SIDE": TOP, "T": taken, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_N": True,
         "EVEN_K": True, "GATHERED": gathered, "BY_PAIR": not gathered and rows * TOP <= EXPERTS, "SWIGLU": swiglu,
-        "SCALED": fp8, "QUANTIZE": in_loop, "BY_ROWS": by_rows, "FP8_MAX": 448.0, "LEAST": 1e-12,
-        "PDL": EARLY if rows == 16 else LATE,
+        "SCALED": fp8, "QUANTIZE": in_loop, "BY_ROWS": by_rows, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True,
     }  # fmt: skip
     sizes = dict.fromkeys(("M", "N", "K"), "i32")
     return Case(experts._experts_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
@@ -38,20 +36,19 @@ CASES = {
 } | {
     f"gates and ups of {rows} rows, fp8 by rows": case(rows, True, True, by_rows=True) for rows in (16,)
 } | {
-    f"whose rows, start {pdl}": Case(
+    "whose rows": Case(
         experts._group_rows_kernel,
         {"expert_p": "*i32", "pair_p": "*i32", "count_p": "*i32", "M": "i32"},
-        {"TOP": TOP, "BLOCK": 1024, "PDL": pdl},
+        {"TOP": TOP, "BLOCK": 1024, "PDL": True},
         ragged=("M",),
-    ) for pdl in (LATE, EARLY)
-} | {
-    f"router, start {pdl}": Case(
+    ),
+    "router": Case(
         experts._top_experts_kernel,
         {"part_p": "*fp32", "weight_p": "*fp32", "expert_p": "*i32", "M": "i32", "E": "i32"},
         {
             "PARTS": 4, "TOP": 10, "SIDE": 16, "BLOCK": 1024, "FORMAT": tl.bfloat16, "NORMALIZED": True, "SHARED": True,
-            "PDL": pdl,
+            "PDL": True,
         },
         ragged=("M",),
-    ) for pdl in (LATE, EARLY)
+    ),
 }  # fmt: skip

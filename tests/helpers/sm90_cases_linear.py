@@ -2,7 +2,6 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.launch import EARLY, LATE
 from dflash_toolkit.kernels.triton import best, fp8, fp8_blocks, linear
 
 SHAPES = {"linear": (6144, 4096), "split_k": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
@@ -18,7 +17,7 @@ def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
         "EVEN_N": True,
         "EVEN_K": True,
         "SCALED": scaled,
-        "PDL": EARLY if rows == 16 and kind != "argmax" else LATE,
+        "PDL": True,
     }
     sizes = dict.fromkeys(("M", "N", "K"), "i32")
     inputs = {"x_p": "*fp8e4nv" if rounded else "*bf16", "w_p": "*fp8e4nv" if scaled else "*bf16", "scale_p": "*fp32"}
@@ -28,8 +27,7 @@ def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
         return Case(linear._argmax_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
     pointers = inputs | {"bias_p": "*bf16", "out_p": "*fp32" if kind == "split_k" else "*bf16"}
     constexprs |= {"BIAS": kind == "linear", "SWIGLU": kind == "swiglu"}
-    sizes |= dict.fromkeys(("SPAN", "AHEAD"), "i32")
-    return Case(linear._linear_kernel, pointers | sizes, constexprs, tile.warps, tile.stages, ("M",))
+    return Case(linear._linear_kernel, pointers | sizes | {"SPAN": "i32"}, constexprs, tile.warps, tile.stages, ("M",))
 
 
 def blocks(kind: str, rows: int, by_rows: bool = False, behind_a_norm: bool = False) -> Case:
@@ -48,9 +46,9 @@ def blocks(kind: str, rows: int, by_rows: bool = False, behind_a_norm: bool = Fa
         "LEAST": 1e-12,
         "BIAS": kind == "linear",
         "SWIGLU": kind == "swiglu",
-        "PDL": EARLY if rows == 16 else LATE,
+        "PDL": True,
     }
-    sizes = dict.fromkeys(("M", "N", "K", "SPAN", "AHEAD"), "i32")
+    sizes = dict.fromkeys(("M", "N", "K", "SPAN"), "i32")
     signature = inputs | outputs | sizes
     return Case(fp8_blocks._block_linear_kernel, signature, constexprs, tile.warps, tile.stages, ("M",))
 
@@ -73,16 +71,13 @@ CASES = (
     | {f"{kind} 16 in blocks, behind a norm": blocks(kind, 16, behind_a_norm=True) for kind in ("split_k", "swiglu")}
     | {"swiglu 256 in blocks": blocks("swiglu", 256), "split_k 16 by rows": blocks("split_k", 16, by_rows=True)}
     | {
-        **{
-            f"rows in fp8 by groups, start {pdl}": Case(
-                fp8_blocks._group_round_kernel,
-                {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32"}
-                | dict.fromkeys(("M", "K", "SCALE_M", "SCALE_K"), "i32"),
-                {"GROUPS": 8, "BLOCK_K": 128, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": pdl},
-                ragged=("M",),
-            )
-            for pdl in (LATE, EARLY)
-        },
+        "rows in fp8 by groups": Case(
+            fp8_blocks._group_round_kernel,
+            {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32"}
+            | dict.fromkeys(("M", "K", "SCALE_M", "SCALE_K"), "i32"),
+            {"GROUPS": 8, "BLOCK_K": 128, "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True},
+            ragged=("M",),
+        ),
         **{
             f"swiglu of a prefill{', all gates first' * halves}": Case(
                 linear._swiglu_kernel,
@@ -91,16 +86,13 @@ CASES = (
             )
             for halves in (False, True)
         },
-        **{
-            f"rows in fp8, start {pdl}": Case(
-                fp8._round_kernel,
-                {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "K": "i32"},
-                {"FP8_MAX": 448.0, "BLOCK": 16384, "PDL": pdl},
-                num_warps=8,
-                ragged=("M",),
-            )
-            for pdl in (LATE, EARLY)
-        },
+        "rows in fp8": Case(
+            fp8._round_kernel,
+            {"x_p": "*bf16", "data_p": "*fp8e4nv", "scale_p": "*fp32", "M": "i32", "K": "i32"},
+            {"FP8_MAX": 448.0, "BLOCK": 16384, "PDL": True},
+            num_warps=8,
+            ragged=("M",),
+        ),
         "best of the tiles": Case(
             best._reduce_kernel,
             {"best_p": "*fp32", "index_p": "*i32", "out_p": "*i64", "M": "i32", "tiles": "i32"},

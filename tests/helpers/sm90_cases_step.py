@@ -2,7 +2,6 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.launch import EARLY, LATE
 from dflash_toolkit.kernels.triton import accept, attention, mask, norm, rope, sample
 
 SIZES = (
@@ -104,26 +103,23 @@ CASES = {
             },
             {
                 "PARTS": parts, "BLOCK": width, "ADD": True, "TAP": True, "QUANTIZE": parts == 9, "GROUP": 128,
-                "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": pdl,
+                "FP8_MAX": 448.0, "LEAST": 1e-12, "PDL": True,
             },
             8,
             ragged=("M",),
         )
-        for parts, width, pdl in ((4, 4096, LATE), (9, 8192, EARLY))
+        for parts, width in ((4, 4096), (9, 8192))
     },
     "rope_write in a step": rope_write_case("*fp32", 4, 2, early=True),
     "rope_write in a step of many": rope_write_case("*fp32", 4, 2, early=False),
     "rope_write of trees": rope_write_case("*fp32", 4, 2, early=False, placed=True),
     "rope_write of a hybrid target": rope_write_case("*fp32", 4, 2, early=False, hybrid=True),
-    **{
-        f"gates of a hybrid target, start {pdl}": Case(
-            rope._gate_heads_kernel,
-            {"x_p": "*bf16", "part_p": "*fp32", "out_p": "*bf16"} | ints(rope._gate_heads_kernel),
-            {"PARTS": 4, "BLOCK": 256, "PDL": pdl},
-            1,
-        )
-        for pdl in (LATE, EARLY)
-    },
+    "gates of a hybrid target": Case(
+        rope._gate_heads_kernel,
+        {"x_p": "*bf16", "part_p": "*fp32", "out_p": "*bf16"} | ints(rope._gate_heads_kernel),
+        {"PARTS": 4, "BLOCK": 256, "PDL": True},
+        1,
+    ),
     "rope_write in a prefill": rope_write_case("*bf16", 1, 8, early=False, counted=True),
     "context_write": Case(
         rope._context_write_kernel,

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.launch import DependentLaunches
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
@@ -137,13 +136,6 @@ def test_acceptance_is_a_rate_or_a_mean_length(given: list[str], expected: dict[
     assert (args.accept, args.mean_length) == (synthetic.rate, synthetic.mean_length), "as the results note them"
 
 
-def test_ways_to_launch_are_named_on_the_command_line() -> None:
-    assert bench_step.parse([])[0].dependent_launches == [DependentLaunches()]
-    given = bench_step.parse(["--dependent-launches", "off", "late", "early", "early:16"])[0].dependent_launches
-    assert given == [DependentLaunches("off", 0), DependentLaunches("late", 0), DependentLaunches("early", 0),
-                     DependentLaunches("early", 16 << 20)]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -154,8 +146,6 @@ def test_ways_to_launch_are_named_on_the_command_line() -> None:
         (["--logprobs", "50"], "--logprobs is 50; it must be in 0..20"),
         (["--zero-acceptance", "2", "--batch", "1", "8"], "is 2; every --batch has 1 requests at least"),
         (["--repeats", "0"], "--repeats is 0; it must be >= 1"),
-        (["--dependent-launches", "late", "soon"], "'soon' is none of off, late, early, with :MIB or without"),
-        (["--dependent-launches", "early:-1"], "'early:-1' is none of off, late, early, with :MIB or without"),
         (["--short", "384"], "--short is 384; it must be less than --long"),
         (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-model-len"),
     ],

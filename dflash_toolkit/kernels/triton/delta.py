@@ -237,7 +237,7 @@ def delta_inputs(
         slots if chains is None else chains.starts, mixed, gates, block, most, channels, heads, qkv.stride(0),
         ba.stride(1), ba.stride(0), blocks, PARTS=len(ba), TAPS=taps,
         ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
-        HEADS=next_power_of_two(heads), CHAINS=chains is not None, **pdl(qkv, early=True),
+        HEADS=next_power_of_two(heads), CHAINS=chains is not None, **pdl(qkv),
     )  # fmt: skip
     return mixed, gates
 
@@ -276,7 +276,7 @@ def _launch_rule(
     _delta_rule_kernel[(batch, heads, -(-width_v // columns))](
         mixed, gates, state, slots, stay, counts, slots if chains is None else chains.starts, out, block, m, most,
         channels, heads, groups, width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns,
-        CHUNK=chunk, CHAINS=chains is not None, num_warps=2 if chunk else 1, **pdl(mixed, early=not chunk),
+        CHUNK=chunk, CHAINS=chains is not None, num_warps=2 if chunk else 1, **pdl(mixed),
     )  # fmt: skip
     return out
 
@@ -332,6 +332,6 @@ def _launch_gated(
     tile = max(1, min(1024 // block, next_power_of_two(heads)))
     _gated_rms_norm_kernel[(m, -(-heads // tile))](
         x, gate, weight, out, *(quantized or (x, x)), m, heads, width, gate.stride(0), eps,
-        HEADS=tile, BLOCK=block, QUANTIZE=quantized is not None, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x, early=True),
+        HEADS=tile, BLOCK=block, QUANTIZE=quantized is not None, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
     )  # fmt: skip
     return out

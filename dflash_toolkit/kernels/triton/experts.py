@@ -191,7 +191,7 @@ def top_experts(
     _top_experts_kernel[(rows,)](
         partial_sums, weights, experts, rows, width - shared, PARTS=count, TOP=top_k, SIDE=side, BLOCK=block,
         FORMAT=FORMATS[dtype], NORMALIZED=normalized, SHARED=shared, num_warps=max(1, min(4, block // 128)),
-        **pdl(partial_sums, early=True),
+        **pdl(partial_sums),
     )  # fmt: skip
     return weights, experts
 
@@ -218,7 +218,7 @@ def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, ex
     pairs = counts = experts
     if rows > FEW_ROWS:
         pairs, counts = experts.new_empty(count, rows), experts.new_empty(count)
-        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(values, early=True))
+        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(values))
 
     def multiply(operand: Operand, matrices: Stacked, out: Tensor, swiglu: bool) -> Tensor:
         data, scale = parts(matrices)
@@ -244,7 +244,7 @@ def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, ex
             TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=rows > FEW_ROWS, BY_PAIR=by_pair,
             SWIGLU=swiglu, SCALED=fp8, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
-            num_warps=tile.warps, num_stages=tile.stages, **pdl(values, early=True),
+            num_warps=tile.warps, num_stages=tile.stages, **pdl(values),
         )  # fmt: skip
         return out
 

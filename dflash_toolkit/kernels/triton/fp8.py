@@ -39,7 +39,7 @@ def quantize_rows(x: Tensor) -> RowScaledFp8:
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     _round_kernel[(m,)](
         x, data, scale, m, k,
-        FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x, early=True),
+        FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x),
     )  # fmt: skip
     return RowScaledFp8(data, scale)
 

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MAX_ROWS, bytes_ahead, is_hopper, padded, pdl
+from ..launch import MAX_ROWS, is_hopper, padded, pdl
 from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Operand, QuantizedRows, values_of
-from .dependent import ask_ahead, start_next, wait_for_previous
+from .dependent import start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
@@ -57,7 +57,7 @@ def _group_round_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _block_linear_kernel(
-    x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN, AHEAD,
+    x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr,
     BY_ROWS: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
@@ -83,7 +83,6 @@ def _block_linear_kernel(
     # all rows of a tile are in one block of scales; gates in one, ups in another
     o_block = i_n * BLOCK_N // (2 * BLOCK_K if SWIGLU else BLOCK_K)
     p_w_scale = w_scale_p + o_block * blocks + first // BLOCK_K
-    ask_ahead(w_p, i_n, N, K, first, last, AHEAD, BLOCK_N, SWIGLU, PDL)
     wait_for_previous(PDL)
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for _ in range(first, last, BLOCK_K):
@@ -147,7 +146,7 @@ def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     data = torch.empty(len(scale), k, dtype=torch.float8_e4m3fn, device=x.device)
     _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
         x, data, scale, m, k, *scale.stride(),
-        GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x, early=True),
+        GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
     )  # fmt: skip
     return data, scale
 
@@ -191,10 +190,9 @@ def launch_linear(
     side = padded(min(m, MAX_ROWS))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
         rows, scale, weight.data, weight.scale, x if bias is None else bias, out, m, n, k, span,
-        bytes_ahead(weight.data, n * tile.splits, span),
         T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
         FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
-        num_warps=tile.warps, num_stages=tile.stages, **pdl(x, early=True),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
 
 

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MAX_ROWS, bytes_ahead, next_power_of_two, padded, pdl, shared_memory
+from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
 from ..mix import PLAIN, LogitScale
 from ..weight import Weight, is_quantized, parts
 from .best import key_of, merge_lse, merge_top, ordered, reduce_best
-from .dependent import ask_ahead, start_next, wait_for_previous
+from .dependent import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 LSE_WARPS = 8  # of the widest tiles: the logits' exponentials stand beside the sums
@@ -56,7 +56,7 @@ def tile_of_quantized(rows: int) -> Tile:
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
-    x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN, AHEAD,
+    x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
@@ -68,7 +68,6 @@ def _linear_kernel(
     m_m = o_m < M
     first = i_s * SPAN
     last = tl.minimum(first + SPAN, K)
-    ask_ahead(w_p, i_n, N, K, first, last, AHEAD, BLOCK_N, False, PDL)
     wait_for_previous(PDL)
     b_acc = accumulate(x_p, w_p, o_n, o_m, m_m, N, K, first, last, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, SCALED)
     start_next(PDL)
@@ -202,10 +201,9 @@ def launch_linear(
     data, scale = parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
         x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
-        bytes_ahead(data, n * tile.splits, span) if k % tile.block_k == 0 else 0,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
         EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, BIAS=bias is not None, SWIGLU=swiglu,
-        num_warps=tile.warps, num_stages=tile.stages, **pdl(x, early=True),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
 
 

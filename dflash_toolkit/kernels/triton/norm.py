@@ -80,6 +80,6 @@ def _launch(
         PARTS=0 if partial_sums is None else len(partial_sums), BLOCK=next_power_of_two(d),
         ADD=partial_sums is not None, TAP=tap is not None, QUANTIZE=quantized is not None, GROUP=BLOCK, FP8_MAX=FP8_MAX,
         LEAST=LEAST, num_warps=4 if d <= 2048 else 8,
-        **pdl(x, early=partial_sums is not None),  # a pass begins with one of nothing to add: see `pdl`
+        **pdl(x),
     )  # fmt: skip
     return total, normed

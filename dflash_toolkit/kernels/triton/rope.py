@@ -197,7 +197,7 @@ def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
     out, heads = torch.empty_like(x), x.shape[1] // head_dim
     _gate_heads_kernel[(m, heads)](
         x, partial_sums, out, heads, head_dim, columns,
-        PARTS=parts, BLOCK=next_power_of_two(head_dim), num_warps=1, **pdl(x, early=True),
+        PARTS=parts, BLOCK=next_power_of_two(head_dim), num_warps=1, **pdl(x),
     )  # fmt: skip
     return out
 
