@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from dflash_toolkit import SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.weight import BlockScaledFp8, dense, parts
+from dflash_toolkit.kernels.weight import BlockScaledFp8, QuantizedRows, dense, parts, quantize_groups
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.quantized import FORM, GROUP
 from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
@@ -93,11 +93,27 @@ CHANGES = {"Qwen3-Next": BY_KEY_HEADS, "Qwen3.5": HYBRID, "Qwen3.5-MoE": HYBRID}
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Qwen3-Next", "Qwen3.5-MoE"])
-def test_the_engine_writes_what_transformers_modules_in_fp8_write(name: str, tmp_path: Path) -> None:
+def test_the_engine_writes_what_transformers_modules_in_fp8_write(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, gated = reference.add_rms_norm, reference.gated_rms_norm
+    norms = set[str]()
+
+    def quantized(rows: Tensor, norm: str) -> QuantizedRows:  # as kernels hand rows on
+        norms.add(norm)
+        return QuantizedRows(rows, *quantize_groups(rows))
+
+    def add_rms_norm(*given: Any) -> tuple[Tensor, QuantizedRows]:
+        total, normed = plain(*given)
+        return total, quantized(normed, "plain")
+
+    monkeypatch.setattr(reference, "add_rms_norm_quantized", add_rms_norm)
+    monkeypatch.setattr(reference, "gated_rms_norm_quantized", lambda *given: quantized(gated(*given), "gated"))
     sizes = SIZES | CHANGES.get(name, {})
     in_fp8(ARCHITECTURES[name].target(**sizes), tmp_path)
     with in_modules(tmp_path) as target:
         check_answers(tmp_path, target)
+    assert norms == ({"plain", "gated"} if name in CHANGES else {"plain"})
 
 
 def check_answers(folder: Path, target: Target) -> None:
