@@ -80,7 +80,7 @@ def test_a_chat_has_the_log_softmax_of_the_target(
     client: OpenAI, target: Target, drafter: Drafter, options: dict[str, Any], best: int | None
 ) -> None:
     prompt = encode_chat(target.tokenizer, [{"role": "user", "content": "Why is the sky blue?"}])
-    params = SamplingParams(max_tokens=40, **{"temperature": 1.0} | options)
+    params = SamplingParams(max_tokens=20, **{"temperature": 1.0} | options)
     tokens = spoken(generate(target, drafter, prompt, params))
     rows = rows_of(target, prompt, tokens)
     choice = chat(client, logprobs=True, **options, **({} if best is None else {"top_logprobs": best})).choices[0]
@@ -100,7 +100,7 @@ def test_a_completion_has_the_log_softmax_of_the_target(
 ) -> None:
     text = "é sky"
     prompt = target.tokenizer.encode(text)
-    tokens = spoken(generate(target, drafter, prompt, SamplingParams(max_tokens=40)))
+    tokens = spoken(generate(target, drafter, prompt, SamplingParams(max_tokens=20)))
     names = [text_name(token) for token in tokens]
     choice = complete(client, prompt=prompt if ids else text, temperature=0, logprobs=best).choices[0]
     got = choice.logprobs

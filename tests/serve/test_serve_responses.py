@@ -40,7 +40,7 @@ def recited(reciting: AsyncEngine) -> Iterator[str]:
 
 
 def respond(client: OpenAI, **options: Any) -> Any:
-    options = {"model": "org/tiny", "input": "Why is the sky blue?", "max_output_tokens": 40} | options
+    options = {"model": "org/tiny", "input": "Why is the sky blue?", "max_output_tokens": 20} | options
     response = client.responses.create(**options)
     if not options.get("stream"):
         Response.model_validate(response.to_dict(), strict=True)
@@ -97,7 +97,7 @@ def test_a_response_is_what_the_chat_route_answers(client: OpenAI) -> None:
             expected.usage.prompt_tokens, expected.usage.completion_tokens)  # fmt: skip
         assert answer.usage.total_tokens == expected.usage.total_tokens
         assert answer.usage.dflash["verify_steps"] == expected.usage.dflash["verify_steps"]
-    assert (answer.temperature, answer.top_p, answer.max_output_tokens, answer.metadata) == (0.9, 0.8, 40, {"a": "b"})
+    assert (answer.temperature, answer.top_p, answer.max_output_tokens, answer.metadata) == (0.9, 0.8, 20, {"a": "b"})
     assert (answer.store, answer.error, answer.tools, answer.tool_choice) == (False, None, [], "auto")
     assert answer.id.startswith("resp_") and answer.output[0].id.startswith("msg_")
 

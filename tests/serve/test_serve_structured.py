@@ -97,7 +97,7 @@ def test_the_answer_is_that_of_the_definition_and_drafts_are_counted(
     client: OpenAI, target: Target, drafter: Drafter
 ) -> None:
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
-    answer = chat(client, temperature=0, extra_body={"regex": "[a-z]{30}"})
+    answer = chat(client, temperature=0, max_tokens=40, extra_body={"regex": "[a-z]{30}"})
     params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "[a-z]{30}"))
     expected = generate(target, drafter, encode_chat(target.tokenizer, messages), params)
     assert answer.choices[0].message.content == target.tokenizer.decode(expected.tokens[:-1])
