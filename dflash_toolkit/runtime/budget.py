@@ -117,17 +117,18 @@ class _Expected:
     both were seen, and promise no more before that.
     """
 
-    KEEP, PAUSED = 0.8, 0.5  # weight of what came before, at the next step and behind steps that drafted nothing
+    KEEP, PAUSED = 0.9, 0.5  # weight of what came before, for every step since and behind steps that drafted nothing
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = len(blocks), 1 + len(NODES)
         self._seen = 0
         self._own, self._before = np.zeros(shape), np.zeros(shape)  # of every block and of the one before it
 
-    def observe(self, promise: Promise, paused: bool) -> None:
+    def observe(self, promise: Promise, steps: int, paused: bool) -> None:
         accepted, count = np.array(promise.accepted) / promise.requests, len(promise.accepted)
         now = np.concatenate([accepted[:, :1], accepted[:, 1:] @ _spread(promise.batch, promise.requests)], axis=1)
-        keep = np.where(np.arange(count) < self._seen, self.PAUSED if paused else self.KEEP, 0.0)[:, None]
+        weight = self.KEEP ** max(steps, 1)
+        keep = np.where(np.arange(count) < self._seen, min(weight, self.PAUSED) if paused else weight, 0.0)[:, None]
         before = np.concatenate([np.ones((1, now.shape[1])), now[:-1]])
         self._own[:count] = keep * self._own[:count] + (1 - keep) * now
         self._before[:count] = keep * self._before[:count] + (1 - keep) * before
@@ -180,10 +181,12 @@ class BudgetChooser:
         self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # of a batch
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
+        self._unheard = 0  # steps since a promise was heard
 
     def observe(self, promise: Promise) -> None:
         """What a drafted step promised, once it is read."""
-        self._expected.observe(promise, paused=self._current.block == 1)
+        self._expected.observe(promise, self._unheard, paused=self._current.block == 1)
+        self._unheard = 0
 
     def promises(self, requests: int) -> dict[StepShape, float]:
         """Tokens a second of everything that can be chosen."""
@@ -205,6 +208,7 @@ class BudgetChooser:
             untried: of them, those of which no draft was judged so far.
             awaited: whether a step that drafts is in flight.
         """
+        self._unheard += 1
         if not self._drafted:
             return StepShape(1)
         if not self._expected:

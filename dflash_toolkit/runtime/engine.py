@@ -1,6 +1,5 @@
 """The engine: a target and its drafter, many requests at once. Not thread-safe; `loop.py` steps it for others."""
 
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from .tree_step import Told
 from .weights import DrafterWeights, TargetWeights
 
 log = logging.getLogger(__name__)
-LOOK = 32  # steps over chains, of which one is over trees to see what drafts promise
+LOOKS = 2, 8  # steps over chains until one over trees tells what drafts promise: at first, then up to so many a request
 
 
 @dataclass(slots=True)
@@ -172,6 +171,7 @@ class Engine:
                 tree_width=tree_width,
                 tell_trees=options.tell_trees,
                 tree_blocks=[size for size in self._sizes if size > 1 and 4 * size >= max_block],
+                chain_blocks=[size for size in self._sizes if size > 1],
             )
 
         with beside_the_weights(options):
@@ -355,7 +355,7 @@ class Engine:
         if trees is None:
             return None
         feed = CalibrationFeed(trees.calibration)
-        budget = BudgetChooser((1, *trees.blocks), self._times, bucket) if len(self._sizes) > 1 else None
+        budget = BudgetChooser((1, *trees.promised), self._times, bucket) if len(self._sizes) > 1 else None
 
         def observe(requests: Sequence[Request], told: Told) -> None:
             for request, promised, taken in zip(requests, told.judged.promised, told.judged.taken, strict=False):
@@ -377,16 +377,21 @@ class Engine:
             rows = row_buckets(bucket(len(requests)))
             return StepShape(block, next((each for each in rows if each >= needed), rows[-1]))
 
-        blind = itertools.count(1)  # steps of chains, which promise nothing
+        blind, until = 0, LOOKS[0]  # steps over chains, which promise nothing, and how many there may be in a row
 
         def chosen(requests: Sequence[Request]) -> StepShape:
+            nonlocal blind, until
             assert budget is not None
             untried = sum(not request.acceptance.tried for request in requests)
             awaited = any(size > 1 for request in requests for size in request.blocks_in_flight)
             shape = budget(len(requests), untried, awaited)
-            if shape.block > 1 and not shape.rows and next(blind) % LOOK == 0:
-                return StepShape(shape.block, row_buckets(bucket(len(requests)))[-1])
-            return shape
+            blind = blind + 1 if shape.block > 1 and not shape.rows else 0
+            if blind < until:
+                return shape
+            blind, until = 0, min(2 * until, LOOKS[1] * len(requests))
+            batch = bucket(len(requests))
+            rows = [each for each in row_buckets(batch) if each >= 2 * batch]
+            return StepShape(next(each for each in trees.blocks if each >= shape.block), rows[0])
 
         return whole if budget is None else chosen
 

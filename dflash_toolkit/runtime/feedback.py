@@ -64,9 +64,9 @@ def judged(
 class CalibrationFeed:
     """Keeps the calibration fitted to what was judged of late.
 
-    It is fitted anew on a window of pairs, often at first and ever more seldom, on a thread of its own: decoding goes
-    on, and the result is taken a fixed number of steps later, so that a run can be repeated. Every fit is drawn towards
-    the one before it.
+    It is fitted anew on a window of pairs, after few new ones at first and after ever more, on a thread of its own:
+    decoding goes on, and the result is taken a fixed number of steps later, so that a run can be repeated. Every fit is
+    drawn towards the one before it.
 
     Args:
         start: of the drafter, `DrafterConfig.calibration`.
@@ -76,13 +76,14 @@ class CalibrationFeed:
         calibration: for the next step; another object once it has changed.
     """
 
-    FIRST, LAST = 8, 1024  # steps between two fits, doubling
-    AFTER = 4  # steps that a fit may take
+    FIRST, LAST = 64, 65536  # pairs between two fits, doubling
+    AFTER = 2  # steps that a fit may take, of which nearly all may be seldom looks at what drafts promise
 
     def __init__(self, start: Calibration, window: int = 8192) -> None:
         self.calibration = start
         self._window, self._pairs, self._held = window, deque[Judged](), 0
-        self._steps, self._next, self._interval = 0, self.FIRST, self.FIRST
+        self._new, self._wanted = 0, self.FIRST  # pairs since the last fit began, and those that the next waits for
+        self._taken = 0  # steps since it began
         self._fit: Future[Calibration] | None = None
         self._thread = ThreadPoolExecutor(1, "calibration")
 
@@ -91,15 +92,14 @@ class CalibrationFeed:
         if len(step.slots):
             self._pairs.append(step)
             self._held += len(step.slots)
+            self._new += len(step.slots)
         while len(self._pairs) > 1 and self._held - len(self._pairs[0].slots) >= self._window:
             self._held -= len(self._pairs.popleft().slots)
-        self._steps += 1
-        if self._fit is not None and self._steps >= self._next + self.AFTER:
+        self._taken += 1
+        if self._fit is not None and self._taken >= self.AFTER:
             self.calibration, self._fit = self._fit.result(), None
-            self._interval = min(2 * self._interval, self.LAST)
-            self._next = self._steps + self._interval
-        elif self._fit is None and self._steps >= self._next and self._pairs:
-            self._next = self._steps
+        elif self._fit is None and self._new >= self._wanted:
+            self._new, self._taken, self._wanted = 0, 0, min(2 * self._wanted, self.LAST)
             self._fit = self._thread.submit(_fitted, self.calibration, list(self._pairs))
 
 

@@ -78,6 +78,7 @@ class StepRunner:
         tree_nodes: of a request's draft tree at most; 0: steps over blocks alone.
         tree_width: children of a node at most.
         tree_blocks: S of steps over trees; none: max_block alone.
+        chain_blocks: other S, whose promises steps over trees tell too.
         tell_trees: also say what trees had at the places of committed tokens.
 
     Attributes:
@@ -105,6 +106,7 @@ class StepRunner:
         tree_nodes: int = 0,
         tree_width: int = WIDTH,
         tree_blocks: Sequence[int] = (),
+        chain_blocks: Sequence[int] = (),
         tell_trees: bool = False,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
@@ -148,7 +150,8 @@ class StepRunner:
         self.observe: Callable[[Sequence[Request], Told], object] = lambda requests, told: None
         if tree_nodes and self.proposer is not None and max_block > 1:
             blocks = tree_blocks or (max_block,)
-            self.trees = TreeSteps(self.proposer, self.verifier, self.state, tree_nodes, tree_width, blocks)
+            chains = [block for block in chain_blocks if block not in blocks]
+            self.trees = TreeSteps(self.proposer, self.verifier, self.state, tree_nodes, tree_width, blocks, chains)
         self._modes = [Mode.GREEDY] * max_num_seqs  # by row
         self._words = words_of(target.spec.vocab_size)
         self._tell_trees = tell_trees

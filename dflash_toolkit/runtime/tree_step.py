@@ -73,13 +73,25 @@ class TreeSteps:
         nodes: of a request's tree at most.
         width: children of a node at most; 1 makes chains, each of its own length.
         blocks: S that may be drafted.
+        chains: S of other steps, whose promises are told too.
+
+    Attributes:
+        promised: `blocks` and `chains` in order.
     """
 
     def __init__(
-        self, proposer: Proposer, verifier: Verifier, state: BatchState, nodes: int, width: int, blocks: Sequence[int]
+        self,
+        proposer: Proposer,
+        verifier: Verifier,
+        state: BatchState,
+        nodes: int,
+        width: int,
+        blocks: Sequence[int],
+        chains: Sequence[int] = (),
     ) -> None:
         self._proposer, self._verifier, self._state = proposer, verifier, state
         self.nodes, self.width, self.blocks = nodes, width, tuple(sorted(blocks))
+        self.promised = tuple(sorted((*blocks, *chains)))
         device = state.lengths.device
         self._calibration = torch.zeros(self.blocks[-1], dtype=torch.float64, device=device)
         self._discounts = torch.zeros(len(state.lengths), dtype=torch.float32, device=device)
@@ -100,7 +112,7 @@ class TreeSteps:
 
     def told(self, batch: int, block: int, rows: int) -> int:
         """Values that such a step returns."""
-        drafted = sum(1 < each <= block for each in self.blocks)
+        drafted = sum(1 < each <= block for each in self.promised)
         return batch * (4 + 2 * block) + 1 + 4 * rows + drafted * (1 + len(row_buckets(batch)))
 
     def __call__(self, batch: int, block: int, rows: int, *, sampled: bool, tokens: Tensor | None = None) -> Tensor:
@@ -125,7 +137,7 @@ class TreeSteps:
         values[:, 0] += discounts[:, None, None]
         trees = ops.grow_trees(values, ranks, candidates, limits, self.nodes)
         tree = ops.cut_trees(trees, last, at.lengths, at.page_table, at.page_size, rows)
-        promise = promised(trees, values, ranks, limits, [each for each in self.blocks if 1 < each <= block])
+        promise = promised(trees, values, ranks, limits, [each for each in self.promised if 1 < each <= block])
         if tokens is not None:
             tree = replace(tree, tokens=tokens[:rows])
         hidden, features = self._verifier.read_trees(trees, tree, at)

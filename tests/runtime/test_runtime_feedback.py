@@ -90,9 +90,9 @@ def test_the_calibration_follows_what_is_judged_and_a_run_can_be_repeated() -> N
     later = replace(CALIBRATION, bias=tuple(bias - 2 for bias in CALIBRATION.bias))
     steps = [step(CALIBRATION, dice) for _ in range(150)] + [step(later, dice) for _ in range(300)]
     found = fed(steps)
-    assert found[11] == Calibration.cold(SLOTS), "not before there is something to go by"
+    assert found[2] == Calibration.cold(SLOTS), "not before there is something to go by"
     assert found == fed(steps)
-    assert len(set(map(id, found))) <= 7, "seldom"
+    assert len(set(map(id, found))) <= 10, "ever more seldom"
     for at, planted in ((149, CALIBRATION), (449, later)):
         assert found[at].slope == pytest.approx(planted.slope, abs=0.1)
         assert found[at].bias == pytest.approx(planted.bias, abs=0.35)

@@ -24,6 +24,7 @@ from dflash_toolkit.options import MOST_TREE_NODES
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.budget import row_buckets, tree_shapes
+from dflash_toolkit.runtime.feedback import CalibrationFeed
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.tree_step import Told
@@ -146,7 +147,10 @@ def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> Non
 
 @pytest.mark.parametrize("changes", [{}, {"num_speculative_tokens": 3}, {"draft_tree_width": 1}])
 @pytest.mark.parametrize("make", [make_drafter, make_dflash2])
-def test_the_drafters_own_trees_are_those_of_generate(make: Any, changes: dict[str, Any]) -> None:
+def test_the_drafters_own_trees_are_those_of_generate(
+    make: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CalibrationFeed, "FIRST", 10**9)  # generate fits none
     target, _ = pair()
     drafter = make(target)
     engine = make_engine(target, drafter, draft_tree=20, **changes)
