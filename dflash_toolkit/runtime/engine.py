@@ -24,7 +24,6 @@ from .options import EngineOptions
 from .pages import PagePool
 from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
-from .sampler import Mode, mode_of
 from .scheduler import Scheduler
 from .timing import Shape, Times, cached_times, place_of
 from .tree_step import Told
@@ -337,8 +336,8 @@ class Engine:
 
         def chosen(requests: Sequence[Request]) -> StepShape:
             drafts = [request.drafts for request in requests]
-            editing = any(mode_of(request.params) > Mode.SAMPLED for request in requests)
-            if any(drafts) and over_trees is not None and not editing and row_buckets(bucket(len(requests))):
+            masked = any(request.matcher for request in requests)  # behind a node the host would have to tell what may
+            if any(drafts) and over_trees is not None and not masked and row_buckets(bucket(len(requests))):
                 shape = over_trees(requests)
                 if not shape.rows and not all(drafts):  # a block is drafted for all or for none
                     shape = StepShape(1)
@@ -350,7 +349,7 @@ class Engine:
         return chosen
 
     def _over_trees(self) -> Callable[[Sequence[Request]], StepShape] | None:
-        """What picks steps for requests that edit no logits, of trees or not; None: there are no trees."""
+        """What picks steps for requests without a grammar, of trees or not; None: there are no trees."""
         trees, bucket, block = self.runner.trees, self.runner.bucket, self._sizes[-1]
         if trees is None:
             return None

@@ -184,7 +184,8 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     taken = total - free
-    graphs = GRAPHS_BYTES if probe.trees is None else 2 * GRAPHS_BYTES  # these are as many again
+    # those over trees are as many again in two modes, and half of them in the third
+    graphs = GRAPHS_BYTES if probe.trees is None else 5 * GRAPHS_BYTES // 2
     return share * total - taken - workspace.total - graphs, workspace.step
 
 
@@ -207,6 +208,6 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
-        largest = Part("sampled tree", probe.max_num_seqs, probe.max_block, nodes=rows[-1])
+        largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])
         step = max(step, peak(lambda: probe.run_part_eagerly(largest)))
     return Workspace(step, prefill)

@@ -19,9 +19,12 @@ from .stack import Rows
 
 
 class Part(NamedTuple):
-    """What one graph holds: a whole step, greedy or over trees, or a part of one."""
+    """What one graph holds: a whole step, greedy or over trees, or a part of one.
 
-    kind: Literal["step", "propose", "read", "choose", "end", "tree", "sampled tree"]
+    The mode is of the rows that choose, and over trees the largest of any request.
+    """
+
+    kind: Literal["step", "propose", "read", "choose", "end", "tree"]
     rows: int
     block: int
     mode: Mode = Mode.GREEDY
@@ -132,5 +135,8 @@ class Between:
     def told(self, mode: Mode, logprobs: Tensor) -> Tensor:
         """Log-probabilities [F, S, ...] at a place of their own: graphs share their memory, and the next one runs
         before they are on their way to the host."""
-        place = self._logprobs[mode][: logprobs.shape[0], : logprobs.shape[1]]
-        return place.copy_(logprobs)
+        return self.kept(mode, *logprobs.shape[:2]).copy_(logprobs)
+
+    def kept(self, mode: Mode, count: int, size: int) -> Tensor:
+        """The log-probabilities fp64 [F, S, ...] that were told last."""
+        return self._logprobs[mode][:count, :size]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..calibration import Calibration
 from ..draft_tree import WIDTH
+from ..generation import TokenLogprobs
 from ..grammar import Matcher, masks_of, words_of
 from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
@@ -62,6 +63,13 @@ class PendingResult:
     buffer: Tensor | None = None  # pinned memory that `tokens` is a view of, to be given back
     scored: list[Tensor] | None = None  # of a first token that asks for its prompt's log-probabilities: `prefill`'s
     trees: TreesPending | None = None  # `tokens` is what a step over trees told, see `TreeSteps.read`
+
+    def logprobs_of(self, row: int, count: int) -> list[TokenLogprobs] | None:
+        """Of the first `count` tokens of a row, if they were asked for."""
+        if self.logprobs is None or row not in self.wanted:
+            return None
+        place, best = self.wanted[row]
+        return unpack_logprobs(self.logprobs[place, :count], best)
 
 
 class StepRunner:
@@ -231,9 +239,7 @@ class StepRunner:
             return None
         tokens = to_device(following, torch.int64, self.device)
         found = score(hidden[: len(tokens)], self.target.head, tokens, best, self.ops)
-        if self.device.type != "cuda":
-            return found
-        return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+        return self._on_host(found) if self.device.type == "cuda" else found
 
     def _states_of(self, place: Tensor) -> States | None:
         return States(slots=place[2:3], counts=place[1:2]) if self.state.recurrent else None
@@ -342,7 +348,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
-        """Launch one step of rows 0..len(requests) - 1. One over trees is for requests that edit no logits."""
+        """Launch one step of rows 0..len(requests) - 1. One over trees is for requests without a grammar."""
         if shape.rows:
             return self._decode_trees(list(requests), shape)
         block = shape.block
@@ -359,17 +365,20 @@ class StepRunner:
         self.tree_rows[rows] += 1
         discounts = [request.trust.log_discount if request.drafts else -math.inf for request in requests]
         self.trees.discount(discounts)
-        sampled = any(mode == Mode.SAMPLED for mode in self._modes[: len(requests)])
-        told = self._run(Part("sampled tree" if sampled else "tree", batch, block, nodes=rows))
+        mode = max(self._modes[: len(requests)])
+        told = self._run(Part("tree", batch, block, mode, rows))
         assert told is not None
+        wanted = {row: (row, best) for row, one in enumerate(requests) if (best := one.params.logprobs) is not None}
+        logprobs = self._between.kept(mode, len(requests), block).clone() if wanted else None
         trees = TreesPending(requests, batch, StepShape(block, rows), self.trees.calibration, discounts)
         if self.device.type != "cuda":
-            return PendingResult(told, None, {}, None, trees=trees)
+            return PendingResult(told, logprobs, wanted, None, trees=trees)
         buffer = self._results.take()
         host = buffer[: len(told)].copy_(told, non_blocking=True)
+        logprobs = None if logprobs is None else self._on_host(logprobs)
         done = torch.cuda.Event()
         done.record()
-        return PendingResult(host, None, {}, done, buffer, trees=trees)
+        return PendingResult(host, logprobs, wanted, done, buffer, trees=trees)
 
     def launcher(self, rows: int, shape: StepShape) -> Callable[[], object]:
         """A greedy step of that shape as a function, for timing; on an empty batch it changes nothing."""
@@ -437,10 +446,7 @@ class StepRunner:
         found = []
         prompt = None if pending.scored is None else packed(pending.scored)
         for row, (count, *tokens) in enumerate(pending.tokens.tolist()):
-            logprobs = None
-            if pending.logprobs is not None and row in pending.wanted:
-                place, best = pending.wanted[row]
-                logprobs = unpack_logprobs(pending.logprobs[place, :count], best)
+            logprobs = pending.logprobs_of(row, count)
             spoils = -1 in tokens
             found.append(Committed(tokens[:count], logprobs, prompt, not spoils or -1 not in tokens[:count], spoils))
         if pending.buffer is not None:
@@ -456,9 +462,12 @@ class StepRunner:
             self._results.give_back(pending.buffer)
         self.observe(trees.requests, told)
         return [
-            Committed(tokens[:count], finite=-1 not in tokens[:count], spoils=spoils > 0, depth=depth, offered=each)
-            for (count, depth, spoils, *tokens), each in zip(told.answers, offered, strict=False)
-        ]
+            Committed(
+                tokens[:count], pending.logprobs_of(row, count), finite=-1 not in tokens[:count], spoils=spoils > 0,
+                depth=depth, offered=each,
+            )
+            for row, ((count, depth, spoils, *tokens), each) in enumerate(zip(told.answers, offered, strict=False))
+        ]  # fmt: skip
 
     @torch.inference_mode()
     def graph(self, part: Part) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
@@ -492,7 +501,8 @@ class StepRunner:
         parts += [self._part(batch, shape) for batch in batches for shape in trees(batch)]
         parts += [Part("propose", *shape) for shape in shapes if shape[1] > 1]
         parts += [Part("read", *shape) for shape in shapes] + [Part("end", *shape) for shape in shapes]
-        parts += [part._replace(kind="sampled tree") for part in parts if part.kind == "tree"]
+        trees_of = [part for part in parts if part.kind == "tree"]
+        parts += [part._replace(mode=mode) for mode in (Mode.SAMPLED, Mode.FULL) for part in trees_of]
         modes = [mode for mode in Mode if self._masked or not mode.masked]
         parts += [Part("choose", *shape, mode) for mode in modes for shape in shapes]
         missing = next((part for part in parts if part not in self._graphs), None)
@@ -552,7 +562,7 @@ class StepRunner:
         proposed = self._between.proposed(batch, block)
         if self.device.type != "cuda":
             return proposed.tolist
-        host = torch.empty(proposed.shape, dtype=torch.int64, pin_memory=True).copy_(proposed, non_blocking=True)
+        host = self._on_host(proposed)
         sent = torch.cuda.Event()
         sent.record()
 
@@ -572,8 +582,10 @@ class StepRunner:
         if part.kind == "choose":
             return self._choose(part.rows, part.block, part.mode)
         if self.trees is not None and part.nodes:
-            sampled = part.kind == "sampled tree"
-            return self.trees(part.rows, part.block, part.nodes, sampled=sampled, tokens=self._random)
+            told, logprobs = self.trees(part.rows, part.block, part.nodes, mode=part.mode, tokens=self._random)
+            if logprobs is not None:
+                self._between.told(part.mode, logprobs)
+            return told
         run = {"step": self._step, "propose": self._propose, "read": self._read, "end": self._end}[part.kind]
         return run(part.rows, part.block)
 
@@ -639,6 +651,11 @@ class StepRunner:
 
     # ---- host and device -----------------------------------------------------------------------------------
 
+    @staticmethod
+    def _on_host(values: Tensor) -> Tensor:
+        """Pinned memory that they are on their way to."""
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
     def _pending(
         self,
         tokens: Tensor,
@@ -657,9 +674,7 @@ class StepRunner:
         buffer = self._results.take()
         # contiguous, as else the copy would be waited for
         host = buffer[: rows * tokens.shape[1]].view(rows, -1).copy_(tokens[:rows], non_blocking=True)
-        if logprobs is not None:
-            pinned = torch.empty(logprobs.shape, dtype=logprobs.dtype, pin_memory=True)
-            logprobs = pinned.copy_(logprobs, non_blocking=True)
+        logprobs = None if logprobs is None else self._on_host(logprobs)
         done = torch.cuda.Event()
         done.record()
         return PendingResult(host, logprobs, wanted, done, buffer, scored)

@@ -62,8 +62,9 @@ class Sampler:
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
         self.stops_from = new(torch.int64)  # the first position where a token of `stops` may stand
         self.ends_at = new(torch.int64)  # the last position of the answer, which no draft reaches
+        self.full = new(torch.bool)  # whether the mode is
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
-        self._fields += [self.stops_from, self.ends_at]
+        self._fields += [self.stops_from, self.ends_at, self.full]
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)  # of the answer
         self.prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)  # whether it holds a token
         self.bias = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
@@ -91,7 +92,9 @@ class Sampler:
         self.penalties[row, 2] = params.frequency_penalty
         self.stops_from[row] = len(prompt) + params.min_tokens
         self.ends_at[row] = len(prompt) + (params.max_tokens if limit is None else limit) - 1
-        self._written |= mode_of(params).full
+        full = mode_of(params).full
+        self.full[row] = full
+        self._written |= full
         if not self._written:
             return
         for table in self._tables:
@@ -143,7 +146,7 @@ class Sampler:
             return self.greedy(hidden, head).view(batch, block), None
         raw = self._ops.linear(hidden, head)
         positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
-        logits = self._edited(raw, rows, draft.tokens, positions) if mode.full else raw
+        logits = self._edited(raw, rows, self._counts_in(draft), positions) if mode.full else raw
         if masks is not None:
             self._ops.mask_logits_(logits, *masks)  # of `raw` itself nobody wants to know more
 
@@ -160,7 +163,7 @@ class Sampler:
             tokens, candidates, q = self._judged(draft, positions < self.ends_at[rows][:, None])
             acceptance = position_uniform(*numbers, ACCEPTANCE_STREAM)
             choice = self._ops.rejection_sample(logits, *how, tokens, candidates, q, acceptance)
-        return choice.view(batch, block), self._logprobs(raw, choice, batch) if mode.full else None
+        return choice.view(batch, block), self.logprobs(raw, choice, batch) if mode.full else None
 
     def choose_each(self, hidden: Tensor, head: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
         """The tokens int64 [M] behind states [M, D] that stand anywhere: at positions int32 [M] of requests int64 [M].
@@ -170,6 +173,24 @@ class Sampler:
         nothing = Draft(requests.new_empty(len(requests), 0))
         sampled, _ = self.choose(hidden, head, requests, nothing, positions, Mode.SAMPLED)
         return torch.where(self.temperature[requests] > 0, sampled[:, 0], self.greedy(hidden, head))
+
+    def choose_edited(
+        self, hidden: Tensor, head: Tensor, requests: Tensor, positions: Tensor, path: Tensor, inside: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `choose_each` where requests may be in the full mode; also the logits [M, V] before any of them is edited.
+
+        Args:
+            path: int64 [M, K], drafted tokens that lead to each row, where `inside`, bool [M, K].
+        """
+        raw = self._ops.linear(hidden, head)
+        drafted = torch.zeros(raw.shape, dtype=torch.int32, device=raw.device)
+        drafted.scatter_add_(1, path, inside.to(torch.int32))
+        at = positions.long()[:, None] + 1
+        logits = self._edited(raw, requests, drafted[:, None], at)
+        fields = (self.temperature, self.top_p, self.top_k, self.min_p)
+        how = *(field[requests] for field in fields), position_uniform(self.seed[requests], at[:, 0])
+        edits = self.full[requests] | (self.temperature[requests] > 0)
+        return torch.where(edits, self._ops.sample(logits, *how), self.greedy(hidden, head)), raw
 
     def draft_uniform(self, lengths: Tensor, slots: int) -> Tensor:
         """The random numbers fp64 [B, slots] that drafts of the first rows are sampled by, behind lengths [B]."""
@@ -189,13 +210,18 @@ class Sampler:
         taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
 
-    def _edited(self, logits: Tensor, rows: Tensor, draft: Tensor, positions: Tensor) -> Tensor:
-        batch, block = draft.shape[0], draft.shape[1] + 1
-        # slot k stands behind the answer and the block's drafts 1..k
-        before = torch.zeros(batch, block, self._vocab, dtype=torch.int32, device=logits.device)
-        if block > 1:
-            before[:, 1:].scatter_(2, draft[..., None], 1)
-        counts = self.counts[rows][:, None] + before.cumsum(1, dtype=torch.int32)
+    def _counts_in(self, draft: Draft) -> Tensor:
+        """How often each slot's drafts have each token, int32 [B, S, V]: slot k stands behind drafts 1..k."""
+        batch, slots = draft.tokens.shape
+        found = torch.zeros(batch, slots + 1, self._vocab, dtype=torch.int32, device=draft.tokens.device)
+        if slots:
+            found[:, 1:].scatter_(2, draft.tokens[..., None], 1)
+        return found.cumsum(1, dtype=torch.int32)
+
+    def _edited(self, logits: Tensor, rows: Tensor, drafted: Tensor, positions: Tensor) -> Tensor:
+        """Logits [B * S, V] behind answers and the drafts counted in [B, S, V], at positions [B, S]."""
+        batch, block = positions.shape
+        counts = self.counts[rows][:, None] + drafted
         penalties = self.penalties[rows][:, None, None]  # [B, 1, 1, 3]
         edited = penalized(
             logits.view(batch, block, -1),
@@ -208,7 +234,8 @@ class Sampler:
         edited.masked_fill_(early[..., None] & self.stops[rows][:, None], -torch.inf)
         return edited.flatten(0, 1)
 
-    def _logprobs(self, logits: Tensor, choice: Tensor, batch: int) -> Tensor:
+    def logprobs(self, logits: Tensor, choice: Tensor, batch: int) -> Tensor:
+        """Of choices [B * S] by logits [B * S, V]: fp64 [B, S, ...], see `choose`."""
         logprobs = logits.float().log_softmax(-1)
         values, ids = logprobs.topk(min(MAX_LOGPROBS, self._vocab))
         chosen = logprobs.gather(1, choice[:, None])

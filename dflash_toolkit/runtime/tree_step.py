@@ -18,13 +18,14 @@ from torch import Tensor
 from ..calibration import Calibration
 from ..draft_tree import offered_along
 from ..generation import Offered
-from ..kernels.tree import TreeRows
+from ..kernels.tree import TreeRows, Trees
 from .batch_state import BatchState
 from .budget import Promise, promised, row_buckets
 from .capture import to_device
 from .feedback import Judged, judged
 from .proposer import Proposer
 from .request import StepShape
+from .sampler import Mode
 from .verifier import Verifier
 
 
@@ -115,17 +116,20 @@ class TreeSteps:
         drafted = sum(1 < each <= block for each in self.promised)
         return batch * (4 + 2 * block) + 1 + 4 * rows + drafted * (1 + len(row_buckets(batch)))
 
-    def __call__(self, batch: int, block: int, rows: int, *, sampled: bool, tokens: Tensor | None = None) -> Tensor:
-        """One step of the first `batch` requests, of which none edits its logits or has a grammar.
+    def __call__(
+        self, batch: int, block: int, rows: int, mode: Mode, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """One step of the first `batch` requests, of which none has a grammar.
 
         Args:
             block: tokens that each commits at most, S: as deep as the trees are, and the anchor.
             rows: M, for the anchors and nodes of all.
-            sampled: whether any of them samples.
+            mode: the largest of theirs.
             tokens: int64 [M or more], read instead of what is drafted.
 
         Returns:
-            int64 [`told`], see `read`.
+            int64 [`told`], see `read`; and in the full mode log-probabilities of the tokens [batch, S] behind the rows
+            that were taken, see `Sampler.choose`.
         """
         state, target, ops = self._state, self._verifier.weights, self._proposer.stack.ops
         at = state.rows(batch)
@@ -141,17 +145,25 @@ class TreeSteps:
         if tokens is not None:
             tree = replace(tree, tokens=tokens[:rows])
         hidden, features = self._verifier.read_trees(trees, tree, at)
-        if sampled:
-            requests = tree.requests.clamp(min=0).long()
+        requests, logits = tree.requests.clamp(min=0).long(), None
+        if mode == Mode.FULL:
+            behind = tree.positions, *_drafted(trees, tree, requests)
+            choice, logits = state.sampler.choose_edited(hidden, target.head, requests, *behind)
+        elif mode == Mode.SAMPLED:
             choice = state.sampler.choose_each(hidden, target.head, requests, tree.positions)
         else:
             choice = state.sampler.greedy(hidden, target.head)
         verdict, path = self._verifier.commit_trees(tree, choice, state, at.lengths, block, chains=self.width == 1)
         if features is not None:
             self._proposer.write_context(features.index_select(0, path.flatten()), at, verdict.counts)
+        logprobs = None
+        if logits is not None:
+            state.sampler.count(slice(0, batch), verdict.path, verdict.counts)
+            taken = path.flatten()
+            logprobs = state.sampler.logprobs(logits[taken], choice[taken], batch)
         answers = self._answers(tree, hidden, verdict.path, verdict.counts, path)
         said = tree.starts, tree.tokens, tree.parents, tree.depths, _bits(tree.log_probs), _bits(promise)
-        return torch.cat([answers.flatten(), path.flatten(), *(part.long() for part in said)])
+        return torch.cat([answers.flatten(), path.flatten(), *(part.long() for part in said)]), logprobs
 
     def _answers(self, tree: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor) -> Tensor:
         """int64 [batch, 3 + S], see `Told`."""
@@ -194,6 +206,15 @@ class TreeSteps:
         nodes = np.bincount(depths.numpy()[: int(starts[-1])], minlength=block)[1:]
         trees = TreesTold(starts.numpy(), tokens.numpy(), parents.numpy(), log_probs, path.numpy(), some)
         return Told(answers[:requests].tolist(), found, Promise(requests, batch, accepted), nodes, trees)
+
+
+def _drafted(trees: Trees, tree: TreeRows, requests: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [M, K] on the way from the anchors of `requests` [M] to their rows, and how far it goes, bool."""
+    first = tree.starts[requests].long()
+    places = torch.arange(len(requests), device=first.device) - first
+    paths = trees.paths[requests, places.clamp(max=trees.paths.shape[1] - 1)][:, 1:]
+    inside = torch.arange(paths.shape[1], device=first.device) < tree.depths[:, None]
+    return tree.tokens[torch.where(inside, first[:, None] + paths, 0)], inside
 
 
 def _bits(values: Tensor) -> Tensor:

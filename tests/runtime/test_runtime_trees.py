@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_dflash2, make_drafter
+from test_grammar import CASES
 from test_runtime_context import context_of
 from test_runtime_engine import SAMPLINGS, check, make_engine, pair, prompts_of, same
 from torch import Tensor
@@ -184,16 +185,27 @@ def test_the_drafters_own_trees_are_those_of_generate(
     assert len(expected) > 10 and {place: found[place] for place in expected} == expected
 
 
-@pytest.mark.parametrize("params", SAMPLINGS[:2], ids=["filters", "hot"])
-def test_sampled_answers_and_those_beside_them_are_those_without_a_drafter(params: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    ("params", "width"),
+    [*((params, 8) for params in SAMPLINGS), (SAMPLINGS[2], 1)],
+    ids=["filters", "hot", "penalties", "bias", "logprobs", "least", "penalties in chains"],
+)
+def test_sampled_answers_and_those_beside_them_are_those_without_a_drafter(params: SamplingParams, width: int) -> None:
+    """Penalties count the nodes on the path, and log-probabilities are those of its rows."""
     target, drafter = pair()
-    engine, prompts = make_engine(target, drafter, draft_tree=24), prompts_of(4, 19, 7)
-    each = [SamplingParams(max_tokens=24), params, replace(params, seed=9)]
-    texts = plain(target, prompts, each)
-    with planting(engine, texts):
+    engine, prompts = make_engine(target, drafter, draft_tree=24, draft_tree_width=width), prompts_of(4, 19, 7)
+    each = [SamplingParams(max_tokens=30), params, replace(SAMPLINGS[1], seed=9)]
+    shapes = list[StepShape]()
+    watch(engine, engine.scheduler.choose_shape, shapes)
+    expected = [generate(target, None, prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+    with planting(engine, {tuple(p): got.tokens for p, got in zip(prompts, expected, strict=True)}):
         answers = engine.generate(prompts, each)
-    assert [got.tokens for got in answers] == list(texts.values())
-    assert walked([step for got in answers for step in got.steps])
+    assert all(shape.rows for shape in shapes)
+    assert width == 1 or walked([step for got in answers for step in got.steps])
+    for got, alone in zip(answers, expected, strict=True):
+        assert got.tokens == alone.tokens and len(got.logprobs) == len(alone.logprobs)
+        assert [t.chosen for t in got.logprobs] == pytest.approx([t.chosen for t in alone.logprobs], abs=1e-4)
+        assert [[i for i, _ in t.best] for t in got.logprobs] == [[i for i, _ in t.best] for t in alone.logprobs]
 
 
 def test_few_rows_go_to_the_likeliest_nodes_and_change_no_answer() -> None:
@@ -283,10 +295,10 @@ def test_who_wants_no_drafts_has_a_row_and_the_others_their_trees() -> None:
     assert all(max(step.accepted for step in got.steps) >= 3 for got in answers[::2])
 
 
-def test_requests_that_edit_logits_take_blocks_and_the_next_batch_trees_again() -> None:
+def test_requests_with_a_grammar_take_blocks_and_the_next_batch_trees_again() -> None:
     engine, shapes = make_engine(*pair(), draft_tree=20), list[StepShape]()
     watch(engine, engine.scheduler.choose_shape, shapes)
-    for params, over_trees in ((SAMPLINGS[2], False), (GREEDY, True)):
+    for params, over_trees in ((SamplingParams(grammar=CASES["regex"][0]), False), (GREEDY, True)):
         shapes.clear()
         check_params = [replace(params, max_tokens=6), SamplingParams(max_tokens=6, ignore_eos=True)]
         prompts = prompts_of(4, 9)

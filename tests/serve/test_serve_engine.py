@@ -462,7 +462,8 @@ def test_the_metrics_count_the_rows_of_steps_and_the_nodes_of_draft_trees(target
     client = TestClient(create_app(engine, "org/tiny"))
     ask = {"model": "org/tiny", "prompt": [1, 2], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
     over_trees = client.post("/v1/completions", json=ask).json()["usage"]["dflash"]
-    over_blocks = client.post("/v1/completions", json=ask | {"presence_penalty": 1}).json()["usage"]["dflash"]
+    undrafted = ask | {"speculative": {"num_speculative_tokens": 0}}
+    alone = client.post("/v1/completions", json=undrafted).json()["usage"]["dflash"]
     text = client.get("/metrics").text.replace('model_name="org/tiny",', "").replace('{model_name="org/tiny"}', "")
     counted = {name: float(value) for name, value in (x.split() for x in text.splitlines() if not x.startswith("#"))}
 
@@ -470,17 +471,17 @@ def test_the_metrics_count_the_rows_of_steps_and_the_nodes_of_draft_trees(target
         found = (counted.get(f'{name}_total{{position="{k}"}}') for k in range(7))
         return [count for count in found if count is not None]
 
-    rows = {13: over_trees["verify_steps"], 8: over_blocks["verify_steps"]}
+    rows = {13: over_trees["verify_steps"], 1: alone["verify_steps"]}
     assert {n: counted[f'dflash:steps_by_rows_total{{rows="{n}"}}'] for n in rows} == rows
     assert [x for x in counted if x.startswith("dflash:tree_steps_by_rows_total")] == [
         'dflash:tree_steps_by_rows_total{rows="13"}'
     ]
     assert counted['dflash:tree_steps_by_rows_total{rows="13"}'] == rows[13]
-    assert counted["dflash:rows_verified_total"] == 13 * rows[13] + 8 * rows[8]
+    assert counted["dflash:rows_verified_total"] == 13 * rows[13] + rows[1]
     verified, accepted = by_position("dflash:tree_nodes_per_pos"), by_position("dflash:tree_nodes_accepted_per_pos")
     assert len(verified) == len(accepted) == 7 and 0 < sum(verified) <= 12 * rows[13]
     assert all(a <= min(v, rows[13]) for a, v in zip(accepted, verified, strict=True)) and verified[0] > rows[13]
-    # vLLM's counter holds what answers took of both
+    # vLLM's counter holds what answers took
     positions = by_position("vllm:spec_decode_num_accepted_tokens_per_pos")
-    assert sum(positions) == over_trees["accepted"] + over_blocks["accepted"]
+    assert sum(positions) == over_trees["accepted"]
     assert 0 < over_trees["accepted"] <= sum(accepted)
