@@ -12,8 +12,8 @@ from dflash_toolkit import SamplingParams, UserError, generate
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.runtime.request import StepShape
 
-GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
-HOT = SamplingParams(max_tokens=30, temperature=0.9, seed=5, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=18, ignore_eos=True)
+HOT = SamplingParams(max_tokens=18, temperature=0.9, seed=5, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("qwen3_next", 40), ("qwen3_5", 3)])

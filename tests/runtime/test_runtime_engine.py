@@ -23,11 +23,11 @@ from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
 
 SAMPLINGS = [
-    SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5),
-    SamplingParams(max_tokens=24, temperature=1.2, seed=2**63 + 7),
-    SamplingParams(max_tokens=24, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
-    SamplingParams(max_tokens=24, temperature=0.8, logit_bias=((5, 4.0), (7, -3.0)), logprobs=3, seed=1),
-    SamplingParams(max_tokens=24, logprobs=0),
+    SamplingParams(max_tokens=16, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5),
+    SamplingParams(max_tokens=16, temperature=1.2, seed=2**63 + 7),
+    SamplingParams(max_tokens=16, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    SamplingParams(max_tokens=16, temperature=0.8, logit_bias=((5, 4.0), (7, -3.0)), logprobs=3, seed=1),
+    SamplingParams(max_tokens=16, logprobs=0),
     SamplingParams(max_tokens=24, stop_token_ids=tuple(range(0, 256, 3)), min_tokens=17),
 ]
 
@@ -151,7 +151,7 @@ def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(para
         assert [[i for i, _ in t.best] for t in got.logprobs] == [[i for i, _ in t.best] for t in expected.logprobs]
 
 
-ACCEPTED = [SamplingParams(max_tokens=40), *SAMPLINGS[:4], SAMPLINGS[5]]
+ACCEPTED = [SamplingParams(max_tokens=24), *SAMPLINGS[:4], SAMPLINGS[5]]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
 def test_short_of_pages_requests_are_computed_again_and_lose_nothing(kind: str) -> None:
     target, drafter = pair(kind)
     prompts = prompts_of(30, 25, 40, 12, 33)
-    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
     engine = make_engine(target, drafter, kv_cache_tokens=140)
     got = engine.generate(prompts, params)
     assert engine.stats.preemptions > 0

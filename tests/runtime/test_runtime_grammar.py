@@ -22,10 +22,10 @@ DEAD_END = Grammar("grammar", 'root ::= [a-z]{3} y\ny ::= y "d"')
 # all ways to choose, with a grammar and without
 MIXED = [
     *(params_of(grammar, **way) for (grammar, _), way in zip(CASES.values(), itertools.cycle(WAYS))),
-    SamplingParams(max_tokens=30),
-    SamplingParams(max_tokens=30, temperature=1.0, seed=4),
-    SamplingParams(max_tokens=30, presence_penalty=0.4, logprobs=2),
-    SamplingParams(grammar=CASES["regex"][0], max_tokens=30),
+    SamplingParams(max_tokens=18),
+    SamplingParams(max_tokens=18, temperature=1.0, seed=4),
+    SamplingParams(max_tokens=18, presence_penalty=0.4, logprobs=2),
+    SamplingParams(grammar=CASES["regex"][0], max_tokens=18),
     SamplingParams(grammar=CASES["choice"][0], max_tokens=5, logprobs=1, temperature=1.2, seed=9),
 ]
 

@@ -31,7 +31,7 @@ from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.tree_step import Told
 
 Texts = dict[tuple[int, ...], list[int]]  # answers by prompts
-GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=18, ignore_eos=True)
 
 
 def planted(text: Sequence[int], position: int, slots: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -291,7 +291,7 @@ def test_who_wants_no_drafts_has_a_row_and_the_others_their_trees() -> None:
     with planting(engine, texts):
         answers = engine.generate(prompts, each)
     assert [got.tokens for got in answers] == list(texts.values())
-    assert all(step.drafted == 0 for step in answers[1].steps) and len(answers[1].steps) == 29
+    assert all(step.drafted == 0 for step in answers[1].steps) and len(answers[1].steps) == 17
     assert all(max(step.accepted for step in got.steps) >= 3 for got in answers[::2])
 
 
