@@ -545,6 +545,36 @@ def target_features(table: Table) -> None:
             table.add(label, f"{row['documents']} of {row['tokens']} tokens", *rates, f"{row['peak_gib']:.1f}")
 
 
+PLAIN = {
+    "qwen3-8b": "Qwen3-8B, bf16",
+    "qwen3-8b-fp8": "Qwen3-8B, FP8",
+    "qwen3.8-27b-fp8": "Qwen3.8-27B, FP8",
+    "qwen3.6-35b-a3b-fp8": "Qwen3.6-35B-A3B, FP8",
+}
+
+
+def plain_steps(table: Table) -> None:
+    """What plain steps take on the GPU, and how near that is to reading every byte once."""
+    table.columns("a plain step | ms, batch 1 | 8 | 32 | of the roofline, batch 1 | 8 | 32")
+    for shape, label in PLAIN.items():
+        rows = table.read("step_plain_fp8_h100", shape)["rows"]
+        times, shares = ([f"{row['graph_ms']:.2f}" for row in rows], [f"{100 * row['mbu']:.0f} %" for row in rows])
+        table.add(label, *times, *shares)
+
+
+def draft_trees(table: Table) -> None:
+    """The same recorded drafts verified in blocks, in chains of their own length and in trees."""
+    table.columns("requests at a time | plain | blocks | chains of own length | trees | trees to blocks")
+    speed = {
+        (row["way"], row["requests"]): row["tokens_per_second"]
+        for row in table.read("replay_drafts_qwen3_8b_h100")["rows"]
+    }
+    for requests in sorted({requests for _, requests in speed}):
+        each = {way: speed[way, requests] for way in ("plain", "blocks", "chains", "trees")}
+        gain = f"{100 * (each['trees'] / each['blocks'] - 1):+.0f} %"
+        table.add(requests, *(f"{value:,.0f}" for value in each.values()), gain)
+
+
 def targets(table: Table) -> None:
     """What other weights than dense bf16 ones bring, plain and with blocks of 8."""
     runs = {  # of a row that two files have, the later one counts
@@ -554,6 +584,7 @@ def targets(table: Table) -> None:
         "Qwen3.8-27B, FP8": ["step_qwen3_8_27b_fp8_h100", "step_qwen3_8_27b_fp8_drafted_h100"],
         "Qwen3.6-35B-A3B, FP8": ["step_qwen3_6_35b_a3b_fp8_h100"],
     }
+    later = {label: shape for shape, label in PLAIN.items()}
     table.columns("tokens/s | plain, batch 1 | 8 | 32 | a position accepted with | DFlash, batch 1 | 8 | 32")
     for label, files in runs.items():
         found = [table.read(file) for file in files]
@@ -561,6 +592,9 @@ def targets(table: Table) -> None:
         # above 1 the rows of a request had the same experts, as with random weights those behind one context have
         rows = (row for row in rows if row["mbu"] <= 1)
         speed = {(row["block"], row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
+        if label in later:
+            rows = table.read("step_plain_fp8_h100", later[label])["rows"]
+            speed |= {(1, row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
         plain, drafted = ([speed.get((block, batch), "") for batch in (1, 8, 32)] for block in (1, 8))
         table.add(label, *plain, found[0]["accept"] if any(drafted) else "", *drafted)
 
@@ -644,6 +678,8 @@ TABLES: dict[str, Callable[[Table], None]] = {
         results,
         serving,
         targets,
+        plain_steps,
+        draft_trees,
         dflash2_step,
         endpoint,
         endpoint_fronts,

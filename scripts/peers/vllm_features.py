@@ -9,6 +9,7 @@ against another tapped layer's states: a server that counts layers otherwise wou
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit import Target
-from dflash_toolkit.benchmark import setting
+from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.markdown import render_table
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> None:
         found.append(row | {"neighbour": min(others, default=None)})
     if args.output:
         counts = {"texts": len(texts), "tokens": sum(map(len, texts))}
-        write_json(args.output, setting("peers/vllm_features.py") | counts | {"layers": found})
+        words = [without_folders(word) for word in sys.argv[1:]]
+        write_json(args.output, setting("peers/vllm_features.py", words) | counts | {"layers": found})
     shown = [
         (str(row["tap"]), *("" if (v := row[n]) is None else f"{v:.4f}" for n in ("served", "rounding", "neighbour")))
         for row in found
