@@ -389,8 +389,9 @@ class Engine:
                 return shape
             blind, until = 0, min(2 * until, LOOKS[1] * len(requests))
             batch = bucket(len(requests))
-            rows = [each for each in row_buckets(batch) if each >= 2 * batch]
-            return StepShape(next(each for each in trees.blocks if each >= shape.block), rows[0])
+            every = row_buckets(batch)
+            rows = next((each for each in every if each >= 2 * batch), every[-1])
+            return StepShape(next(each for each in trees.blocks if each >= shape.block), rows)
 
         return whole if budget is None else chosen
 
