@@ -184,11 +184,11 @@ def run(args: argparse.Namespace) -> None:
         )  # fmt: skip
         engine = Engine(target, drafter, (), options)
         requests = Requests(engine, trace, args.prompt, seed=0)
-        answers = functools.partial(random.Random(1).randrange, trace.count)
         while engine.prepare():
             pass
         for at_a_time, failing in itertools.product(args.requests, sorted({0, args.failing})):
             engine.reset_acceptance()
+            answers = functools.partial(random.Random(at_a_time).randrange, trace.count)  # the same for every way
             requests.load(at_a_time, failing, args.warm, answers)
             row = requests.load(at_a_time, failing, args.seconds, answers)
             rounded = {name: round(value, 2) for name, value in row.items()}
