@@ -122,7 +122,7 @@ class EngineProcess:
         loading = not self._ready
         if self._control is not None:
             self._control.close()
-        if self._process is not None:
+        if self._process is not None and self._process.pid is not None:  # where it could not start, it never ran
             self._process.join(0 if loading else END_S)
             if self._process.is_alive():  # a long prefill, a kernel that is compiled
                 self._process.kill()
