@@ -26,7 +26,7 @@ demo: $(READY)   ## fetch a real target, train a drafter, write the report, serv
 test: $(READY)   ## the whole suite, CPU
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal  # the tests compute in one thread each
 
-test-fast: $(READY) ## what neither trains nor starts a process (a minute)
+test-fast: $(READY) ## what makes no target, trains nothing and starts no process (under a minute)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast --ignore=tests/kernels  # interpreted, they take minutes
 
 check: $(READY)  ## ruff, ruff format, mypy

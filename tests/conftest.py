@@ -42,6 +42,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -177,7 +178,9 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="skip what trains, starts a process or takes seconds")
+    parser.addoption(
+        "--fast", action="store_true", help="only what starts nothing, trains nothing and takes no seconds"
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -200,10 +203,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def _fast(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With --fast a test is over where it would start Python or step an optimizer: no list of such tests is kept."""
+    """With --fast a test ends where it would start Python, step an optimizer or make a target: no list is kept."""
 
     def refuse(*_: object, **__: object) -> None:
-        pytest.skip("starts a process or trains")
+        pytest.skip("starts a process, trains or makes a target")
 
     def popen(self: subprocess.Popen[Any], args: Any, *rest: Any, **more: Any) -> None:
         if sys.executable in args:
@@ -217,6 +220,7 @@ def _fast(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", popen)
         patch.setattr(BaseProcess, "start", refuse)
+        patch.setattr(PreTrainedModel, "__init__", refuse)
         yield
     hook.remove()
 

@@ -98,6 +98,7 @@ def tau(easy: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return sum((easy**k for k in range(5)), np.zeros_like(easy))
 
 
+@pytest.mark.slow
 def test_a_planted_difference_is_in_its_interval_and_none_is_found_where_none_is() -> None:
     """Requests differ far more than the runs do, so that only pairs show it."""
     seeds, gain, held, sure, wrong = 60, 0.05, 0, 0, 0

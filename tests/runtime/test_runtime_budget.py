@@ -169,6 +169,7 @@ class World:
 SLACK = 0.05  # of a long run: a choice changes for 2 %, and what is not known is tried
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     rates=st.integers(0, 4).flatmap(

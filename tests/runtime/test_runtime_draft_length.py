@@ -123,6 +123,7 @@ def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: 
     assert over[64] < 0.023 and over[128] < 0.013 and over[256] < 0.008
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
 @pytest.mark.parametrize("rate", [0.0, 0.23, 0.3, 0.35, 0.5, 0.865])  # acceptance lengths of 1, 1.3, 1.4, 1.5, 2, 6.7
 def test_choosing_is_hardly_slower_than_plain_decoding(batch: int, times: dict[int, float], rate: float) -> None:

@@ -268,6 +268,7 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
     assert [cuts([prompt]) for prompt in prompts] == each and cuts(prompts) == [cut for cuts in each for cut in cuts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @settings(max_examples=12, deadline=None)

@@ -95,6 +95,7 @@ def test_every_candidate_is_drawn_when_there_is_room_and_the_draw_follows_the_ge
     assert len({tuple(draw(f, 3, seed).anchor[0].tolist()) for seed in range(20)}) > 10
 
 
+@pytest.mark.slow
 def test_anchors_are_drawn_uniformly() -> None:
     f = features([[(2, 11)]], 20)
     counts = torch.zeros(20)
