@@ -121,8 +121,7 @@ def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
     assert engine.stats.requests == 6 and engine.stats.generated_tokens == sum(p.max_tokens for p in params)
 
 
-@pytest.mark.parametrize("causal", [False, None, True])
-@pytest.mark.parametrize("window", [2, 12, 200])
+@pytest.mark.parametrize(("window", "causal"), [(2, False), (12, None), (12, True), (200, False)])
 def test_drafters_with_windows_draft_as_generate_does(window: int, causal: bool | None) -> None:
     """Prompts and answers are longer than most windows."""
     target, _ = pair()
@@ -136,8 +135,8 @@ def test_drafters_with_windows_draft_as_generate_does(window: int, causal: bool 
 def test_greedy_answers_are_those_of_hugging_face(kind: str) -> None:
     target, drafter = pair(kind)
     prompts = prompts_of(3, 21, 9)
-    answers = make_engine(target, drafter).generate(prompts, SamplingParams(max_tokens=60))
-    assert [got.tokens for got in answers] == [hf_greedy(target, prompt, 60) for prompt in prompts]
+    answers = make_engine(target, drafter).generate(prompts, SamplingParams(max_tokens=30))
+    assert [got.tokens for got in answers] == [hf_greedy(target, prompt, 30) for prompt in prompts]
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["filters", "hot", "penalties", "bias", "logprobs", "least"])
@@ -156,8 +155,7 @@ ACCEPTED = [SamplingParams(max_tokens=24), *SAMPLINGS[:4], SAMPLINGS[5]]
 
 @pytest.mark.parametrize(
     ("every", "kind", "params"),
-    [*((3, "llama", each) for each in ACCEPTED), *((5, "qwen3_moe", each) for each in ACCEPTED[:2]),
-     *((1000, "llama", each) for each in ACCEPTED[2:])],
+    [*((3, "llama", each) for each in ACCEPTED), (5, "qwen3_moe", ACCEPTED[1]), (1000, "llama", ACCEPTED[3])],
 )  # fmt: skip
 def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParams, every: int, kind: str) -> None:
     target, drafter = pair(kind)
@@ -178,7 +176,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParam
     assert sum(stats.drafted_per_position) == stats.drafted == sum(step.drafted for step in steps)
 
 
-@pytest.mark.parametrize("index", range(1, 14))
+@pytest.mark.parametrize("index", range(1, 10))  # a whole block and its borders
 def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int) -> None:
     target, drafter = pair()
     (prompt,) = prompts_of(9)

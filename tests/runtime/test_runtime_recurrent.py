@@ -64,8 +64,7 @@ def test_ragged_batches_are_what_generate_and_hugging_face_write(kind: str) -> N
     assert [got.tokens for got in plain] == [hf_greedy(target, prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("params", [SHORT, replace(SHORT, temperature=0.9, seed=5)])
-@pytest.mark.parametrize("every", [3, 1000])
+@pytest.mark.parametrize(("every", "params"), [(3, replace(SHORT, temperature=0.9, seed=5)), (1000, SHORT)])
 def test_accepted_drafts_change_the_steps_and_nothing_else(every: int, params: SamplingParams) -> None:
     target, drafter = pair()
     prompts = prompts_of(4, 19, 7, 26)

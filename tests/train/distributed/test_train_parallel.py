@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from programs import DFLASH2, Program
 from test_train_features import config, forwards, run_of
 from test_train_loop import argv, lines_without_speed, losses, rows
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing import subprocess_handler
 
 from dflash_toolkit import UserError
 from train.cli import main
@@ -101,6 +103,8 @@ def _launch(launcher: str, arguments: list[str], log: Path) -> None:
     module = importlib.import_module(launcher)
     if launcher == "deepspeed.launcher.runner":
         module.subprocess = SimpleNamespace(Popen=_PerMachine)
+    else:
+        vars(importlib.import_module(subprocess_handler.SubprocessHandler.__module__))["Popen"] = _Forked
     module.main(arguments)
 
 
@@ -122,7 +126,7 @@ class _PerMachine:
 
 
 class _Forked(subprocess.Popen[bytes]):
-    """`python -u -m MODULE ...`, forked: everything is imported. torchrun's processes are started as a user's are."""
+    """`python -u -m MODULE ...`, forked: everything is imported."""
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         self.pid = os.fork()
@@ -134,8 +138,11 @@ class _Forked(subprocess.Popen[bytes]):
             (env,) = (value for value in rest if isinstance(value, dict))
             os.environ |= env
             torch.set_num_threads(1)
-            module, *words = args[args.index("-m") + 1 :]
-            code = importlib.import_module(module).main(words)
+            sys.argv = args[args.index("-m") + 1 :]
+            try:
+                runpy.run_module(sys.argv[0], run_name="__main__")
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else 1
         os._exit(code)
 
 
