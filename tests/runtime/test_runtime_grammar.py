@@ -36,8 +36,7 @@ def run_late(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("drafts", "late"), [(False, False), (True, True)])
 def test_a_batch_of_all_kinds_is_what_generate_writes_one_by_one(drafts: bool, late: bool) -> None:
     target, drafter = pair()
     models = target, drafter if drafts else None
@@ -61,7 +60,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int) -> None:
     assert engine.stats.drafted == sum(step.drafted for g in drafted for step in g.steps)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, len(MIXED) - 1), st.integers(0, 9)), min_size=1, max_size=7),
     st.integers(1, 4),

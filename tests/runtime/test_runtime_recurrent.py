@@ -121,8 +121,8 @@ def test_states_are_kept_for_as_many_prompts_as_there_is_room_for(states: int, c
     prompts = prompts_of(9, 17, 9)
     prompts[2] = prompts[0]
     for prompt in (*prompts, prompts[1]):
-        (got,) = engine.generate([prompt], LONG)
-        assert got.tokens == generate(target, None, prompt, LONG).tokens
+        (got,) = engine.generate([prompt], SHORT)
+        assert got.tokens == generate(target, None, prompt, SHORT).tokens
     assert engine.stats.cached_prompt_tokens == cached
 
 
@@ -202,8 +202,8 @@ def test_what_fails_half_way_leaves_no_state_that_anybody_goes_on_from(place: st
 
     setattr(runner, place, raising)
     prompts = prompts_of(24, 5, 40)
-    assert [got.tokens for got in engine.generate(prompts, LONG)] == [
-        generate(target, None, prompt, LONG).tokens for prompt in prompts
+    assert [got.tokens for got in engine.generate(prompts, SHORT)] == [
+        generate(target, None, prompt, SHORT).tokens for prompt in prompts
     ]
     assert calls > 4
 
@@ -239,7 +239,7 @@ def test_padded_rows_of_a_step_touch_no_state(monkeypatch: pytest.MonkeyPatch) -
     for memory in engine.runner._memories:
         memory.state.fill_(torch.nan)
     monkeypatch.setattr(engine.runner, "_rows", lambda count: 5)  # as steps that were captured for five
-    check(engine, (target, drafter), prompts, LONG)
+    check(engine, (target, drafter), prompts, SHORT)
     for memory in engine.runner._memories:
         untouched = memory.state.isnan().flatten(1).all(1).tolist()
         assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"

@@ -74,8 +74,11 @@ def streamed(chunks: Any) -> list[tuple[str, Any]]:
 # ---- values --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("best", [None, 0, 3, 20])
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 4}, {"seed": 4, "top_p": 0.5, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [({"temperature": 0}, None), ({"temperature": 0}, 20), ({"seed": 4}, 0), ({"seed": 4}, 3),
+     ({"seed": 4, "top_p": 0.5, "temperature": 0.7}, 20)],
+)  # fmt: skip
 def test_a_chat_has_the_log_softmax_of_the_target(
     client: OpenAI, target: Target, drafter: Drafter, options: dict[str, Any], best: int | None
 ) -> None:
@@ -93,8 +96,7 @@ def test_a_chat_has_the_log_softmax_of_the_target(
         assert [(t.token, t.bytes) for t in got.top_logprobs] == [named(i) for i in ids.tolist()]
 
 
-@pytest.mark.parametrize("best", [0, 1, 5])
-@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize(("ids", "best"), [(False, 0), (False, 5), (True, 1)])
 def test_a_completion_has_the_log_softmax_of_the_target(
     client: OpenAI, target: Target, drafter: Drafter, best: int, ids: bool
 ) -> None:
