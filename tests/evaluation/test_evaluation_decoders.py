@@ -214,7 +214,7 @@ def test_sampled_drafts_are_measured_and_no_answer_is_compared_but_greedy_ones(
     assert load(tmp_path / "report")["overall"]["identical_to_plain"] == 1.0, "at temperature 0 they are the plain ones"
 
 
-@pytest.mark.parametrize(("runtime", "width"), [("reference", 8), ("engine", 8), ("reference", 1), ("engine", 1)])
+@pytest.mark.parametrize(("runtime", "width"), [("reference", 8), ("engine", 8), ("engine", 1)])
 def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
     runtime: str, width: int, target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:

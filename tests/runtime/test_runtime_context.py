@@ -66,7 +66,7 @@ def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
     return compared
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     shapes=st.lists(
         st.sampled_from([*map(StepShape, (1, 1, 1, 2, 8)), StepShape(8, 36), StepShape(3, 9)]), min_size=1, max_size=30

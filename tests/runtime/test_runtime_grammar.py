@@ -45,7 +45,7 @@ def test_a_batch_of_all_kinds_is_what_generate_writes_one_by_one(drafts: bool, l
     engine.pool.check()
 
 
-@pytest.mark.parametrize("every", [2, 5, 1000])
+@pytest.mark.parametrize("every", [2, 1000])
 def test_accepted_drafts_change_the_steps_and_nothing_else(every: int) -> None:
     target, drafter = pair()
     params = [replace(params, logprobs=None) for params in MIXED]
