@@ -126,7 +126,8 @@ def measure(
 
     row = {
         "ms_per_step": 1e3 * seconds / steps,
-        "ms_of_a_full_step": 1e3 * statistics.median(full),  # without the tail, when few requests are left
+        # without the tail, when few requests are left; None if the first one ended before all prompts were read
+        "ms_of_a_full_step": 1e3 * statistics.median(full) if full else None,
         "tokens_per_second": tokens / seconds,
         "tokens_per_step": tokens / steps / batch,
         "spread": (max(every) - min(every)) / statistics.median(every),
@@ -304,6 +305,8 @@ def measured(
     counts = (prompt, batch, args.short, args.long, args.repeats)
     row = measure(engine, *counts, args.first, args.zero_acceptance, args.logprobs)
     row |= {"kv_cache_tokens": engine.pool.capacity * engine.options.page_size, "preemptions": engine.stats.preemptions}
+    free, total = torch.cuda.mem_get_info()
+    row |= {"device_gib": (total - free) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30}
     if block:
         roofline = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
         row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,36 +37,64 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def measured(engine: Engine, prompts: Sequence[list[int]], at_a_time: int, max_tokens: int) -> dict[str, Any]:
-    """Decode all prompts, so many at a time."""
-    params = SamplingParams(max_tokens=max_tokens)
-    waiting, running, done = iter(prompts), list[Request](), list[Request]()
-    stats, rows = engine.stats, dict(engine.runner.step_rows)
-    steps, counted, seconds, longest = stats.steps, 0, 0.0, 0.0
+class Decoder(Protocol):
+    """What decodes requests, all of them a step further at a time."""
+
+    def submit(self, prompt: list[int]) -> Any:
+        """A request, with `tokens` and `finished`."""
+
+    def step(self) -> bool:
+        """Whether there may be more to do."""
+
+
+class Ours(Decoder):
+    """Our engine."""
+
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
+        self._engine, self._params = engine, SamplingParams(max_tokens=max_tokens)
+
+    def submit(self, prompt: list[int]) -> Request:
+        return self._engine.submit(prompt, self._params)
+
+    def step(self) -> bool:
+        return self._engine.step()
+
+
+def decode_load(
+    decoder: Decoder, prompts: Sequence[list[int]], at_a_time: int
+) -> tuple[dict[str, float], list[list[int]]]:
+    """Decode all prompts, so many at a time: figures and answers. The clock stops where no more are left to follow."""
+    waiting, running, done = iter(prompts), list[Any](), list[Any]()
+    counted, seconds, longest = 0, 0.0, 0.0
     began = time.perf_counter()
     while True:
         running = [request for request in running if not request.finished]
         for prompt in itertools.islice(waiting, at_a_time - len(running)):
-            running.append(engine.submit(prompt, params))
+            running.append(decoder.submit(prompt))
             done.append(running[-1])
         if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
             seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
         if not running:
             break
         at = time.perf_counter()
-        engine.step()
+        decoder.step()
         longest = max(longest, time.perf_counter() - at)
-    while engine.step():
+    while decoder.step():
         pass  # what ran ahead of the last answer
-    tokens = sum(len(request.tokens) for request in done)
-    return {
-        "tokens_per_second": round(counted / seconds, 1),
-        "seconds": round(seconds, 3),
-        "longest_step_ms": round(1e3 * longest, 2),
-        "tau_pooled": round((tokens - len(done)) / max(stats.steps - steps, 1), 4),
-        "rows": {n: count - rows.get(n, 0) for n, count in sorted(engine.runner.step_rows.items())},
-        "answers": [request.tokens for request in done],
-    }
+    figures = {"tokens_per_second": round(counted / seconds, 1), "seconds": round(seconds, 3)}
+    return figures | {"longest_step_ms": round(1e3 * longest, 2)}, [request.tokens for request in done]
+
+
+def loads_of(sets: dict[str, list[list[int]]], args: argparse.Namespace) -> list[tuple[str, int, list[list[int]]]]:
+    """Set, requests at a time and prompts of every load; a set that is too small comes again."""
+    if len(sets) > 1:
+        sets |= {"mixed": [p for turn in itertools.zip_longest(*sets.values()) for p in turn if p is not None]}
+    return [
+        (name, count, list(itertools.islice(itertools.cycle(sets[name]), max(args.rounds * count, args.least))))
+        for name in sets
+        if name in (args.sets or sets)
+        for count in args.requests
+    ]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -82,28 +110,28 @@ def run(args: argparse.Namespace) -> None:
         while engine.prepare():
             pass
         sets = {name: [encode_chat(tokenizer, row.messages) for row in rows] for name, rows in asked.items()}
-        if len(sets) > 1:
-            sets["mixed"] = [p for turn in itertools.zip_longest(*sets.values()) for p in turn if p is not None]
-        sets = {name: prompts for name, prompts in sets.items() if name in (args.sets or sets)}
-        for name, at_a_time in itertools.product(sets, args.requests):
+        decoder, stats = Ours(engine, args.max_tokens), engine.stats
+        for name, at_a_time, prompts in loads_of(sets, args):
             engine.reset_acceptance()
-            # a set that is too small comes again, for no prefix is cached
-            prompts = list(itertools.islice(itertools.cycle(sets[name]), max(args.rounds * at_a_time, args.least)))
-            row = measured(engine, prompts, at_a_time, args.max_tokens)
-            answers = row.pop("answers")
+            steps, rows = stats.steps, dict(engine.runner.step_rows)
+            row, answers = decode_load(decoder, prompts, at_a_time)
+            tau = (sum(map(len, answers)) - len(answers)) / max(stats.steps - steps, 1)
+            row |= {"tau_pooled": round(tau, 4)}
+            row |= {"rows": {n: count - rows.get(n, 0) for n, count in sorted(engine.runner.step_rows.items())}}
             if way == "plain":
                 plain[name, at_a_time] = answers
             same = sum(a == b for a, b in zip(answers, plain[name, at_a_time], strict=True)) / len(answers)
             found.append({"way": way, "set": name, "requests": at_a_time, "same": round(same, 4), **row})
             if args.output:
                 write_json(args.output, setting("bench/tree_load.py", words) | {"ways": WAYS, "rows": found})
-        del engine
+        del engine, decoder
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     each = {(row["way"], row["set"], row["requests"]): row for row in found}
     rows = []
-    for name, at_a_time, way in itertools.product(sets, args.requests, ways):
+    names = dict.fromkeys(row["set"] for row in found)
+    for name, at_a_time, way in itertools.product(names, args.requests, ways):
         row, base = each[way, name, at_a_time], each.get(("blocks", name, at_a_time))
         gain = f"{row['tokens_per_second'] / base['tokens_per_second'] - 1:+.1%}" if base else ""
         speed, tau = number(row["tokens_per_second"]), number(row["tau_pooled"])
@@ -111,19 +139,24 @@ def run(args: argparse.Namespace) -> None:
     print(render_table(Table("", ("set", "requests", "way", "tokens/s", "tau", "to blocks", "same"), tuple(rows))))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_loads(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is decoded."""
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=SOURCE")
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="decode these alone; `mixed` is all in turn")
     parser.add_argument("--limit", type=int, default=256, help="prompts of a set")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="at a time")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=3, help="prompts of a load, times its requests")
     parser.add_argument("--least", type=int, default=8, help="prompts of a load")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=2048)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_loads(parser)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     return run_command(lambda: run(args))

@@ -558,8 +558,23 @@ def plain_steps(table: Table) -> None:
     table.columns("a plain step | ms, batch 1 | 8 | 32 | of the roofline, batch 1 | 8 | 32")
     for shape, label in PLAIN.items():
         rows = table.read("step_plain_fp8_h100", shape)["rows"]
-        times, shares = ([f"{row['graph_ms']:.2f}" for row in rows], [f"{100 * row['mbu']:.0f} %" for row in rows])
+        times, shares = ([f"{row['ms_per_step']:.2f}" for row in rows], [f"{100 * row['mbu']:.0f} %" for row in rows])
         table.add(label, *times, *shares)
+
+
+def shapes(table: Table) -> None:
+    """Steps of ours and of vLLM on the shapes that people serve; equal acceptance, so tokens/s go as the steps do."""
+    table.columns("ms a step | batch 1 | 8 | 32 | vLLM, batch 1 | 8 | 32 | tokens/s of vLLM's, batch 1 | 8 | 32")
+    for shape, label in PLAIN.items():
+        for kind, drafts in (("plain", "plain"), ("drafts", "blocks of 8")) if shape in load("shapes_fp8_h100") else ():
+            ours = [row["ms_per_step"] for row in table.read("shapes_fp8_h100", shape, f"ours_{kind}")["rows"]]
+            theirs: list[float] = []
+            if f"vllm_{kind}" in load("shapes_fp8_h100", shape):
+                (engine,) = table.read("shapes_fp8_h100", shape, f"vllm_{kind}")["engines"].values()
+                theirs = [row["ms_per_step"] for row in engine["rows"]]
+            ratios = [times(b / a) for a, b in zip(ours, theirs, strict=True)] if theirs else [""] * len(ours)
+            shown = [f"{ms:.2f}" for ms in theirs] or [""] * len(ours)
+            table.add(f"{label}, {drafts}", *(f"{ms:.2f}" for ms in ours), *shown, *ratios)
 
 
 def draft_trees(table: Table) -> None:
@@ -679,6 +694,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         serving,
         targets,
         plain_steps,
+        shapes,
         draft_trees,
         dflash2_step,
         endpoint,

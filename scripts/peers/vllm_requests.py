@@ -1,0 +1,186 @@
+"""Tokens a second of vLLM with one of our drafters at several loads: the other half of `bench/tree_load.py`, to be run
+on the same GPU.
+
+    python scripts/peers/vllm_requests.py --target MODEL --drafter OUT/drafter-dflash --k 15 7 3 --output peer.json \
+        --prompts gsm8k=gsm8k_test.jsonl 'mbpp=mbpp.jsonl[800:]' --limit 64 --requests 1 4 8 16 32 64
+
+The same prompts, loads and clock as there. Every k, tokens that are drafted in a step, has an engine in a process of
+its own. All of them start at once and wait for each other and, with `--after`, for a file that somebody makes; then
+they are measured in turn. The file is written after every row. Wants an environment with vllm (0.33) and this project.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier, Lock
+from pathlib import Path
+from threading import BrokenBarrierError
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[2]))
+from dflash_toolkit.benchmark import setting, without_folders
+from dflash_toolkit.checkpoint.reader import locate
+from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
+from dflash_toolkit.evaluation.markdown import render_table
+from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.files import write_json
+from dflash_toolkit.models.dflash.checkpoint import read_config
+from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
+from dflash_toolkit.train.responses.vllm_backend import import_vllm
+from scripts.bench.tree_load import Decoder, add_loads, decode_load, loads_of
+
+COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+
+
+class Work(NamedTuple):
+    """What one engine is to do."""
+
+    k: int
+    options: dict[str, Any]  # of vllm.LLM
+    sampling: dict[str, Any]  # of vllm.SamplingParams
+    loads: list[tuple[str, int, list[list[int]]]]  # set, requests at a time, prompts
+    after: Path | None
+
+
+class Answer:
+    """A request: its tokens up to now."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.finished = False
+
+
+class Vllm(Decoder):
+    """vLLM's engine, step by step."""
+
+    def __init__(self, llm: Any, params: Any) -> None:
+        self._engine, self._params = llm.llm_engine, params
+        self._answers: dict[str, Answer] = {}
+        self._count = 0
+
+    def submit(self, prompt: list[int]) -> Answer:
+        self._count += 1
+        name = str(self._count)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._params)
+        self._answers[name] = Answer()
+        return self._answers[name]
+
+    def step(self) -> bool:
+        for output in self._engine.step():
+            answer = self._answers[output.request_id]
+            answer.tokens += output.outputs[0].token_ids
+            if output.finished:
+                answer.finished = True
+                del self._answers[output.request_id]
+        return bool(self._engine.has_unfinished_requests())
+
+
+def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn: Lock) -> None:
+    """Start an engine, and once all are there and it is its turn, measure every load."""
+    vllm = import_vllm()
+    try:
+        llm = vllm.LLM(**work.options)
+    except (ValueError, RuntimeError, OSError) as error:
+        started.abort()
+        found.put((work.k, f"vllm cannot start: {' '.join(str(error).split())}"))
+        return
+    found.put((work.k, {"vllm": vllm.__version__}))
+    try:
+        with contextlib.suppress(BrokenBarrierError):  # another one could not start
+            started.wait()
+        while work.after is not None and not work.after.exists():
+            time.sleep(0.5)
+        kind = vllm.sampling_params.RequestOutputKind.DELTA
+        decoder = Vllm(llm, vllm.SamplingParams(**work.sampling, output_kind=kind))
+
+        def counters() -> list[int]:
+            values = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in COUNTERS}
+            return [values.get(name, 0) for name in COUNTERS]
+
+        with turn:
+            decode_load(decoder, work.loads[0][2], work.loads[0][1])  # compiles what is missing
+            for name, at_a_time, prompts in work.loads:
+                before = counters()
+                row, _ = decode_load(decoder, prompts, at_a_time)
+                drafts, accepted = (b - a for a, b in zip(before, counters(), strict=True))
+                tau = {"tau": round(1 + accepted / drafts, 4)} if drafts else {}
+                found.put((work.k, {"k": work.k, "set": name, "requests": at_a_time, **row, **tau}))
+    except Exception as error:
+        found.put((work.k, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        raise
+    else:
+        found.put((work.k, None))
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # a process that this one would wait for
+
+
+def run(args: argparse.Namespace) -> None:
+    if not args.output.absolute().parent.is_dir():
+        raise UserError(f"--output {args.output}: no such directory")
+    import_vllm()
+    drafter, config = locate("drafter", args.drafter), load_config(args.target)
+    most = read_config(drafter).block_size - 1
+    if wrong := [k for k in args.k if not 0 <= k <= most]:
+        raise UserError(f"--k {wrong[0]}: the drafter drafts up to {most} tokens, and 0 decodes plainly")
+    tokenizer = load_tokenizer(args.target)
+    sets = {
+        name: [encode_chat(tokenizer, row.messages) for row in rows]
+        for name, rows in read_prompt_sets(args.prompts, args.limit).items()
+    }
+    options = {
+        "model": args.target, "dtype": "bfloat16", "max_num_seqs": max(args.requests),
+        "max_model_len": args.max_model_len, "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
+        "enable_prefix_caching": False, "disable_log_stats": False, "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+    }  # fmt: skip
+    sampling = {
+        "temperature": 0.0, "max_tokens": args.max_tokens, "detokenize": False,
+        "stop_token_ids": list(declared_stop_ids(config, load_generation_config(args.target))),
+    }  # fmt: skip
+    result = setting("peers/vllm_requests.py", [without_folders(word) for word in sys.argv[1:]]) | {"rows": []}
+    context = multiprocessing.get_context("spawn")
+    found, started, turn = context.Queue(), context.Barrier(len(args.k)), context.Lock()
+    loads = loads_of(sets, args)
+    for k in args.k:
+        more = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": k}
+        own = options | ({"speculative_config": more} if k else {})
+        context.Process(target=work_on, args=(Work(k, own, sampling, loads, args.after), found, started, turn)).start()
+    left, wrong_ones = set(args.k), []
+    while left:
+        k, row = found.get()
+        if row is None or isinstance(row, str):
+            left.discard(k)
+            wrong_ones += [f"k {k}: {row}"] if row else []
+        elif "vllm" in row:
+            result["versions"] |= row
+        else:
+            result["rows"].append(row)
+            write_json(args.output, result)
+            print(row, file=sys.stderr, flush=True)
+    columns = ("set", "requests", "k", "tokens_per_second", "tau")
+    rows = sorted(result["rows"], key=lambda row: (row["set"], row["requests"]))
+    shown = tuple((r["set"], str(r["requests"]), str(r["k"]), *(number(r.get(c)) for c in columns[3:])) for r in rows)
+    print(render_table(Table("", columns, shown)))
+    if wrong_ones:
+        raise UserError("; ".join(wrong_ones))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Exit codes: 0 done, 2 a mistake (one line)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_loads(parser)
+    parser.add_argument("--k", type=int, nargs="+", default=[15, 7, 3], help="drafted tokens of a step; 0: plainly")
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="memory of every engine's KV cache")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="measure nothing before it is there")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args(argv)
+    return run_command(lambda: run(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
