@@ -1,11 +1,14 @@
-"""What the programs under scripts/ share: what every result file says of machine, versions and command, and graphs."""
+"""What the programs under scripts/ share: what a result file says of machine, versions and command, graphs, loads."""
 
+import argparse
 import importlib.metadata
+import itertools
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -59,3 +62,67 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+# ---- loads: so many requests at a time ------------------------------------------------------------------------------
+
+
+class Decoder(Protocol):
+    """What decodes requests, all of them a step further at a time."""
+
+    def submit(self, prompt: list[int]) -> Any:
+        """A request, with `tokens` and `finished`."""
+
+    def step(self) -> bool:
+        """Whether there may be more to do."""
+
+
+def decode_load(
+    decoder: Decoder, prompts: Sequence[list[int]], at_a_time: int
+) -> tuple[dict[str, float], list[list[int]]]:
+    """Decode all prompts, so many at a time: figures and answers. The clock stops where no more are left to follow."""
+    waiting, running, done = iter(prompts), list[Any](), list[Any]()
+    counted, seconds, longest = 0, 0.0, 0.0
+    began = time.perf_counter()
+    while True:
+        running = [request for request in running if not request.finished]
+        for prompt in itertools.islice(waiting, at_a_time - len(running)):
+            running.append(decoder.submit(prompt))
+            done.append(running[-1])
+        if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
+            seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
+        if not running:
+            break
+        at = time.perf_counter()
+        decoder.step()
+        longest = max(longest, time.perf_counter() - at)
+    while decoder.step():
+        pass  # what ran ahead of the last answer
+    figures = {"tokens_per_second": round(counted / seconds, 1), "seconds": round(seconds, 3)}
+    return figures | {"longest_step_ms": round(1e3 * longest, 2)}, [request.tokens for request in done]
+
+
+def loads_of(sets: dict[str, list[list[int]]], args: argparse.Namespace) -> list[tuple[str, int, list[list[int]]]]:
+    """Set, requests at a time and prompts of every load; a set that is too small comes again."""
+    if len(sets) > 1:
+        sets |= {"mixed": [p for turn in itertools.zip_longest(*sets.values()) for p in turn if p is not None]}
+    return [
+        (name, count, list(itertools.islice(itertools.cycle(sets[name]), max(args.rounds * count, args.least))))
+        for name in sets
+        if name in (args.sets or sets)
+        for count in args.requests
+    ]
+
+
+def add_loads(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is decoded."""
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=SOURCE")
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="decode these alone; `mixed` is all in turn")
+    parser.add_argument("--limit", type=int, default=256, help="prompts of a set")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="at a time")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of a load, times its requests")
+    parser.add_argument("--least", type=int, default=8, help="prompts of a load")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-model-len", type=int, default=2048)

@@ -21,8 +21,7 @@ from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[2]))
-from dflash_toolkit.benchmark import setting, without_folders
+from dflash_toolkit.benchmark import Decoder, add_loads, decode_load, loads_of, setting, without_folders
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
@@ -32,7 +31,6 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
-from scripts.bench.tree_load import Decoder, add_loads, decode_load, loads_of
 
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
