@@ -380,7 +380,7 @@ def test_sampled_tokens_follow_the_distribution_of_the_target() -> None:
     target, drafter = small_vocabulary_pair(8)
     sampling = {"temperature": 1.0}
     joint = exact_answers(target, **sampling)
-    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
+    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(250)]
     with drafting(likely_draft(joint)):
         answers = [generate(target, drafter, SMALL_PROMPT, each) for each in params]
     check_answers(answers, joint, exact_answers(target, temperature=2.0))
@@ -398,7 +398,7 @@ def dflash2_of_few(target: Target, **shape: object) -> Drafter:
 def test_answers_to_sampled_drafts_follow_the_filtered_distribution_of_the_target() -> None:
     target, drafter = small_vocabulary_pair(8, dflash2_of_few)
     sampling = {"temperature": 0.7, "top_p": 0.85, "top_k": 6}
-    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
+    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(250)]
     answers = [generate(target, drafter, SMALL_PROMPT, each, "probabilistic") for each in params]
     check_answers(answers, exact_answers(target, **sampling), exact_answers(target, temperature=1.4))
 
@@ -520,7 +520,7 @@ def check_trees_were_walked(generations: list[Generation]) -> None:
 def test_greedy_answers_with_trees_are_those_of_hf_generate(kind: str) -> None:
     target, drafter = pair(kind)
     dice, found = torch.Generator().manual_seed(1), []
-    for seed in range(3):
+    for seed in range(2):
         prompt = torch.randint(250, (3 + 4 * seed,), generator=dice).tolist()
         expected = hf_greedy(target, prompt, 30)
         for nodes in (1, 6, 40):
@@ -637,7 +637,7 @@ def test_a_sampled_answer_is_the_same_with_trees_and_without(sampling: dict[str,
 def test_tokens_sampled_along_trees_follow_the_distribution_of_the_target() -> None:
     target, drafter = small_vocabulary_pair(8)
     sampling = {"temperature": 1.0}
-    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(400)]
+    params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(250)]
     answers = [generate(target, drafter, SMALL_PROMPT, each, draft_tree=6) for each in params]
     check_answers(answers, exact_answers(target, **sampling), exact_answers(target, temperature=2.0))
 

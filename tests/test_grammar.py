@@ -197,7 +197,7 @@ regexes = st.recursive(
     st.sampled_from(WAYS),
     st.sets(st.integers(0, 30)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_finished_answer_parses(
     case: tuple[Grammar, Callable[[str], bool]], way: dict[str, Any], wrong: set[int]
 ) -> None:
