@@ -8,7 +8,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -
 # the tests start some fifty processes: each would compile the project anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast check docs wheel tables format test-gpu test-peers mutate bench clean
+.PHONY: help demo test test-fast check kernels docs wheel tables format test-gpu test-peers mutate bench clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -24,7 +24,7 @@ demo: $(READY)   ## fetch a real target, train a drafter, write the report, serv
 	$(BIN)/python scripts/demo/demo.py
 
 test: $(READY)   ## the whole suite, CPU
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal  # the tests compute in one thread each
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not compiles'  # the tests compute in one thread each
 
 test-fast: $(READY) ## what makes no target, trains nothing and starts no process (under a minute)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast --ignore=tests/kernels  # interpreted, they take minutes
@@ -33,6 +33,9 @@ check: $(READY)  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+kernels: $(READY) ## every kernel compiles for an H100 and keeps its values in registers, without a GPU (a minute)
+	$(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_sm90.py
 
 docs: $(READY)   ## the documentation site, into site/; a broken link or a file that is none ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -13,10 +13,12 @@ import gc
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,26 +129,31 @@ def launches() -> Iterator[list[dict[str, Any]]]:
         JITFunction.run = run
 
 
-def main() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
-    sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+def compile_file(path: Path) -> dict[str, dict[str, Any]]:
+    """What there is to say of the kernels of a file of cases."""
     import triton
 
     gc.disable()  # a sixth of the time: every kernel is a large tree
     triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True  # the cache keeps no log
-    found, cases = {}, dict[str, Case | Callable[[], object]]()
-    for path in sorted(HERE.glob("sm90_cases_*.py")):
-        kind = path.stem.removeprefix("sm90_cases_")
-        cases |= {f"{kind}: {name}": case for name, case in importlib.import_module(path.stem).CASES.items()}
+    kind, found = path.stem.removeprefix("sm90_cases_"), dict[str, dict[str, Any]]()
     with launches() as reports:
-        for name, case in cases.items():
+        for name, case in importlib.import_module(path.stem).CASES.items():
             if not callable(case):
-                found[name] = compile_case(case)
+                found[f"{kind}: {name}"] = compile_case(case)
                 continue
             before = len(reports)
             case()
-            assert len(reports) > before, f"{name} compiles what a case before it does"
-            found |= {f"{name}: {each['kernel']}": each for each in reports[before:]}
+            assert len(reports) > before, f"{kind}: {name} compiles what a case before it does"
+            found |= {f"{kind}: {name}: {each['kernel']}": each for each in reports[before:]}
+    return found
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+    files = sorted(HERE.glob("sm90_cases_*.py"), key=lambda path: -path.stat().st_size)  # the longest first
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        found = {name: report for of_file in pool.map(compile_file, files) for name, report in of_file.items()}
     print(json.dumps(found, indent=1))
 
 

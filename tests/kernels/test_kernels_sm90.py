@@ -21,6 +21,8 @@ BEFORE_THE_WAIT = {
 }  # fmt: skip
 
 
+@pytest.mark.compiles
+@pytest.mark.timeout(600)
 def test_kernels_compile_for_sm_90_without_spills() -> None:
     # the interpreter, which the other tests run in, replaces the compiler for a whole process
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
