@@ -235,7 +235,10 @@ def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str
 
 
 def fill(engine: Engine, rows: int, context: int) -> None:
-    """Pretend that every row has a context and a token of its own, for timing; none is active, so nothing advances."""
+    """Pretend that every row has a context and a token of its own, for timing; none is active, so nothing advances.
+
+    Nor are recurrent states written: where a target has them a step takes longer than its graph alone.
+    """
     runner = engine.runner
     pages = runner.pages_per_request
     room = engine.runner.verifier.stack.cache.shape[2] // runner.page_size - 1
