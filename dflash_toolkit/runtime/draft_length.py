@@ -84,7 +84,8 @@ def measure_steps(
     """Seconds of every (bucket, block) and of those steps over trees; captures the graphs on the way, unless what a
     step reads depends on the requests, which are random ones then.
 
-    The batch is empty. Beside trees, of which an empty one would have none, it is one of requests without a context.
+    The batch is empty. Beside trees, of which an empty one would have none, and where steps write recurrent states,
+    it is one of requests without a context.
     """
     on_gpu, lengths = runner.device.type == "cuda", runner.state.lengths
     blocks: list[Shape] = list(itertools.product(buckets_up_to(max_num_seqs), sizes))
@@ -96,7 +97,7 @@ def measure_steps(
     with contextlib.ExitStack() as around:
         if runner.target.spec.depends_on_requests:
             around.enter_context(runner.any_tokens())
-        if trees:
+        if trees or runner.state.recurrent:
             around.enter_context(runner.busy())
         steps: dict[Shape, Callable[[], object]] = {
             (bucket, *shape): runner.launcher(bucket, StepShape(shape[-1], *shape[:-1]))

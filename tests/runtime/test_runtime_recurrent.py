@@ -24,6 +24,7 @@ from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, Request, load_engine
 from dflash_toolkit.runtime import engine as engine_module
+from dflash_toolkit.runtime.draft_length import measure_steps
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.weights import TargetWeights
 
@@ -243,6 +244,18 @@ def test_padded_rows_of_a_step_touch_no_state(monkeypatch: pytest.MonkeyPatch) -
     for memory in engine.runner._memories:
         untouched = memory.state.isnan().flatten(1).all(1).tolist()
         assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"
+
+
+def test_steps_are_timed_that_read_and_write_a_state_of_every_row() -> None:
+    runner = make_engine(*pair(), max_num_seqs=3, prefix_states=1).runner
+    for memory in runner._memories:
+        memory.state.fill_(torch.nan)
+        memory.state[1:4] = 0.0
+    measure_steps(runner, (1, 4), 3)
+    for memory in runner._memories:
+        assert all(memory.state[slot].any() and memory.state[slot].isfinite().all() for slot in (1, 2, 3))
+        assert memory.state[4].isnan().all(), "a prefix's is nobody's to write"
+    assert not runner.state.active.any() and not runner.state.states.any() and not runner.state.lengths.any()
 
 
 def test_states_are_in_fp32_whatever_their_target_is_in() -> None:
