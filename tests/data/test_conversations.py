@@ -141,6 +141,7 @@ KEYS = [
 
 @given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), form=st.sampled_from(FORM_CHOICES))
 @settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_any_row_is_a_prompt_or_a_user_error(
     row: dict[str, Any], form: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

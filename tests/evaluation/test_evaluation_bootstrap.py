@@ -34,6 +34,7 @@ def planted(requests: int, seed: int) -> tuple[list[Generation], list[Generation
     return drafted, plain
 
 
+@pytest.mark.slow
 def test_a_planted_acceptance_is_recovered_as_often_as_the_intervals_say() -> None:
     moments = tuple(itertools.accumulate(((A + k) / (A + B + k) for k in range(SLOTS)), lambda x, y: x * y))
     tau = 1 + sum(moments)

@@ -25,6 +25,7 @@ def texts(rng: np.random.Generator, samples: int, often: float) -> list[list[int
     return first.tolist()
 
 
+@pytest.mark.slow
 def test_equal_samplers_are_suspected_as_often_as_the_p_value_says_and_others_found() -> None:
     equal, other = [], []
     for seed in range(60):

@@ -41,6 +41,7 @@ def commands(tmp_path: Path) -> Callable[..., list[list[str]]]:
     return run
 
 
+@pytest.mark.slow  # one waits for a server
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_every_command_of_an_example_can_be_run(script: Path, commands: Callable[..., list[list[str]]]) -> None:
     checked = 0

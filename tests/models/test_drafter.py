@@ -150,6 +150,7 @@ def test_who_sees_whom_follows_from_the_type_of_the_layer(
 
 @given(cuts=st.sets(st.integers(1, 11)))
 @settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_a_context_that_grows_piece_by_piece_equals_one_made_at_once(cuts: set[int]) -> None:
     drafter = make_drafter()
     features, positions, _, _ = make_inputs(drafter.config, context=12)
@@ -167,6 +168,7 @@ def test_a_context_that_grows_piece_by_piece_equals_one_made_at_once(cuts: set[i
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.slow
 def test_blocks_under_a_mask_see_what_each_would_see_alone() -> None:
     """Training runs many blocks at once; each gets what decoding gives it: what precedes its anchor."""
     drafter = make_drafter()

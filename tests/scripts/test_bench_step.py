@@ -85,6 +85,7 @@ def test_of_experts_a_step_reads_those_that_its_rows_likely_have() -> None:
     assert read[3] - read[1] == pytest.approx(0.6**2 * experts, abs=2)
 
 
+@pytest.mark.slow
 def test_rows_of_one_block_wake_as_many_experts_as_independent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     experts, top, layers, wide = 32, 4, 12, 4.0
     config = Qwen3MoeConfig(

@@ -313,6 +313,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(s
 @given(
     arguments=st.dictionaries(st.text(), values, max_size=4), ascii=st.booleans(), indent=st.none() | st.integers(0, 2)
 )
+@pytest.mark.slow
 def test_any_arguments_come_out_as_they_were_written(
     arguments: dict[str, Any], ascii: bool, indent: int | None
 ) -> None:

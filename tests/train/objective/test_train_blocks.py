@@ -142,6 +142,7 @@ SIGHTS = [
 
 @settings(max_examples=60, deadline=None)
 @given(layouts, st.sampled_from(SIGHTS), st.integers(1, 14), st.integers(0, 1000))
+@pytest.mark.slow
 def test_what_a_block_sees_in_training_is_what_it_sees_when_decoded(
     documents: list[list[tuple[int, int]]], sight: dict[str, Any], window: int, seed: int
 ) -> None:
@@ -164,6 +165,7 @@ def test_what_a_block_sees_in_training_is_what_it_sees_when_decoded(
 
 
 @pytest.mark.parametrize(("window", "causal"), [(0, False), (3, False), (6, True), (0, True)])
+@pytest.mark.slow
 def test_the_flex_mask_and_what_its_attention_sees_are_the_dense_mask(window: int, causal: bool) -> None:
     f = features(PACKED, 18)
     blocks = draw(f, 5)

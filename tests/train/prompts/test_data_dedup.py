@@ -86,6 +86,7 @@ def instructed(count: int) -> list[str]:
     return [f"{instruction} {' '.join(f'w{rng.randrange(10_000)}' for _ in range(20))}" for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_prompts_that_share_an_instruction_are_not_compared_all_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
 
