@@ -57,7 +57,9 @@ def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
     fake.reply = server
     (line,) = [line for line in command(f"server.api={api}", "--batch-size", 3) if line.startswith("asking")]
     assert command.answers()[8, 0] == encode_chat(WORDS, [user("ask 8 of it")]) + FINE
-    assert all((EXTRAS | {"top_p", "seed", "max_tokens"}) - body.keys() == left_out for body in fake.asked[-6:])
+    missing = [(EXTRAS | {"top_p", "seed", "max_tokens"}) - body.keys() for body in fake.asked]
+    # those that were on their way may be refused as well, before or behind the others
+    assert missing.count(left_out) == 9 and sum(left_out > each for each in missing) <= 3 * len(left_out)
     path = "chat/completions" if api == "chat" else "completions"
     assert line.startswith(f"asking {fake.url}/v1/{path} without ") and ", for " in line and "HTTP 422: invalid" in line
     assert set(line.split(" without ")[1].split(", for ")[0].split(", ")) == left_out
