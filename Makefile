@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)   ## fetch a real target, train a drafter, write the report, serve one request (about 8 minutes, CPU)
 	$(BIN)/python scripts/demo/demo.py
 
-test: $(READY)   ## the whole suite, CPU
+test: $(READY)   ## the whole suite, CPU; the kernels' compilation is `make kernels`
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not compiles'  # the tests compute in one thread each
 
 test-fast: $(READY) ## what makes no target, trains nothing and starts no process (under a minute)

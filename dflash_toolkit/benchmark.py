@@ -67,7 +67,7 @@ def _installed(name: str) -> bool:
 # ---- loads: so many requests at a time ------------------------------------------------------------------------------
 
 
-class Decoder(Protocol):
+class StepEngine(Protocol):
     """What decodes requests, all of them a step further at a time."""
 
     def submit(self, prompt: list[int]) -> Any:
@@ -78,25 +78,29 @@ class Decoder(Protocol):
 
 
 def decode_load(
-    decoder: Decoder, prompts: Sequence[list[int]], at_a_time: int
+    engine: StepEngine, prompts: Sequence[list[int]], at_a_time: int
 ) -> tuple[dict[str, float], list[list[int]]]:
-    """Decode all prompts, so many at a time: figures and answers. The clock stops where no more are left to follow."""
+    """Decode all prompts, so many at a time; who ends makes room for the next.
+
+    Returns:
+        Tokens a second and seconds up to where no more are left to follow, the longest step in ms; and all answers.
+    """
     waiting, running, done = iter(prompts), list[Any](), list[Any]()
     counted, seconds, longest = 0, 0.0, 0.0
     began = time.perf_counter()
     while True:
         running = [request for request in running if not request.finished]
         for prompt in itertools.islice(waiting, at_a_time - len(running)):
-            running.append(decoder.submit(prompt))
+            running.append(engine.submit(prompt))
             done.append(running[-1])
         if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
             seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
         if not running:
             break
         at = time.perf_counter()
-        decoder.step()
+        engine.step()
         longest = max(longest, time.perf_counter() - at)
-    while decoder.step():
+    while engine.step():
         pass  # what ran ahead of the last answer
     figures = {"tokens_per_second": round(counted / seconds, 1), "seconds": round(seconds, 3)}
     return figures | {"longest_step_ms": round(1e3 * longest, 2)}, [request.tokens for request in done]
@@ -105,7 +109,7 @@ def decode_load(
 def loads_of(sets: dict[str, list[list[int]]], args: argparse.Namespace) -> list[tuple[str, int, list[list[int]]]]:
     """Set, requests at a time and prompts of every load; a set that is too small comes again."""
     if len(sets) > 1:
-        sets |= {"mixed": [p for turn in itertools.zip_longest(*sets.values()) for p in turn if p is not None]}
+        sets = sets | {"mixed": [p for turn in itertools.zip_longest(*sets.values()) for p in turn if p is not None]}
     return [
         (name, count, list(itertools.islice(itertools.cycle(sets[name]), max(args.rounds * count, args.least))))
         for name in sets

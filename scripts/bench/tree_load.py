@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.benchmark import Decoder, add_loads, decode_load, loads_of, setting, without_folders
+from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, loads_of, setting, without_folders
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.markdown import render_table
@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Ours(Decoder):
+class Ours(StepEngine):
     """Our engine."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:

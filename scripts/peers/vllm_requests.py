@@ -12,6 +12,7 @@ they are measured in turn. The file is written after every row. Wants an environ
 import argparse
 import contextlib
 import multiprocessing
+import queue
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
-from dflash_toolkit.benchmark import Decoder, add_loads, decode_load, loads_of, setting, without_folders
+from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, loads_of, setting, without_folders
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
@@ -53,7 +54,7 @@ class Answer:
         self.finished = False
 
 
-class Vllm(Decoder):
+class Vllm(StepEngine):
     """vLLM's engine, step by step."""
 
     def __init__(self, llm: Any, params: Any) -> None:
@@ -140,20 +141,29 @@ def run(args: argparse.Namespace) -> None:
         "temperature": 0.0, "max_tokens": args.max_tokens, "detokenize": False,
         "stop_token_ids": list(declared_stop_ids(config, load_generation_config(args.target))),
     }  # fmt: skip
-    result = setting("peers/vllm_requests.py", [without_folders(word) for word in sys.argv[1:]]) | {"rows": []}
+    result = setting("peers/vllm_requests.py", [without_folders(word) for word in args.argv]) | {"rows": []}
     context = multiprocessing.get_context("spawn")
     found, started, turn = context.Queue(), context.Barrier(len(args.k)), context.Lock()
-    loads = loads_of(sets, args)
+    loads, processes = loads_of(sets, args), {}
     for k in args.k:
         more = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": k}
         own = options | ({"speculative_config": more} if k else {})
-        context.Process(target=work_on, args=(Work(k, own, sampling, loads, args.after), found, started, turn)).start()
-    left, wrong_ones = set(args.k), []
-    while left:
-        k, row = found.get()
+        work = Work(k, own, sampling, loads, args.after)
+        processes[k] = context.Process(target=work_on, args=(work, found, started, turn))
+        processes[k].start()
+    failures = []
+    while processes:
+        ended = [k for k, process in processes.items() if not process.is_alive()]
+        try:
+            k, row = found.get(timeout=5)
+        except queue.Empty:
+            if not ended:
+                continue
+            started.abort()  # nobody waits for one that was killed
+            k, row = ended[0], f"its process ended with {processes[ended[0]].exitcode}"
         if row is None or isinstance(row, str):
-            left.discard(k)
-            wrong_ones += [f"k {k}: {row}"] if row else []
+            processes.pop(k, None)
+            failures += [f"k {k}: {row}"] if row else []
         elif "vllm" in row:
             result["versions"] |= row
         else:
@@ -164,8 +174,8 @@ def run(args: argparse.Namespace) -> None:
     rows = sorted(result["rows"], key=lambda row: (row["set"], row["requests"]))
     shown = tuple((r["set"], str(r["requests"]), str(r["k"]), *(number(r.get(c)) for c in columns[3:])) for r in rows)
     print(render_table(Table("", columns, shown)))
-    if wrong_ones:
-        raise UserError("; ".join(wrong_ones))
+    if failures:
+        raise UserError("; ".join(failures))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", type=Path, metavar="FILE", help="measure nothing before it is there")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
+    args.argv, args.k = list(sys.argv[1:] if argv is None else argv), list(dict.fromkeys(args.k))
     return run_command(lambda: run(args))
 
 

@@ -1,7 +1,6 @@
 """scripts/peers/vllm_requests.py without vllm: so many requests at a time, and what it tells of them."""
 
-import queue
-import threading
+import multiprocessing
 import time
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -64,11 +63,15 @@ def work_on(monkeypatch: pytest.MonkeyPatch, model: str, after: Path | None = No
         sampling_params=Namespace(RequestOutputKind=Namespace(DELTA="delta")),
     )  # fmt: skip
     monkeypatch.setattr(program, "import_vllm", lambda: vllm)
-    said: queue.Queue[Any] = queue.Queue()
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
     loads = [("a", 2, [[1], [2], [3]]), ("a", 1, [[1], [2], [3]])]
     work = program.Work(3, {"model": model, "max_num_seqs": 2}, {"max_tokens": 12}, loads, after)
-    program.work_on(work, said, threading.Barrier(1), threading.Lock())  # type: ignore[arg-type]
-    return [said.get_nowait() for _ in range(said.qsize())], started
+    program.work_on(work, said, context.Barrier(1), context.Lock())
+    told = [said.get(timeout=60)]
+    while isinstance(told[-1][1], dict):  # the end is None, or what went wrong
+        told.append(said.get(timeout=60))
+    return told, started
 
 
 def test_loads_are_decoded_in_turn_and_told_of_with_their_acceptance(
