@@ -68,7 +68,7 @@ class Patient:
         return found
 
 
-KINDS = {"qwen3": (5, 3), "llama": (3, 2)}  # taps, layers
+KINDS = {"qwen3": (5, 2, 8), "llama": (3, 3, 6)}  # taps, layers, those of the target
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +77,10 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Patient
 
     @functools.cache
     def trained(kind: str) -> Patient:
-        (taps, layers), target = KINDS[kind], make_target(kind, layers=8)
+        taps, layers, deep = KINDS[kind]
+        target = make_target(kind, layers=deep)
         path = tmp_path_factory.mktemp(kind)
-        made = fit(target, answered(target, TEXTS, TOKENS), path, block_size=BLOCK, taps=taps, layers=layers)
+        made = fit(target, answered(target, TEXTS, TOKENS), path, steps=90, block_size=BLOCK, taps=taps, layers=layers)
         note = {"target": "tiny", "acceptance_length": 5.5, "trained_block_size": BLOCK}
         save_drafter(made, path / "exported", note | {RECORD_KEY: export_record(made, target)})
         return Patient(target, made, path)
@@ -214,6 +215,7 @@ def test_a_drafter_that_is_well_is_called_well(sick: Patient) -> None:
         assert ("those of the export" in record.measured) == recorded
 
 
+@pytest.mark.parametrize("sick", ["llama"], indirect=True)
 def test_prompts_are_blamed_only_where_everything_else_is_as_exported(sick: Patient) -> None:
     unlike = ("zzzz yyyy", "1 2 3 4 5 6", "Ä?")
     found = sick.examine(texts=unlike)
