@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_target
-from test_doctor import BREAKS, Clinic, answered, clinic, config, edit, fit, tensors  # noqa: F401
+from test_doctor import ALL, BREAKS, Clinic, answered, clinic, config, edit, fit, tensors  # noqa: F401
 
 import dflash_toolkit.decode
 import train.loop
@@ -44,7 +44,7 @@ def test_features_that_are_others_while_it_decodes_are_told_as_the_gap(
         return honest(target, drafter, context, last, position)
 
     monkeypatch.setattr(dflash_toolkit.decode, "propose", forgetful)
-    found = clinic.examine()
+    found = clinic.examine(*ALL)
     (gap,) = (f for f in found[severity] if f["check"] == "serving" and "teacher-forced" in f["measured"])
     assert found["fault"] == ([gap] if severity == "fault" else [])
     assert "the features of decoding differ from those of a whole text" in gap["remedy"]
@@ -138,7 +138,7 @@ def test_a_drafter_that_does_not_know_what_comes_next_lacks_data(clinic: Clinic,
 
 
 def test_a_drafter_that_knows_the_token_but_ranks_it_too_low_was_trained_too_short(clinic: Clinic) -> None:
-    found = clinic.examine(break_it=tensors(blurred(0.45)))
+    found = clinic.examine(*ALL, break_it=tensors(blurred(0.4)))
     (warning,) = (f for f in found["warning"] if f["check"] == "recall")
     assert warning["figures"]["top_1"][0] < 0.5 < 0.6 < warning["figures"]["recall_16"][0]
     assert "knows the token but ranks it too low" in warning["remedy"]
@@ -164,7 +164,7 @@ def test_a_calibration_of_another_drafter_is_named_and_the_measured_one_is_right
     def calibrated(slope: float, bias: list[float]) -> Any:
         return config(lambda values: values["dflash_config"].update(acceptance_slope=slope, acceptance_bias=bias))
 
-    found = clinic.examine(break_it=calibrated(0.2, [-3.0, -1.0]))
+    found = clinic.examine(break_it=calibrated(0.2, [-5.0, -3.0]))
     (finding,) = found["fault"] + found["warning"]
     figures = finding["figures"]
     assert finding["check"] == "calibration" and "worse than none, as one of another drafter is" in finding["measured"]
