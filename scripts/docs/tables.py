@@ -401,23 +401,28 @@ def acceptance(table: Table) -> None:
 def draft_heads(table: Table) -> None:
     """The kinds of drafters, by minutes of training; every key of the file is one job."""
     table.columns(
-        f"target, drafter | {' | '.join(POOLED)} | these four, pooled | of DFlash | math500 | tokens/s, pooled "
-        "| of DFlash | steps | sequences/s"
+        f"target, drafter | responses | {' | '.join(POOLED)} | these four, pooled | of DFlash | math500 "
+        "| tokens/s, pooled | of DFlash | steps | sequences/s"
     )
     found = []
     for key in load("train_dflash2_h100"):
         job = table.read("train_dflash2_h100", key)
         target = job["target"].partition(",")[0]
-        found += [(target, run["minutes"], HEADS.index(head_of(run)), run) for run in job["runs"] if "pooled" in run]
-    plain = {(target, minutes): run["pooled"] for target, minutes, head, run in found if head == 0}
-    for target, minutes, head, run in sorted(found, key=lambda each: each[:3]):
-        base, pooled, sets = plain.get((target, minutes)) if head else None, run["pooled"], run["sets"]
+        found += [
+            (target, run["minutes"], job["answers"]["rows"], HEADS.index(head_of(run)), run)
+            for run in job["runs"]
+            if "pooled" in run
+        ]
+    plain = {(target, *data): run["pooled"] for target, *data, head, run in found if head == 0}
+    for target, minutes, responses, head, run in sorted(found, key=lambda each: each[:4]):
+        base, pooled, sets = plain.get((target, minutes, responses)) if head else None, run["pooled"], run["sets"]
         taus = [f"{sets[name]['tau_pooled']:.2f}" if name in sets else "" for name in SETS]
         gains = [
             f"{100 * (pooled[key] / base[key] - 1):+.1f} %" if base else "" for key in ("tau", "tokens_per_second")
         ]
         table.add(
             f"{target}, {minutes:g} minutes, {HEADS[head]}",
+            f"{responses:,}",
             *taus[:-1],
             f"{pooled['tau']:.2f}",
             gains[0],
