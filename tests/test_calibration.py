@@ -59,3 +59,16 @@ def test_a_drafter_that_is_certain_and_wrong_is_learnt_from() -> None:
     certain = torch.ones(200), torch.ones(200, dtype=torch.int64), torch.arange(200) % 2 == 0
     found = Calibration.cold(1).refit(*certain)
     assert float(found(torch.ones(1), torch.ones(1, dtype=torch.int64))) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_calibration_is_more_likely(seed: int) -> None:
+    """The definition, in PyTorch: its gradient is nothing where the fit ends."""
+    probabilities, slots, accepted = pairs(300, seed)
+    found = PLANTED.refit(probabilities, slots, accepted, damping=3.0)
+    at = torch.tensor([found.slope, *found.bias], dtype=torch.float64, requires_grad=True)
+    before = torch.tensor([PLANTED.slope, *PLANTED.bias], dtype=torch.float64)
+    scores = at[0] * torch.logit(probabilities.double()) + at[1:][slots - 1]
+    likelihood = torch.nn.functional.binary_cross_entropy_with_logits(scores, accepted.double(), reduction="sum")
+    (likelihood + 3 / 8 * (at - before).square().sum()).backward()
+    assert at.grad is not None and at.grad.abs().max() < 1e-6

@@ -1,4 +1,4 @@
-"""What verified trees say of the drafter's probabilities: pairs for `Calibration.refit`, and when it is called.
+"""What verified trees say of the drafter's probabilities: pairs for `Calibration.refit_odds`, and when it is called.
 
 For engines that verify trees. The device hands out calibrated probabilities of paths; what the drafter itself thought
 is told from them by the calibration that the step ran under.
@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from ..calibration import EXTREME, Calibration
 
@@ -105,8 +104,7 @@ class CalibrationFeed:
 
 def _fitted(before: Calibration, steps: list[Judged]) -> Calibration:
     slots, odds, accepted = (
-        torch.from_numpy(np.concatenate([getattr(step, name) for step in steps]))
-        for name in ("slots", "odds", "accepted")
+        np.concatenate([getattr(step, name) for step in steps]) for name in ("slots", "odds", "accepted")
     )
-    found = before.refit(odds.sigmoid(), slots, accepted)
+    found = before.refit_odds(odds, slots, accepted)
     return replace(found, slope=max(found.slope, LEAST_SLOPE))
