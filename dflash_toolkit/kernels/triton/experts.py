@@ -212,42 +212,74 @@ def experts_tile(
     return Tile(64, block_k, 3 if fits else 2, 4), taken
 
 
+def group_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each of so many experts its pairs of a row and its rank, int32 [count, M], and how many it has, int32 [count].
+
+    Args:
+        experts: int32 [M, top].
+    """
+    rows, top = experts.shape
+    pairs, counts = experts.new_empty(count, rows), experts.new_empty(count)
+    _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(experts))
+    return pairs, counts
+
+
+def multiply(
+    x: Operand,
+    matrices: Stacked,
+    weights: Tensor,
+    experts: Tensor,
+    groups: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    cut: tuple[Tile, int],
+    *,
+    swiglu: bool,
+) -> Tensor:
+    """One GEMM of all experts [E, N, K] with their rows.
+
+    Args:
+        x: [M, K] if `swiglu`, else [M * top, K].
+        weights, experts: fp32 and int32 [M, top].
+        groups: of `group_rows`; None: every expert goes through all rows.
+        out: [M * top, N / 2] if `swiglu`, else [top, M, N], weighted.
+        cut: as `experts_tile` says it.
+    """
+    (rows, top), (tile, taken), values = experts.shape, cut, values_of(x)
+    data, scale = parts(matrices)
+    count, n, k = data.shape
+    by_rows = isinstance(matrices, BlockScaledFp8) and matrices.by_rows
+    in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
+    given = given_scale = values
+    if by_rows:
+        quantized = quantize_rows(values)
+        given, given_scale = quantized.data, quantized.scale
+    elif scale is not None and isinstance(x, QuantizedRows):
+        given, given_scale, in_loop = x.data, x.scale, False
+    elif scale is not None and not in_loop:
+        given, given_scale = quantize_groups(values)
+    by_pair = groups is None and rows * top <= count
+    pairs, counts = groups or (experts, experts)
+    grid = (-(-n // tile.block_n), rows * top if by_pair else count, max(1, rows // LONG))
+    _experts_kernel[grid](
+        given, given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out, rows, n, k,
+        TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=groups is not None, BY_PAIR=by_pair,
+        SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
+        num_warps=tile.warps, num_stages=tile.stages, **pdl(values),
+    )  # fmt: skip
+    return out
+
+
 def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
     """Partial sums [k, M, D] of x [M, D], see the reference; in fp32, of more than MAX_ROWS rows in x's dtype."""
     (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
-    pairs = counts = experts
-    if rows > FEW_ROWS:
-        pairs, counts = experts.new_empty(count, rows), experts.new_empty(count)
-        _group_rows_kernel[(count,)](experts, pairs, counts, rows, TOP=top, BLOCK=1024, **pdl(values))
-
-    def multiply(operand: Operand, matrices: Stacked, out: Tensor, swiglu: bool) -> Tensor:
-        data, scale = parts(matrices)
-        n, k = data.shape[1:]
-        shared = shared_memory(values.device) if values.is_cuda else SHARED_BYTES
-        fp32, fp8 = values.dtype == torch.float32, scale is not None
-        tile, taken = experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared)
-        by_rows = isinstance(matrices, BlockScaledFp8) and matrices.by_rows
-        in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
-        given = given_scale = values_of(operand)
-        if by_rows:
-            quantized = quantize_rows(given)
-            given, given_scale = quantized.data, quantized.scale
-        elif fp8 and isinstance(operand, QuantizedRows):
-            given, given_scale, in_loop = operand.data, operand.scale, False
-        elif fp8 and not in_loop:
-            given, given_scale = quantize_groups(given)
-        by_pair = rows <= FEW_ROWS and rows * top <= count
-        grid = (-(-n // tile.block_n), rows * top if by_pair else count, max(1, rows // LONG))
-        _experts_kernel[grid](
-            given, given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out,
-            rows, n, k,
-            TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=rows > FEW_ROWS, BY_PAIR=by_pair,
-            SWIGLU=swiglu, SCALED=fp8, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
-            num_warps=tile.warps, num_stages=tile.stages, **pdl(values),
-        )  # fmt: skip
-        return out
-
-    active = multiply(x, gate_up, values.new_empty(rows * top, width), True)
+    groups = group_rows(experts, count) if rows > FEW_ROWS else None
+    shared = shared_memory(values.device) if values.is_cuda else SHARED_BYTES
+    fp32, fp8 = values.dtype == torch.float32, parts(gate_up)[1] is not None
+    first, second = (
+        experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared) for k in (values.shape[1], width)
+    )
+    routing = weights, experts, groups
+    active = multiply(x, gate_up, *routing, values.new_empty(rows * top, width), first, swiglu=True)
     wide = torch.float32 if rows <= MAX_ROWS else values.dtype
-    return multiply(active, down, values.new_empty(top, rows, d, dtype=wide), False)
+    return multiply(active, down, *routing, values.new_empty(top, rows, d, dtype=wide), second, swiglu=False)
