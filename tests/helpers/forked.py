@@ -49,6 +49,12 @@ def call(function: Callable[..., None], *arguments: Any) -> BaseProcess:
     return process
 
 
+def fork_processes(patch: pytest.MonkeyPatch) -> None:
+    """Have this process fork what it would spawn."""
+    start_server()
+    patch.setattr(multiprocessing, "get_context", lambda method=None: CONTEXT)
+
+
 def _run(program: str, arguments: list[str], until: tuple[Path, int] | None) -> None:
     torch.set_num_threads(1)
     main = importlib.import_module(program).main

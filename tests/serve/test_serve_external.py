@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import make_tokenizer
+from forked import fork_processes
 from paths import ROOT
 
 from dflash_toolkit.config import UserError, from_mapping, given_values
@@ -310,8 +311,8 @@ def test_what_is_written_for_sglang_instead_of_the_speculators_form_loads(
     with pytest.raises(UserError) as refused:
         command(*argv, "theirs")
     words = shlex.split(str(refused.value).partition("write it as DFlash: ")[2])
-    assert words[:2] == ["python", "-c"]
-    subprocess.run([sys.executable, *words[1:]], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert words[:2] == ["python", "-c"] and len(words) == 3
+    exec(words[2], {})
     assert after(command(*argv, "OUT"), "--speculative-num-draft-tokens") == "8"
 
 
@@ -368,6 +369,7 @@ def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
     monkeypatch.setenv(VARIABLE, "secret")
     target = folder(tmp_path / "other one", {"model_type": "gpt2", "vocab_size": 300, "n_embd": 8})
     make_tokenizer().save_pretrained(target)
+    fork_processes(monkeypatch)
     argv = ["--target", target, "--drafter", "d/d", "--max-num-seqs", "4", "--no-prefix-cache", "--draft-dtype", "fp8"]
     assert cli.main([*argv, "--port", "0", "--allowed-origins", "http://a", "http://b"]) == 2
     err = capsys.readouterr().err
@@ -382,12 +384,13 @@ def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
 
 
 def test_what_the_engine_refuses_in_its_own_process_is_offered_too(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "t"
     shutil.copytree(target_dir, target)
     values = json.loads((target / "config.json").read_text()) | {"mlp_bias": True}
     (target / "config.json").write_text(json.dumps(values))
+    fork_processes(monkeypatch)
     assert cli.main(["--target", str(target), "--port", "0", "--device", "cpu"]) == 2
     said = (
         f"mlp_bias is not supported by the runtime; with another engine: dflash-serve --engine vllm --target {target}"
