@@ -15,7 +15,7 @@ from dflash_toolkit.evaluation.batched import BatchedDecoder, alone
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.sampling import BiasError
 
-LENGTHS = (3, 19, 1, 11, 26, 7)
+LENGTHS = (3, 19, 1, 11, 26)
 DRAWN = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.01)
 
 
@@ -28,7 +28,7 @@ def asked() -> list[list[int]]:
 def params(*kinds: SamplingParams) -> Iterator[SamplingParams]:
     """One for each prompt; they end at different times."""
     for i in range(len(LENGTHS)):
-        yield replace(kinds[i % len(kinds)], max_tokens=3 + 5 * i % 14, seed=100 + i, ignore_eos=True)
+        yield replace(kinds[i % len(kinds)], max_tokens=3 + 5 * i % 9, seed=100 + i, ignore_eos=True)
 
 
 def check(target: Target, wanted: Sequence[SamplingParams], batch: int = 4) -> None:

@@ -76,13 +76,13 @@ def comparable(report: Report) -> Any:
 @pytest.mark.parametrize(
     "params",
     [
-        pytest.param(SamplingParams(max_tokens=48), id="greedy"),
-        pytest.param(SamplingParams(max_tokens=33, temperature=0.5, top_p=0.9, seed=3), id="sampled"),
+        pytest.param(SamplingParams(max_tokens=24), id="greedy"),
+        pytest.param(SamplingParams(max_tokens=24, temperature=0.5, top_p=0.9, seed=3), id="sampled"),
         pytest.param(SamplingParams(max_tokens=500, ignore_eos=True), id="up to the context limit"),
     ],
 )
 def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target(limit=130)
+    target = make_target(limit=114)
     drafter = make_drafter(target)
     draft_by_bigrams(target, params, monkeypatch)
     pairs = (EnginePair.load(target, drafter), ReferencePair(target, drafter))

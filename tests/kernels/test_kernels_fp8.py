@@ -110,7 +110,7 @@ def test_rows_beside_change_nothing_of_a_head_in_fp8(long: int, monkeypatch: pyt
     monkeypatch.setattr(gpu, "LONG_SUM", long)
     x, head = rows_of("in the format", 300, 192), RowScaledFp8.of(torch.randn(272, 192, device=DEVICE))
     whole = gpu.linear_argmax(x, head)
-    for rows in (1, 16, 17, 64, 129, 256):
+    for rows in (1, 17, 129):
         assert torch.equal(gpu.linear_argmax(x[:rows], head), whole[:rows]), rows
     assert torch.equal(gpu.linear_argmax(x[290:], head), whole[290:])
 

@@ -76,9 +76,7 @@ def test_rows_are_quantized_by_groups_as_defined(m: int, k: int, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 128, 128), (3, 128, 1024), (16, 256, 384), (33, 128, 256), (129, 128, 128), (257, 128, 128)]
-)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (3, 128, 1024), (33, 256, 384), (129, 128, 128)])
 def test_gemms_in_blocks_are_the_sums_of_scaled_blocks(m: int, n: int, k: int, kind: str) -> None:
     x, weight = rows_of(kind, m, k), weight_of(n, k)
     bias = torch.randn(n, device=DEVICE).to(DTYPE)

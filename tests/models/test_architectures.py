@@ -78,16 +78,16 @@ def test_the_embedding_is_what_the_first_layer_reads_and_the_head_chooses_as_the
 def test_a_greedy_answer_is_that_of_hf_generate_with_every_drafter(name: str) -> None:
     target = tiny(name)
     drafter = make_drafter(target)
-    truth = tuple(hf_greedy(target, PROMPT, 32, eos=(VOCAB,)))
+    truth = tuple(hf_greedy(target, PROMPT, 24, eos=(VOCAB,)))
     assert len(set(truth)) > 10, "a repetitive answer would hide misplaced tokens"
-    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
     assert generate(target, None, PROMPT, params).tokens == list(truth)
     few = SamplingParams(max_tokens=10, ignore_eos=True)  # its drafts are random: a step gives a token or two
     assert generate(target, drafter, PROMPT, few).tokens == list(truth[:10])
     with drafting(knows(truth, {3, 4, 11, 19, 20})):
         generation = generate(target, drafter, PROMPT, params)
     assert generation.tokens == list(truth)
-    assert [step.accepted for step in generation.steps] == [2, 0, 6, 7, 0, 7, 2], "as the mistakes were sown"
+    assert [step.accepted for step in generation.steps] == [2, 0, 6, 7, 0, 2], "as the mistakes were sown"
     check_books(generation)
 
 

@@ -66,13 +66,13 @@ def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
     return compared
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     shapes=st.lists(
         st.sampled_from([*map(StepShape, (1, 1, 1, 2, 8)), StepShape(8, 36), StepShape(3, 9)]), min_size=1, max_size=30
     ),
-    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=1, max_size=5),
-    cancelled=st.sets(st.integers(0, 4)),
+    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=4),
+    cancelled=st.sets(st.integers(0, 3)),
     pages=st.sampled_from([30, 300]),
 )
 @pytest.mark.slow

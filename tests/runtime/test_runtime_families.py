@@ -14,13 +14,9 @@ from test_runtime_engine import check_drafts, knowing, make_engine, prompts_of
 from test_runtime_fp8 import CHANGES, SIZES, in_modules
 from test_runtime_recurrent import LONG_RUN
 from test_target import in_fp8
-from test_train_features import run_of
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.runtime import EngineOptions, load_engine
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.loop import train
-from train.responses.rows import Row
 
 FAMILIES = ["Qwen3.5-MoE", "Qwen3-Next"]  # between them they have every kind of layer
 if LONG_RUN:
@@ -113,54 +109,4 @@ def test_drafters_of_published_forms_are_served_as_they_are(name: str, tmp_path:
         page_size=4, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_tokens=600, num_speculative_tokens=7
     )
     engine, _ = load_engine(str(tmp_path / "target"), str(tmp_path / "drafter"), "cpu", "float32", options)
-    check_drafts(engine, models, prompts_of(1, 17, 30), SamplingParams(max_tokens=14, ignore_eos=True))
-
-
-SENTENCES = [
-    "The cat sleeps on a warm stone.",
-    "Rain falls, and seven birds fly home.",
-    "Who counts the waves at noon?",
-]
-
-
-def learnt() -> tuple[Target, list[list[int]]]:
-    """A hybrid that was trained to write these sentences, as ids."""
-    target = ARCHITECTURES["Qwen3.5"].target(hidden_size=64, initializer_range=0.1)
-    texts = [target.tokenizer.encode(sentence) for sentence in SENTENCES]
-    width = max(map(len, texts))
-    ids = torch.tensor([text + [-100] * (width - len(text)) for text in texts])
-    optimizer = torch.optim.AdamW(target.model.parameters(), lr=4e-3)
-    with torch.enable_grad():
-        for parameter in target.model.parameters():
-            parameter.requires_grad_(True)
-        for _ in range(40):
-            loss = target.model(ids.clamp(min=0), labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    target.model.requires_grad_(False)
-    return target, texts
-
-
-def test_a_trained_hybrid_and_a_drafter_that_knows_it_by_heart_go_all_the_way(tmp_path: Path) -> None:
-    target, texts = learnt()
-    begun = [text[:4] for text in texts]
-    answers = [generate(target, None, ids, SamplingParams(max_tokens=24, ignore_eos=True)).tokens for ids in begun]
-    for text, answer in zip(texts, answers, strict=True):
-        assert answer[: len(text) - 4] == text[4:28], "the target has learnt its sentences"
-    config = TrainConfig(
-        target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=64),
-        optim=OptimOptions(steps=80, batch_size=3, learning_rate=4e-3),
-        run=RunOptions(feature_cache_gb=1, log_every=100),
-    )  # fmt: skip
-    rows = [Row(i, 4, ids + answer) for i, (ids, answer) in enumerate(zip(begun, answers, strict=True))]
-    run = run_of(config, target, rows, tmp_path / "work")
-    train(run)
-    save_drafter(run.drafter, tmp_path / "drafter")
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
-    options = EngineOptions(page_size=4, max_num_seqs=3, kv_cache_tokens=600, num_speculative_tokens=7)
-    engine, _ = load_engine(str(tmp_path / "target"), str(tmp_path / "drafter"), "cpu", "float32", options)
-    found = engine.generate(begun, SamplingParams(max_tokens=24, ignore_eos=True))
-    assert [got.tokens for got in found] == answers
-    assert min(got.acceptance_length for got in found) >= 0.9 * 23 / 3, "of 23 tokens at most 8 a step"
+    check_drafts(engine, models, prompts_of(1, 17, 30), SamplingParams(max_tokens=9, ignore_eos=True))

@@ -76,7 +76,7 @@ def test_any_arrival_of_any_requests_gives_each_its_own_answer(
     if late:
         run_late(engine)
     prompts = prompts_of(*(length for length, _, _ in arrivals), seed=7)
-    pending = [(turn, prompt, replace(MIXED[which], max_tokens=40))
+    pending = [(turn, prompt, replace(MIXED[which], max_tokens=24))
                for prompt, (_, which, turn) in zip(prompts, arrivals, strict=True)]  # fmt: skip
     requests = []
     for turn in range(2000):

@@ -29,7 +29,7 @@ from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.weights import TargetWeights
 
 LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
-EVENTS = 10_000 if LONG_RUN else 400
+EVENTS = 10_000 if LONG_RUN else 250
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=18)
 
@@ -55,7 +55,7 @@ def any_shapes(engine: Engine, dice: random.Random) -> None:
     engine.scheduler.choose_shape = chosen
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])  # of qwen3_5 are the events below
 def test_ragged_batches_are_what_generate_and_hugging_face_write(kind: str) -> None:
     """Prompts shorter than the convolution, and such as are cut into several chunks."""
     target, drafter = pair(kind)

@@ -271,7 +271,7 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
 @pytest.mark.slow
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
 def test_ten_thousand_random_events_lose_no_page_no_token_and_no_state(
     depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int

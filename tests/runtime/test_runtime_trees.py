@@ -131,7 +131,7 @@ def watch(engine: Engine, choose: Any, shapes: list[StepShape]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "nodes"), [("llama", 1), ("llama", 40), ("qwen2", 40), ("qwen3", 6), ("qwen3_moe", 40)]
+    ("kind", "nodes"), [("llama", 1), ("llama", 40), ("qwen2", 6), ("qwen3", 6), ("qwen3_moe", 40)]
 )
 def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> None:
     target, drafter = pair(kind)

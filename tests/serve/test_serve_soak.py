@@ -27,7 +27,7 @@ def test_answers_among_all_sorts_of_requests_are_those_given_alone(url: str) -> 
             state.expected[::2] = [[text + "!" for text in texts] for texts in state.expected[::2]]
 
             async def some() -> None:
-                for _ in range(8):
+                for _ in range(5):
                     await state.one(client)
 
             await asyncio.gather(*(some() for _ in range(5)))

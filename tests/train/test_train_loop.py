@@ -227,7 +227,7 @@ def test_a_disk_that_fills_up_anywhere_is_one_line_and_the_run_goes_on_later(
 ) -> None:
     dflash_train(output="whole")
     failed = set()
-    for size in (100, 1000, 2000, 4000, 40_000, 70_000):
+    for size in (100, 2000, 40_000, 70_000):
         with largest_file(size):
             error = dflash_train.refuses()
         assert "free some space" in error
