@@ -110,8 +110,8 @@ def check_books(generation: Generation) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_greedy_answer_is_that_of_hf_generate(kind: str, tied: bool) -> None:
     target, drafter = pair(kind, tied)
-    expected = hf_greedy(target, PROMPT, 40)
-    for count in (1, 2, 7, 8, 9, 40):
+    expected = hf_greedy(target, PROMPT, 24)
+    for count in (1, 2, 8, 9, 24):
         for helper in (None, drafter):
             generation = generate(target, helper, PROMPT, SamplingParams(max_tokens=count))
             assert generation.tokens == expected[:count]
@@ -134,7 +134,7 @@ def test_every_block_size_gives_the_same_answer(size: int) -> None:
 
 
 @given(wrong=st.sets(st.integers(0, 40)), count=st.integers(1, 40), kind=st.sampled_from(["llama", "qwen2", "qwen3"]))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_a_step_commits_the_correct_prefix_of_the_draft_and_one_more(wrong: set[int], count: int, kind: str) -> None:
     target, drafter = pair(kind)
     truth = answer(kind)
@@ -301,7 +301,7 @@ def test_any_seed_is_a_signed_integer_of_64_bits_with_its_low_bits(seed: int) ->
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()))
 def test_a_sampled_answer_is_the_same_with_a_drafter_and_without(sampling: dict[str, float]) -> None:
     target, drafter = pair()
-    for seed in range(3):
+    for seed in range(2):
         params = SamplingParams(max_tokens=24, seed=seed, ignore_eos=True, **sampling)
         plain = generate(target, None, PROMPT, params)
         assert generate(target, drafter, PROMPT, params).tokens == plain.tokens
@@ -522,9 +522,9 @@ def test_greedy_answers_with_trees_are_those_of_hf_generate(kind: str) -> None:
     dice, found = torch.Generator().manual_seed(1), []
     for seed in range(2):
         prompt = torch.randint(250, (3 + 4 * seed,), generator=dice).tolist()
-        expected = hf_greedy(target, prompt, 30)
+        expected = hf_greedy(target, prompt, 20)
         for nodes in (1, 6, 40):
-            params = SamplingParams(max_tokens=30)
+            params = SamplingParams(max_tokens=20)
             with planting(expected, len(prompt), seed + nodes):
                 found.append(generate(target, drafter, prompt, params, draft_tree=nodes))
             assert found[-1].tokens == expected

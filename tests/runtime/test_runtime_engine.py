@@ -127,7 +127,7 @@ def test_drafters_with_windows_draft_as_generate_does(window: int, causal: bool 
     target, _ = pair()
     kinds = (*["sliding_attention"] * 4, "full_attention")
     drafter = make_drafter(target, layers=5, layer_types=kinds, sliding_window=window, is_causal=causal)
-    params = SamplingParams(max_tokens=24)
+    params = SamplingParams(max_tokens=16)
     check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(1, 17, 40), params)
 
 

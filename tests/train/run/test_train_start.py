@@ -54,8 +54,7 @@ def write_start(form: str, path: Path, drafter: Drafter) -> Path:
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
 
-@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
-@pytest.mark.parametrize("form", ["z-lab", "prefixed"])
+@pytest.mark.parametrize(("form", "scaling"), [("z-lab", YARN), ("prefixed", None)], ids=["z-lab", "prefixed"])
 def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     form: str, scaling: RopeScaling | None, target_dir: Path, data: Path, dflash_train: Program, tmp_path: Path
 ) -> None:

@@ -125,9 +125,7 @@ def reduce_vocabulary(path: Path, rows: int, *, embedding: bool) -> None:
     damage(path / "model.safetensors", tensors)
 
 
-@pytest.mark.parametrize(
-    ("form", "embedding"), [("speculators", True), ("speculators", False), ("prefixed", True), ("z-lab", False)]
-)
+@pytest.mark.parametrize(("form", "embedding"), [("speculators", True), ("speculators", False), ("z-lab", False)])
 def test_of_a_reduced_vocabulary_the_layers_are_taken(
     form: str, embedding: bool, dflash_train: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
