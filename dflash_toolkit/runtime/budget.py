@@ -163,7 +163,9 @@ class BudgetChooser:
 
     Chains and trees are judged by the same calibrated probabilities. As with `BlockChooser` the choice changes only for
     a clear gain, and what is not known is tried now and then: short drafts while decoding is plain, and the next longer
-    block while drafts are shorter than they could be. The first of all drafts are as long as can be, and awaited.
+    block while trees are less deep than they could be. Steps over chains tell nothing of what drafts promise: one over
+    trees, of the longest block, is put in between, soon at first and ever more seldom. The first of all drafts are as
+    long as can be, and awaited.
 
     Args:
         blocks: lengths to choose from; 1 is plain decoding.
@@ -173,6 +175,7 @@ class BudgetChooser:
 
     GAIN, PROBE = BlockChooser.GAIN, BlockChooser.PROBE
     FIRST_PROBE, LAST_PROBE = BlockChooser.FIRST_PROBE, BlockChooser.LAST_PROBE
+    FIRST_LOOK, LAST_LOOK = 2, 8  # steps over chains until one tells, doubling up to so many a request
 
     def __init__(self, blocks: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
         self._drafted = sorted(block for block in blocks if block > 1)
@@ -181,6 +184,7 @@ class BudgetChooser:
         self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # of a batch
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
+        self._chains, self._next_look = 0, self.FIRST_LOOK  # in a row, and how many there may be
         self._unheard = 0  # steps since a promise was heard
 
     def observe(self, promise: Promise) -> None:
@@ -219,7 +223,19 @@ class BudgetChooser:
             self._current = best
             if best.block != current.block:
                 self._steps, self._next_probe = 0, self.FIRST_PROBE
+                self._next_look = self.FIRST_LOOK
+        if self._current.block > 1 and not self._current.rows:
+            return self._looked(requests)
+        self._chains = 0
         return self._probed(requests, untried) or self._current
+
+    def _looked(self, requests: int) -> StepShape:
+        """The current chains, or a step that tells of them and of all others."""
+        self._chains += 1
+        if self._chains < self._next_look:
+            return self._current
+        self._chains, self._next_look = 0, min(2 * self._next_look, self.LAST_LOOK * requests)
+        return self._try(self._drafted[-1], requests)
 
     def _probed(self, requests: int, untried: int) -> StepShape | None:
         """A try where one is due."""
@@ -238,7 +254,8 @@ class BudgetChooser:
         return longer if key_of(longer, self._bucket(requests)) in self._times else None
 
     def _try(self, block: int, requests: int) -> StepShape:
-        """With as few rows as give every request a node, of trees where there are such."""
+        """With as few rows as give every request a node, or as many as there are, of trees where there are such."""
         batch = self._bucket(requests)
-        trees = [StepShape(block, rows) for rows in row_buckets(batch) if rows >= 2 * batch]
+        trees = [StepShape(block, rows) for rows in row_buckets(batch)]
+        trees = [choice for choice in trees if choice.rows >= 2 * batch] or trees[-1:]
         return next((choice for choice in trees if key_of(choice, batch) in self._times), StepShape(block))

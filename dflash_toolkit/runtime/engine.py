@@ -30,7 +30,6 @@ from .tree_step import Told
 from .weights import DrafterWeights, TargetWeights
 
 log = logging.getLogger(__name__)
-LOOKS = 2, 8  # steps over chains until one over trees tells what drafts promise: at first, then up to so many a request
 
 
 @dataclass(slots=True)
@@ -376,22 +375,11 @@ class Engine:
             rows = row_buckets(bucket(len(requests)))
             return StepShape(block, next((each for each in rows if each >= needed), rows[-1]))
 
-        blind, until = 0, LOOKS[0]  # steps over chains, which promise nothing, and how many there may be in a row
-
         def chosen(requests: Sequence[Request]) -> StepShape:
-            nonlocal blind, until
             assert budget is not None
             untried = sum(not request.acceptance.tried for request in requests)
             awaited = any(size > 1 for request in requests for size in request.blocks_in_flight)
-            shape = budget(len(requests), untried, awaited)
-            blind = blind + 1 if shape.block > 1 and not shape.rows else 0
-            if blind < until:
-                return shape
-            blind, until = 0, min(2 * until, LOOKS[1] * len(requests))
-            batch = bucket(len(requests))
-            every = row_buckets(batch)
-            rows = next((each for each in every if each >= 2 * batch), every[-1])
-            return StepShape(next(each for each in trees.blocks if each >= shape.block), rows)
+            return budget(len(requests), untried, awaited)
 
         return whole if budget is None else chosen
 

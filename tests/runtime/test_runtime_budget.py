@@ -140,7 +140,7 @@ class World:
 
     def run(self, choose: BudgetChooser, steps: int) -> tuple[float, dict[StepShape, float], dict[StepShape, int]]:
         """Tokens a second, those of every choice had it been made at all steps, and how often each was made.
-        Results are read two steps late."""
+        Results are read two steps late, and tell of promises where steps were over trees."""
         tokens = seconds = 0.0
         every = [StepShape(1), *map(StepShape, DRAFTED)]
         every += [StepShape(block, rows) for block in DRAFTED for rows in row_buckets(self.requests)]
@@ -160,7 +160,7 @@ class World:
             made[choice] += 1
             tokens += got[choice]
             seconds += self.times[key_of(choice, self.requests)]
-            deep = sum(block <= choice.block for block in DRAFTED)
+            deep = sum(block <= choice.block for block in DRAFTED) if choice.rows else 0
             unread.append(Promise(promise.requests, promise.batch, promise.accepted[:deep]) if deep else None)
         rates = {each: total / steps / self.times[key_of(each, self.requests)] for each, total in totals.items()}
         return tokens / seconds, rates, made
@@ -228,6 +228,34 @@ def test_without_trees_and_where_a_batch_is_too_large_for_them_chains_are_left()
     assert choose(1) == StepShape(16) and choose(200) == StepShape(16)
     choose.observe(Promise(200, 256, [[100.0], [200.0], [300.0], [400.0]]))
     assert set(choose.promises(200)) == {StepShape(block) for block in BLOCKS}
+
+
+@pytest.mark.parametrize(("requests", "looks"), [(1, [2, 6, 14, 22, 30, 38]), (150, [2, 6, 14, 30])])
+def test_chains_are_looked_behind_soon_and_then_seldom(requests: int, looks: list[int]) -> None:
+    """More requests tell more at a time."""
+    times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((requests,), 0.0, 0.0)}
+    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose(requests)
+    nodes = [0.9 * requests] * len(row_buckets(requests))
+    choose.observe(Promise(requests, requests, [[0.9 * requests, *nodes]] * 4))
+    shapes = [choose(requests) for _ in range(40)]
+    rows = {0, 16} if requests == 1 else {0, 256}
+    assert {shape.rows for shape in shapes} == rows and {shape.block for shape in shapes if shape.rows} == {16}
+    assert {shape.block for shape in shapes if not shape.rows} == {2}
+    assert [step for step, shape in enumerate(shapes, 1) if shape.rows] == looks
+
+
+def test_short_chains_become_long_ones_once_these_pay() -> None:
+    """Chains tell nothing of what they promise: steps over trees do, which are the slower ones here."""
+    times = {shape: t * (1.5 if len(shape) == 3 else 1.0) for shape, t in table((1,), 0.02, 0.002).items()}
+    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose(1)
+    choose.observe(Promise(1, 1, [[n, *[n] * 4] for n in (0.8, 0.9, 0.9, 0.9)]))
+    assert choose(1) in (StepShape(2), StepShape(4)), "before the calibration is fitted, say"
+    _, fixed, made = World([0.9], times).run(choose, 400)
+    best = max((choice for choice in fixed if not choice.rows), key=fixed.__getitem__)
+    assert best.block >= 8 and max(made, key=made.__getitem__) == best
+    assert sum(count for choice, count in made.items() if choice.rows) <= 400 / choose.LAST_LOOK + 8
 
 
 def test_a_request_whose_sure_drafts_fail_keeps_its_floor_alone() -> None:

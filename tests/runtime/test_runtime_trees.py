@@ -1,7 +1,6 @@
 """Draft trees in the engine: what it writes is what the target writes alone, in the steps that `decode.py` makes."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,10 +25,9 @@ from dflash_toolkit.options import MOST_TREE_NODES
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.budget import row_buckets, tree_shapes
-from dflash_toolkit.runtime.capture import buckets_up_to
 from dflash_toolkit.runtime.feedback import CalibrationFeed
 from dflash_toolkit.runtime.proposer import Draft
-from dflash_toolkit.runtime.request import RollingAcceptance, StepShape
+from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.tree_step import Told
 
 Texts = dict[tuple[int, ...], list[int]]  # answers by prompts
@@ -355,22 +353,3 @@ def test_what_takes_no_tree_is_refused_in_one_line() -> None:
         make_engine(target, drafter, draft_tree=64)
     engine = make_engine(target, None, draft_tree=8)
     check(engine, (target, None), prompts_of(4), SamplingParams(max_tokens=4))
-
-
-def test_chains_are_looked_behind_soon_and_then_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps over chains promise nothing, so one over trees tells now and then what drafts do."""
-    blocks, batches = (1, 2, 4, 8), buckets_up_to(200)
-    times = dict.fromkeys([*itertools.product(batches, blocks), *tree_shapes(batches, blocks[1:])], 1.0)
-    monkeypatch.setattr(engine_module, "cached_times", lambda *args: times)
-    monkeypatch.setattr(engine_module.BudgetChooser, "__call__", lambda *args: StepShape(8))
-    engine = make_engine(*pair(), draft_tree=20, max_num_seqs=200, num_speculative_tokens=None)
-
-    def looks(requests: int) -> list[int]:
-        idle: Any = SimpleNamespace(drafts=True, matcher=None, acceptance=RollingAcceptance(), blocks_in_flight=[])
-        choose = engine._chooser()
-        shapes = [choose([idle] * requests) for _ in range(40)]
-        assert {shape.block for shape in shapes} == {8} and {shape.rows for shape in shapes} <= {0, 16, 256}
-        return [step for step, shape in enumerate(shapes, 1) if shape.rows]
-
-    assert looks(1) == [2, 6, 14, 22, 30, 38]
-    assert looks(150) == [2, 6, 14, 30], "more requests tell more"
