@@ -118,6 +118,7 @@ class _Expected:
     """
 
     KEEP, PAUSED = 0.9, 0.5  # weight of what came before, for every step since and behind steps that drafted nothing
+    LEAST = 0.8  # however many steps: one step says little
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = len(blocks), 1 + len(NODES)
@@ -127,7 +128,7 @@ class _Expected:
     def observe(self, promise: Promise, steps: int, paused: bool) -> None:
         accepted, count = np.array(promise.accepted) / promise.requests, len(promise.accepted)
         now = np.concatenate([accepted[:, :1], accepted[:, 1:] @ _spread(promise.batch, promise.requests)], axis=1)
-        weight = self.KEEP ** max(steps, 1)
+        weight = max(self.KEEP ** max(steps, 1), self.LEAST)
         keep = np.where(np.arange(count) < self._seen, min(weight, self.PAUSED) if paused else weight, 0.0)[:, None]
         before = np.concatenate([np.ones((1, now.shape[1])), now[:-1]])
         self._own[:count] = keep * self._own[:count] + (1 - keep) * now
@@ -175,7 +176,7 @@ class BudgetChooser:
 
     GAIN, PROBE = BlockChooser.GAIN, BlockChooser.PROBE
     FIRST_PROBE, LAST_PROBE = BlockChooser.FIRST_PROBE, BlockChooser.LAST_PROBE
-    FIRST_LOOK, LAST_LOOK = 2, 8  # steps over chains until one tells, doubling up to so many a request
+    FIRST_LOOK, LAST_LOOK = 2, 16  # steps over chains until one tells, doubling up to so many a request
 
     def __init__(self, blocks: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
         self._drafted = sorted(block for block in blocks if block > 1)

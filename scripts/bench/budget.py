@@ -130,7 +130,9 @@ class Replay:
     def _verified(
         self, choose: BudgetChooser, feed: CalibrationFeed, block: int, rows: int
     ) -> tuple[list[int], Callable[[], None]]:
-        """Accepted drafts of each request, and what reads the result."""
+        """Accepted drafts of each request, and what reads the result. Chains tell nothing."""
+        if not rows:
+            return [min(int(place.answer.chain[place.anchor]), block - 1) for place in self.batch], lambda: None
         calibration, batch = feed.calibration, len(self.batch)
         values = [calibrated(p.answer.log_probs[p.anchor, : block - 1], short(calibration, block)) for p in self.batch]
         trees = [grown(v, p.answer.right[p.anchor]) for v, p in zip(values, self.batch, strict=True)]
@@ -142,9 +144,6 @@ class Replay:
             ends = [min(each - batch, len(best)) - 1 for each in row_buckets(batch)]
             accepted.append([float(chains[: size - 1].sum()), *best[ends].tolist()])
         promise = Promise(batch, batch, accepted)
-        if not rows:
-            taken = [min(int(place.answer.chain[place.anchor]), block - 1) for place in self.batch]
-            return taken, lambda: choose.observe(promise)
         least = np.sort(paths)[::-1][min(rows - batch, len(paths)) - 1]
         cut = [tree[: int((tree[:, 2] >= least).sum())] for tree in trees]  # equal ones may be some more
         taken = [int(tree[:, 3].sum()) for tree in cut]

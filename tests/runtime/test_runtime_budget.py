@@ -230,7 +230,7 @@ def test_without_trees_and_where_a_batch_is_too_large_for_them_chains_are_left()
     assert set(choose.promises(200)) == {StepShape(block) for block in BLOCKS}
 
 
-@pytest.mark.parametrize(("requests", "looks"), [(1, [2, 6, 14, 22, 30, 38]), (150, [2, 6, 14, 30])])
+@pytest.mark.parametrize(("requests", "looks"), [(1, [2, 6, 14, 30, 46, 62]), (150, [2, 6, 14, 30, 62])])
 def test_chains_are_looked_behind_soon_and_then_seldom(requests: int, looks: list[int]) -> None:
     """More requests tell more at a time."""
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((requests,), 0.0, 0.0)}
@@ -238,11 +238,21 @@ def test_chains_are_looked_behind_soon_and_then_seldom(requests: int, looks: lis
     choose(requests)
     nodes = [0.9 * requests] * len(row_buckets(requests))
     choose.observe(Promise(requests, requests, [[0.9 * requests, *nodes]] * 4))
-    shapes = [choose(requests) for _ in range(40)]
+    shapes = [choose(requests) for _ in range(70)]
     rows = {0, 16} if requests == 1 else {0, 256}
     assert {shape.rows for shape in shapes} == rows and {shape.block for shape in shapes if shape.rows} == {16}
     assert {shape.block for shape in shapes if not shape.rows} == {2}
     assert [step for step, shape in enumerate(shapes, 1) if shape.rows] == looks
+
+
+def test_one_look_does_not_overturn_what_many_steps_said() -> None:
+    times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((1,), 0.0, 0.0)}
+    choose = BudgetChooser((1, 2), times, lambda n: n)
+    for said in (*[0.8] * 20, 0.0):
+        for _ in range(100):
+            choose(1)
+        choose.observe(Promise(1, 1, [[said, *[said] * 4]]))
+    assert choose.promises(1)[StepShape(2)] == pytest.approx(1 + 0.8 * 0.8)
 
 
 def test_short_chains_become_long_ones_once_these_pay() -> None:
