@@ -253,7 +253,7 @@ def test_short_of_pages_requests_are_computed_again_and_lose_nothing(kind: str) 
     engine.pool.check()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 25), st.integers(0, 12)), min_size=1, max_size=7),
     st.integers(1, 4),

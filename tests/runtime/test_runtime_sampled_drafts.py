@@ -48,7 +48,7 @@ def test_batches_of_all_kinds_of_requests_are_what_generate_writes_one_by_one(ki
         assert same(got, expected)
         accepted += sum(step.accepted for step in got.steps)
     assert accepted > 0
-    hot = replace(PARAMS[1], max_tokens=40)
+    hot = replace(PARAMS[1], max_tokens=20)
     assert (
         generate(target, drafter, prompts[0], hot, PROBABILISTIC).tokens
         != generate(target, None, prompts[0], hot).tokens

@@ -154,7 +154,7 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafte
     assert len(set(answer)) > 20, "a varied answer"
     config = TrainConfig(
         target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=64),
-        optim=OptimOptions(steps=100, batch_size=1, learning_rate=5e-3),
+        optim=OptimOptions(steps=70, batch_size=1, learning_rate=7e-3),
         run=RunOptions(feature_cache_gb=1, log_every=100),
     )  # fmt: skip
     run = run_of(config, target, [Row(0, len(PROMPT), PROMPT + answer)], tmp_path_factory.mktemp("work"))
