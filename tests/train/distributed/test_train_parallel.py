@@ -39,7 +39,10 @@ from train.objective.loss import compute_loss
 from train.responses.rows import Row
 
 # 8 answers: of two processes each has 4, in micro batches of 3 and 1
-SHORT = ["optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw"]
+SHORT = [
+    "optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw",
+    "responses.max_tokens=24",
+]  # fmt: skip
 
 
 def _one(
