@@ -118,7 +118,7 @@ class _Expected:
     """
 
     KEEP, PAUSED = 0.9, 0.5  # weight of what came before, for every step since and behind steps that drafted nothing
-    LEAST = 0.8  # however many steps: one step says little
+    LEAST = 0.8  # of that weight, however many steps it was: a single step says little
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = len(blocks), 1 + len(NODES)
@@ -176,7 +176,7 @@ class BudgetChooser:
 
     GAIN, PROBE = BlockChooser.GAIN, BlockChooser.PROBE
     FIRST_PROBE, LAST_PROBE = BlockChooser.FIRST_PROBE, BlockChooser.LAST_PROBE
-    FIRST_LOOK, LAST_LOOK = 2, 16  # steps over chains until one tells, doubling up to so many a request
+    FIRST_LOOK, LAST_LOOK = 2, 16  # steps over chains until one over trees, doubling up to so many a request
 
     def __init__(self, blocks: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
         self._drafted = sorted(block for block in blocks if block > 1)

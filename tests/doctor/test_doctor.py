@@ -30,7 +30,7 @@ from train.responses.rows import Row
 from train.run.definition import Run
 
 TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.")
-ALL = ("--limit", str(len(TEXTS)))  # a copy is asked two, where they tell enough
+ALL_TEXTS = ("--limit", str(len(TEXTS)))  # else a drafter is examined on two of them
 TOKENS = 33  # so that the blocks of an answer are drafted at once
 THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking %}?{% endif %}"
 
@@ -272,7 +272,7 @@ def test_labels_one_off_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(train.loop, "sample_blocks", shifted)
     target = make_target()
     drafter = fit(target, answered(target), tmp_path)
-    faults = Clinic(tmp_path, target, drafter).examine(*ALL)["fault"]
+    faults = Clinic(tmp_path, target, drafter).examine(*ALL_TEXTS)["fault"]
     assert [fault["check"] for fault in faults] == ["labels"] and "anchor + k + 1" in faults[0]["remedy"]
 
 
@@ -296,7 +296,7 @@ def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, m
         target, rows, tmp_path, block_size=3, steps=200, anchors=24, rate=1.5e-2,
         layers=1, target_layer_ids=(4,), num_kv_heads=4, head_dim=16,
     )  # fmt: skip
-    faults = Clinic(tmp_path, target, drafter).examine(*ALL)["fault"]
+    faults = Clinic(tmp_path, target, drafter).examine(*ALL_TEXTS)["fault"]
     assert [fault["check"] for fault in faults] == ["context"]
     assert "strictly before the anchor" in faults[0]["remedy"]
 
@@ -355,7 +355,7 @@ def test_the_remedies_of_the_speculators_form_name_its_own_keys(clinic: Clinic) 
         save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
         edit(rope_theta=1e2, mask_token_id=PAD)(path)
 
-    remedies = {fault["check"]: fault["remedy"] for fault in clinic.examine(*ALL, break_it=converted)["fault"]}
+    remedies = {fault["check"]: fault["remedy"] for fault in clinic.examine(*ALL_TEXTS, break_it=converted)["fault"]}
     assert "rope_parameters.rope_theta of transformer_layer_config to 10000.0 in" in remedies["rope"]
     assert f"mask_token_id (and dflash_config.mask_token_id, if there) to {MASK}" in remedies["mask row"]
 

@@ -1,7 +1,5 @@
 """`dflash-doctor` on a drafter whose files are right: a gap to decoding, prompts unlike those of training, recall."""
 
-# ruff: noqa: F811  # the fixture `clinic` is another file's
-
 import json
 import math
 from dataclasses import replace
@@ -11,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_target
-from test_doctor import ALL, BREAKS, Clinic, answered, clinic, config, edit, fit, tensors  # noqa: F401
+from test_doctor import ALL_TEXTS, BREAKS, Clinic, answered, config, edit, fit, tensors
+from test_doctor import clinic as clinic
 
 import dflash_toolkit.decode
 import train.loop
@@ -44,7 +43,7 @@ def test_features_that_are_others_while_it_decodes_are_told_as_the_gap(
         return honest(target, drafter, context, last, position)
 
     monkeypatch.setattr(dflash_toolkit.decode, "propose", forgetful)
-    found = clinic.examine(*ALL)
+    found = clinic.examine(*ALL_TEXTS)
     (gap,) = (f for f in found[severity] if f["check"] == "serving" and "teacher-forced" in f["measured"])
     assert found["fault"] == ([gap] if severity == "fault" else [])
     assert "the features of decoding differ from those of a whole text" in gap["remedy"]
@@ -138,7 +137,7 @@ def test_a_drafter_that_does_not_know_what_comes_next_lacks_data(clinic: Clinic,
 
 
 def test_a_drafter_that_knows_the_token_but_ranks_it_too_low_was_trained_too_short(clinic: Clinic) -> None:
-    found = clinic.examine(*ALL, break_it=tensors(blurred(0.4)))
+    found = clinic.examine(*ALL_TEXTS, break_it=tensors(blurred(0.4)))
     (warning,) = (f for f in found["warning"] if f["check"] == "recall")
     assert warning["figures"]["top_1"][0] < 0.5 < 0.6 < warning["figures"]["recall_16"][0]
     assert "knows the token but ranks it too low" in warning["remedy"]

@@ -1,20 +1,16 @@
 """The examples: the commands that each one gives can be run, and those that a CPU is enough for are run."""
 
 import os
-import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from paths import ROOT
 from test_documents import PROGRAMS
-from test_serve_api import serving
-from test_serve_engine import make_engine
 
-from dflash_toolkit import Drafter, Target
 from train.cli import main as train
 
 EXAMPLES = ROOT / "examples"
@@ -86,20 +82,22 @@ def test_a_drafter_is_trained_on_a_cpu_and_compared_with_another(
 
 
 @pytest.mark.slow
-def test_a_served_drafter_answers_the_question(
-    commands: Callable[..., list[list[str]]],
-    target: Target,
-    drafter: Drafter,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Its client asks as the script has it ask; `dflash-serve` itself is started in `tests/serve`."""
-    with serving(make_engine(target, drafter), "chat") as url:
-        assert httpx.get(f"{url}/health").status_code == 200, "what the script waits for"
-        given = {
-            program: words for program, *words in commands(EXAMPLES / "serve_and_chat.sh", PORT=url.split(":")[-1])
-        }
-        assert "--served-model-name chat" in " ".join(given["dflash-serve"])
-        monkeypatch.setattr(sys, "argv", given["python"])
-        runpy.run_path(str(ROOT / given["python"][0]), run_name="__main__")
-    assert capsys.readouterr().out.strip()
+def test_a_served_drafter_answers_the_question(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    for name, program in (("dflash-serve", "-m serve.cli"), ("python", "")):
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PORT": port,
+        "TARGET": str(target_dir),
+        "DRAFTER": str(drafter_dir),
+    }
+    command = ["sh", EXAMPLES / "serve_and_chat.sh", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    ready, answer = done.stdout.split("\n", 1)
+    assert ready.endswith("float32 on cpu)") and answer.strip()

@@ -31,11 +31,11 @@ LONG = {"ignore_eos": True}
 
 
 @contextlib.contextmanager
-def serving(engine: AsyncEngine, name: str = "org/tiny", **options: Any) -> Iterator[str]:
+def serving(engine: AsyncEngine, **options: Any) -> Iterator[str]:
     """The URL of a server that runs in a thread."""
     ready = threading.Event()
     with bind("127.0.0.1", 0) as listener:
-        server = Server(create_app(engine, name, **options), ready=ready.set, stop=engine.close)
+        server = Server(create_app(engine, "org/tiny", **options), ready=ready.set, stop=engine.close)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         url = url_of(listener)
         thread.start()
