@@ -97,7 +97,22 @@ class DataOptions(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseOptions(SamplingOptions):
+class SamplesOptions(SamplingOptions):
+    """How the target picks the tokens of its responses, of which a prompt may have several."""
+
+    samples: int = option(1, "responses to every prompt, each with a seed of its own")
+    greedy_first: bool = option(False, "the first of several responses is greedy whatever the temperature")
+
+    def __post_init__(self) -> None:
+        SamplingOptions.__post_init__(self)
+        if self.samples < 1 or self.max_tokens < 2:
+            raise ValueError("samples must be >= 1 and max_tokens >= 2")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(f"samples is {self.samples}, which at temperature 0 are all the same; give both")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseOptions(SamplesOptions):
     """How the target answers the prompts. A drafter must see the target's own words."""
 
     regenerate: bool = option(True, "false trains on the data's own responses (only right if this target wrote them)")
@@ -105,9 +120,11 @@ class ResponseOptions(SamplingOptions):
     batch_size: int = option(32, "prompts answered at a time")
 
     def __post_init__(self) -> None:
-        SamplingOptions.__post_init__(self)
-        if self.batch_size < 1 or self.max_tokens < 2:
-            raise ValueError("responses.batch_size must be >= 1 and responses.max_tokens >= 2")
+        SamplesOptions.__post_init__(self)
+        if self.batch_size < 1:
+            raise ValueError(f"responses.batch_size is {self.batch_size}; it must be >= 1")
+        if self.samples > 1 and not self.regenerate:
+            raise ValueError("samples > 1 needs responses.regenerate: the data holds one response to a prompt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,10 +27,10 @@ from dflash_toolkit.models.target import (
     resolve_device,
     resolve_dtype,
 )
-from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
+from dflash_toolkit.options import ModelOptions, PromptOptions
 from dflash_toolkit.threads import use_threads
 
-from .config import RUNTIMES
+from .config import RUNTIMES, SamplesOptions
 from .prompts.choosing import Wanted, choose, chosen, left_out
 from .prompts.dedup import Duplicates
 from .responses.backends import open_decoder
@@ -62,19 +62,10 @@ class DataPromptOptions(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerOptions(SamplingOptions):
+class SamplerOptions(SamplesOptions):
     """How the target answers."""
 
-    samples: int = option(1, "responses to every prompt, each with a seed of its own")
-    greedy_first: bool = option(False, "the first of several responses is greedy whatever the temperature")
     seed: int = option(0, "of responses, and of the order of datasets")
-
-    def __post_init__(self) -> None:
-        SamplingOptions.__post_init__(self)
-        if self.samples < 1 or self.max_tokens < 2:
-            raise ValueError("samples must be >= 1 and max_tokens >= 2")
-        if self.samples > 1 and self.temperature == 0:
-            raise ValueError(f"samples is {self.samples}, which at temperature 0 are all the same; give both")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

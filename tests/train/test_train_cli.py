@@ -149,6 +149,30 @@ def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
         assert not any(f"{word} {i}" in json.dumps(line["messages"]) for word in ("word", "more", "and") for i in words)
 
 
+def test_a_prompt_may_have_several_responses_of_which_the_first_is_greedy(
+    target: Target, short_run: Program, tmp_path: Path
+) -> None:
+    short_run("responses.samples=3", "responses.temperature=2.0", "responses.greedy_first=true")
+    written = lines(short_run.output / "work/answers.jsonl")
+    prompts = {row["index"] for row in written}
+    assert sorted((row["index"], row["sample"]) for row in written) == [
+        (i, s) for i in sorted(prompts) for s in range(3)
+    ]
+    of_prompt: dict[int, set[tuple[int, ...]]] = {}
+    for row in written:
+        prompt, response = row["tokens"][: row["prompt_tokens"]], row["tokens"][row["prompt_tokens"] :]
+        of_prompt.setdefault(row["index"], set()).add(tuple(response))
+        greedy = generate(target, None, prompt, SamplingParams(max_tokens=len(response))).tokens
+        assert row["sample"] > 0 or response == greedy
+    assert any(len(each) > 1 for each in of_prompt.values()), "they are drawn, each by a seed of its own"
+    record, corpus = short_run.record(), Corpus.open(short_run.output / "work/corpus")
+    assert len(prompts) == record["data"]["prompts"] and len(corpus) == 3 * len(prompts)
+    held = [target.tokenizer.decode(each["tokens"]) for each in corpus.meta["held_out"]]
+    asked = [target.tokenizer.decode(row["tokens"][: row["prompt_tokens"]]) for row in written]
+    assert held and not {*held} & {*asked}, "all responses to a held-out prompt are kept out"
+    assert "temperature 0.0 and 2.0" in (short_run.output / "README.md").read_text()
+
+
 def test_the_data_s_own_answers_are_used_when_asked(dflash_train: Program) -> None:
     dflash_train("responses.regenerate=false", "optim.steps=2")
     # the end-of-sequence token too
@@ -191,6 +215,9 @@ TEXTS = {
         (["prompts.held_out=-1"], "prompts.held_out is -1"),
         (["responses.top_p=0"], "responses: top_p is 0"),
         (["responses.top_k=-1"], "responses: top_k is -1"),
+        (["responses.samples=0"], "samples must be >= 1"),
+        (["responses.samples=2"], "samples is 2, which at temperature 0 are all the same"),
+        (["responses.samples=2", "responses.temperature=1", "responses.regenerate=false"], "holds one response"),
         (["loss.alpha=2"], "loss.alpha is 2"),
         (["loss.ce=0"], "loss.ce, loss.kl, loss.tv, loss.lk, loss.lk_hybrid are all 0"),
         (["loss.tv=-1"], "loss.tv is -1"),

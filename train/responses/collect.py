@@ -95,8 +95,11 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
             params=options.params(),
             length=config.prompts.max_length,
             thinking=options.thinking,
+            samples=options.samples,
+            greedy_first=options.greedy_first,
         )
-        tallies = processes.all_gather(processes.barrier(_share, run, plan, done, data.counts["prompts"], processes))
+        total = options.samples * data.counts["prompts"]
+        tallies = processes.all_gather(processes.barrier(_share, run, plan, done, total, processes))
         tally = Tally()
         for each in tallies:
             tally.add(each)

@@ -51,11 +51,17 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         size=(folder / "model.safetensors").stat().st_size,
         measured=measured,
         serving=serving_commands(target, name, shape, record.get("architecture", "")),
-        temperatures=sorted({sampler.get("temperature", 0.0) for sampler in record["samplers"]}),
+        temperatures=sorted({temperature for sampler in record["samplers"] for temperature in _temperatures(sampler)}),
         start=record.get("start", {}).get("drafter"),
         result=record["result"],
         version=record["versions"]["dflash_toolkit"],
     )
+
+
+def _temperatures(sampler: dict[str, Any]) -> set[float]:
+    """Of responses that were written so."""
+    first = {0.0} if sampler.get("greedy_first") else set()
+    return {sampler.get("temperature", 0.0), *first}
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
