@@ -46,6 +46,7 @@ def without_folders(argument: str) -> str:
 def captured(work: Callable[..., Any], *args: Any) -> torch.cuda.CUDAGraph:
     """`work(*args)` as a CUDA graph that has run once."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what it reads is still being filled there
     with torch.cuda.stream(stream):
         work(*args)  # compiles
     torch.cuda.synchronize()

@@ -381,6 +381,7 @@ def acceptance(table: Table) -> None:
         "regenerated_four_minutes": "two answers a prompt",
         "regenerated_two_minutes": "two answers a prompt",
         "given_two_and_eight_minutes": "one given answer a prompt",
+        "four_minutes": "one given answer a prompt",
     }
     for key, data in runs.items():
         for run in reversed(table.read("train_qwen05_h200", key)["runs"]):
@@ -396,6 +397,28 @@ def acceptance(table: Table) -> None:
                 run["steps"],
                 f"{run['sequences_per_second']:.0f}",
             )
+
+
+def responses(table: Table) -> None:
+    """Several responses to a prompt against more passes over one; every key of the file is one job."""
+    table.columns(f"responses to a prompt | epochs | {' | '.join(POOLED)} | these four, pooled | tokens/s, pooled")
+    for key in load("train_responses_h100"):
+        job = table.read("train_responses_h100", key)
+        (run,) = job["runs"]
+        samples, temperature = (option_of(job["command"], name) for name in ("--samples", "--temperature"))
+        drawn = int(samples) - 1
+        table.add(
+            f"{samples}: greedy, {drawn} at temperature {float(temperature):g}" if drawn else "1, greedy",
+            f"{run['epochs']:.1f}",
+            *(f"{run['sets'][name]['tau_pooled']:.2f}" for name in POOLED),
+            f"{run['pooled']['tau']:.2f}",
+            f"{run['pooled']['tokens_per_second']:.0f}",
+        )
+
+
+def option_of(command: list[str], name: str) -> str:
+    """The word behind an option."""
+    return command[command.index(name) + 1]
 
 
 def draft_heads(table: Table) -> None:
@@ -718,6 +741,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         fp8_drafts,
         fp8_acceptance,
         acceptance,
+        responses,
         draft_heads,
         heads_compared,
         settings,
