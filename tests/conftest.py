@@ -110,9 +110,10 @@ def _poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _interpreted_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Triton's interpreter without what it makes anew for every operation of a kernel, or makes in vain."""
+    """Triton's interpreter as `hasten` makes it."""
+    runs_kernels = request.module.__name__.startswith(("test_kernels_", "test_bench_experts"))
     with pytest.MonkeyPatch.context() as patch:
-        if request.module.__name__.startswith("test_kernels_") and "TRITON_INTERPRET" in os.environ:
+        if runs_kernels and "TRITON_INTERPRET" in os.environ:
             hasten(patch)
         yield
 
