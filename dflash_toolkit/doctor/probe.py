@@ -5,6 +5,7 @@ Teacher-forced: every position of an answer is an anchor, all blocks of a text a
 """
 
 import copy
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -249,7 +250,14 @@ class Probe:
         tensors: dict[str, Tensor] = dict(self.drafter.named_parameters())
         for edit in setting.edits:
             tensors = edit.apply(tensors)
-        return Drafter.of_tensors(config, tensors).eval().requires_grad_(False)
+        self._edited.config = config
+        self._edited.load_state_dict(tensors, assign=True)
+        return self._edited
+
+    @functools.cached_property
+    def _edited(self) -> Drafter:
+        """A network for weights that are put right; to make one takes longer than to judge some blocks with it."""
+        return Drafter.of_tensors(self.drafter.config, dict(self.drafter.named_parameters())).eval()
 
     @torch.inference_mode()
     def drafts(
