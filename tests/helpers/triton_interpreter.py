@@ -25,12 +25,26 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
     np_types = functools.cache(np_type)
     semantic = type(interpreter.interpreter_semantic)
     check_operands, broadcast_any = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    same_dtype = core.dtype.__eq__
+    same_dtype, cast_any, convert = core.dtype.__eq__, semantic.cast, interpreter._convert_float
+
+    imported: dict[int, tuple[object, list[Any]]] = {}  # by the identity of a module's names, which are kept
 
     def prepared(function: Callable[..., None]) -> object:  # the whole language, for every device function called
-        names = function.__globals__.values()
-        fresh = any(core.is_builtin(m.load) for m in languages if any(m is n for n in names))
+        names = function.__globals__
+        if id(names) not in imported:
+            imported[id(names)] = names, [m for m in languages if any(m is n for n in names.values())]
+        fresh = any(core.is_builtin(m.load) for m in imported[id(names)][1])
         return prepare(function) if fresh else interpreter._LangPatchScope()
+
+    @functools.cache
+    def conversions(source: Any, target: Any, rounding: Any) -> Any:  # of everything that so few bits may say
+        bits = source.primitive_bitwidth
+        return convert(np.arange(1 << bits, dtype=f"uint{bits}"), source, target, rounding)
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.primitive_bitwidth > 16:
+            return convert(values, source, target, rounding)
+        return conversions(source, target, rounding)[values.view(f"uint{source.primitive_bitwidth}")]
 
     made: dict[int, tuple[Any, int]] = {}  # by the identity of a shape that lives as long as this
     shapes: dict[int, tuple[Any, Any]] = {}
@@ -65,8 +79,8 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
 
     def prepare_operands(self: Any, lhs: Any, rhs: Any, *how: bool, **more: bool) -> tuple[Any, Any]:
         if type(lhs) is type(rhs) is core.tensor:
-            if lhs.dtype is rhs.dtype and lhs.shape is rhs.shape and id(lhs.dtype) in alike:
-                return lhs, rhs
+            if lhs.dtype is rhs.dtype and id(lhs.dtype) in alike:
+                return broadcast(self, lhs, rhs)
             return check_operands(self, lhs, rhs, *how, **more)
         number, block = (rhs, lhs) if type(lhs) is core.tensor else (lhs, rhs)
         if type(number) not in (int, float) or not number or type(block) is not core.tensor or more:  # 0.0 is -0.0
@@ -82,8 +96,40 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
             return pair
         return (lhs, found) if block is lhs else (found, rhs)
 
+    joined: dict[tuple[int, int], Any] = {}  # what two shapes become, by the identities of such that live as long
+
     def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast_any(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        one, other = lhs.type, rhs.type
+        if not other.is_block() and id(one.shape) in made:
+            return lhs, filled(rhs, one.shape)
+        if not one.is_block() and id(other.shape) in made:
+            return filled(lhs, other.shape), rhs
+        if not (one.is_block() and other.is_block() and id(one.shape) in made and id(other.shape) in made):
+            return broadcast_any(self, lhs, rhs)
+        key = id(one.shape), id(other.shape)
+        if key not in joined:
+            lhs, rhs = broadcast_any(self, lhs, rhs)
+            joined[key] = lhs.type.shape
+            return lhs, rhs
+        return widened(lhs, joined[key]), widened(rhs, joined[key])
+
+    def filled(number: Any, shape: Any) -> Any:
+        data = np.full(shape.values, number.handle.data, dtype=number.handle.data.dtype)
+        return of_data(data, number, shape)
+
+    def widened(block: Any, shape: Any) -> Any:
+        if block.type.shape is shape:
+            return block
+        return of_data(np.broadcast_to(block.handle.data, shape.values), block, shape)
+
+    def of_data(data: Any, like: Any, shape: Any) -> Any:
+        handle = interpreter.TensorHandle(data, like.handle.dtype.scalar)
+        return core.tensor(handle, core.block_type(like.dtype, shape))
+
+    def cast(self: Any, values: Any, dtype: Any, *how: Any) -> Any:
+        return values if values.dtype is dtype and not how else cast_any(self, values, dtype, *how)
 
     def patch_attr(place: object, name: str, member: Any, _: object, scope: Any) -> None:
         inner, given = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
@@ -97,20 +143,21 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
     def product(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         eight = [x.dtype.primitive_bitwidth == 8 and x.dtype.is_floating() for x in (a, b)]
         left, right = (
-            interpreter._convert_float(x.data, x.dtype, core.float16, None).view(np.float16) if any(eight) else x.data
-            for x in (a, b)
+            converted(x.data, x.dtype, core.float16, None).view(np.float16) if any(eight) else x.data for x in (a, b)
         )
         total = np.matmul(left, right, dtype=np.float64) + d.data
         return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
     for place, name, value in (
         (interpreter, "_patch_lang", prepared),
+        (interpreter, "_convert_float", converted),
         (interpreter, "_get_np_dtype", lambda type: (np_type if type.scalar.is_ptr() else np_types)(type.scalar)),
         (core.block_type, "__init__", make_block_type),
         (core.tensor, "__init__", make_tensor),
         (core.dtype, "__eq__", lambda a, b: a is b or same_dtype(a, b)),
         (semantic, "binary_op_type_checking_impl", prepare_operands),
         (semantic, "broadcast_impl_value", broadcast),
+        (semantic, "cast", cast),
         (interpreter, "_patch_attr", patch_attr),
         (type(builder), "create_dot", product),
         (core.tuple, "__eq__", lambda a, b: a.values == b if isinstance(b, list) else equal(a, b)),
