@@ -28,7 +28,7 @@ def _computed(target: Target, name: str) -> dict[str, Any]:
     found = {"features": whole.features, "final": whole.final, "packed": packed.features}
     if name in DECODED:
         drafter = make_drafter(tiny(name))
-        found["tokens"] = generate(target, drafter, IDS[0, :9].tolist(), SamplingParams(max_tokens=16)).tokens
+        found["tokens"] = generate(target, drafter, IDS[0, :9].tolist(), SamplingParams(max_tokens=8)).tokens
     return found
 
 
