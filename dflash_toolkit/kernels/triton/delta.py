@@ -141,8 +141,11 @@ def _delta_rule_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """CHUNK: all rows stay, and stay_p holds how many came before, of other chunks. CHAINS: a request's begin where
-    starts_p says, and not at every S."""
-    i_b, i_n, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    starts_p says, and not at every S.
+
+    The parts of a head are neighbours in the grid: a row of its state is read whole while all of them are there.
+    """
+    i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < H_K, o_v < H_V
     slot = tl.load(slots_p + i_b).to(tl.int64)  # these and the state are older than the pass: see `pdl`
@@ -181,7 +184,7 @@ def _delta_rule_kernel(
         tl.store(p_state, b_state, mask=m_state & (end > 0))
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
     if CHAINS:  # what is left over behind all of them is shared out
-        for row in range(tl.load(starts_p + tl.num_programs(0)) + i_b, M, tl.num_programs(0)):
+        for row in range(tl.load(starts_p + tl.num_programs(2)) + i_b, M, tl.num_programs(2)):
             tl.store(out_p + row * N * H_V, b_none, mask=m_v)
     else:
         for row in range(count, S):
@@ -273,7 +276,7 @@ def _launch_rule(
     m = batch * block if chains is None else len(chains.requests)
     out = torch.empty(m, heads * width_v, dtype=mixed.dtype, device=mixed.device)
     columns = min(COLUMNS, next_power_of_two(width_v))
-    _delta_rule_kernel[(batch, heads, -(-width_v // columns))](
+    _delta_rule_kernel[(-(-width_v // columns), heads, batch)](
         mixed, gates, state, slots, stay, counts, slots if chains is None else chains.starts, out, block, m, most,
         channels, heads, groups, width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns,
         CHUNK=chunk, CHAINS=chains is not None, num_warps=2 if chunk else 1, **pdl(mixed),
