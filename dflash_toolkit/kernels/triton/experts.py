@@ -131,16 +131,18 @@ def _experts_kernel(
     """SWIGLU: out [M * TOP, N / 2] of x [M, K] and w [E, N, K]; else out [TOP, M, N], weighted, of x [M * TOP, K].
 
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: its expert is that of a pair, if it is the first one
-    of it. SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
+    of it. GATHERED: the last expert starts first, as it may be the one of all rows, whose programs take longest.
+    SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
     """
-    i_n, i_e = tl.program_id(0), tl.program_id(1)
+    i_n, i_e = tl.program_id(0), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_t = tl.arange(0, T)
     wait_for_previous(PDL)
     start_next(PDL)
     expert = i_e
     if GATHERED:
-        count = tl.load(count_p + i_e)
+        expert = tl.num_programs(2) - 1 - i_e
+        count = tl.load(count_p + expert)
     else:  # every row at once, with the pair that it and the expert are, or -1
         if BY_PAIR:
             expert = tl.load(expert_p + i_e)
@@ -156,10 +158,10 @@ def _experts_kernel(
     if SWIGLU:
         o_w = (o_n % 2) * (N // 2) + o_n // 2
     p_w = w_p + expert.to(tl.int64) * N * K
-    for start in range(tl.program_id(2) * T, count, tl.num_programs(2) * T):
+    for start in range(tl.program_id(1) * T, count, tl.num_programs(1) * T):
         if GATHERED:
             m_t = start + o_t < count
-            b_pair = tl.load(pair_p + i_e.to(tl.int64) * M + start + o_t, mask=m_t, other=0)
+            b_pair = tl.load(pair_p + expert.to(tl.int64) * M + start + o_t, mask=m_t, other=0)
         else:
             m_t = b_pair >= 0
         o_x = b_pair
@@ -259,7 +261,7 @@ def multiply(
         given, given_scale = quantize_groups(values)
     by_pair = groups is None and rows * top <= count
     pairs, counts = groups or (experts, experts)
-    grid = (-(-n // tile.block_n), rows * top if by_pair else count, max(1, rows // LONG))
+    grid = (-(-n // tile.block_n), max(1, rows // LONG), rows * top if by_pair else count)
     _experts_kernel[grid](
         given, given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out, rows, n, k,
         TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
