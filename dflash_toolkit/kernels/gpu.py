@@ -5,7 +5,7 @@
 | linear, split-K, SwiGLU | Triton, whose sums depend on no row count | cuBLAS; fp8 weights quantize the rows |
 | the same, targets in fp8 | Triton, with rows in fp8 | cuBLAS if it has them (blocks: on Hopper), else Triton |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
-| top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | the same, MAX_ROWS at a time |
+| top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
 | post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
 | experts | Triton: up to 64 rows all with every expert, more gathered by expert | the same, partial sums rounded |
 | attention, of trees too | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
@@ -40,18 +40,18 @@ from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
 from .triton.delta import delta_inputs, delta_rule, gated_rms_norm, gated_rms_norm_quantized
 from .triton.experts import experts_mlp, top_experts
-from .triton.fp8 import multiplies, quantize_rows, scaled_linear
+from .triton.fp8 import multiplies, multiply_quantized, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm, add_rms_norm_quantized
 from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
-from .triton.row_top import row_top
+from .triton.row_top import TILE, PartTops, row_top
 from .triton.sample import rejection_sample, sample
 from .triton.tree_accept import accept_trees, move_rows_
 from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
 from .triton.walk import sampled_walk, walk
-from .weight import BlockScaledFp8, Operand, Weight, dense, parts, values_of
+from .weight import BlockScaledFp8, Operand, RowScaledFp8, Weight, dense, parts, values_of
 
 __all__ = [
     "accept",
@@ -98,6 +98,7 @@ __all__ = [
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
 QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums are long
 LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
+TOP_COLUMNS = 8 * TILE  # of a head, whose logits are in memory at a time: those of 256 rows, 32 MiB, stay in L2
 
 
 def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -170,14 +171,8 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
     if isinstance(weight, BlockScaledFp8):  # which heads seldom are: with logits in memory
         ordered = linear(x, weight).sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :count].float(), ordered.indices[:, :count]
-    found = [_top(part, weight, count) for part in x.split(MAX_ROWS)]
-    if len(found) == 1:
-        return found[0]
-    values, ids = zip(*found, strict=True)
-    return torch.cat(values), torch.cat(ids)
-
-
-def _top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
+    if len(x) > MAX_ROWS:
+        return _top_by_parts(x, weight, count)[:2]
     if multiplies(x, weight):
         return gemm.launch_top(quantize_rows(x), weight, count, x.dtype, gemm.tile_of_quantized(len(x)))[:2]
     return gemm.linear_top(x, weight, count)
@@ -192,20 +187,32 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
         scale.apply_(values)
         scale.apply_(every)
         return values, ordered.indices[:, :count], every.logsumexp(-1)
-    found = [_top_lse(part, weight, count, scale) for part in x.split(MAX_ROWS)]
-    if len(found) == 1:
-        return found[0]
-    values, ids, lse = (torch.cat(part) for part in zip(*found, strict=True))
-    return values, ids, lse
-
-
-def _top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    if not multiplies(x, weight):
+    if len(x) > MAX_ROWS:
+        values, ids, lse = _top_by_parts(x, weight, count, scale)
+    elif multiplies(x, weight):
+        tile = gemm.tile_of_quantized(len(x))
+        values, ids, lse = gemm.launch_top(quantize_rows(x), weight, count, x.dtype, tile, scale)
+    else:
         return gemm.linear_top_lse(x, weight, count, scale)
-    tile = gemm.tile_of_quantized(len(x))
-    values, ids, lse = gemm.launch_top(quantize_rows(x), weight, count, x.dtype, tile, scale)
     assert lse is not None
     return values, ids, lse
+
+
+def _top_by_parts(
+    x: Tensor, weight: Tensor | RowScaledFp8, count: int, scale: LogitScale | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`linear_top` of any number of rows, with a scale `linear_top_lse`, from logits of TOP_COLUMNS at a time."""
+    rows = quantize_rows(x) if multiplies(x, weight) else x
+    tops = PartTops(len(x), len(weight), count, x.dtype, x.device, scale)
+    for i, part in enumerate(weight.split(TOP_COLUMNS)):
+        tops.take(_logits(rows, part, x.dtype), i * TOP_COLUMNS)  # kept by no name, they make room for the next
+    return tops.merged()
+
+
+def _logits(rows: Tensor | RowScaledFp8, weight: Tensor | RowScaledFp8, dtype: torch.dtype) -> Tensor:
+    if isinstance(rows, RowScaledFp8):
+        return multiply_quantized(rows, weight, dtype)
+    return F.linear(rows, dense(weight, dtype))
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:

@@ -36,6 +36,11 @@ class RowScaledFp8:
         """The values in another format."""
         return (self.data.float() * self.scale[:, None]).to(dtype)
 
+    def split(self, rows: int) -> "list[RowScaledFp8]":
+        """So many rows each, the last the rest, as views."""
+        each = zip(self.data.split(rows), self.scale.split(rows), strict=True)
+        return [RowScaledFp8(data, scale) for data, scale in each]
+
     def __len__(self) -> int:
         return len(self.data)
 

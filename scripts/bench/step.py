@@ -176,6 +176,7 @@ PARTS = {  # of a step, by what its kernels are called; norms are in the kernels
     "gemms": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
 }
 END, CONTEXT = "_accept_kernel", "_context_write_kernel"
+TOP = "_tile_top_kernel"  # of the logits of a part of a head, whose GEMM is before it
 CHOSEN = ("reduce_kernel", "_walk_kernel")  # an argmax, ours and PyTorch's; a selector's walk
 
 
@@ -188,7 +189,9 @@ def _head_start(kernels: list[tuple[float, str]], argmax: int, before: int) -> i
     names = [name for _, name in kernels]
     parted = (i for i in range(argmax - 1, before, -1) if _part(names[i]) != "rest" and "splitKreduce" not in names[i])
     last = next(parted, before)  # of a part: a layer's norm, or the head's own GEMM
-    return last if any(key in names[last] for key in GEMM) else last + 1
+    if not any(key in names[last] for key in GEMM):
+        return last + 1
+    return _head_start(kernels, last, before) if TOP in names[last - 1] else last
 
 
 def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
@@ -197,7 +200,8 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
     Every kernel waits for the one before it, but starts while that one ends; so each is charged from there to its own
     end. A step ends with its acceptance; the context's keys and values, which the next step begins with, are `context`,
     and what comes then, up to the first of two heads, is `draft`. What precedes the first acceptance is left out.
-    A head is what comes behind the last layer, up to a choice: our own kernels, or a GEMM and PyTorch's argmax of it.
+    A head is what comes behind the last layer, up to a choice: our own kernels, or a GEMM and PyTorch's argmax of it,
+    or GEMMs of parts of the head and the top logits of each.
     """
     ends = [i for i, (_, name) in enumerate(kernels) if END in name]
     found: dict[str, float] = {}

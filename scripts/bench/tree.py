@@ -156,7 +156,7 @@ def main() -> None:
                 steps.append(measure(mixer, batch, rows, context, args.limit, args.right))
     print(table_of(steps), flush=True)
     head = torch.randn(spec.vocab_size, spec.hidden_size, device=DEVICE).bfloat16()
-    heads = [head_times(rows, head, RowScaledFp8.of(head)) for rows in (16, 128, 256)]
+    heads = [head_times(rows, head, RowScaledFp8.of(head)) for rows in (16, 128, 256, 512)]
     print(table_of(heads))
     if args.output:
         write_json(

@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import best, convolution, linear, walk
+from dflash_toolkit.kernels.triton import best, convolution, linear, row_top, walk
 
 SIZES = dict.fromkeys(
     ("M", "D", "groups", "S", "parts", "dynamic_parts", "stride_dynamic", "stride_part", "stride_tap"), "i32"
@@ -45,6 +45,17 @@ def top_case(rows: int, kind: str, lse: bool = False) -> Case:
     return Case(linear._top_kernel, pointers, constexprs, warps, tile.stages, ("M",))
 
 
+def tile_top_case(wide: bool, lse: bool, capped: bool = False) -> Case:
+    constexprs = {
+        "COUNT": 16, "C_BLOCK": 16, "TILE": row_top.TILE, "LANES": row_top.TILE_LANES, "WIDE": wide, "LSE": lse,
+        "CAPPED": capped, "PDL": True,
+    }  # fmt: skip
+    pointers = {"logits_p": "*fp32" if wide else "*bf16", "keys_p": "*i64" if wide else "*i32", "counts_p": "*i32"}
+    pointers |= dict.fromkeys(("tops_p", "sums_p"), "*fp32") | dict.fromkeys(("multiplier", "cap"), "fp32")
+    sizes = dict.fromkeys(("M", "V", "stride", "first"), "i32")
+    return Case(row_top._tile_top_kernel, pointers | sizes, constexprs, ragged=("M", "first"))
+
+
 def walk_case(sampled: bool) -> Case:
     kinds = dict.fromkeys(("state_p", "predecessors_p", "successors_p"), "*bf16")
     kinds |= dict.fromkeys(("unary_p", "temperature_p", "q_p"), "*fp32") | {"uniform_p": "*fp64"}
@@ -58,6 +69,10 @@ CASES = {f"top of {rows} {kind}": top_case(rows, kind) for rows in (16, 128) for
     "top of 16 widened": top_case(16, "widened"),
     "top of 128 and log-sum-exp": top_case(128, "bf16", lse=True),
     "top of 128 in fp8 and log-sum-exp": top_case(128, "rounded", lse=True),
+    "top of a part's tiles": tile_top_case(False, False),
+    "top of a part's tiles and log-sum-exp": tile_top_case(False, True),
+    "top of a part's tiles and capped log-sum-exp": tile_top_case(False, True, True),
+    "top of a part's tiles in fp32 and log-sum-exp": tile_top_case(True, True),
     "merge of the log-sum-exps": Case(
         best._merge_lse_kernel,
         {"tops_p": "*fp32", "sums_p": "*fp32", "out_p": "*fp32", "M": "i32", "tiles": "i32"},

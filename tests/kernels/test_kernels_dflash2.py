@@ -16,7 +16,8 @@ from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn
 
 from dflash_toolkit.kernels import convolve as training
 from dflash_toolkit.kernels import gpu, reference
-from dflash_toolkit.kernels.triton import convolution, linear, norm
+from dflash_toolkit.kernels.mix import PLAIN, LogitScale
+from dflash_toolkit.kernels.triton import convolution, linear, norm, row_top
 from dflash_toolkit.kernels.triton.walk import sampled_walk, walk
 from dflash_toolkit.kernels.weight import RowScaledFp8
 
@@ -234,15 +235,105 @@ def test_rows_that_stand_for_no_request_get_columns_all_the_same(dtype: torch.dt
         assert torch.equal(ids[row], expected[1][row]) and torch.equal(values[row], expected[0][row])
 
 
-def test_many_rows_are_taken_some_at_a_time_and_no_row_depends_on_others() -> None:
-    x, weight, _ = operands(37, 150, 32, torch.float32)
-    nothing = AssertionError("which would have logits in memory")
-    with patch.object(gpu, "_cublas_linear", side_effect=nothing), patch.object(gpu, "MAX_ROWS", 16):
-        whole = gpu.linear_top(x, weight, 4)
-        check_top(x, weight, whole, 4)
-        for rows in (slice(2), slice(20), slice(33, 37)):
-            part = gpu.linear_top(x[rows], weight, 4)
-            assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than 16 rows parts of 512 columns, in tiles of 256, as the interpreter is slow."""
+    monkeypatch.setattr(gpu, "MAX_ROWS", 16)
+    for module, name, size in ((row_top, "TILE", 256), (row_top, "TILE_LANES", 64), (gpu, "TOP_COLUMNS", 512)):
+        monkeypatch.setattr(module, name, size)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "count", "dtype"),
+    [
+        *in_turn([(17, 1100, 16), (20, 1030, 8), (33, 300, 16), (17, 1024, 40)], [torch.bfloat16, torch.float32]),
+        *[(19, 1280, 5, torch.float16), (129, 520, 8, torch.bfloat16), (200, 600, 2, torch.float32)],
+    ],
+)
+@pytest.mark.usefixtures("small_parts")
+def test_of_many_rows_the_top_is_that_of_parts_of_columns(m: int, n: int, count: int, dtype: torch.dtype) -> None:
+    # small integers: the logits are exact, so that many columns tie, within a part and across parts
+    x = guarded(torch.randint(-2, 3, (m, 40)).to(dtype))
+    weight = guarded(torch.randint(-2, 3, (n, 40)).to(dtype))
+    weight[n // 2] = 0  # of both signs, which are one value
+    weight[n // 2 + 1] = -weight[n // 2]
+    exact = (reference.linear_top(x.double(), weight.double(), count), gpu.linear_top(x, weight, count))
+    for expected, found in zip(*exact, strict=True):
+        assert torch.equal(expected, found)
+    x, weight, _ = operands(m, n, 48, dtype)
+    check_top(x, weight, gpu.linear_top(x, weight, count), count)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_ties_of_many_rows_are_those_of_logits_in_the_models_dtype() -> None:
+    x = guarded(torch.ones(17, 32, dtype=torch.bfloat16))
+    weight = guarded(torch.zeros(600, 32, dtype=torch.bfloat16))
+    weight[20, :2] = 128
+    weight[550, :3] = torch.tensor([128, 128, 0.5])  # 256.5 is no number of bf16
+    assert gpu.linear_top(x, weight, 4)[1].tolist() == [[20, 550, 0, 1]] * 17
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("small_parts")
+def test_of_many_rows_too_those_that_stand_for_no_request_get_columns(dtype: torch.dtype) -> None:
+    x, weight, _ = operands(18, 700, 32, dtype)
+    expected = gpu.linear_top_lse(x, weight, 16, PLAIN)
+    x[::2] = math.nan
+    found = gpu.linear_top_lse(x, weight, 16, PLAIN)
+    assert ((found[1] >= 0) & (found[1] < 700)).all() and found[2][::2].isnan().all()
+    assert all(torch.equal(a[1::2], b[1::2]) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("scale", [PLAIN, LogitScale(0.3), LogitScale(1.5, 4.0)], ids=["plain", "scaled", "capped"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("small_parts")
+def test_beside_the_top_of_many_rows_stands_the_log_sum_exp(dtype: torch.dtype, scale: LogitScale) -> None:
+    x, weight, _ = operands(19, 1100, 40, dtype)
+    x[0] = 0
+    found = gpu.linear_top_lse(x, weight, 8, scale)
+    top, ids = gpu.linear_top(x, weight, 8)
+    scale.apply_(top)
+    assert torch.equal(found[0], top) and torch.equal(found[1], ids)
+    every = x.double() @ weight.double().T
+    scale.apply_(every)
+    eps = 4 * torch.finfo(dtype).eps * every.abs().max().item()
+    torch.testing.assert_close(found[2].double(), every.logsumexp(-1), rtol=1e-5, atol=eps)
+    torch.testing.assert_close(found[2], reference.linear_top_lse(x, weight, 8, scale)[2], rtol=1e-5, atol=eps)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_of_many_rows_a_head_in_fp8_takes_the_rows_quantized_once() -> None:
+    numbers, head = torch.randint(-7, 8, (2, 1104, 96)).float()
+    numbers[:, 0], head[:, 1] = 7, 7  # every row is in the format exactly
+    x, weight = (numbers[:20] / 64).to(DEVICE, torch.bfloat16), RowScaledFp8.of(head.to(DEVICE) / 64)
+    with patch.object(gpu, "quantize_rows", wraps=gpu.quantize_rows) as quantize:
+        values, ids, lse = gpu.linear_top_lse(x, weight, 16, PLAIN)
+    assert quantize.call_count == 1
+    every = x.double() @ weight.dense(torch.float64).T
+    torch.testing.assert_close(values.double(), every.topk(16).values, rtol=2.0**-6, atol=0)
+    torch.testing.assert_close(values.double(), every.gather(1, ids), rtol=2.0**-6, atol=0)
+    torch.testing.assert_close(lse.double(), every.logsumexp(-1), rtol=1e-3, atol=1e-3)
+    exact = gpu.linear_top(x.float(), weight, 16)[0]  # rows in fp32 are not quantized
+    torch.testing.assert_close(exact.double(), every.topk(16).values, rtol=1e-5, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+def test_the_top_of_many_rows_is_captured_and_always_the_same(quantized: bool) -> None:
+    x, dense = (torch.randn(n, 1024, device=DEVICE, dtype=torch.bfloat16) for n in (256, 151936))
+    weight = RowScaledFp8.of(dense) if quantized else dense
+    logits = torch.cat([gpu.linear(x, part) for part in weight.split(gpu.TOP_COLUMNS)], 1)
+    gpu.linear_top_lse(x, weight, 16, PLAIN)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gpu.linear_top_lse(x, weight, 16, PLAIN)
+    for _ in range(3):
+        for part in captured:
+            part.fill_(-1)
+        graph.replay()
+        ordered = logits.float().sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(captured[0], ordered.values[:, :16]) and torch.equal(captured[1], ordered.indices[:, :16])
+        torch.testing.assert_close(captured[2], logits.float().logsumexp(-1), rtol=1e-5, atol=1e-4)
 
 
 def test_the_top_of_a_head_in_fp8_has_the_values_of_its_logits() -> None:

@@ -53,6 +53,16 @@ def test_a_selectors_head_ends_with_its_walk() -> None:
     )
 
 
+def test_a_head_may_be_multiplied_part_by_part() -> None:
+    part = [("nvjet_tst_256x128_TNT", 50.0), ("_tile_top_kernel", 8.0)]
+    top = [*part * 3, ("_merge_top_kernel", 3.0), ("_walk_kernel", 5.0)]
+    argmax = [("nvjet_tst_256x128_TNT", 400.0), (PYTORCHS_ARGMAX, 70.0)]
+    step = [("embedding", 2.0), *WIDE_LAYER, ("_linear_kernel", 3.0), *top, *WIDE_LAYER * 2, *argmax]
+    assert bench_step.attribute(ends([*step, ("_accept_kernel", 1.0), *CONTEXT], 4)) == pytest.approx(
+        {"head": 470.0 + 174 + 8, "gemms": 152.0, "draft": 82.0 + 3, "attention": 8.0, "context": 4.0, "rest": 1.0}
+    )
+
+
 def test_a_plain_step_has_no_draft() -> None:
     step = [("embedding", 2.0), *LAYER, *HEAD, ("_accept_kernel", 1.0)]
     assert bench_step.attribute(ends(step, 3)) == pytest.approx(

@@ -23,6 +23,27 @@ def key_of(b_order, o_n):
     return (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - o_n).to(tl.int64)
 
 
+@triton.jit
+def tile_key(b_order, first, o_n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
+    """The key of column `first` + o_n, in the tile of BLOCK_N columns from `first` on.
+
+    WIDE: `key_of`; else what was of 16 bits and o_n are one int32, which as many zeros of a float in 32 have room for.
+    """
+    if WIDE:
+        return key_of(b_order, first + o_n)
+    else:  # the compiler wants returns of one type
+        return (b_order & -BLOCK_N) | (BLOCK_N - 1 - o_n)
+
+
+@triton.jit
+def behind_scale(b_x, multiplier, cap, CAPPED: tl.constexpr):
+    """Logits of what a head multiplied, in fp32; `mix.LogitScale`."""
+    b_x = b_x.to(tl.float32) * multiplier
+    if CAPPED:
+        b_x = cap * (2.0 / (1.0 + tl.exp(-2.0 * (b_x / cap))) - 1.0)
+    return b_x
+
+
 @triton.jit(do_not_specialize=["M", "tiles"])
 def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i_m = tl.program_id(0)

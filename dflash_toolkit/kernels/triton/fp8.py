@@ -54,9 +54,14 @@ def multiplies(x: Tensor, weight: Weight) -> bool:
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K], quantized, times weight [N, K] transposed, plus bias [N]: bf16 [M, N]."""
-    rows, each, (data, scale) = quantize_rows(x), F.ScalingType.RowWise, parts(weight)
+    return multiply_quantized(quantize_rows(x), weight, x.dtype, bias)
+
+
+def multiply_quantized(rows: RowScaledFp8, weight: Weight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """`scaled_linear` of rows that `quantize_rows` made of those of `dtype`."""
+    each, (data, scale) = F.ScalingType.RowWise, parts(weight)
     assert scale is not None, "which `multiplies`"
     return F.scaled_mm(
         rows.data, data.t(), rows.scale[:, None], each, scale.view(1, -1), each,
-        bias=bias, output_dtype=x.dtype, use_fast_accum=True,
+        bias=bias, output_dtype=dtype, use_fast_accum=True,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
 from ..mix import PLAIN, LogitScale
 from ..weight import Weight, is_quantized, parts
-from .best import key_of, merge_lse, merge_top, ordered, reduce_best
+from .best import behind_scale, merge_lse, merge_top, ordered, reduce_best, tile_key
 from .dependent import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
@@ -135,9 +135,7 @@ def _top_kernel(
     if ROUNDED:
         b_acc *= tl.load(row_scale_p + o_m, mask=m_m, other=0.0)[None, :]
     if LSE:
-        b_logit = b_acc.to(LOGIT).to(tl.float32) * multiplier
-        if CAPPED:
-            b_logit = cap * (2.0 / (1.0 + tl.exp(-2.0 * (b_logit / cap))) - 1.0)
+        b_logit = behind_scale(b_acc.to(LOGIT), multiplier, cap, CAPPED)
         b_logit = tl.where((o_n < N)[:, None], b_logit, -float("inf"))
         b_most = tl.max(b_logit, axis=0)
         b_base = tl.where(b_most == -float("inf"), 0.0, b_most)
@@ -145,12 +143,11 @@ def _top_kernel(
         tl.store(sums_p + i_n * M + o_m, tl.sum(tl.exp(b_logit - b_base[None, :]), axis=0), mask=m_m)
     b_order = ordered(b_acc.to(LOGIT))
     wide: tl.constexpr = LOGIT.is_fp32()
+    b_key = tile_key(b_order, i_n * BLOCK_N, tl.arange(0, BLOCK_N)[:, None], BLOCK_N, wide)
     if wide:
-        b_key = key_of(b_order, o_n[:, None])
         lowest = tl.full([], -(2**63), dtype=tl.int64)
         of_value = tl.full([], -(2**32), dtype=tl.int64)
     else:
-        b_key = (b_order & -BLOCK_N) | (BLOCK_N - 1 - tl.arange(0, BLOCK_N))[:, None]
         lowest = tl.full([], -(2**31), dtype=tl.int32)
         of_value = tl.full([], -BLOCK_N, dtype=tl.int32)
     b_key = tl.where((o_n < N)[:, None], b_key, lowest)

@@ -1,7 +1,7 @@
-"""The largest logits of stored rows, in Triton: one program a row, which is read once.
+"""The largest logits of stored rows, in Triton: one program a row, which is read once, or one a tile of it.
 
 A lane keeps the largest of the logits that pass through it. The largest of the row are in the lanes with the largest
-ones, so the second look is at as many lanes as logits are wanted.
+ones, so the second look is at as many lanes as logits are wanted. By tiles a row may come some columns at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,9 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import next_power_of_two
+from ..launch import next_power_of_two, pdl
+from ..mix import PLAIN, LogitScale
+from .best import behind_scale, merge_lse, merge_top, ordered, tile_key
+from .dependent import start_next, wait_for_previous
 
 LANES = 2048  # columns at a time
+TILE = 8192  # columns of a program where rows alone are too few: of fp16 in 32 bits, 13 bits are free for a column
+TILE_LANES = 1024  # of a tile: 16 bytes a thread, load by load
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -61,3 +66,100 @@ def row_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         PIECES=next_power_of_two(-(-vocabulary // lanes)), num_warps=4,
     )  # fmt: skip
     return values, columns
+
+
+@triton.jit(do_not_specialize=["M", "first"])
+def _tile_top_kernel(
+    logits_p, keys_p, counts_p, tops_p, sums_p, M, V, stride, first, multiplier, cap,
+    COUNT: tl.constexpr, C_BLOCK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
+    LSE: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest of TILE columns of a row, as keys and the largest first: keys [tiles, COUNT, M], counts [tiles].
+
+    The logits [M, V] are some columns of all, from tile `first` on. Where a tile has fewer than COUNT columns, what is
+    written besides is below every key.
+
+    LSE: the largest logit behind `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
+    """
+    i_m, i_t = tl.program_id(0), tl.program_id(1)
+    tile = first + i_t
+    p_tile, rest = logits_p + i_m.to(tl.int64) * stride + i_t * TILE, V - i_t * TILE
+    o_lane, o_c = tl.arange(0, LANES), tl.arange(0, C_BLOCK)
+    lowest = tl.full([], -(2**63), dtype=tl.int64) if WIDE else tl.full([], -(2**31), dtype=tl.int32)
+    b_most = tl.full([LANES], -float("inf"), dtype=tl.float32)
+    b_column = o_lane
+    wait_for_previous(PDL)
+    for start in tl.static_range(0, TILE, LANES):
+        b_x = tl.load(p_tile + start + o_lane, mask=start + o_lane < rest, other=-float("inf")).to(tl.float32)
+        larger = b_x > b_most  # which a NaN never is, nor what is tied and comes later
+        b_column = tl.where(larger, start + o_lane, b_column)
+        b_most = tl.where(larger, b_x, b_most)
+    start_next(PDL)
+    if LSE:
+        most = behind_scale(tl.max(b_most, axis=0), multiplier, cap, CAPPED)
+        base = tl.where(most == -float("inf"), 0.0, most)
+        b_sum = tl.zeros([LANES], dtype=tl.float32)
+        for start in tl.static_range(0, TILE, LANES):
+            b_x = tl.load(p_tile + start + o_lane, mask=start + o_lane < rest, other=-float("inf"))
+            b_exp = tl.exp(behind_scale(b_x, multiplier, cap, CAPPED) - base)
+            b_sum += tl.where(start + o_lane < rest, b_exp, 0.0)
+        tl.store(tops_p + tile * M + i_m, most)
+        tl.store(sums_p + tile * M + i_m, tl.sum(b_sum, axis=0))
+    b_top = tl.where(o_lane < rest, tile_key(ordered(b_most), tile * TILE, b_column, TILE, WIDE), lowest)
+    b_lane = tl.zeros([C_BLOCK], dtype=tl.int32)
+    for i in range(COUNT):
+        top = tl.max(b_top, axis=0)
+        lane = LANES - 1 - (top & (LANES - 1)).to(tl.int32)  # a key's lowest bits are those of its column, turned
+        b_lane = tl.where(o_c == i, lane, b_lane)
+        b_top = tl.where(b_top == top, lowest, b_top)
+
+    o_n = b_lane[:, None] + tl.arange(0, TILE // LANES)[None, :] * LANES
+    mask = (o_c < COUNT)[:, None] & (o_n < rest)
+    b_x = tl.load(p_tile + o_n, mask=mask, other=-float("inf"))
+    b_key = tl.where(mask, tile_key(ordered(b_x), tile * TILE, o_n, TILE, WIDE), lowest)
+    b_key = tl.reshape(b_key, [C_BLOCK * (TILE // LANES)])
+    b_found = tl.zeros([C_BLOCK], dtype=b_key.dtype)
+    for i in range(COUNT):
+        top = tl.max(b_key, axis=0)
+        b_found = tl.where(o_c == i, top, b_found)
+        b_key = tl.where(b_key == top, lowest, b_key)
+    tl.store(keys_p + (tile.to(tl.int64) * COUNT + o_c) * M + i_m, b_found, mask=o_c < COUNT)
+    tl.store(counts_p + tile, COUNT, mask=i_m == 0)
+
+
+class PartTops:
+    """The `count` largest logits of each row, whose `columns` come in parts of whole tiles.
+
+    Args:
+        dtype: of the logits.
+        scale: what stands behind the head; with it the log-sum-exp is wanted too.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, count: int, dtype: torch.dtype, device: torch.device, scale: LogitScale | None
+    ) -> None:
+        tiles, self._scale = -(-columns // TILE), scale
+        number = torch.int64 if dtype == torch.float32 else torch.int32
+        self._keys = torch.empty(tiles, count, rows, dtype=number, device=device)
+        self._counts = torch.empty(tiles, dtype=torch.int32, device=device)
+        self._tops, self._sums = torch.empty(2, tiles, rows, dtype=torch.float32, device=device)
+
+    def take(self, logits: Tensor, start: int) -> None:
+        """The part [M, V] from column `start` on, a multiple of TILE; it is not needed any longer then."""
+        (rows, columns), count = logits.shape, self._keys.shape[1]
+        scale = self._scale or PLAIN
+        _tile_top_kernel[(rows, -(-columns // TILE))](
+            logits, self._keys, self._counts, self._tops, self._sums, rows, columns, logits.stride(0), start // TILE,
+            scale.multiplier, scale.cap or 1.0,
+            COUNT=count, C_BLOCK=next_power_of_two(count), TILE=TILE, LANES=TILE_LANES,
+            WIDE=self._keys.dtype == torch.int64, LSE=self._scale is not None, CAPPED=scale.cap is not None,
+            num_warps=4, **pdl(logits),
+        )  # fmt: skip
+
+    def merged(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits fp32 [M, count], their columns int64 [M, count] and the log-sum-exp fp32 [M] behind the scale."""
+        values, ids = merge_top(self._keys, self._counts, TILE)
+        if self._scale is None:
+            return values, ids, None
+        self._scale.apply_(values)
+        return values, ids, merge_lse(self._tops, self._sums)
