@@ -50,6 +50,7 @@ from .triton.sample import rejection_sample, sample
 from .triton.tree_accept import accept_trees, move_rows_
 from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
+from .triton.tree_tell import promise_trees, tell_trees
 from .triton.walk import sampled_walk, walk
 from .weight import BlockScaledFp8, Operand, RowScaledFp8, Weight, dense, parts, values_of
 
@@ -84,12 +85,14 @@ __all__ = [
     "linear_top_lse",
     "mask_logits_",
     "move_rows_",
+    "promise_trees",
     "rejection_sample",
     "rope_write",
     "row_loss_",
     "row_top",
     "sample",
     "sampled_walk",
+    "tell_trees",
     "top_experts",
     "tree_attention",
     "walk",

@@ -202,6 +202,10 @@ class Ops(Protocol):
         self, trees: Trees, last_token: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, rows: int
     ) -> TreeRows: ...
 
+    def promise_trees(
+        self, trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int], rows: Sequence[int]
+    ) -> Tensor: ...
+
     def tree_attention(
         self,
         q: Tensor,
@@ -235,6 +239,10 @@ class Ops(Protocol):
         page_table: Tensor,
         page_size: int,
     ) -> None: ...
+
+    def tell_trees(
+        self, rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, promise: Tensor
+    ) -> Tensor: ...
 
     def mask_logits_(self, logits: Tensor, masks: Tensor, at: Tensor) -> None: ...
 

@@ -14,6 +14,8 @@ from .reference_tree import draft_children as draft_children
 from .reference_tree import grow_trees as grow_trees
 from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
+from .reference_tree import promise_trees as promise_trees
+from .reference_tree import tell_trees as tell_trees
 from .reference_tree import tree_attention as tree_attention
 from .tree import TreeRows
 from .weight import (

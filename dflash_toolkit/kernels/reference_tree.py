@@ -1,6 +1,7 @@
 """Plain torch definitions of what draft trees need of a decoding step, written for reading."""
 
 import heapq
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +158,39 @@ def cut_trees(
     )  # fmt: skip
 
 
+def promise_trees(
+    trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int], rows: Sequence[int]
+) -> Tensor:
+    """Sums of path probabilities over a batch.
+
+    Args:
+        trees: of B requests, all their nodes.
+        values, ranks, limits: that they are grown of, see `draft_children` and `grow_trees`.
+        blocks: lengths > 1, up to that of the block that was drafted, ascending.
+        rows: numbers of rows M > B that a step may have.
+
+    Returns:
+        fp32 [blocks, 1 + rows]: of the most probable chains of block - 1 tokens, and of the M - B likeliest nodes that
+        stand less than `block` behind their anchors.
+    """
+    batch, slots = values.shape[:2]
+    best = values[:, :, 0, 0]
+    if values.shape[2] > 1:  # behind the best candidate of the slot before
+        every, rank, along = torch.arange(batch, device=values.device), torch.zeros_like(limits).long(), list[Tensor]()
+        for slot in range(slots):
+            along.append(values[every, slot, rank, 0])
+            rank = ranks[every, slot, rank, 0].long()
+        best = torch.stack(along, dim=1)
+    within = torch.arange(slots, device=values.device) < limits[:, None]
+    accepted = best.cumsum(1).exp().where(within, 0.0).sum(0).cumsum(0)
+    chains = torch.stack([accepted[min(block - 1, slots) - 1] for block in blocks])
+    likely = trees.log_probs.exp().where(trees.depths > 0, 0.0)
+    kept = torch.stack([likely.where(trees.depths < block, 0.0).flatten() for block in blocks])
+    nodes = kept.sort(dim=1, descending=True).values.cumsum(1)
+    ends = [min(each - batch, nodes.shape[1]) - 1 for each in rows]
+    return torch.stack([chains, *(nodes[:, end] for end in ends)], dim=1)
+
+
 def tree_attention(
     q: Tensor,
     cache: Tensor,
@@ -268,3 +302,32 @@ def move_rows_(
         at = int(lengths[b]) + torch.arange(count, device=path.device)
         positions = page_table[b, at // page_size].long() * page_size + at % page_size
         cache[:, :, positions] = cache[:, :, rows.slots[path[b, :count]].long()]
+
+
+def tell_trees(rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, promise: Tensor) -> Tensor:
+    """What a step over trees tells the host.
+
+    Args:
+        hidden: [M, D], what the target made of the rows.
+        tokens, counts, path: of `accept_trees`, for P rows.
+        promise: of `promise_trees`.
+
+    Returns:
+        int64 in one dimension. Of each request 3 + P numbers: tokens committed, depth of its tree, whether a row of it
+        has a norm that is not finite, and its tokens, -1 behind such a row. Then all numbers of `path`, starts, tokens,
+        parents, depths and log-probabilities of the rows, and the promises, of numbers in fp32 their bits.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    broken = ~(torch.linalg.vector_norm(hidden, dim=-1, dtype=wide) < torch.inf)
+    owner = rows.requests.clamp(min=0).long()
+    none = torch.zeros(len(counts), dtype=torch.int64, device=counts.device)
+    depths = none.scatter_reduce(0, owner, rows.depths.long(), "amax")
+    spoils = none.scatter_reduce(0, owner, (broken & (rows.requests >= 0)).long(), "amax")
+    tokens = torch.where(broken[path], -1, tokens)
+    answers = torch.cat([torch.stack([counts.long(), depths, spoils], dim=1), tokens], dim=1)
+    said = rows.starts, rows.tokens, rows.parents, rows.depths, _bits(rows.log_probs), _bits(promise)
+    return torch.cat([answers.flatten(), path.flatten(), *(part.long() for part in said)])
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.flatten().view(torch.int32)

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ..kernels.tree import MOST_NODES, Trees
+from ..kernels.tree import MOST_NODES
 from .draft_length import BlockChooser
 from .request import StepShape
 from .timing import Shape, Times
@@ -73,38 +71,7 @@ class Promise:
 
     requests: int  # that were decoded
     batch: int  # rows of the batch that it was computed for
-    accepted: Sequence[Sequence[float]]  # of `promised`, for every block up to the one that was drafted
-
-
-def promised(trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int]) -> Tensor:
-    """Sums of path probabilities over a batch, on the device; a CUDA graph may hold it.
-
-    Args:
-        trees: of B requests, all their nodes.
-        values, ranks, limits: that they are grown of, see `draft_children` and `grow_trees`.
-        blocks: lengths > 1, up to that of the block that was drafted.
-
-    Returns:
-        fp32 [blocks, 1 + row buckets of B]: of the most probable chains of block - 1 tokens, and of the M - B likeliest
-        nodes that stand less than `block` behind their anchors.
-    """
-    batch, slots = values.shape[:2]
-    best = values[:, :, 0, 0]
-    if values.shape[2] > 1:  # behind the best candidate of the slot before
-        every, rank, along = torch.arange(batch, device=values.device), torch.zeros_like(limits).long(), list[Tensor]()
-        for slot in range(slots):
-            along.append(values[every, slot, rank, 0])
-            rank = ranks[every, slot, rank, 0].long()
-        best = torch.stack(along, dim=1)
-    within = torch.arange(slots, device=values.device) < limits[:, None]
-    accepted = best.cumsum(1).exp().where(within, 0.0).sum(0).cumsum(0)
-    chains = torch.stack([accepted[min(block - 1, slots) - 1] for block in blocks])
-    # for all blocks at once: every operation here is a kernel of a step
-    likely = trees.log_probs.exp().where(trees.depths > 0, 0.0)
-    kept = torch.stack([likely.where(trees.depths < block, 0.0).flatten() for block in blocks])
-    nodes = kept.sort(dim=1, descending=True).values.cumsum(1)
-    ends = [min(rows - batch, nodes.shape[1]) - 1 for rows in row_buckets(batch)]
-    return torch.stack([chains, *(nodes[:, end] for end in ends)], dim=1)
+    accepted: Sequence[Sequence[float]]  # of `promise_trees`, for every block up to the one that was drafted
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

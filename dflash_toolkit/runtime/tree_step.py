@@ -20,7 +20,7 @@ from ..draft_tree import offered_along
 from ..generation import Offered
 from ..kernels.tree import TreeRows, Trees
 from .batch_state import BatchState
-from .budget import Promise, promised, row_buckets
+from .budget import Promise, row_buckets
 from .capture import to_device
 from .feedback import Judged, judged
 from .proposer import Proposer
@@ -141,7 +141,8 @@ class TreeSteps:
         values[:, 0] += discounts[:, None, None]
         trees = ops.grow_trees(values, ranks, candidates, limits, self.nodes)
         tree = ops.cut_trees(trees, last, at.lengths, at.page_table, at.page_size, rows)
-        promise = promised(trees, values, ranks, limits, [each for each in self.promised if 1 < each <= block])
+        drafted = [each for each in self.promised if 1 < each <= block]
+        promise = ops.promise_trees(trees, values, ranks, limits, drafted, row_buckets(batch))
         if tokens is not None:
             tree = replace(tree, tokens=tokens[:rows])
         hidden, features = self._verifier.read_trees(trees, tree, at)
@@ -161,20 +162,7 @@ class TreeSteps:
             state.sampler.count(slice(0, batch), verdict.path, verdict.counts)
             taken = path.flatten()
             logprobs = state.sampler.logprobs(logits[taken], choice[taken], batch)
-        answers = self._answers(tree, hidden, verdict.path, verdict.counts, path)
-        said = tree.starts, tree.tokens, tree.parents, tree.depths, _bits(tree.log_probs), _bits(promise)
-        return torch.cat([answers.flatten(), path.flatten(), *(part.long() for part in said)]), logprobs
-
-    def _answers(self, tree: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor) -> Tensor:
-        """int64 [batch, 3 + S], see `Told`."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        broken = ~(torch.linalg.vector_norm(hidden, dim=-1, dtype=wide) < torch.inf)
-        owner = tree.requests.clamp(min=0).long()
-        none = torch.zeros(len(counts), dtype=torch.int64, device=counts.device)
-        depths = none.scatter_reduce(0, owner, tree.depths.long(), "amax")
-        spoils = none.scatter_reduce(0, owner, (broken & (tree.requests >= 0)).long(), "amax")
-        tokens = torch.where(broken[path], -1, tokens)
-        return torch.cat([torch.stack([counts.long(), depths, spoils], dim=1), tokens], dim=1)
+        return ops.tell_trees(tree, hidden, verdict.path, verdict.counts, path, promise), logprobs
 
     def read(
         self,
@@ -215,10 +203,6 @@ def _drafted(trees: Trees, tree: TreeRows, requests: Tensor) -> tuple[Tensor, Te
     paths = trees.paths[requests, places.clamp(max=trees.paths.shape[1] - 1)][:, 1:]
     inside = torch.arange(paths.shape[1], device=first.device) < tree.depths[:, None]
     return tree.tokens[torch.where(inside, first[:, None] + paths, 0)], inside
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.flatten().view(torch.int32).long()
 
 
 def _floats(bits: Tensor) -> np.ndarray:

@@ -1,10 +1,11 @@
-"""Time what a draft tree costs a step: its attention, its head, its growth, and the walk with what that moves.
+"""Time what a draft tree costs a step: its attention, its head, its growth, the walk with what that moves, the telling.
 
     python scripts/bench/tree.py --shape qwen3-8b --output tree.json
 
 Each in a CUDA graph; microseconds a call, of attention a layer, whose caches are different ones. Beside them is what a
 chain of as many rows takes: the attention of a block, the head's argmax, the walk along a chain. Trees are grown from
-drafts of which the best token is right --right of the time, and fill the rows.
+drafts of which the best token is right --right of the time, and fill the rows. What trees promise and what a step tells
+is also computed by the definitions, whose operations are a kernel each (`_reference_us`); promises are of whole trees.
 """
 
 import argparse
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from dflash_toolkit.benchmark import captured, setting
 from dflash_toolkit.files import write_json
-from dflash_toolkit.kernels import gpu
+from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.mix import PLAIN
 from dflash_toolkit.kernels.tree import MOST_NODES, TreeRows, Trees
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.models.spec import AttentionSpec, ModelSpec
+from dflash_toolkit.runtime.budget import row_buckets
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
 
@@ -33,6 +35,7 @@ PAGE, BLOCK, COUNT, WIDTH, RANK = (
     8,
     256,
 )  # tokens of a page and a draft block, candidates, children, selector
+PROMISED = (2, 4, 8, BLOCK)  # blocks
 LAYERS, CALLS, REPEATS = 8, 8, 20
 DEVICE = torch.device("cuda")
 
@@ -77,10 +80,16 @@ def built(
     found["pairs_children_us"] = us_of(again(gpu.draft_children, *of_pairs))
     found["grow_us"] = us_of(again(gpu.grow_trees, *grown))
     found["cut_us"] = us_of(again(gpu.cut_trees, *cut))
+    whole = gpu.grow_trees(*grown[:-1], MOST_NODES)
+    promise = (whole, values, ranks, limits, PROMISED, row_buckets(batch))
+    found["promise_us"] = us_of(again(gpu.promise_trees, *promise))
+    found["promise_reference_us"] = us_of(again(reference.promise_trees, *promise))
     return trees, gpu.cut_trees(*cut), found
 
 
-def measure(mixer: AttentionSpec, batch: int, rows: int, context: int, limit: int, right: float) -> dict[str, Any]:
+def measure(
+    mixer: AttentionSpec, hidden_size: int, batch: int, rows: int, context: int, limit: int, right: float
+) -> dict[str, Any]:
     """Of one shape of a step."""
     pages = -(-(context + MOST_NODES + 1) // PAGE)
     table = torch.zeros(batch, max(pages, -(-limit // PAGE)), device=DEVICE, dtype=torch.int32)
@@ -110,9 +119,14 @@ def measure(mixer: AttentionSpec, batch: int, rows: int, context: int, limit: in
         torch.zeros_like(lengths).long(),
         BLOCK,
     )
-    counts, _, path = gpu.accept_trees(*walk)
+    counts, tokens, path = gpu.accept_trees(*walk)
     found["accept_us"] = us_of(again(gpu.accept_trees, *walk))
     found["move_layer_us"] = us_of(again(gpu.move_rows_, cache, tree_rows, path, counts, *where)) / LAYERS
+    hidden = torch.randn(rows, hidden_size, device=DEVICE).bfloat16()
+    promise = torch.zeros(len(PROMISED), 1 + len(row_buckets(batch)), device=DEVICE)
+    told = (tree_rows, hidden, tokens, counts, path, promise)
+    found["tell_us"] = us_of(again(gpu.tell_trees, *told))
+    found["tell_reference_us"] = us_of(again(reference.tell_trees, *told))
     return {
         "batch": batch, "rows": rows, "context": context, "limit": limit, "used_rows": used,
         "deepest": int(tree_rows.depths.max()), "walked": float(counts.float().mean()), **found,
@@ -153,7 +167,7 @@ def main() -> None:
     for batch in args.batch:
         for context in args.context:
             for rows in (rows for rows in args.rows if rows > batch and rows <= batch * (MOST_NODES + 1)):
-                steps.append(measure(mixer, batch, rows, context, args.limit, args.right))
+                steps.append(measure(mixer, spec.hidden_size, batch, rows, context, args.limit, args.right))
     print(table_of(steps), flush=True)
     head = torch.randn(spec.vocab_size, spec.hidden_size, device=DEVICE).bfloat16()
     heads = [head_times(rows, head, RowScaledFp8.of(head)) for rows in (16, 128, 256, 512)]

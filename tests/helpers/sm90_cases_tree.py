@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import tree_accept, tree_attention, tree_build
+from dflash_toolkit.kernels.triton import tree_accept, tree_attention, tree_build, tree_tell
 
 STATES = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"scale": "fp32"}
 TREES = dict.fromkeys(("lengths_p", "starts_p", "requests_p", "depths_p", "paths_p", "pages_p"), "*i32")
@@ -10,11 +10,11 @@ INTS = dict.fromkeys(
     (
         "G", "H", "GROUP", "TILES", "width", "slots", "SPLITS", "stride_paths", "P", "columns", "stride_pages",
         "K", "C", "R", "B", "N", "M", "stride_unary", "stride_lse", "stride_candidates", "stride_state",
-        "numbers", "stride_side", "stride_slot",
+        "numbers", "stride_side", "stride_slot", "blocks", "D", "S", "stride", "promises",
     ), "i32",
 )  # fmt: skip
 ODD = ("G", "GROUP", "TILES", "width", "SPLITS", "stride_paths", "P", "columns", "stride_pages")
-ODD += ("K", "C", "B", "N", "M", "stride_lse")
+ODD += ("K", "C", "B", "N", "M", "stride_lse", "blocks", "S", "promises")
 CUTS = {
     False: {"SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024},
     True: {"SHORT": 1, "SHORT_SPLITS": 0, "LONG": 1 << 30},  # in one pass
@@ -46,6 +46,20 @@ def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
     return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
 
 
+def tell_case(kernel: object, warps: int, **constexprs: object) -> Case:
+    pointers = dict.fromkeys(("log_probs_p", "values_p", "promise_p"), "*fp32") | {"hidden_p": "*bf16"}
+    pointers |= dict.fromkeys(("ranks_p", "limits_p", "parents_p", "broken_p", "counts_p"), "*i32")
+    pointers |= dict.fromkeys(("row_tokens_p", "tokens_p", "path_p"), "*i64")
+    pointers["out_p"] = "*fp32" if kernel is tree_tell._promise_kernel else "*i64"
+    return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
+
+
+def promise_case(batch: int, families: int, warps: int) -> Case:
+    rows = (96, 128, 160, 192, 256)
+    sizes = {"N": 64, "W": 8, "Q": families, "ROWS": rows, "BUCKETS": len(rows), "B_BLOCK": batch, "N_BLOCK": 64}
+    return tell_case(tree_tell._promise_kernel, warps, **sizes)
+
+
 CASES = {
     "context": attention_case(tree_attention._prefix_kernel, whole=False, stages=3),
     "paths in one pass": attention_case(tree_attention._tail_kernel, whole=True, window=2048),
@@ -55,5 +69,11 @@ CASES = {
     "moved rows": build_case(tree_accept._move_rows_kernel, 4, P_BLOCK=16, PAGE=64, BLOCK=512),
     "cut of 64 requests": build_case(
         tree_build._cut_kernel, 16, B_BLOCK=64, N_BLOCK=64, M_BLOCK=256, PAGE=64, ROUNDS=13
+    ),
+    "promises of a request with pairs": promise_case(1, 16, 1),
+    "promises of 64 requests": promise_case(64, 1, 8),
+    "broken rows": tell_case(tree_tell._broken_rows_kernel, 8, BLOCK=4096),
+    "what is told": tell_case(
+        tree_tell._tell_trees_kernel, 2, R_BLOCK=128, S_BLOCK=16, B_BLOCK=128, M_BLOCK=256, P_BLOCK=32
     ),
 }

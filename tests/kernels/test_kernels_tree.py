@@ -31,7 +31,7 @@ from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.hopper import tree_attention as tree_hopper
 from dflash_toolkit.kernels.mix import LogitScale
 from dflash_toolkit.kernels.tree import TreeRows, Trees
-from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_attention, tree_build, walk
+from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_attention, tree_build, tree_tell, walk
 from dflash_toolkit.kernels.weight import RowScaledFp8
 
 
@@ -361,6 +361,74 @@ def test_walks_are_those_of_the_definition_and_what_they_accept_is_moved(
         at = pages.one(b).slots(nodes + 1)[0]
         assert torch.equal(moved[:, :, at[:count]], cache[:, :, tree_rows.slots[path[b, :count]].long()])
         assert torch.equal(moved[:, :, at[max(count, 1) :]], cache[:, :, at[max(count, 1) :]])
+
+
+# ---- what a step tells -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels of `tree_tell` are to fill holds a number that nothing should be."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape, -77, **how))
+
+
+PROMISES = [  # B, K, W, N, limits, blocks, rows
+    (1, 1, 1, 8, (1,), (2,), (2, 9, 16)),
+    (3, 15, 8, 64, (15, 0, 4), (2, 4, 8, 16), (4, 16, 100, 195)),
+    (8, 15, 1, 15, (15, 3, 15, 0, 15, 15, 1, 9), (2, 4, 8, 16), (16, 64, 128)),  # chains
+    (33, 5, 3, 23, (5, 2, 0) * 11, (3, 6), (48, 160, 256)),
+]
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize(("paired", "ties"), [(False, True), (True, False)], ids=["slots", "pairs"])
+@pytest.mark.parametrize(("batch", "slots", "width", "nodes", "limits", "blocks", "rows"), PROMISES)
+def test_what_trees_promise_is_as_exact_as_the_definition(
+    batch: int, slots: int, width: int, nodes: int, limits: tuple[int, ...], blocks: tuple[int, ...],
+    rows: tuple[int, ...], paired: bool, ties: bool,
+) -> None:  # fmt: skip
+    values = -randn(batch, slots, 8 if paired else 1, 8).abs() / 4
+    values[0, 0] -= 40 * (batch > 1)  # a tree that promises next to nothing
+    values[-1, :, :, -1] = -math.inf
+    values = (values * 4).round() / 4 if ties else values
+    values, ranks = (part[..., :width].contiguous() for part in values.sort(dim=-1, descending=True, stable=True))
+    candidates = torch.zeros(batch, slots, 8, dtype=torch.int64, device=DEVICE)
+    given = ranks.int(), integers(limits)
+    trees = definition.grow_trees(values, given[0], candidates, given[1], nodes)
+    asked = *given, blocks, rows
+    found, again = (tree_tell.promise_trees(trees, values, *asked) for _ in range(2))
+    assert torch.equal(found, again)
+    exactly = replace(trees, log_probs=trees.log_probs.double())
+    exact = definition.promise_trees(exactly, values.double(), *asked)
+    slack = 8 * torch.finfo(torch.float32).eps * exact.max().item()  # the exponent of a power of two is rounded
+    assert_as_exact_as_torch(found, definition.promise_trees(trees, values, *asked), exact, slack)
+
+
+TOLD = [(1, 1, 8, 2, 40), (3, 7, 20, 40, 129), (8, 15, 64, 128, 16), (33, 5, 12, 80, 70)]  # B, K, N, M, D
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize(("batch", "slots", "nodes", "rows", "width", "dtype"), in_turn(TOLD))
+def test_what_a_step_tells_is_that_of_the_definition(
+    batch: int, slots: int, nodes: int, rows: int, width: int, dtype: torch.dtype
+) -> None:
+    pages = make_pages((9,) * batch, nodes + 1, 16, 1, 8)
+    limits = [slots - b % 3 if b % 4 < 3 else 0 for b in range(batch)]
+    trees = random_trees(batch, slots, nodes, limits=limits)
+    tree_rows = rows_of(trees, pages, rows)
+    choice, numbers = choices_along(tree_rows, trees, 2), torch.arange(batch, device=DEVICE)
+    counts, tokens, path = definition.accept_trees(
+        tree_rows, choice, numbers % 4 != 1, pages.lengths.clone(), numbers.clone(), slots + 1
+    )
+    promise, wide = randn(3, 5), randn(rows, width + 3).to(dtype)
+    hidden = wide[:, :width]
+    wide[:, width:] = math.nan  # of other columns
+    for broken in ((), (path[-1, 0],), (-1,), range(rows)):  # none, an anchor, a leaf or padding, all
+        for row in broken:
+            hidden[row, width // 2] = (math.nan, math.inf, -math.inf, torch.finfo(dtype).max)[int(row) % 4]
+        told = tree_rows, hidden, tokens, counts, path, promise
+        found, expected = tree_tell.tell_trees(*told), definition.tell_trees(*told)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("write", [rope.rope_write, reference.rope_write], ids=["kernel", "definition"])

@@ -1,0 +1,156 @@
+"""What a step over draft trees tells, in Triton: what its trees promise, and one row of integers for the host."""
+
+# mypy: disable-error-code="no-untyped-def"
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import next_power_of_two, pdl
+from ..tree import MOST_NODES, TreeRows, Trees
+from .dependent import start_next, wait_for_previous
+
+SLOTS = tl.constexpr(64)  # of a block, more than trees are deep
+MOST_SUMMED = 512  # nodes of a warp
+
+
+@triton.jit(do_not_specialize=["blocks", "B", "K"])
+def _promise_kernel(
+    depths_p, log_probs_p, values_p, ranks_p, limits_p, out_p, blocks, B, K,
+    N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BUCKETS: tl.constexpr,
+    B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One sum: of a block, the chains' or that of the likeliest nodes for one of so many ROWS.
+
+    Bit S - 2 of `blocks` stands for a block of S. Nodes are not sorted: a search by halves finds the probability of the
+    last one that has a row, and whatever is equal to it counts as often as there are rows left.
+    """
+    i_s, i_r = tl.program_id(0), tl.program_id(1)
+    o_s = tl.arange(0, SLOTS)
+    b_before = tl.cumsum(((blocks.to(tl.int64) >> o_s.to(tl.int64)) & 1).to(tl.int32), axis=0)
+    block = 2 + tl.sum((b_before <= i_s).to(tl.int32), axis=0)
+    wait_for_previous(PDL)
+    start_next(PDL)
+    if i_r == 0:
+        o_b = tl.arange(0, B_BLOCK)
+        m_b = o_b < B
+        b_limit = tl.load(limits_p + o_b, mask=m_b, other=0)
+        b_path, b_sum = tl.zeros([B_BLOCK], dtype=tl.float32), tl.zeros([B_BLOCK], dtype=tl.float32)
+        b_rank = tl.zeros([B_BLOCK], dtype=tl.int32)
+        for slot in range(tl.minimum(block - 1, K)):
+            o_x = ((o_b * K + slot) * Q + b_rank) * W
+            b_path += tl.load(values_p + o_x, mask=m_b, other=0.0)
+            b_sum += tl.where(slot < b_limit, tl.exp(b_path), 0.0)
+            if Q > 1:  # behind the best candidate of the slot before
+                b_rank = tl.load(ranks_p + o_x, mask=m_b, other=0)
+        total = tl.sum(b_sum, axis=0)
+    else:
+        wanted = -B
+        for i in tl.static_range(BUCKETS):
+            wanted += tl.where(i_r == i + 1, ROWS[i], 0)
+        o_x = tl.arange(0, B_BLOCK * N_BLOCK)
+        i_b, i_n = o_x // N_BLOCK, o_x % N_BLOCK
+        there = (i_b < B) & (i_n < N)
+        b_depth = tl.load(depths_p + i_b * N + i_n, mask=there, other=0)
+        there = (b_depth > 0) & (b_depth < block)
+        b_log = tl.load(log_probs_p + i_b * N + i_n, mask=there, other=-float("inf"))
+        b_p = tl.where(there, tl.exp(b_log), 0.0)
+        b_bits = b_p.to(tl.int32, bitcast=True)  # in the order of probabilities, as none is negative
+        low, high = wanted * 0, wanted * 0 + 0x3F800000  # the bits of 1
+        for _ in range(30):
+            middle = (low + high + 1) >> 1
+            enough = tl.sum((b_bits >= middle).to(tl.int32), axis=0) >= wanted
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+        left = wanted - tl.sum((b_bits > low).to(tl.int32), axis=0)
+        total = tl.sum(tl.where(b_bits > low, b_p, 0.0), axis=0) + left * low.to(tl.float32, bitcast=True)
+    tl.store(out_p + i_s * (1 + BUCKETS) + i_r, total)
+
+
+@triton.jit
+def _broken_rows_kernel(hidden_p, broken_p, D, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Whether a row's norm is not finite, as 0 or 1."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    b_x = tl.load(hidden_p + i_m * stride + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    start_next(PDL)
+    total = tl.sum(b_x * b_x, axis=0)
+    tl.store(broken_p + i_m, tl.where(total < float("inf"), 0, 1))  # 1 of NaN too
+
+
+@triton.jit(do_not_specialize=["B", "M", "S", "promises"])
+def _tell_trees_kernel(
+    starts_p, row_tokens_p, parents_p, depths_p, log_probs_p, broken_p, tokens_p, counts_p, path_p, promise_p, out_p,
+    B, M, S, promises,
+    R_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The answer of one request; behind the last one a program copies what is of all."""
+    i_b = tl.program_id(0)
+    path_out_p = out_p + B * (3 + S)
+    rest_p = path_out_p + B * S
+    wait_for_previous(PDL)
+    start_next(PDL)
+    if i_b < B:
+        start = tl.load(starts_p + i_b)
+        o_r, o_s = start + tl.arange(0, R_BLOCK), tl.arange(0, S_BLOCK)
+        m_r, m_s = o_r < tl.load(starts_p + i_b + 1), o_s < S
+        b_path = tl.load(path_p + i_b * S + o_s, mask=m_s, other=0)
+        b_token = tl.load(tokens_p + i_b * S + o_s, mask=m_s, other=0)
+        b_broken = tl.load(broken_p + b_path, mask=m_s, other=0)
+        answer_p = out_p + i_b * (3 + S)
+        tl.store(answer_p, tl.load(counts_p + i_b).to(tl.int64))
+        tl.store(answer_p + 1, tl.max(tl.load(depths_p + o_r, mask=m_r, other=0), axis=0).to(tl.int64))
+        tl.store(answer_p + 2, tl.max(tl.load(broken_p + o_r, mask=m_r, other=0), axis=0).to(tl.int64))
+        tl.store(answer_p + 3 + o_s, tl.where(b_broken > 0, -1, b_token), mask=m_s)
+        tl.store(path_out_p + i_b * S + o_s, b_path, mask=m_s)
+    else:
+        o_b, o_m, o_p = tl.arange(0, B_BLOCK), tl.arange(0, M_BLOCK), tl.arange(0, P_BLOCK)
+        m_b, m_m, m_p = o_b <= B, o_m < M, o_p < promises
+        tl.store(rest_p + o_b, tl.load(starts_p + o_b, mask=m_b, other=0).to(tl.int64), mask=m_b)
+        rest_p += B + 1
+        tl.store(rest_p + o_m, tl.load(row_tokens_p + o_m, mask=m_m, other=0), mask=m_m)
+        tl.store(rest_p + M + o_m, tl.load(parents_p + o_m, mask=m_m, other=0).to(tl.int64), mask=m_m)
+        tl.store(rest_p + 2 * M + o_m, tl.load(depths_p + o_m, mask=m_m, other=0).to(tl.int64), mask=m_m)
+        b_log = tl.load(log_probs_p + o_m, mask=m_m, other=0.0)
+        tl.store(rest_p + 3 * M + o_m, b_log.to(tl.int32, bitcast=True).to(tl.int64), mask=m_m)
+        b_promise = tl.load(promise_p + o_p, mask=m_p, other=0.0)
+        tl.store(rest_p + 4 * M + o_p, b_promise.to(tl.int32, bitcast=True).to(tl.int64), mask=m_p)
+
+
+def promise_trees(
+    trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int], rows: Sequence[int]
+) -> Tensor:
+    """Sums of path probabilities over a batch, fp32 [blocks, 1 + rows]; see the reference. Blocks ascend."""
+    (batch, nodes), (slots, families, width) = trees.depths.shape, values.shape[1:]
+    assert [*blocks] == sorted({*blocks}) and blocks[0] > 1 and blocks[-1] <= SLOTS.value
+    out = torch.empty(len(blocks), 1 + len(rows), dtype=torch.float32, device=values.device)
+    b_block, n_block = next_power_of_two(batch), next_power_of_two(nodes)
+    _promise_kernel[out.shape](
+        trees.depths, trees.log_probs, values, ranks, limits, out, sum(1 << block - 2 for block in blocks), batch,
+        slots, N=nodes, W=width, Q=families, ROWS=(*rows,), BUCKETS=len(rows), B_BLOCK=b_block, N_BLOCK=n_block,
+        num_warps=max(1, min(8, b_block * n_block // MOST_SUMMED)), **pdl(values),
+    )  # fmt: skip
+    return out
+
+
+def tell_trees(rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, promise: Tensor) -> Tensor:
+    """What a step tells the host, int64 in one dimension; see the reference. The trees are of at most MOST_NODES."""
+    (batch, depth), (m, width), device = path.shape, hidden.shape, path.device
+    assert hidden.dtype != torch.float64 and hidden.stride(1) == 1
+    broken = torch.empty(m, dtype=torch.int32, device=device)
+    block = next_power_of_two(width)
+    _broken_rows_kernel[(m,)](
+        hidden, broken, width, hidden.stride(0), BLOCK=block, num_warps=max(1, min(8, block // 512)), **pdl(hidden)
+    )
+    told = batch * (4 + 2 * depth) + 1 + 4 * m + promise.numel()
+    out = torch.empty(told, dtype=torch.int64, device=device)
+    _tell_trees_kernel[(batch + 1,)](
+        rows.starts, rows.tokens, rows.parents, rows.depths, rows.log_probs, broken, tokens, counts, path, promise, out,
+        batch, m, depth, promise.numel(), R_BLOCK=next_power_of_two(min(MOST_NODES, m - batch) + 1),
+        S_BLOCK=next_power_of_two(depth), B_BLOCK=next_power_of_two(batch + 1), M_BLOCK=next_power_of_two(m),
+        P_BLOCK=next_power_of_two(promise.numel()), num_warps=2, **pdl(hidden),
+    )  # fmt: skip
+    return out
