@@ -30,7 +30,7 @@ from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
 from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
-from .launch import MAX_ROWS
+from .launch import MAX_ROWS, keys_are_split
 from .mix import LogitScale
 from .tree import TreeRows
 from .triton import attention, delta, fp8_blocks
@@ -61,6 +61,7 @@ __all__ = [
     "add_rms_norm_quantized",
     "block_attention",
     "block_conv",
+    "chain_attention",
     "context_write",
     "conv_add_rms_norm",
     "cut_trees",
@@ -254,8 +255,25 @@ def tree_attention(
     window: int = 0,
 ) -> Tensor:
     """Attention [M, N H] of rows of trees, q [M, N, H], over the pages in cache [2, slots, G, H]; see the reference."""
-    hopper = hopper_tree_attention.launch if hopper_attention.fits(q, cache, page_size) else None
-    return _tree_attention(q, cache, lengths, page_table, page_size, rows, paths, window, hopper)
+    fits, where = hopper_attention.fits(q, cache, page_size), (cache, lengths, page_table, page_size, rows)
+    if keys_are_split(len(lengths), len(lengths)):
+        return _tree_attention(q, *where, paths, window, hopper_tree_attention.launch if fits else None)
+    return attention.masked_attention(q, *where, paths.shape[1], window, hopper_attention.launch if fits else None)
+
+
+def chain_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    longest: int,
+    window: int = 0,
+) -> Tensor:
+    """Attention [M, N H] of rows of chains, q [M, N, H], over pages in cache [2, slots, G, H]; see the reference."""
+    hopper = hopper_attention.launch if hopper_attention.fits(q, cache, page_size) else None
+    return attention.chain_attention(q, cache, lengths, page_table, page_size, rows, longest, window, hopper)
 
 
 def delta_chunk(

@@ -218,6 +218,18 @@ class Ops(Protocol):
         window: int = 0,
     ) -> Tensor: ...
 
+    def chain_attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        lengths: Tensor,
+        page_table: Tensor,
+        page_size: int,
+        rows: TreeRows,
+        longest: int,
+        window: int = 0,
+    ) -> Tensor: ...
+
     def accept_trees(
         self,
         rows: TreeRows,

@@ -9,6 +9,7 @@ from torch import Tensor
 from .delta import DeltaMemory
 from .mix import LossMix, RowTerms
 from .reference_tree import accept_trees as accept_trees
+from .reference_tree import chain_attention as chain_attention
 from .reference_tree import cut_trees as cut_trees
 from .reference_tree import draft_children as draft_children
 from .reference_tree import grow_trees as grow_trees

@@ -84,6 +84,8 @@ def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     log_probs = torch.full(shape, -torch.inf, device=device)
     paths = torch.zeros(batch, nodes + 1, slots + 1, dtype=torch.int32, device=device)
+    ancestors = torch.zeros_like(tokens)
+    bits = torch.ones_like(tokens[0]) << torch.arange(nodes, device=device)
     for b, limit in enumerate(limits.tolist()):
         grown = _grow(values[b].cpu(), ranks[b].cpu(), min(limit, slots), nodes)
         for i, (depth, parent, rank, log_prob) in enumerate(grown):
@@ -91,7 +93,8 @@ def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor
             depths[b, i], log_probs[b, i] = depth, log_prob
             paths[b, i + 1] = paths[b, parent]
             paths[b, i + 1, depth] = i + 1
-    return Trees(tokens, parents, depths, log_probs, paths)
+            ancestors[b, i] = bits[paths[b, i + 1, 1 : depth + 1].long() - 1].sum()
+    return Trees(tokens, parents, depths, log_probs, paths, ancestors)
 
 
 def _grow(values: Tensor, ranks: Tensor, limit: int, nodes: int) -> list[tuple[int, int, int, Tensor]]:
@@ -138,23 +141,24 @@ def cut_trees(
     for b, (length, table) in enumerate(zip(lengths.tolist(), page_table.tolist(), strict=True)):
         start = starts[-1]
         for place in range(1 + kept.count(b)):
-            parent, depth, token, log_prob = 0, 0, int(last_token[b]), 0.0
+            parent, depth, token, above, log_prob = 0, 0, int(last_token[b]), 0, 0.0
             if place:
-                parent, depth, token = (int(t[b, place - 1]) for t in (trees.parents, trees.depths, trees.tokens))
+                node = (trees.parents, trees.depths, trees.tokens, trees.ancestors)
+                parent, depth, token, above = (int(part[b, place - 1]) for part in node)
                 log_prob = float(trees.log_probs[b, place - 1])
             slot = table[(length + place) // page_size] * page_size + (length + place) % page_size
-            found.append((b, start + parent, depth, token, length + depth, slot))
+            found.append((b, start + parent, depth, token, length + depth, slot, above))
             log_probs.append(log_prob)
         starts.append(len(found))
-    found += [(-1, row, 0, 0, 0, 0) for row in range(len(found), rows)]
+    found += [(-1, row, 0, 0, 0, 0, 0) for row in range(len(found), rows)]
     log_probs += [0.0] * (rows - len(log_probs))
     device = lengths.device
-    requests, parents, depths, tokens, positions, slots = (
+    requests, parents, depths, tokens, positions, slots, ancestors = (
         torch.tensor(part, dtype=torch.int64, device=device) for part in zip(*found, strict=True)
     )
     return TreeRows(
         torch.tensor(starts, dtype=torch.int32, device=device), requests.int(), parents.int(), depths.int(), tokens,
-        positions.int(), slots.int(), torch.tensor(log_probs, dtype=torch.float32, device=device),
+        positions.int(), slots.int(), torch.tensor(log_probs, dtype=torch.float32, device=device), ancestors,
     )  # fmt: skip
 
 
@@ -227,6 +231,25 @@ def tree_attention(
         k, v = (kept[slots].transpose(0, 1)[None] for kept in cache)
         out[row] = F.scaled_dot_product_attention(q[row, :, None][None], k, v, enable_gqa=True).flatten()
     return out
+
+
+def chain_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    longest: int,
+    window: int = 0,
+) -> Tensor:
+    """`tree_attention` of trees in which no node has a sibling: a request's rows are a block of their own number.
+
+    Args:
+        longest: rows that a request has at most.
+    """
+    paths = torch.arange(longest, device=q.device).expand(len(lengths), longest, longest)
+    return tree_attention(q, cache, lengths, page_table, page_size, rows, paths, window)
 
 
 def accept_trees(

@@ -20,6 +20,7 @@ class Trees:
     depths: Tensor  # int32 [B, N]; 0: there is no such node, nor one behind it
     log_probs: Tensor  # fp32 [B, N], of the path from the anchor
     paths: Tensor  # int32 [B, N + 1, K + 1], of each place those of the path to it, its own the last; behind that any
+    ancestors: Tensor  # int64 [B, N], bit i: node i is on the path, the node itself too
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +39,4 @@ class TreeRows:
     positions: Tensor  # int32 [M], lengths[b] + depth; 0 of padding
     slots: Tensor  # int32 [M], of the cache; of padding 0, in the null block
     log_probs: Tensor  # fp32 [M]; 0 of an anchor and of padding
+    ancestors: Tensor  # int64 [M], as of `Trees`; 0 of an anchor and of padding

@@ -42,6 +42,7 @@ class Rows:
     states: States | None = None  # where layers are recurrent
     tree: TreeRows | None = None
     paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; beside `tree`
+    chains: bool = False  # whether no node of `tree` has a sibling
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,11 @@ class Attention:
         if (tree := rows.tree) is not None:
             assert rows.paths is not None and spec.causal
             q = ops.rope_write(*qkv, tree.positions, pages, cache, size, gated=spec.gated, at=tree.slots)
-            mixed = ops.tree_attention(q, cache, lengths, pages, size, tree, rows.paths, spec.window)
+            if rows.chains:
+                longest = min(rows.paths.shape[1:])
+                mixed = ops.chain_attention(q, cache, lengths, pages, size, tree, longest, spec.window)
+            else:
+                mixed = ops.tree_attention(q, cache, lengths, pages, size, tree, rows.paths, spec.window)
         else:
             q = ops.rope_write(*qkv, lengths, pages, cache, size, counts, gated=spec.gated)
             mixed = ops.block_attention(

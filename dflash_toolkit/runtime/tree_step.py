@@ -145,7 +145,8 @@ class TreeSteps:
         promise = ops.promise_trees(trees, values, ranks, limits, drafted, row_buckets(batch))
         if tokens is not None:
             tree = replace(tree, tokens=tokens[:rows])
-        hidden, features = self._verifier.read_trees(trees, tree, at)
+        chains = self.width == 1
+        hidden, features = self._verifier.read_trees(trees, tree, at, chains=chains)
         requests, logits = tree.requests.clamp(min=0).long(), None
         if mode == Mode.FULL:
             behind = tree.positions, *_drafted(trees, tree, requests)
@@ -154,7 +155,7 @@ class TreeSteps:
             choice = state.sampler.choose_each(hidden, target.head, requests, tree.positions)
         else:
             choice = state.sampler.greedy(hidden, target.head)
-        verdict, path = self._verifier.commit_trees(tree, choice, state, at.lengths, block, chains=self.width == 1)
+        verdict, path = self._verifier.commit_trees(tree, choice, state, at.lengths, block, chains=chains)
         if features is not None:
             self._proposer.write_context(features.index_select(0, path.flatten()), at, verdict.counts)
         logprobs = None

@@ -57,10 +57,16 @@ class Verifier:
         hidden, features = self.forward(ids.flatten(), rows)
         return hidden.unflatten(0, ids.shape), features
 
-    def read_trees(self, trees: Trees, tree: TreeRows, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """Run over rows of trees behind the contexts of `rows`: states [M, D] and features, see `forward`."""
+    def read_trees(
+        self, trees: Trees, tree: TreeRows, rows: Rows, *, chains: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run over rows of trees behind the contexts of `rows`: states [M, D] and features, see `forward`.
+
+        Args:
+            chains: whether no node has a sibling.
+        """
         states = None if rows.states is None else replace(rows.states, counts=tree.starts.diff())
-        return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths, states=states))
+        return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths, chains=chains, states=states))
 
     def commit(self, draft: Tensor, choice: Tensor, state: BatchState) -> Verdict:
         """Judge drafts [B, S - 1] by the choices [B, S], for the first rows of the batch, whose state it advances."""

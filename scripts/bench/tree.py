@@ -3,9 +3,10 @@
     python scripts/bench/tree.py --shape qwen3-8b --output tree.json
 
 Each in a CUDA graph; microseconds a call, of attention a layer, whose caches are different ones. Beside them is what a
-chain of as many rows takes: the attention of a block, the head's argmax, the walk along a chain. Trees are grown from
-drafts of which the best token is right --right of the time, and fill the rows. What trees promise and what a step tells
-is also computed by the definitions, whose operations are a kernel each (`_reference_us`); promises are of whole trees.
+chain of as many rows takes: the attention of a block, the head's argmax, the walk along a chain. Chains of own length
+have their own attention, and beside it what they take as trees. Trees are grown from drafts of which the best token is
+right --right of the time, and fill the rows. What trees promise and what a step tells is also computed by the
+definitions, whose operations are a kernel each (`_reference_us`); promises are of whole trees.
 """
 
 import argparse
@@ -87,6 +88,18 @@ def built(
     return trees, gpu.cut_trees(*cut), found
 
 
+def chains_of(batch: int, rows: int, lengths: Tensor, table: Tensor, right: float) -> tuple[Trees, TreeRows]:
+    """Chains of own length for as many rows as they fill."""
+    unary, lse, candidates = drafts(batch, right)
+    calibration = torch.zeros(BLOCK, dtype=torch.float64, device=DEVICE)
+    calibration[0] = 1.0
+    limits = torch.full((batch,), BLOCK - 1, dtype=torch.int32, device=DEVICE)
+    children = gpu.draft_children(unary, lse, candidates, calibration, 1)
+    trees = gpu.grow_trees(*children, candidates, limits, BLOCK - 1)
+    last = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+    return trees, gpu.cut_trees(trees, last, lengths, table, PAGE, rows)
+
+
 def measure(
     mixer: AttentionSpec, hidden_size: int, batch: int, rows: int, context: int, limit: int, right: float
 ) -> dict[str, Any]:
@@ -101,6 +114,13 @@ def measure(
     where = (lengths, table, PAGE)
     found["attention_us"] = us_of(
         lambda: [gpu.tree_attention(q, part, *where, tree_rows, trees.paths) for part in cache], LAYERS
+    )
+    chains, chain_rows = chains_of(batch, rows, lengths, table, right)
+    found["chain_attention_us"] = us_of(
+        lambda: [gpu.chain_attention(q, part, *where, chain_rows, BLOCK) for part in cache], LAYERS
+    )
+    found["chain_attention_as_trees_us"] = us_of(
+        lambda: [gpu.tree_attention(q, part, *where, chain_rows, chains.paths) for part in cache], LAYERS
     )
     block = rows // batch
     found["block_attention_us"] = us_of(
@@ -129,6 +149,7 @@ def measure(
     found["tell_reference_us"] = us_of(again(reference.tell_trees, *told))
     return {
         "batch": batch, "rows": rows, "context": context, "limit": limit, "used_rows": used,
+        "chain_rows": int(chain_rows.starts[-1]),
         "deepest": int(tree_rows.depths.max()), "walked": float(counts.float().mean()), **found,
     }  # fmt: skip
 

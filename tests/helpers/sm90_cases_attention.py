@@ -8,7 +8,7 @@ from torch import Tensor
 from dflash_toolkit.kernels.hopper import attention as hopper
 from dflash_toolkit.kernels.hopper import tree_attention as hopper_tree
 from dflash_toolkit.kernels.tree import TreeRows
-from dflash_toolkit.kernels.triton.attention import block_attention
+from dflash_toolkit.kernels.triton.attention import block_attention, chain_attention, masked_attention
 from dflash_toolkit.kernels.triton.tree_attention import tree_attention
 
 HEADS = {128: (8, 4), 64: (2, 7)}  # KV heads, and queries of each
@@ -34,11 +34,26 @@ def blocks(
     return lambda: block_attention(*arguments, causal=causal, window=window, counts=counts, hopper=hopper.launch)
 
 
+def rows_of(batch: int, m: int) -> TreeRows:
+    return TreeRows(integers(batch + 1), *(integers(m) for _ in range(6)), integers(m).float(), integers(m).long())
+
+
+def chains(head: int, batch: int, window: int = 0) -> Callable[[], object]:
+    q, *others = operands(head, batch, 10 * batch, 33)
+    rows = rows_of(batch, len(q))
+    return lambda: chain_attention(q, *others, 64, rows, 16, window, hopper.launch)
+
+
 def trees(head: int, batch: int, window: int = 0, pages: int = 33) -> Callable[[], object]:
     q, *others = operands(head, batch, 40 * batch, pages)
-    m = len(q)
-    rows = TreeRows(integers(batch + 1), *(integers(m) for _ in range(6)), q[:, 0, 0].float())
+    rows = rows_of(batch, len(q))
     return lambda: tree_attention(q, *others, 64, rows, integers(batch, 41, 16), window, hopper_tree.launch)
+
+
+def masked(head: int, batch: int, window: int = 0) -> Callable[[], object]:
+    q, *others = operands(head, batch, 40 * batch, 33)
+    rows = rows_of(batch, len(q))
+    return lambda: masked_attention(q, *others, 64, rows, 64, window, hopper.launch)
 
 
 CASES = {  # of one request keys are split, of eight in pairs of splits, of more than that not at all
@@ -50,9 +65,15 @@ CASES = {  # of one request keys are split, of eight in pairs of splits, of more
 } | {
     "window": blocks(128, 12, causal=True, window=2048),
     "padded": blocks(128, 12, causal=True, padded=True),
+    "a chain": chains(128, 1),
+    "chains of 8 requests": chains(128, 8),
+    "chains of 12 requests": chains(128, 12),
+    "chains, a window, heads of 64": chains(64, 12, 2048),
+    "trees in one pass": masked(128, 12),
+    "trees in one pass, a window": masked(128, 12, 2048),
+    "trees in one pass, heads of 64": masked(64, 12),
     "trees of a request": trees(128, 1),
     "trees of 8 requests": trees(128, 8),
-    "trees of 12 requests": trees(128, 12),
     "trees, a window, heads of 64": trees(64, 8, 2048),
-    "trees of 12 requests of a page, heads of 64": trees(64, 12, pages=1),
+    "trees of 6 requests of a page, heads of 64": trees(64, 6, pages=1),
 }  # fmt: skip

@@ -33,13 +33,15 @@ def ints(kernel: object) -> dict[str, str]:
     return {name: kind for name, kind in INTS.items() if name in kernel.arg_names}
 
 
-def attention_case(whole: bool, causal: bool, counted: bool = False) -> Case:
+def attention_case(whole: bool, causal: bool, counted: bool = False, ragged: bool = False, window: int = 0) -> Case:
     kernel = attention._attention_kernel
     constexprs = SHARED | {
-        "KEYS": 64, "PAGE": 64, "WHOLE": whole, "COUNTED": counted, "CAUSAL": causal, "WINDOW": 0, "EVEN_H": True,
+        "KEYS": 64, "PAGE": 64, "WHOLE": whole, "RAGGED": ragged, "TREE": ragged and not causal, "COUNTED": counted,
+        "CAUSAL": causal, "WINDOW": window, "EVEN_H": True,
     }  # fmt: skip
     pointers = dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16") | dict.fromkeys(ROWS, "*i32")
-    pointers |= {"pages_p": "*i32"} | dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"scale": "fp32"}
+    pointers |= {"pages_p": "*i32"} | dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32")
+    pointers |= {"starts_p": "*i32", "depths_p": "*i32", "ancestors_p": "*i64", "scale": "fp32"}
     return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
 
 
@@ -91,6 +93,10 @@ CASES = {
     "attention whole free": attention_case(whole=True, causal=False),
     "attention of a padded prefill": attention_case(True, True, counted=True),
     "attention of a short padded prefill": attention_case(False, True, counted=True),
+    "attention of chains": attention_case(True, True, ragged=True),
+    "attention of a few chains": attention_case(False, True, ragged=True),
+    "attention of trees": attention_case(True, False, ragged=True),
+    "attention of trees, a window": attention_case(True, False, ragged=True, window=2048),
     "merge": merge_case(counted=False),
     "merge of a tree": merge_case(counted=False, paths=64),
     "merge of a padded prefill": merge_case(counted=True),

@@ -15,10 +15,7 @@ INTS = dict.fromkeys(
 )  # fmt: skip
 ODD = ("G", "GROUP", "TILES", "width", "SPLITS", "stride_paths", "P", "columns", "stride_pages")
 ODD += ("K", "C", "B", "N", "M", "stride_lse", "blocks", "S", "promises")
-CUTS = {
-    False: {"SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024},
-    True: {"SHORT": 1, "SHORT_SPLITS": 0, "LONG": 1 << 30},  # in one pass
-}
+CUTS = {"SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024}
 
 
 def case(
@@ -30,10 +27,10 @@ def case(
     return Case(kernel, kinds, given, warps, stages, tuple(name for name in ODD if name in kinds))
 
 
-def attention_case(kernel: object, whole: bool, window: int = 0, stages: int = 1) -> Case:
-    pointers = STATES | TREES | dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16")
+def attention_case(kernel: object, window: int = 0, stages: int = 1) -> Case:
+    pointers = STATES | TREES | dict.fromkeys(("q_p", "cache_p"), "*bf16")
     sizes = {"HEAD": 128, "ROWS": 64, "KEYS": 64, "PAGE": 64, "EVEN_H": True, "PDL": True}
-    return case(kernel, pointers, sizes | CUTS[whole] | {"WHOLE": whole, "WINDOW": window}, 4, stages)
+    return case(kernel, pointers, sizes | CUTS | {"WINDOW": window}, 4, stages)
 
 
 def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
@@ -41,7 +38,8 @@ def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
     pointers |= dict.fromkeys(("candidates_p", "anchors_p", "tokens_p", "last_p", "row_tokens_p"), "*i64")
     pointers |= dict.fromkeys(("state_p", "predecessors_p", "successors_p"), "*bf16") | {"calibration_p": "*fp64"}
     pointers |= dict.fromkeys(("ranks_p", "limits_p", "parents_p", "row_parents_p", "row_depths_p", "slots_p"), "*i32")
-    pointers |= dict.fromkeys(("choice_p", "path_p"), "*i64") | {"active_p": "*i1", "cache_p": "*bf16"}
+    pointers |= {"active_p": "*i1", "cache_p": "*bf16"}
+    pointers |= dict.fromkeys(("choice_p", "path_p", "ancestors_p", "row_ancestors_p"), "*i64")
     pointers |= dict.fromkeys(("positions_p", "forced_p", "counts_p", "row_slots_p"), "*i32")
     return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
 
@@ -61,8 +59,8 @@ def promise_case(batch: int, families: int, warps: int) -> Case:
 
 
 CASES = {
-    "context": attention_case(tree_attention._prefix_kernel, whole=False, stages=3),
-    "paths in one pass": attention_case(tree_attention._tail_kernel, whole=True, window=2048),
+    "context": attention_case(tree_attention._prefix_kernel, stages=3),
+    "paths": attention_case(tree_attention._tail_kernel, window=2048),
     "children of pairs": build_case(tree_build._children_kernel, 4, W=8, C_BLOCK=16, R_BLOCK=256, PAIRS=True),
     "growth": build_case(tree_build._grow_kernel, 1, N=64, W=8, Q=1, N_BLOCK=64),
     "acceptance": build_case(tree_accept._accept_trees_kernel, 1, R_BLOCK=128, P_BLOCK=16, FORCED=False),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -11,10 +12,11 @@ from gluon_interpreter import Interpreted
 from test_kernels_gluon import broken, complaint
 from test_kernels_gluon_attention import interpret_attention
 from test_kernels_step import assert_as_exact_as_torch
-from test_kernels_tree import Forest, plant
+from test_kernels_tree import Forest, plant, without_others
 
+from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.hopper import tree_attention as tree_hopper
-from dflash_toolkit.kernels.triton import tree_attention
+from dflash_toolkit.kernels.triton import attention, tree_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
@@ -32,8 +34,8 @@ def interpret(patch: pytest.MonkeyPatch, short: int = 64) -> list[Interpreted]:
     return found
 
 
-def check(forest: Forest, window: int = 0) -> None:
-    found, used = forest.attend(window), int(forest.rows.starts[-1])
+def check(forest: Forest, found: Tensor, window: int = 0) -> None:
+    used = int(forest.rows.starts[-1])
     assert_as_exact_as_torch(found, forest.defined(BF16, window), forest.defined(torch.float64, window))
     assert not found[used:].any()
     for row in {0, used // 3, used // 2, used - 1}:
@@ -45,7 +47,6 @@ def check(forest: Forest, window: int = 0) -> None:
     [  # contexts, slots, nodes, rows, page, KV heads, group, head width
         (((126, 60, 210), 5, 8, 14, 64, 2, 2, 64), 0, 64),
         (((452,), 6, 12, 13, 128, 1, 7, 128), 60, 64),  # two tiles of rows
-        (((0, 64, 63, 5, 1, 2, 3, 4, 130), 3, 4, 24, 64, 1, 2, 64), 0, 64),  # in one pass
         (((191, 300, 255, 63), 5, 8, 24, 64, 1, 2, 64), 0, 128),  # pairs that a path reaches into, and does not
     ],
     ids=str,
@@ -53,9 +54,95 @@ def check(forest: Forest, window: int = 0) -> None:
 def test_a_node_is_that_token_decoded_plainly(
     shape: tuple[Any, ...], window: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, tail = interpret(monkeypatch, short)
-    check(plant(*shape, dtype=BF16), window)
-    assert tail.launches[-1]["WHOLE"] == (len(shape[0]) > 8) and prefix.launches[-1]["PAIRS"] == (short == 128)
+    prefix, _ = interpret(monkeypatch, short)
+    forest = plant(*shape, dtype=BF16)
+    check(forest, forest.attend(window), window)
+    assert prefix.launches[-1]["PAIRS"] == (short == 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "short"),
+    [  # contexts, slots, nodes, rows, page, KV heads, group, head width
+        (((126, 60, 210), 5, 8, 14, 64, 2, 2, 64), 0, 64),
+        (((452,), 12, 12, 13, 128, 1, 7, 128), 60, 64),  # two tiles of rows
+        (((0, 64, 63, 5, 1, 2, 3, 4, 130), 3, 4, 60, 64, 1, 2, 64), 0, 64),  # in one pass, with padding
+        (((191, 300, 255, 63), 5, 8, 40, 64, 1, 2, 64), 0, 128),  # in pairs, with padding
+    ],
+    ids=str,
+)
+def test_a_chain_is_a_block(shape: tuple[Any, ...], window: int, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_attention(monkeypatch, short)
+    monkeypatch.setattr(attention, "multiprocessors", lambda _: 0 if short == 128 else 999)  # pairs, or not
+    forest = plant(*shape, dtype=BF16, children=1)
+    found = forest.attend_chains(window)
+    check(forest, found, window)
+    for kernel.seed in range(1, 4):
+        assert torch.equal(forest.attend_chains(window), found)
+    launched = {"WHOLE": len(shape[0]) > 8, "PAIRS": short == 128, "RAGGED": True}
+    assert launched.items() <= kernel.launches[-1].items()
+
+
+CHAIN_MISTAKES = {
+    "another request's rows": {"row = gl.load(starts_p + i_b)\n": "row = gl.load(starts_p)\n"},
+    "rows of the request behind": {"gl.load(starts_p + i_b + 1) - row": "S - row"},
+    "padding left as it is": {"if i_s == 0:": "if i_s < 0:"},
+    "padding by the last request": {"i_x + G >= gl.num_programs(1)": "i_x + 2 * G >= gl.num_programs(1)"},
+}
+
+
+@pytest.mark.parametrize("mistake", CHAIN_MISTAKES)
+def test_a_mistake_with_chains_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, attention_hopper, "hopper_attention_kernel", CHAIN_MISTAKES[mistake])
+    kernel = interpret_attention(monkeypatch)
+    forest = plant((210, 126), 5, 8, 14, 64, 1, 2, 64, BF16, children=1)
+    assert complaint(kernel, lambda: check(forest, forest.attend_chains()))
+
+
+def check_masked(forest: Forest, window: int = 0) -> Tensor:
+    found = forest.attend(window)
+    assert_as_exact_as_torch(found, forest.defined(BF16, window), forest.defined(torch.float64, window))
+    assert not found[int(forest.rows.starts[-1]) :].any()
+    mine = forest.rows.requests == 2
+    assert torch.equal(found[mine], without_others(forest, 2).attend(window)[mine])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [  # contexts, slots, nodes, rows, page, KV heads, group, head width
+        (((0, 64, 63, 5, 1, 2, 3, 4, 130), 3, 4, 60, 64, 1, 2, 64), 0),  # with padding
+        (((60, 64, 62, 5, 1, 2, 3, 4, 250), 5, 20, 120, 64, 1, 7, 128), 6),  # tiles of rows, a short window
+        (((0, 191, 63, 126, 1, 2, 3, 4, 65), 6, 64, 585, 128, 1, 2, 64), 0),  # every node that there may be
+    ],
+    ids=str,
+)
+def test_of_many_requests_a_node_sees_its_ancestors(
+    shape: tuple[Any, ...], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = interpret_attention(monkeypatch)
+    forest = plant(*shape, dtype=BF16)
+    found = check_masked(forest, window)
+    assert {"WHOLE": True, "RAGGED": True, "TREE": True}.items() <= kernel.launches[-1].items()
+    for kernel.seed in range(1, 3):
+        assert torch.equal(forest.attend(window), found)
+
+
+MASK_MISTAKES = {
+    "the parent's family": ("_softmax", {"o_place - 1, 0": "o_place, 0"}),
+    "no anchor": ("_softmax", {"o_place <= 0": "o_place < 0"}),
+    "positions of places": ("_softmax", {"length + depths": "length + o_place"}),
+    "no mask": ("hopper_attention_kernel", {"full = gl.minimum(end, length + 1)": "pass"}),
+    "another row's ancestors": ("hopper_attention_kernel", {"ancestors_p + row + o_slot": "ancestors_p + o_slot"}),
+    "another request's depths": ("hopper_attention_kernel", {"length, depths_p + row)": "length, depths_p)"}),
+}
+
+
+@pytest.mark.parametrize("mistake", MASK_MISTAKES)
+def test_a_mistake_in_the_mask_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, attention_hopper, *MASK_MISTAKES[mistake])
+    kernel = interpret_attention(monkeypatch)
+    forest = plant((0, 64, 63, 5, 1, 2, 3, 4, 62), 4, 12, 70, 64, 1, 2, 64, BF16)
+    assert complaint(kernel, lambda: check_masked(forest, 0 if mistake == "no mask" else 2))
 
 
 PREFIX, TAIL = "hopper_prefix_kernel", "hopper_tail_kernel"
@@ -79,4 +166,5 @@ def test_a_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> No
     pairs = "joined" in mistake
     _, tail = interpret(monkeypatch, 128 if pairs else 64)
     contexts = (200, 320) if pairs else (210, 126)
-    assert complaint(tail, lambda: check(plant(contexts, 5, 8, 14, 64, 1, 2, 64, BF16)))
+    forest = plant(contexts, 5, 8, 14, 64, 1, 2, 64, BF16)
+    assert complaint(tail, lambda: check(forest, forest.attend()))

@@ -27,11 +27,9 @@ from test_kernels_step import _interpretable as _interpretable
 from dflash_toolkit.draft_tree import best_first
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels import reference_tree as definition
-from dflash_toolkit.kernels.hopper import attention as attention_hopper
-from dflash_toolkit.kernels.hopper import tree_attention as tree_hopper
 from dflash_toolkit.kernels.mix import LogitScale
 from dflash_toolkit.kernels.tree import TreeRows, Trees
-from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_attention, tree_build, tree_tell, walk
+from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_build, tree_tell, walk
 from dflash_toolkit.kernels.weight import RowScaledFp8
 
 
@@ -62,10 +60,15 @@ class Forest:
     q: Tensor  # [M, N, H]
 
     def attend(self, window: int = 0) -> Tensor:
-        pages, fits = self.pages, attention_hopper.fits(self.q, self.pages.cache, self.pages.size)
-        hopper = tree_hopper.launch if fits else None
-        arguments = (pages.cache, pages.lengths, pages.table, pages.size, self.rows, self.trees.paths, window)
-        return tree_attention.tree_attention(self.q, *arguments, hopper=hopper)
+        pages = self.pages
+        where = (pages.cache, pages.lengths, pages.table, pages.size)
+        return gpu.tree_attention(self.q, *where, self.rows, self.trees.paths, window)
+
+    def attend_chains(self, window: int = 0) -> Tensor:
+        """Of trees in which no node has a sibling."""
+        pages, longest = self.pages, min(self.trees.paths.shape[1:])
+        where = (pages.cache, pages.lengths, pages.table, pages.size)
+        return gpu.chain_attention(self.q, *where, self.rows, longest, window)
 
     def defined(self, dtype: torch.dtype, window: int = 0) -> Tensor:
         pages = self.pages
@@ -85,10 +88,10 @@ class Forest:
 
 def plant(
     contexts: tuple[int, ...], slots: int, nodes: int, rows: int, size: int, groups: int, group: int, width: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype, children: int = 3,
 ) -> Forest:  # fmt: skip
     pages = make_pages(contexts, nodes + 1, size, groups, width, dtype)
-    trees = random_trees(len(contexts), slots, nodes)
+    trees = random_trees(len(contexts), slots, nodes, children)
     tree_rows = rows_of(trees, pages, rows)
     written = torch.full_like(pages.cache, math.nan)
     for b, context in enumerate(contexts):
@@ -103,8 +106,7 @@ FORESTS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, 
     ((190, 5), 7, 12, 25, 16, 2, 4, 64, 0),
     ((30, 130, 63), 4, 9, 30, 64, 1, 7, 40, 0),  # a path that reaches into the next split; two tiles of rows
     ((127, 95), 16, 20, 40, 32, 1, 3, 128, 50),
-    ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 8, 48, 16, 1, 2, 64, 0),  # in one pass
-    ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20),
+    ((64, 0, 31, 32, 33, 5, 96, 170), 15, 30, 64, 32, 2, 2, 16, 20),
     ((130,), 15, 63, 70, 64, 1, 1, 256, 0),  # padding behind it
 ]
 
@@ -122,14 +124,88 @@ def test_a_node_is_that_token_decoded_plainly_bit_for_bit(shape: tuple[Any, ...]
         assert torch.equal(found[row], forest.plain(row, window)), row
 
 
+MANY = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window
+    ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 8, 48, 16, 1, 2, 64, 0),
+    ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20),
+    ((3, 0, 31, 32, 33, 5, 96, 1, 127), 4, 30, 150, 64, 1, 7, 24, 9),  # tiles of rows, a window shorter than trees
+    ((0, 1, 31, 32, 33, 5, 62, 1, 95), 6, 64, 590, 32, 1, 1, 8, 0),  # every node that there may be
+    ((0, 1, 2, 63, 64, 65, 30, 1, 9), 3, 8, 150, 64, 1, 1, 128, 0),  # more padding than a tile
+]
+
+
+def without_others(forest: Forest, request: int) -> Forest:
+    """The forest with NaN in the place of whatever is another request's."""
+    q, cache = (torch.full_like(each, math.nan) for each in (forest.q, forest.pages.cache))
+    mine = forest.rows.requests == request
+    slots = forest.pages.one(request).table[0, :, None] * forest.pages.size
+    slots = (slots + torch.arange(forest.pages.size, device=DEVICE)).flatten()
+    q[mine], cache[:, slots] = forest.q[mine], forest.pages.cache[:, slots]
+    return replace(forest, q=q, pages=replace(forest.pages, cache=cache))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in MANY]), ids=str)
+def test_of_many_requests_a_node_sees_its_ancestors_where_they_stand(
+    shape: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    *shape, window = shape
+    forest = plant(*shape, dtype=dtype)
+    found, used = forest.attend(window), int(forest.rows.starts[-1])
+    assert_as_exact_as_torch(found, forest.defined(dtype, window), forest.defined(torch.float64, window))
+    assert not found[used:].any()
+    for request in (1, 8):
+        mine = forest.rows.requests == request
+        assert torch.equal(found[mine], without_others(forest, request).attend(window)[mine])
+    if shape[2] == 64:
+        assert int(forest.rows.starts.diff().max()) == 65 and (forest.rows.ancestors < 0).any()
+
+
+CHAINS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window
+    ((0,), 3, 3, 4, 16, 1, 1, 8, 0),
+    ((190, 5), 7, 7, 16, 16, 2, 4, 64, 0),
+    ((30, 130, 63), 30, 30, 70, 64, 1, 7, 40, 0),  # two tiles of rows; into the next split
+    ((127, 95), 16, 16, 20, 32, 1, 3, 128, 50),
+    ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 5, 40, 16, 1, 2, 64, 0),  # in one pass
+    ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20),
+    ((64, 3, 31, 32, 33, 5, 96, 1, 17), 3, 8, 70, 64, 1, 1, 256, 0),  # padding behind it
+    ((130,), 3, 3, 90, 64, 1, 1, 24, 0),  # padding, more than a tile
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in CHAINS]), ids=str)
+def test_chains_are_blocks_of_as_many_rows_of_each_request(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
+    *shape, window = shape
+    forest = plant(*shape, dtype=dtype, children=1)
+    found = forest.attend_chains(window)
+    assert_as_exact_as_torch(found, forest.defined(dtype, window), forest.defined(torch.float64, window))
+    if len(forest.pages.lengths) <= 8:
+        assert torch.equal(found, forest.attend(window))
+    starts = forest.rows.starts.tolist()
+    assert not found[starts[-1] :].any()
+    for b in range(len(starts) - 1):
+        block, one = forest.q[starts[b] : starts[b + 1]], forest.pages.one(b)
+        alone = attend(block, one, causal=True, window=window, whole=len(starts) > 9)
+        assert torch.equal(found[starts[b] : starts[b + 1]], alone), b
+    pages, longest = forest.pages, min(forest.trees.paths.shape[1:])
+    where = (pages.cache, pages.lengths, pages.table, pages.size, forest.rows, longest, window)
+    assert torch.equal(definition.chain_attention(forest.q, *where), forest.defined(dtype, window))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("contexts", [(700, 0, 5, 2100, 63, 64, 128, 1), (130, 700, 127) * 4], ids=["split", "whole"])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), [(8, 4, 128, 64), (2, 7, 64, 64), (2, 4, 256, 64)])
 def test_on_a_gpu_too_and_in_a_graph(groups: int, group: int, width: int, size: int, contexts: tuple[int, ...]) -> None:
     for window in (0, 100):
+        chains = plant(contexts, 15, 40, 160, size, groups, group, width, torch.bfloat16, children=1)
+        found = chains.attend_chains(window)
+        assert_as_exact_as_torch(found, chains.defined(torch.bfloat16, window), chains.defined(torch.float64, window))
+        if len(contexts) <= 8:
+            assert torch.equal(found, chains.attend(window))
         forest = plant(contexts, 15, 40, 160, size, groups, group, width, torch.bfloat16)
         found = forest.attend(window)
         assert_as_exact_as_torch(found, forest.defined(torch.bfloat16, window), forest.defined(torch.float64, window))
+        if len(contexts) > 8:
+            assert torch.equal(found[mine := forest.rows.requests == 5], without_others(forest, 5).attend(window)[mine])
+            continue
         for row in range(int(forest.rows.starts[-1])):
             assert torch.equal(found[row], forest.plain(row, window)), row
     graph = torch.cuda.CUDAGraph()
@@ -271,7 +347,7 @@ def test_trees_and_their_cut_are_those_of_the_definition(
     values, ranks = (part[..., :width].contiguous() for part in values.sort(dim=-1, descending=True, stable=True))
     arguments = (values, ranks.int(), candidates, integers(limits), nodes)
     trees, expected = tree_build.grow_trees(*arguments), definition.grow_trees(*arguments)
-    for name in ("tokens", "parents", "depths", "log_probs"):
+    for name in ("tokens", "parents", "depths", "log_probs", "ancestors"):
         assert torch.equal(getattr(trees, name), getattr(expected, name)), name
     behind = torch.arange(slots + 1, device=DEVICE) <= torch.nn.functional.pad(expected.depths, (1, 0))[..., None]
     assert torch.equal(trees.paths * behind, expected.paths * behind)

@@ -6,8 +6,8 @@ values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
 
 The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
 before it has waited itself. What is asked for before the wait has to be older than the last launch that lets others
-start only behind its own wait: lengths, pages, and the keys and values of the context are, all of earlier passes, as
-the norm that a pass begins with is such a launch.
+start only behind its own wait: lengths, pages, what is known of the rows, and the keys and values of the context are,
+all of earlier passes, as the norm that a pass begins with is such a launch.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
 from ..launch import LOG2_E, is_hopper
+from ..tree import TreeRows
 from .grid import grid_launch, grid_wait
 
 ROWS = gl.constexpr(64)  # of a tile: the matrix instruction's
@@ -79,7 +80,7 @@ def _tiles(start, stop, end):
 
 
 @gluon.jit
-def _softmax(b_s, b_m, b_l, o_pos, first, end, full, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """A tile's probabilities, the state of its rows and what the sums so far are to be multiplied by.
 
     The fused multiplications are spelt out: this is compiled several times, and all have to round alike.
@@ -87,6 +88,14 @@ def _softmax(b_s, b_m, b_l, o_pos, first, end, full, scale, CAUSAL: gl.constexpr
     if WINDOW > 0 or first + KEYS > full:
         o_t = first + gl.arange(0, KEYS, gl.SliceLayout(0, b_s.type.layout))
         visible = (o_t < end)[None, :]
+        if tree is not None:
+            ancestors, length, p_depths = tree
+            o_place = o_t - length
+            bits = gl.minimum(gl.maximum(o_place - 1, 0), 63).to(gl.int64)  # the anchor's place is of no node
+            visible = visible & ((o_place <= 0)[None, :] | ((ancestors[:, None] >> bits[None, :]) & 1 != 0))
+            if WINDOW > 0:
+                depths = gl.load(p_depths + o_place, mask=(o_place > 0) & (o_t < end), other=0)
+                o_t = gl.where(o_place > 0, length + depths, o_t)
         if CAUSAL:
             visible = visible & (o_t[None, :] <= o_pos[:, None])
         if WINDOW > 0:
@@ -120,7 +129,7 @@ def _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, first, t
 @gluon.jit
 def _state(
     cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-    start, before, tiles, asked, values, slot, next_slot, o_pos, end, full, scale,
+    start, before, tiles, asked, values, slot, next_slot, o_pos, tree, end, full, scale,
     HEAD: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The softmax state of a tile's rows over a split's keys, whose first tiles have been asked for.
@@ -129,6 +138,7 @@ def _state(
         before: tiles of the program's split before it.
         asked: tiles to ask for, those of the split behind it included if the program has that too; 0 if all have been.
         values, slot, next_slot: where the tiles 2, 3 and 4 are, if they are to be asked for.
+        tree: as in `triton/attention.py`.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
@@ -154,7 +164,9 @@ def _state(
         done = gl.maximum(i - 1, 0)  # the probabilities of tile -1 are zero
         _wait(v_bar, before, done, tiles)
         b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
-        b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
+        b_new, b_m, b_l, old = _softmax(
+            b_s, b_m, b_l, o_pos, tree, start + i * KEYS, end, full, scale, CAUSAL, WINDOW
+        )  # fmt: skip
         _wait(k_bar, before, i + 2, tiles)  # here: it keeps the compiler from moving the next line above the softmax
         b_s, b_out = warpgroup_mma_wait(0, [b_next, b_acc])
         b_out = b_out * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
@@ -178,7 +190,7 @@ def _state(
     done = gl.maximum(i - 1, 0)
     _wait(v_bar, before, done, tiles)  # loads may come in another order than they were asked for
     b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
-    b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
+    b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, tree, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
     _wait(v_bar, before, i, tiles)  # for the compiler again
     b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
     b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
@@ -195,13 +207,37 @@ def _fold(m_0, l_0, m_1, l_1):
     return e_0, e_1, top, gl.fma(l_1, e_1, l_0 * e_0)
 
 
+@gluon.jit
+def _pad(
+    out_p, m_p, l_p, acc_p, first, M, i_r, i_g, SPLITS,
+    G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, wide)
+    o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
+    heads = (M - first) * GROUP
+    for at in range(i_r * ROWS, heads, gl.num_programs(0) * ROWS):
+        o_row = at + gl.arange(0, ROWS, rows)
+        m_row = o_row < heads
+        o_x = (first + o_row // GROUP).to(gl.int64) * G + i_g
+        if WHOLE:
+            o_out = (o_x * GROUP + o_row % GROUP)[:, None] * HEAD + o_h[None, :]
+            gl.store(out_p + o_out, gl.zeros([ROWS, HEAD], gl.bfloat16, wide), mask=m_row[:, None])
+        else:
+            o_part = o_x * SPLITS * GROUP + o_row % GROUP
+            gl.store(m_p + o_part, gl.zeros([ROWS], gl.float32, rows), mask=m_row)
+            gl.store(l_p + o_part, gl.full([ROWS], 1.0, gl.float32, rows), mask=m_row)
+            zeros = gl.zeros([ROWS, HEAD], gl.float32, wide)
+            gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], zeros, mask=m_row[:, None])
+
+
 @gluon.jit(do_not_specialize=["S", "columns", "SPLITS"])
 def hopper_attention_kernel(
-    cache_d, q_p, lengths_p, counts_p, pages_p, out_p, m_p, l_p, acc_p,
+    cache_d, q_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
     S, columns, stride_pages, slots, scale, SPLITS,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, PAIRS: gl.constexpr,
-    COUNTED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    RAGGED: gl.constexpr, TREE: gl.constexpr, COUNTED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Program (tile, request * G + KV head, split); the rest as `_attention_kernel`.
 
@@ -211,6 +247,19 @@ def hopper_attention_kernel(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    i_r, i_x, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    i_b, i_g = (i_x // G).to(gl.int64), i_x % G
+    if RAGGED:
+        if i_x + G >= gl.num_programs(1):
+            if i_s == 0:
+                grid_launch()
+                grid_wait()
+                _pad(out_p, m_p, l_p, acc_p, gl.load(starts_p + i_b), S, i_r, i_g, SPLITS, G, GROUP, HEAD, WHOLE)
+            return
+        if i_r > 0:  # every request has a first row
+            heads = (gl.load(starts_p + i_b + 1) - gl.load(starts_p + i_b)) * GROUP
+            if i_r * ROWS >= heads:
+                return
     q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], cache_d.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
@@ -223,8 +272,6 @@ def hopper_attention_kernel(
     debug_barrier()
     _prefetch_descriptor()
 
-    i_r, i_x, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    i_b, i_g = (i_x // G).to(gl.int64), i_x % G
     column = i_g * HEAD
     p_pages = pages_p + i_b * stride_pages
     start, stop = 0, 0x7FFFFFFF
@@ -235,15 +282,20 @@ def hopper_attention_kernel(
         stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
     grid_launch()
     length = gl.load(lengths_p + i_b)
+    if RAGGED:
+        row = gl.load(starts_p + i_b)
+        count = gl.load(starts_p + i_b + 1) - row
+    else:
+        row, count = i_b * S, S
     slot_0 = _slot(p_pages, start, columns, PAGE)  # asked for before the length is known
     slot_1 = _slot(p_pages, start + KEYS, columns, PAGE)
     slot_2 = _slot(p_pages, start + 2 * KEYS, columns, PAGE)
     slot_3 = _slot(p_pages, start + 3 * KEYS, columns, PAGE)
     slot_4 = _slot(p_pages, start + 4 * KEYS, columns, PAGE)
-    end = length + S
+    end = length + count
     if COUNTED:
         end = length + gl.load(counts_p + i_b)
-    if CAUSAL:
+    if CAUSAL or TREE:  # ancestors stand before a node
         end = gl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
     tiles = _tiles(start, stop, end)
     if tiles == 0:
@@ -255,6 +307,8 @@ def hopper_attention_kernel(
     full = end  # a tile that ends by this position needs no mask
     if CAUSAL:
         full = gl.minimum(end, length + i_r * ROWS // GROUP + 1)
+    if TREE:
+        full = gl.minimum(end, length + 1)
     old = gl.minimum(gl.maximum(length - start, 0) // KEYS, asked)  # tiles of the context alone
     _expect_first(k_bar, v_bar, asked, HEAD)
     places = (slot_0, slot_1, slot_2)
@@ -264,21 +318,26 @@ def hopper_attention_kernel(
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are neighbours
     o_slot = o_row // GROUP
-    o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + o_row % GROUP
+    o_q = ((row.to(gl.int64) + o_slot) * G + i_g) * GROUP + o_row % GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
-    q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < S)[:, None], other=0.0))
+    q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < count)[:, None], other=0.0))
     fence_async_shared()
     debug_barrier()
 
-    o_pos = length + (i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))) // GROUP
+    o_slot = (i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))) // GROUP
+    if TREE:
+        o_pos = length + gl.load(depths_p + row + o_slot, mask=o_slot < count, other=0)
+        tree = (gl.load(ancestors_p + row + o_slot, mask=o_slot < count, other=0), length, depths_p + row)
+    else:
+        o_pos, tree = length + o_slot, None
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_tile = gl.arange(0, ROWS, rows)
     o_slot = (i_r * ROWS + o_tile) // GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
-    m_row = o_slot < S
+    m_row = o_slot < count
     b_m, b_l, b_out = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
     )  # fmt: skip
     if PAIRS and behind > 0:  # Triton 3.6 fails on a branch that is never taken, unless a constexpr says so
         debug_barrier()  # all warps have read the values of tile 0
@@ -287,18 +346,22 @@ def hopper_attention_kernel(
         _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
         m_1, l_1, b_1 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
         )  # fmt: skip
         e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
         e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
         b_out = gl.fma(b_1, e_1, b_out * e_0)
     b_m, b_l = gl.convert_layout(b_m, rows), gl.convert_layout(b_l, rows)
+    o_head, o_x = (i_r * ROWS + o_tile) % GROUP, (row.to(gl.int64) + o_slot) * G + i_g
     if WHOLE:
-        o_q = ((i_b * S + o_slot) * G + i_g) * GROUP + (i_r * ROWS + o_tile) % GROUP
+        o_q = o_x * GROUP + o_head
         b_out = b_out / gl.where(m_row, b_l, 1.0)[:, None]
         gl.store(out_p + o_q[:, None] * HEAD + o_h[None, :], b_out.to(gl.bfloat16), mask=m_row[:, None])
     else:
-        o_part = ((i_x * gl.num_programs(0) + i_r) * SPLITS + i_s).to(gl.int64) * ROWS + o_tile
+        if RAGGED:
+            o_part = (o_x * SPLITS + i_s) * GROUP + o_head
+        else:
+            o_part = ((i_x * gl.num_programs(0) + i_r) * SPLITS + i_s).to(gl.int64) * ROWS + o_tile
         gl.store(m_p + o_part, b_m, mask=m_row)
         gl.store(l_p + o_part, b_l, mask=m_row)
         gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_row[:, None])
@@ -334,26 +397,32 @@ def launch(
     whole: bool,
     pairs: bool,
     counts: Tensor | None = None,
+    ragged: tuple[TreeRows, int] | None = None,
 ) -> None:
     """Attention into `out`, or (not `whole`) each split's state into `states` for the merge; what `fits`.
 
     Args:
-        states: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32.
+        states: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32; `ragged` m and l
+            [M * G, splits, N / G] and acc [M * G, splits, N / G, H].
         cuts: SHORT, SHORT_SPLITS and LONG, where the keys are cut.
         pairs: a program has two short splits, whose state stands in the place of the first.
+        ragged: the rows, and how many a request has at most; unless `causal` they are of trees.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, group = len(lengths), heads // groups
-    block = m // batch
+    rows, block = ragged or (None, m // batch)
+    requests = batch if rows is None else batch + 1
+    of_rows = (lengths,) * 3 if rows is None else (rows.starts, rows.depths, rows.ancestors)
     assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"
     programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
     box = [KEYS.value, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    hopper_attention_kernel[(-(-block * group // ROWS.value), batch * groups, programs)](
+    hopper_attention_kernel[(-(-block * group // ROWS.value), requests * groups, programs)](
         TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
-        q, lengths, lengths if counts is None else counts, page_table, out, *states,
-        block, page_table.shape[1], page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
-        G=groups, GROUP=group, HEAD=width, PAGE=page_size,
-        WHOLE=whole, PAIRS=pairs, COUNTED=counts is not None, CAUSAL=causal, WINDOW=window, **cuts,
+        q, lengths, lengths if counts is None else counts, *of_rows, page_table, out, *states,
+        block if rows is None else m, page_table.shape[1], page_table.stride(0), slots,
+        width**-0.5 * LOG2_E, splits,
+        G=groups, GROUP=group, HEAD=width, PAGE=page_size, WHOLE=whole, PAIRS=pairs, RAGGED=rows is not None,
+        TREE=rows is not None and not causal, COUNTED=counts is not None, CAUSAL=causal, WINDOW=window, **cuts,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -116,7 +116,7 @@ def hopper_prefix_kernel(
     o_pos = length + gl.load(depths_p + row + o_row // GROUP, mask=o_row < heads, other=0)
     b_m, b_l, b_out = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, end, end, scale, HEAD, PAGE, False, WINDOW,
+        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_row = i_r * ROWS + gl.arange(0, ROWS, rows)
@@ -129,7 +129,7 @@ def hopper_prefix_kernel(
         _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
         m_1, l_1, b_1 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, end, end, scale, HEAD, PAGE, False, WINDOW,
+            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
         )  # fmt: skip
         if end >= stop + SHORT:
             e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
@@ -152,10 +152,10 @@ def _split_of(position, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: g
 
 @gluon.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
 def hopper_tail_kernel(
-    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, out_p, m_p, l_p, acc_p,
+    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, m_p, l_p, acc_p,
     stride_pages, slots, scale, SPLITS, stride_paths, P,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
-    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, WINDOW: gl.constexpr,
+    SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Program (row * G + KV head, split from the one on where the whole tiles end); the rest as `_tail_kernel`."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -224,19 +224,15 @@ def hopper_tail_kernel(
         debug_barrier()
         b_s = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, [b_s])
-        b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, at, end, end, scale, False, WINDOW)
+        b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, None, at, end, end, scale, False, WINDOW)
         b_out = b_out * gl.convert_layout(old, rows)[:, None]
         b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
         b_acc = warpgroup_mma(b_p, v_s, b_out, is_async=True)
         b_out = warpgroup_mma_wait(0, [b_acc])
     b_m, b_l = gl.where(real, gl.convert_layout(b_m, rows), 0.0), gl.where(real, gl.convert_layout(b_l, rows), 1.0)
-    if WHOLE:
-        b_out = b_out / gl.where(m_row, b_l, 1.0)[:, None]
-        gl.store(out_p + i_x.to(gl.int64) * (GROUP * HEAD) + o_out, b_out.to(gl.bfloat16), mask=m_row[:, None])
-    else:
-        gl.store(m_p + part + o_row, b_m, mask=m_row)
-        gl.store(l_p + part + o_row, b_l, mask=m_row)
-        gl.store(acc_p + part * HEAD + o_out, b_out, mask=m_row[:, None])
+    gl.store(m_p + part + o_row, b_m, mask=m_row)
+    gl.store(l_p + part + o_row, b_l, mask=m_row)
+    gl.store(acc_p + part * HEAD + o_out, b_out, mask=m_row[:, None])
 
 
 def launch(
@@ -247,7 +243,6 @@ def launch(
     page_size: int,
     rows: TreeRows,
     paths: Tensor,
-    out: Tensor,
     states: tuple[Tensor, Tensor, Tensor],
     splits: int,
     tails: int,
@@ -255,10 +250,9 @@ def launch(
     cuts: dict[str, int],
     *,
     window: int,
-    whole: bool,
     pairs: bool,
 ) -> None:
-    """Attention into `out`, or (not `whole`) each split's state into `states` for the merge; what `attention.fits`.
+    """Each split's state into `states` for the merge; what `attention.fits`.
 
     Args:
         states: m and l [M, G, splits, N / G], acc [M, G, splits, N / G, H], fp32.
@@ -280,7 +274,7 @@ def launch(
         **shape, PAIRS=pairs, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     hopper_tail_kernel[(len(q) * groups, tails)](
-        q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, out, *states,
+        q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, *states,
         page_table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
-        **shape, WHOLE=whole, num_warps=4, launch_pdl=True,
+        **shape, num_warps=4, launch_pdl=True,
     )  # fmt: skip

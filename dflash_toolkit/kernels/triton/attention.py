@@ -3,6 +3,8 @@
 One kernel serves causal verification and non-causal drafting. The query heads of a KV head and the slots of the block
 form tiles of 64 rows, whatever the block length, and keys are cut at fixed positions; so a row's result depends on
 its own query, its position and the cache, not on the block length, a batch of up to 8 or the other rows, bit for bit.
+Requests may have rows of their own number, one request's behind another's (`TreeRows`): those of a chain of draft
+tokens, or of a tree, whose keys stand in the order of its nodes, and of which a row sees its ancestors.
 What a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
 `hopper/attention.py` may take the place of the first kernel.
 """
@@ -16,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
+from ..tree import TreeRows
 
 ROWS = 64  # of a tile: the smallest that the Hopper instructions take
 # keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
@@ -31,7 +34,7 @@ def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
     head = padded(width)
     loads, queries = 2 * keys * head * itemsize, ROWS * head * itemsize
     if itemsize == 2:
-        return stages * loads + queries
+        return stages * loads + queries + 512  # the last for depths, of trees with a window
     return (stages - 1) * loads + queries + ROWS * keys * itemsize + 1024
 
 
@@ -61,11 +64,14 @@ def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.
 
 @triton.jit
 def _split_state(
-    b_q, o_pos, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
+    b_q, o_pos, tree, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state of a tile's rows over the keys start..stop, of which those before `end` exist."""
+    """The softmax state of a tile's rows over the keys start..stop, of which those before `end` exist.
+
+    tree: None, or of rows of a tree `ancestors`, its request's length, and the depths of its places, where they begin.
+    """
     o_h = tl.arange(0, HEAD)
     p_v = slots.to(tl.int64) * G * H
     b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
@@ -88,6 +94,14 @@ def _split_state(
         b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: for fp32 only, which is not to become tf32
         distance = o_pos[:, None] - o_t[None, :]
         visible = m_t[None, :]
+        if tree is not None:
+            b_ancestors, length, p_depths = tree
+            o_place = o_t - length
+            bits = tl.minimum(tl.maximum(o_place - 1, 0), 63).to(tl.int64)  # the anchor's place is of no node
+            visible = visible & ((o_place <= 0)[None, :] | ((b_ancestors[:, None] >> bits[None, :]) & 1 != 0))
+            if WINDOW > 0:
+                depth = tl.load(p_depths + o_place, mask=m_t & (o_place > 0), other=0)
+                distance = o_pos[:, None] - tl.where(o_place > 0, length + depth, o_t)[None, :]
         if CAUSAL:
             visible = visible & (distance >= 0)
         if WINDOW > 0:
@@ -112,55 +126,102 @@ def _end(length, count, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
     return end
 
 
+@triton.jit
+def _pad(
+    out_p, m_p, l_p, acc_p, first, M, i_r, i_g, G, H, GROUP, TILES, SPLITS,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Of the rows first..M - 1, which are padding: zeros, or (not WHOLE) the state of a value of zero."""
+    o_h = tl.arange(0, HEAD)
+    heads = (M - first) * GROUP
+    for at in range(i_r * ROWS, heads, TILES * ROWS):
+        o_row = at + tl.arange(0, ROWS)
+        m_row = o_row < heads
+        o_x = (first + o_row // GROUP).to(tl.int64) * G + i_g
+        if WHOLE:
+            o_out = (o_x * GROUP + o_row % GROUP)[:, None] * H + o_h[None, :]
+            zeros = tl.zeros([ROWS, HEAD], dtype=out_p.dtype.element_ty)
+            tl.store(out_p + o_out, zeros, mask=m_row[:, None] & (o_h < H)[None, :])
+        else:
+            o_part = o_x * SPLITS * GROUP + o_row % GROUP
+            tl.store(m_p + o_part, tl.zeros([ROWS], dtype=tl.float32), mask=m_row)
+            tl.store(l_p + o_part, tl.full([ROWS], 1.0, dtype=tl.float32), mask=m_row)
+            zeros = tl.zeros([ROWS, HEAD], dtype=tl.float32)
+            tl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], zeros, mask=m_row[:, None])
+
+
 @triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
 def _attention_kernel(
-    q_p, cache_p, lengths_p, counts_p, pages_p, out_p, m_p, l_p, acc_p,
+    q_p, cache_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
     S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
-    COUNTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
+    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr,
+    TREE: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`."""
+    """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`.
+
+    RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together; behind them is padding, which the
+    programs of a request behind the last one fill. The state of head h of KV head g of row r over split s is at
+    ((r * G + g) * SPLITS + s) * GROUP + h. TREE: they are of trees.
+    """
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
     o_row = i_r * ROWS + tl.arange(0, ROWS)  # slot-major: the heads of a slot are neighbours
     o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
-    m_row = o_slot < S
     o_h = tl.arange(0, HEAD)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if RAGGED:
+        first = tl.load(starts_p + i_b)
+        if (i_b + 1) * G * TILES == tl.num_programs(0):
+            if i_s == 0:
+                _pad(out_p, m_p, l_p, acc_p, first, S, i_r, i_g, G, H, GROUP, TILES, SPLITS, HEAD, ROWS, WHOLE)
+            return
+        rows = tl.load(starts_p + i_b + 1) - first
+    else:
+        first, rows = i_b * S, S
+    m_row = o_slot < rows
     length = tl.load(lengths_p + i_b)
-    count = S
+    count = rows
     if COUNTED:
         count = tl.load(counts_p + i_b)
-    end = _end(length, count, i_r, GROUP, ROWS, CAUSAL)
+    end = _end(length, count, i_r, GROUP, ROWS, CAUSAL or TREE)  # ancestors stand before a node
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
-    if start >= end:
+    if (start >= end) | (i_r * ROWS >= rows * GROUP):
         return
-    o_out = ((i_b * S + o_slot) * G * GROUP + o_head)[:, None] * H + o_h[None, :]
+    o_m = first.to(tl.int64) + o_slot
+    o_out = (o_m * G * GROUP + o_head)[:, None] * H + o_h[None, :]
     m_out = m_row[:, None] & (o_h < H)[None, :]
     b_q = tl.load(q_p + o_out, mask=m_out, other=0.0)
     o_pos = length + o_slot
+    if TREE:
+        o_pos = length + tl.load(depths_p + o_m, mask=m_row, other=0)
+        tree = (tl.load(ancestors_p + o_m, mask=m_row, other=0), length, depths_p + first)
+    else:
+        tree = None
     p_pages = pages_p + i_b * width
     if WHOLE:
         b_m, b_l, b_acc = _split_state(
-            b_q, o_pos, cache_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
+            b_q, o_pos, tree, cache_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
             HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
         b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
         tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
     else:
         b_m, b_l, b_acc = _split_state(
-            b_q, o_pos, cache_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
+            b_q, o_pos, tree, cache_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
             end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
-        o_part = (i_x * SPLITS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        p_acc = acc_p + o_part[:, None] * HEAD + o_h[None, :]
-        tl.store(m_p + o_part + i_s * ROWS, b_m, mask=m_row)
-        tl.store(l_p + o_part + i_s * ROWS, b_l, mask=m_row)
-        tl.store(p_acc + i_s * ROWS * HEAD, b_acc, mask=m_row[:, None])
+        if RAGGED:
+            o_part = ((o_m * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
+        else:
+            o_part = (i_x * SPLITS + i_s).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        tl.store(m_p + o_part, b_m, mask=m_row)
+        tl.store(l_p + o_part, b_l, mask=m_row)
+        tl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_acc, mask=m_row[:, None])
 
 
 @triton.jit
@@ -253,6 +314,47 @@ def block_attention(
     return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs, counts, hopper)
 
 
+def chain_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    longest: int,
+    window: int = 0,
+    hopper: Callable[..., None] | None = None,
+) -> Tensor:
+    """Attention [M, N H] of the rows' queries [M, N, H], chains of up to `longest` rows each; see the reference.
+
+    On a GPU what `block_attention` reads early is, and so are `rows`.
+    """
+    whole = not keys_are_split(len(lengths), len(lengths))
+    pairs = FEW * _tiles(q, cache, lengths) > multiprocessors(q.device.index)
+    ragged = rows, min(longest, len(q) - len(lengths) + 1)
+    return _attention(q, cache, lengths, page_table, page_size, True, window, whole, pairs, None, hopper, ragged)
+
+
+def masked_attention(
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    rows: TreeRows,
+    longest: int,
+    window: int = 0,
+    hopper: Callable[..., None] | None = None,
+) -> Tensor:
+    """Attention [M, N H] of the rows' queries [M, N, H], trees of up to `longest` rows each; see the reference.
+
+    In one pass over the keys where they stand, with a mask of ancestors: so a row is not summed in the order of the
+    same token decoded plainly. No request's rows depend on another's.
+    """
+    ragged = rows, min(longest, len(q) - len(lengths) + 1)
+    return _attention(q, cache, lengths, page_table, page_size, False, window, True, False, None, hopper, ragged)
+
+
 def _tiles(q: Tensor, cache: Tensor, lengths: Tensor) -> int:
     """How many there are: each is up to ROWS of the queries of a request that share a KV head."""
     batch, groups = len(lengths), cache.shape[2]
@@ -271,16 +373,19 @@ def _attention(
     pairs: bool = False,
     counts: Tensor | None = None,
     hopper: Callable[..., None] | None = None,
+    ragged: tuple[TreeRows, int] | None = None,
 ) -> Tensor:
     """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges.
 
     `pairs`, with `hopper` and unless `whole`: two short splits each, merged before they are stored;
-    the same bits.
+    the same bits. `ragged`: the rows, and how many a request has at most; unless `causal` they are of trees, and
+    `whole`.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
-    batch, block, group = len(lengths), m // len(lengths), heads // groups
-    programs = _tiles(q, cache, lengths)
-    tiles = programs // (batch * groups)
+    batch, group = len(lengths), heads // groups
+    rows, block = ragged or (None, m // batch)
+    tiles = -(-block * group // ROWS)
+    programs = (batch if rows is None else batch + 1) * groups * tiles
     splits = 1 if whole else splits_of(page_table.shape[1] * page_size)
     head = padded(width)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
@@ -288,31 +393,42 @@ def _attention(
     def scratch(*shape: int) -> Tensor:
         return out if whole else torch.empty(shape, dtype=torch.float32, device=q.device)
 
-    b_m, b_l = scratch(programs, splits, ROWS), scratch(programs, splits, ROWS)
-    b_acc = scratch(programs, splits, ROWS, head)
+    parts = (programs, splits, ROWS) if rows is None else (m * groups, splits, group)
+    b_m, b_l, b_acc = scratch(*parts), scratch(*parts), scratch(*parts, head)
     cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
-    shared = {"HEAD": head, "ROWS": ROWS, **cuts}
+    shared = {"HEAD": head, **cuts}
     given = lengths if counts is None else counts
+    of_rows = (lengths,) * 3 if rows is None else (rows.starts, rows.depths, rows.ancestors)
     pairs = pairs and hopper is not None and not whole
     if hopper is not None:
         hopper(
             q, cache, lengths, page_table, page_size, out, (b_m, b_l, b_acc), splits, cuts,
-            causal=causal, window=window, whole=whole, pairs=pairs, counts=counts,
+            causal=causal, window=window, whole=whole, pairs=pairs, counts=counts, ragged=ragged,
         )  # fmt: skip
     else:
         keys, stages = CUTS[0]
         if q.is_cuda:
             keys, stages = cut_for(width, q.element_size(), shared_memory(q.device))
         _attention_kernel[(programs, splits)](
-            q, cache, lengths, given, page_table, out, b_m, b_l, b_acc,
-            block, groups, width, group, tiles, page_table.stride(0), slots, width**-0.5 * LOG2_E, splits,
-            KEYS=min(keys, page_size), PAGE=page_size, WHOLE=whole, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
+            q, cache, lengths, given, *of_rows, page_table, out, b_m, b_l, b_acc,
+            block if rows is None else m, groups, width, group, tiles, page_table.stride(0), slots,
+            width**-0.5 * LOG2_E, splits,
+            ROWS=ROWS, KEYS=min(keys, page_size), PAGE=page_size, WHOLE=whole, RAGGED=rows is not None,
+            TREE=rows is not None and not causal, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
             COUNTED=counts is not None, num_warps=4, num_stages=stages, **shared, **pdl(q),
         )  # fmt: skip
-    if not whole:
+    if whole:
+        return out
+    shared |= {"MERGE_SPLITS": MERGE_SPLITS, "PATHS": 0, "num_warps": 1, **pdl(q)}
+    if rows is None:
         _merge_kernel[(programs, min(ROWS, block * group))](
             b_m, b_l, b_acc, lengths, given, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
-            MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, PATHS=0, num_warps=1,
-            **shared, **pdl(q),
+            ROWS=ROWS, COUNTED=counts is not None, CAUSAL=causal, **shared,
+        )  # fmt: skip
+    else:  # every row as a request of one token
+        at = rows.positions
+        _merge_kernel[(m * groups, group)](
+            b_m, b_l, b_acc, at, at, at, out, 1, groups, width, group, 1, splits, int(pairs),
+            ROWS=group, COUNTED=False, CAUSAL=False, **shared,
         )  # fmt: skip
     return out

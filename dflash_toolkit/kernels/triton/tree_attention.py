@@ -1,9 +1,10 @@
-"""Attention of the rows of draft trees over their requests' pages, in Triton.
+"""Attention of the rows of a few requests' draft trees over their pages, in Triton.
 
 The context is read for up to 64 queries of a request at once, as a block's is (`attention.py`), up to the last whole
 tile of keys. Behind it rows differ in what they see: from there on every row goes by itself, over the rest of the
 context and the nodes on the path to it, each in the place of a tile where its position has it. So a row's sums are
-those of the same token decoded plainly, bit for bit: the same tiles, the same splits, the same order.
+those of the same token decoded plainly, bit for bit: the same tiles, the same splits, the same order. Where that is not
+promised, of more than 8 requests, `attention.masked_attention` is faster.
 `hopper/tree_attention.py` may take the place of both kernels.
 """
 
@@ -56,7 +57,7 @@ def _prefix_kernel(
     )  # fmt: skip
     o_pos = length + tl.load(depths_p + o_m, mask=m_row, other=0)
     b_m, b_l, b_acc = _split_state(
-        b_q, o_pos, cache_p, pages_p + i_b * width, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
+        b_q, o_pos, None, cache_p, pages_p + i_b * width, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
         end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, False, WINDOW, EVEN_H,
     )  # fmt: skip
     o_part = ((o_m * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
@@ -74,15 +75,15 @@ def _split_of(position, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: t
 
 @triton.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
 def _tail_kernel(
-    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, out_p, m_p, l_p, acc_p,
+    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, m_p, l_p, acc_p,
     G, H, GROUP, width, slots, scale, SPLITS, stride_paths, P,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
+    SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What is left of one row: its state goes on in the split where the whole tiles end, and in those behind it.
 
-    WHOLE: there is one split, and its sums are divided. Of padding the state is that of a value of zero.
+    Of padding the state is that of a value of zero.
     """
     i_x, i_t = tl.program_id(0), tl.program_id(1)  # i_x = row * G + KV head
     i_m, i_g = (i_x // G).to(tl.int64), i_x % G
@@ -142,13 +143,9 @@ def _tail_kernel(
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * old[:, None], input_precision="ieee")
         b_m = top
     b_m, b_l = tl.where(real, b_m, 0.0), tl.where(real, b_l, 1.0)
-    if WHOLE:
-        b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
-        tl.store(out_p + o_q, b_out.to(out_p.dtype.element_ty), mask=m_row[:, None] & m_h[None, :])
-    else:
-        tl.store(m_p + o_part, b_m, mask=m_row)
-        tl.store(l_p + o_part, b_l, mask=m_row)
-        tl.store(p_acc, b_acc, mask=m_row[:, None])
+    tl.store(m_p + o_part, b_m, mask=m_row)
+    tl.store(l_p + o_part, b_l, mask=m_row)
+    tl.store(p_acc, b_acc, mask=m_row[:, None])
 
 
 def tree_attention(
@@ -164,30 +161,27 @@ def tree_attention(
 ) -> Tensor:
     """Attention [M, N H] of the rows' queries [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
 
-    `hopper` launches the first two kernels instead of this module's. Keys are split where those of a plain step of as
-    many requests are.
+    Of as many requests as have their keys split. `hopper` launches the first two kernels instead of this module's.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, group = len(lengths), heads // groups
-    whole = not keys_are_split(batch, batch)
+    assert keys_are_split(batch, batch)
     longest = min(paths.shape[1], m - batch + 1)  # rows of a request
     tiles = -(-longest * group // attention.ROWS)
     cuts = {"SHORT": attention.SHORT.value, "SHORT_SPLITS": attention.SHORT_SPLITS.value, "LONG": attention.LONG.value}
     splits = attention.splits_of(page_table.shape[1] * page_size)
-    if whole:
-        splits, cuts = 1, {"SHORT": 1, "SHORT_SPLITS": 0, "LONG": 1 << 30}
-    tails = 1 if whole else 2 + max(0, paths.shape[2] - 2) // cuts["SHORT"]  # splits that a path may reach into
+    tails = 2 + max(0, paths.shape[2] - 2) // cuts["SHORT"]  # splits that a path may reach into
     head, keys = padded(width), attention.CUTS[0][0]
     # as `block_attention` of as many rows
     used = batch * groups * -(-m * group // (batch * attention.ROWS))
-    pairs = hopper is not None and not whole and attention.FEW * used > multiprocessors(q.device.index)
+    pairs = hopper is not None and attention.FEW * used > multiprocessors(q.device.index)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
     b_m, b_l = (torch.empty(m, groups, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
     b_acc = torch.empty(m, groups, splits, group, head, dtype=torch.float32, device=q.device)
     if hopper is not None:
         hopper(
-            q, cache, lengths, page_table, page_size, rows, paths, out, (b_m, b_l, b_acc), splits, tails, tiles, cuts,
-            window=window, whole=whole, pairs=pairs,
+            q, cache, lengths, page_table, page_size, rows, paths, (b_m, b_l, b_acc), splits, tails, tiles, cuts,
+            window=window, pairs=pairs,
         )  # fmt: skip
     else:
         stages = attention.CUTS[0][1]
@@ -203,15 +197,14 @@ def tree_attention(
             groups, width, group, tiles, page_table.stride(0), slots, scale, splits, num_stages=stages, **shared,
         )  # fmt: skip
         _tail_kernel[(m * groups, tails)](
-            q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, out, b_m, b_l, b_acc,
+            q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, b_m, b_l, b_acc,
             groups, width, group, page_table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
-            WHOLE=whole, num_stages=1, **shared,
+            num_stages=1, **shared,
         )  # fmt: skip
-    if not whole:  # every row as a request of one token
-        attention._merge_kernel[(m * groups, group)](
-            b_m, b_l, b_acc, rows.positions, rows.positions, rows.depths, out,
-            1, groups, width, group, 1, splits, int(pairs),
-            HEAD=head, ROWS=group, MERGE_SPLITS=attention.MERGE_SPLITS, COUNTED=False, CAUSAL=False,
-            PATHS=min(keys, page_size), num_warps=1, **cuts, **pdl(q),
-        )  # fmt: skip
+    attention._merge_kernel[(m * groups, group)](  # every row as a request of one token
+        b_m, b_l, b_acc, rows.positions, rows.positions, rows.depths, out,
+        1, groups, width, group, 1, splits, int(pairs),
+        HEAD=head, ROWS=group, MERGE_SPLITS=attention.MERGE_SPLITS, COUNTED=False, CAUSAL=False,
+        PATHS=min(keys, page_size), num_warps=1, **cuts, **pdl(q),
+    )  # fmt: skip
     return out

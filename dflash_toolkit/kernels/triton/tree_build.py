@@ -96,7 +96,7 @@ def _path_of(order):
 
 @triton.jit(do_not_specialize=["K", "C"])
 def _grow_kernel(
-    values_p, ranks_p, candidates_p, limits_p, tokens_p, parents_p, depths_p, log_probs_p, paths_p,
+    values_p, ranks_p, candidates_p, limits_p, tokens_p, parents_p, depths_p, log_probs_p, paths_p, ancestors_p,
     K, C, stride_candidates,
     N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -154,6 +154,7 @@ def _grow_kernel(
         tl.store(parents_p + i, parent)
         tl.store(depths_p + i, tl.where(found, depth, 0))
         tl.store(log_probs_p + i, tl.where(found, path, -float("inf")))
+    tl.store(ancestors_p + i_b * N + o_n, b_above, mask=o_n < N)
     paths_p += i_b * (N + 1) * (K + 1)
     tl.store(paths_p + (o_n + 1) * (K + 1), tl.zeros([N_BLOCK], dtype=tl.int32), mask=o_n < N)
     tl.store(paths_p, zero)
@@ -174,9 +175,9 @@ def _largest(log_probs_p, depths_p, o_x, B, N, N_BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "N", "M"])
 def _cut_kernel(
-    tokens_p, parents_p, depths_p, log_probs_p, last_p, lengths_p, pages_p,
+    tokens_p, parents_p, depths_p, log_probs_p, ancestors_p, last_p, lengths_p, pages_p,
     starts_p, requests_p, row_parents_p, row_depths_p, row_tokens_p, positions_p, slots_p, row_log_probs_p,
-    B, N, M, width,
+    row_ancestors_p, B, N, M, width,
     B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -220,6 +221,7 @@ def _cut_kernel(
     tl.store(positions_p + b_start, b_length, mask=m_b)
     tl.store(slots_p + b_start, b_page * PAGE + b_length % PAGE, mask=m_b)
     tl.store(row_log_probs_p + b_start, b_start.to(tl.float32) * 0, mask=m_b)
+    tl.store(row_ancestors_p + b_start, b_start.to(tl.int64) * 0, mask=m_b)
 
     o_row = b_start[:, None] + 1 + o_n[None, :]
     o_node = o_b[:, None] * N + o_n[None, :]
@@ -233,6 +235,7 @@ def _cut_kernel(
     tl.store(positions_p + o_row, b_length[:, None] + b_depth, mask=kept)
     tl.store(slots_p + o_row, b_page * PAGE + b_at % PAGE, mask=kept)
     tl.store(row_log_probs_p + o_row, tl.load(log_probs_p + o_node, mask=kept, other=0.0), mask=kept)
+    tl.store(row_ancestors_p + o_row, tl.load(ancestors_p + o_node, mask=kept, other=0), mask=kept)
 
     o_m = tl.arange(0, M_BLOCK)
     rest = (o_m >= total) & (o_m < M)
@@ -243,6 +246,7 @@ def _cut_kernel(
     tl.store(positions_p + o_m, o_m * 0, mask=rest)
     tl.store(slots_p + o_m, o_m * 0, mask=rest)
     tl.store(row_log_probs_p + o_m, o_m.to(tl.float32) * 0, mask=rest)
+    tl.store(row_ancestors_p + o_m, o_m.to(tl.int64) * 0, mask=rest)
 
 
 def draft_children(
@@ -275,16 +279,16 @@ def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor
     batch, slots, families, width = values.shape
     assert nodes <= MOST_NODES
     device = values.device
-    tokens = torch.empty(batch, nodes, dtype=torch.int64, device=device)
+    tokens, ancestors = (torch.empty(batch, nodes, dtype=torch.int64, device=device) for _ in range(2))
     parents, depths = (torch.empty(batch, nodes, dtype=torch.int32, device=device) for _ in range(2))
     log_probs = torch.empty(batch, nodes, dtype=torch.float32, device=device)
     paths = torch.empty(batch, nodes + 1, slots + 1, dtype=torch.int32, device=device)
     _grow_kernel[(batch,)](
-        values, ranks, candidates, limits, tokens, parents, depths, log_probs, paths,
+        values, ranks, candidates, limits, tokens, parents, depths, log_probs, paths, ancestors,
         slots, candidates.shape[2], candidates.stride(0), N=nodes, W=width, Q=families,
         N_BLOCK=next_power_of_two(nodes), num_warps=1, **pdl(values),
     )  # fmt: skip
-    return Trees(tokens, parents, depths, log_probs, paths)
+    return Trees(tokens, parents, depths, log_probs, paths, ancestors)
 
 
 def cut_trees(
@@ -296,14 +300,14 @@ def cut_trees(
     assert rows >= batch
     starts = torch.empty(batch + 1, dtype=torch.int32, device=device)
     requests, parents, depths, positions, slots = torch.empty(5, rows, dtype=torch.int32, device=device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    tokens, ancestors = torch.empty(2, rows, dtype=torch.int64, device=device)
     log_probs = torch.empty(rows, dtype=torch.float32, device=device)
     b_block, n_block = next_power_of_two(batch), next_power_of_two(nodes)
     _cut_kernel[(1,)](
-        trees.tokens, trees.parents, trees.depths, trees.log_probs, last_token, lengths, page_table,
-        starts, requests, parents, depths, tokens, positions, slots, log_probs,
+        trees.tokens, trees.parents, trees.depths, trees.log_probs, trees.ancestors, last_token, lengths, page_table,
+        starts, requests, parents, depths, tokens, positions, slots, log_probs, ancestors,
         batch, nodes, rows, page_table.stride(0),
         B_BLOCK=b_block, N_BLOCK=n_block, M_BLOCK=next_power_of_two(rows), PAGE=page_size,
         ROUNDS=(b_block * n_block).bit_length(), num_warps=max(4, min(16, b_block * n_block // 256)), **pdl(lengths),
     )  # fmt: skip
-    return TreeRows(starts, requests, parents, depths, tokens, positions, slots, log_probs)
+    return TreeRows(starts, requests, parents, depths, tokens, positions, slots, log_probs, ancestors)
