@@ -7,7 +7,7 @@
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
 | post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
-| experts | Triton: up to 64 rows all with every expert, more gathered by expert | the same, partial sums rounded |
+| experts | Triton: up to 32 rows all with every expert, more gathered by expert | the same, partial sums rounded |
 | attention, of trees too | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 

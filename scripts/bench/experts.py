@@ -31,6 +31,7 @@ from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
 
 REPEATS, SHOWN, COMPILERS = 20, 3, 8
+UNGATHERED = 64  # rows, up to which a sweep tries to gather none
 TILES = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 8, 3), (128, 8, 4))  # weight rows, warps, stages
 
 
@@ -89,7 +90,7 @@ class Gemm:
 def cuts(rows: int) -> Iterator[tuple[bool, Tile, int]]:
     """Whether rows are gathered, the tile, and rows at a time."""
     ways = [(True, taken) for taken in (16, 32, 64)] if rows > 16 else []
-    ways += [(False, padded(rows))] if rows <= experts.FEW_ROWS else []
+    ways += [(False, padded(rows))] if rows <= UNGATHERED else []
     for (n, warps, stages), (gathered, taken) in itertools.product(TILES, ways):
         if stages * (n + taken) * BLOCK <= SHARED_BYTES:
             yield gathered, Tile(n, BLOCK, stages, warps), taken

@@ -20,7 +20,7 @@ from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
-FEW_ROWS = 64  # up to which no row is gathered
+FEW_ROWS = 32  # up to which no row is gathered: products of 64 rows of an expert, nearly all of zero, take longer
 LONG = 2048  # rows that one program goes through, of those of its expert, before there is a second one
 
 
