@@ -179,6 +179,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--limit", type=int, default=8192, help="tokens that a request may grow to")
     parser.add_argument("--right", type=float, default=0.6)
+    parser.add_argument(
+        "--top-columns", type=int, nargs="*", default=[], help="columns of a part of the head, also tried"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     spec = ModelSpec.of_target(named_shape(args.shape))
@@ -191,8 +194,12 @@ def main() -> None:
                 steps.append(measure(mixer, spec.hidden_size, batch, rows, context, args.limit, args.right))
     print(table_of(steps), flush=True)
     head = torch.randn(spec.vocab_size, spec.hidden_size, device=DEVICE).bfloat16()
-    heads = [head_times(rows, head, RowScaledFp8.of(head)) for rows in (16, 128, 256, 512)]
-    print(table_of(heads))
+    fp8_head = RowScaledFp8.of(head)
+    heads = [head_times(rows, head, fp8_head) for rows in (16, 128, 256, 512)]
+    for columns in args.top_columns:  # read at every call
+        gpu.TOP_COLUMNS = columns
+        heads += [head_times(rows, head, fp8_head) | {"columns": columns} for rows in (256, 512)]
+    print("\n".join(map(table_of, filter(None, ([h for h in heads if ("columns" in h) == b] for b in (False, True))))))
     if args.output:
         write_json(
             args.output,

@@ -618,13 +618,24 @@ def draft_trees(table: Table) -> None:
         table.add(requests, *(f"{value:,.0f}" for value in each.values()), gain)
 
 
+def draft_trees_real(table: Table) -> None:
+    """A real pair with answers of its own, by what the engine drafts."""
+    table.columns("set, requests at a time | plain | blocks | chains of own length | trees | trees to blocks")
+    rows = table.read("tree_load_qwen05_h100")["rows"]
+    speed = {(row["set"], row["requests"], row["way"]): row["tokens_per_second"] for row in rows}
+    for name, requests in sorted({load[:2] for load in speed}):
+        each = {way: speed[name, requests, way] for way in ("plain", "blocks", "chains", "trees")}
+        gain = f"{100 * (each['trees'] / each['blocks'] - 1):+.0f} %"
+        table.add(f"{name}, {requests}", *(f"{value:,.0f}" for value in each.values()), gain)
+
+
 def targets(table: Table) -> None:
     """What other weights than dense bf16 ones bring, plain and with blocks of 8."""
     runs = {  # of a row that two files have, the later one counts
         "Qwen3-8B, bf16": ["step_qwen3_8b_dflash2_h100"],
         "Qwen3-8B, FP8": ["step_qwen3_8b_fp8_h100", "step_qwen3_8b_fp8_drafted_h100"],
         "Qwen3-30B-A3B, bf16": ["step_qwen3_30b_a3b_h100"],
-        "Qwen3.8-27B, FP8": ["step_qwen3_8_27b_fp8_h100", "step_qwen3_8_27b_fp8_drafted_h100"],
+        "Qwen3.8-27B, FP8": ["step_qwen3_8_27b_fp8_h100", "step_qwen3_8_27b_fp8_batch32_h100"],
         "Qwen3.6-35B-A3B, FP8": ["step_qwen3_6_35b_a3b_fp8_h100"],
     }
     later = {label: shape for shape, label in PLAIN.items()}
@@ -637,6 +648,7 @@ def targets(table: Table) -> None:
         speed = {(row["block"], row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
         if label in later:
             rows = table.read("step_plain_fp8_h100", later[label])["rows"]
+            rows += [row for each in found if "before" in each for row in each["rows"] if row["block"] == 1]
             speed |= {(1, row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
         plain, drafted = ([speed.get((block, batch), "") for batch in (1, 8, 32)] for block in (1, 8))
         table.add(label, *plain, found[0]["accept"] if any(drafted) else "", *drafted)
@@ -644,7 +656,8 @@ def targets(table: Table) -> None:
 
 def dflash2_step(table: Table) -> None:
     table.columns("ms of a full step, blocks of 8 | batch 1 | 8 | 32")
-    rows = [row for row in table.read("step_qwen3_8b_dflash2_h100")["rows"] if row["block"] == 8]
+    files = ("step_qwen3_8b_dflash2_h100", "step_qwen3_8b_dflash2_batch32_h100")  # of one row the later one counts
+    rows = [row for file in files for row in table.read(file)["rows"] if row["block"] == 8]
     full = {(row["drafter_kind"], row["batch"]): row["ms_of_a_full_step"] for row in rows}
     for kind, label in (("dflash", "DFlash"), ("dflash2", "DFlash 2")):
         table.add(label, *(f"{full[kind, batch]:.2f}" for batch in (1, 8, 32)))
@@ -724,6 +737,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         plain_steps,
         shapes,
         draft_trees,
+        draft_trees_real,
         dflash2_step,
         endpoint,
         endpoint_fronts,
