@@ -605,6 +605,16 @@ def shapes(table: Table) -> None:
             table.add(f"{label}, {drafts}", *(f"{ms:.2f}" for ms in ours), *shown, *ratios)
 
 
+def memory(table: Table) -> None:
+    """What many long requests of a hybrid take."""
+    table.columns("target and drafter | requests | tokens of each, at the end | tokens of KV cache | GiB in use")
+    found = table.read("step_qwen3_8_27b_fp8_memory_h100")
+    (row,) = found["rows"]
+    longest = row["prompt"] + int(option_of(found["command"], "--long"))
+    cache, used = f"{row['kv_cache_tokens']:,}", f"{row['device_gib']:.1f}"
+    table.add(PLAIN[found["shape"]], row["batch"], f"{longest:,}", cache, used)
+
+
 def draft_trees(table: Table) -> None:
     """The same recorded drafts verified in blocks, in chains of their own length and in trees."""
     table.columns("requests at a time | plain | blocks | chains of own length | trees | trees to blocks")
@@ -736,6 +746,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         targets,
         plain_steps,
         shapes,
+        memory,
         draft_trees,
         draft_trees_real,
         dflash2_step,
