@@ -24,7 +24,7 @@ from dflash_toolkit.files import append_lines
 CONTEXT = multiprocessing.get_context("forkserver")
 # what is not there is left out
 IMPORTED = ["conftest", "train.cli", "train.data_cli", "train.distributed.fsdp", "deepspeed", "serve.front"]
-IMPORTED += ["dflash_toolkit.runtime.loop"]
+IMPORTED += ["dflash_toolkit.runtime.loop", "preloaded"]
 
 
 def start_server() -> None:
