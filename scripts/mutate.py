@@ -14,6 +14,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import gc
 import hashlib
 import importlib
 import json
@@ -275,7 +276,7 @@ class _FirstFailure:
 class _Chosen(_FirstFailure):
     """A plugin of pytest: of all collected tests those of `tests`, and which of them fails first; none may loop."""
 
-    def __init__(self, tests: list[Test], least_s: int) -> None:
+    def __init__(self, tests: list[Test], least_s: float) -> None:
         self._order = {test.name: place for place, test in enumerate(tests)}
         self._tests, self._least_s = tests, least_s
         self._allow(2 * least_s)  # to import what is tested
@@ -352,6 +353,7 @@ def _forked(work: Callable[[], object]) -> tuple[Any, int]:
     """What `work` says in a fork of this process, and its wait status; None when it ends before it says anything."""
     reader, writer = os.pipe()
     Path("tmp").mkdir()
+    gc.freeze()  # pytest collects several times at its end: not what is imported here
     child = os.fork()
     if not child:
         os.close(reader)
@@ -412,7 +414,7 @@ def _without_fault(job: Job, seed: int) -> Unchanged:
     raise UserError(f"{job.module}: its tests fail without any fault ({found or f'status {status}'})")
 
 
-def _with_fault(tests: list[Test], seed: int, least_s: int) -> tuple[str, str]:
+def _with_fault(tests: list[Test], seed: int, least_s: float) -> tuple[str, str]:
     """Outcome and first failure."""
     if not tests:
         return "survived", "no test comes to it"
@@ -426,7 +428,7 @@ def _with_fault(tests: list[Test], seed: int, least_s: int) -> tuple[str, str]:
     return found or ("loops" if os.WIFSIGNALED(status) else "caught", f"status {status}")
 
 
-def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: int, queue: Any) -> None:
+def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: float, queue: Any) -> None:
     """Try faults in a copy of the project, and tell of each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     shutil.copytree(root, place, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
@@ -471,7 +473,7 @@ def _forget_own(own: set[str]) -> None:
 
 
 def run(
-    root: Path, table: dict[str, list[str]], journal: Path, limit: int, seed: int, processes: int, least_s: int = 10
+    root: Path, table: dict[str, list[str]], journal: Path, limit: int, seed: int, processes: int, least_s: float = 10
 ) -> list[Result]:
     """Results of the sampled faults of all modules. Raises UserError where tests fail without any fault."""
     known = _read(journal)

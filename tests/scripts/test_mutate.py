@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path[:0] = sys.argv[1:3]
 from scripts import mutate
 root, journal = Path(sys.argv[3]), Path(sys.argv[4])
-found = mutate.run(root, {"small/core.py": ["test_core.py"]}, journal, 0, 0, int(sys.argv[5]), least_s=1)
+found = mutate.run(root, {"small/core.py": ["test_core.py"]}, journal, 0, 0, int(sys.argv[5]), least_s=0.5)
 print(json.dumps([asdict(result) for result in found]))
 print(mutate.report(found, ["small/core.py"]))
 """
