@@ -162,7 +162,7 @@ def test_of_many_requests_a_node_sees_its_ancestors_where_they_stand(
 CHAINS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window
     ((0,), 3, 3, 4, 16, 1, 1, 8, 0),
     ((190, 5), 7, 7, 16, 16, 2, 4, 64, 0),
-    ((30, 130, 63), 30, 30, 70, 64, 1, 7, 40, 0),  # two tiles of rows; into the next split
+    ((30, 130, 63), 12, 12, 30, 64, 1, 7, 40, 0),  # two tiles of rows; into the next split
     ((127, 95), 16, 16, 20, 32, 1, 3, 128, 50),
     ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 5, 40, 16, 1, 2, 64, 0),  # in one pass
     ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20),
