@@ -124,7 +124,9 @@ class ResponseOptions(SamplesOptions):
         if self.batch_size < 1:
             raise ValueError(f"responses.batch_size is {self.batch_size}; it must be >= 1")
         if self.samples > 1 and not self.regenerate:
-            raise ValueError("samples > 1 needs responses.regenerate: the data holds one response to a prompt")
+            raise ValueError(
+                f"samples is {self.samples}, but with regenerate=false the data holds one response to a prompt"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -199,7 +199,8 @@ def main() -> None:
     for columns in args.top_columns:  # read at every call
         gpu.TOP_COLUMNS = columns
         heads += [head_times(rows, head, fp8_head) | {"columns": columns} for rows in (256, 512)]
-    print("\n".join(map(table_of, filter(None, ([h for h in heads if ("columns" in h) == b] for b in (False, True))))))
+    for row in heads:
+        print(row)
     if args.output:
         write_json(
             args.output,

@@ -58,11 +58,8 @@ def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, temp
 
 def asked(config: dict[str, Any]) -> dict[str, Any]:
     """How prompts are answered, but for how many at a time: with fewer a run that ran out of memory goes on."""
-    options = config["responses"]
-    free = {"batch_size"}
-    if options.get("samples", 1) == 1:  # runs of earlier releases have no options for several
-        free |= {"samples", "greedy_first"}
-    return {k: v for k, v in options.items() if k not in free}
+    later = {"samples": 1, "greedy_first": False}  # options that runs of earlier releases do not have
+    return {k: v for k, v in config["responses"].items() if k != "batch_size" and (k not in later or v != later[k])}
 
 
 def config_of(record: dict[str, Any]) -> dict[str, Any]:

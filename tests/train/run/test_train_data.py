@@ -13,6 +13,7 @@ from programs import write
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit.config import to_mapping
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.batched import BatchedDecoder
 from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
@@ -28,6 +29,7 @@ from train.responses.corpus import Corpus
 from train.responses.file import resume
 from train.responses.generate import ResponsePlan, respond
 from train.responses.rows import Row
+from train.run.provenance import asked
 
 OPTIONS = ResponseOptions(batch_size=3, max_tokens=20)
 
@@ -172,6 +174,15 @@ def test_a_prompt_without_room_is_passed_over_and_the_limit_is_named(
     assert len(held) == 8 and {*held} <= {chat(i) for i in range(10)}
     said = capsys.readouterr().err
     assert "passed over for held-out prompts:" in said and "too long (the target's context is 30 tokens)" in said
+
+
+def test_a_run_of_before_several_responses_could_be_asked_for_is_that_of_one_greedy_or_drawn() -> None:
+    one, first, two = (
+        asked({"responses": to_mapping(ResponseOptions(temperature=1.0, **more))})
+        for more in ({}, {"greedy_first": True}, {"samples": 2})
+    )
+    assert not {"samples", "greedy_first", "batch_size"} & one.keys() and one["temperature"] == 1.0
+    assert first == one | {"greedy_first": True} and two == one | {"samples": 2}
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------
