@@ -580,6 +580,8 @@ PLAIN = {
     "qwen3.6-35b-a3b-fp8": "Qwen3.6-35B-A3B, FP8",
 }
 
+DOUBTFUL = 0.2  # where equal runs differ by so much of one, their row says nothing
+
 
 def plain_steps(table: Table) -> None:
     """What plain steps take on the GPU, and how near that is to reading every byte once."""
@@ -593,15 +595,18 @@ def plain_steps(table: Table) -> None:
 def shapes(table: Table) -> None:
     """Steps of ours and of vLLM on the shapes that people serve; equal acceptance, so tokens/s go as the steps do."""
     table.columns("ms a step | batch 1 | 8 | 32 | vLLM, batch 1 | 8 | 32 | tokens/s of vLLM's, batch 1 | 8 | 32")
+    later = load("shapes_fp8_h200")
     for shape, label in PLAIN.items():
         for kind, drafts in (("plain", "plain"), ("drafts", "blocks of 8")) if shape in load("shapes_fp8_h100") else ():
-            ours = [row["ms_per_step"] for row in table.read("shapes_fp8_h100", shape, f"ours_{kind}")["rows"]]
-            theirs: list[float] = []
-            if f"vllm_{kind}" in load("shapes_fp8_h100", shape):
-                (engine,) = table.read("shapes_fp8_h100", shape, f"vllm_{kind}")["engines"].values()
-                theirs = [row["ms_per_step"] for row in engine["rows"]]
-            ratios = [times(b / a) for a, b in zip(ours, theirs, strict=True)] if theirs else [""] * len(ours)
-            shown = [f"{ms:.2f}" for ms in theirs] or [""] * len(ours)
+            on_h200 = f"ours_{kind}" in later.get(shape, {})
+            file, drafts = ("shapes_fp8_h200", f"{drafts}, H200") if on_h200 else ("shapes_fp8_h100", drafts)
+            ours = [row["ms_per_step"] for row in table.read(file, shape, f"ours_{kind}")["rows"]]
+            theirs: list[float | None] = [None] * len(ours)
+            if f"vllm_{kind}" in load(file, shape):
+                (engine,) = table.read(file, shape, f"vllm_{kind}")["engines"].values()
+                theirs = [row["ms_per_step"] if row["spread"] < DOUBTFUL else None for row in engine["rows"]]
+            ratios = [times(b / a) if b else "" for a, b in zip(ours, theirs, strict=True)]
+            shown = [f"{ms:.2f}" if ms else "" for ms in theirs]
             table.add(f"{label}, {drafts}", *(f"{ms:.2f}" for ms in ours), *shown, *ratios)
 
 

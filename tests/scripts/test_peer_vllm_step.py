@@ -53,12 +53,13 @@ def test_other_kinds_of_layers_run_on_triton(
 
 def test_figures_are_the_long_answers_less_the_short_ones() -> None:
     short = [program.Run(seconds, 128, 10.0, 30.0) for seconds in (0.3, 0.2, 0.9)]
-    long = [program.Run(seconds, 768, 110.0, 330.0) for seconds in (1.3, 1.2, 1.4)]
+    long = [program.Run(seconds, 768, 110.0, 330.0) for seconds in (1.4, 1.2, 1.5)]
     found = program.figures(2, short, long)
-    assert found["ms_per_step"] == pytest.approx(1e3 * (1.3 - 0.3) / 100)
+    assert found["ms_per_step"] == pytest.approx(1e3 * (1.2 - 0.2) / 100), "the fastest of each"
     assert found["tokens_per_second"] == pytest.approx(640 / 1.0)
     assert found["tokens_per_step"] == pytest.approx(640 / 100 / 2)
-    assert found["spread"] == pytest.approx(0.2 / 1.3) and found["tau_by_counters"] == pytest.approx(4.0)
+    assert found["spread"] == pytest.approx(0.3 / 1.4) and found["tau_by_counters"] == pytest.approx(4.0)
+    assert found["short_s"] == [0.3, 0.2, 0.9] and found["long_s"] == [1.4, 1.2, 1.5]
 
 
 @pytest.mark.parametrize(
