@@ -202,6 +202,16 @@ def pytest_collection_finish() -> None:
 os.register_at_fork(after_in_child=pytest_collection_finish)
 
 
+@pytest.fixture(autouse=True)
+def _freezes_imports() -> Iterator[None]:
+    """What a test has imported is frozen, too: whoever closes an engine collects all garbage."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) >= before + 20:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skipped = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if config.getoption("--fast"):
