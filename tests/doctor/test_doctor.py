@@ -30,7 +30,7 @@ from train.responses.rows import Row
 from train.run.definition import Run
 
 TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.")
-ALL_TEXTS = ("--limit", str(len(TEXTS)))  # else a drafter is examined on two of them
+ALL_TEXTS = ("--limit", str(len(TEXTS)))  # else a drafter is examined on one of them
 TOKENS = 33  # so that the blocks of an answer are drafted at once
 THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking %}?{% endif %}"
 
@@ -79,7 +79,7 @@ class Clinic:
     def arguments(self, drafter: Path, *more: str) -> list[str]:
         return [
             "--target", self.target, "--drafter", str(drafter), "--device", "cpu", "--dtype", "float32",
-            "--prompts", f"p={self.prompts}", "--limit", "2", "--max-tokens", str(TOKENS), *more,
+            "--prompts", f"p={self.prompts}", "--limit", "1", "--max-tokens", str(TOKENS), *more,
         ]  # fmt: skip
 
     def examine(self, *more: str, break_it: Callable[[Path], None] | None = None) -> dict[str, list[dict[str, Any]]]:
@@ -217,7 +217,7 @@ def test_the_other_thinking_mode_is_named(clinic: Clinic, tmp_path: Path) -> Non
     assert (found["fault"], found["warning"]) == ([], [])
     (thinking,) = (finding["figures"] for finding in found["ok"] if finding["check"] == "thinking")
     assert thinking["tau_other"] < thinking["tau"] and not thinking["trained_so"]
-    faults = clinic.examine("--target", path, "--thinking", break_it=trained_so)["fault"]
+    faults = clinic.examine("--target", path, "--thinking", "--limit", "2", break_it=trained_so)["fault"]
     assert [fault["check"] for fault in faults] == ["thinking"]
     assert "enable_thinking=false" in faults[0]["remedy"]
 

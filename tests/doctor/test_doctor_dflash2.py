@@ -118,7 +118,7 @@ def test_a_selector_that_did_harm_before_it_was_recorded_is_told_by_trying(sick:
         record = export_record(load_drafter(str(path)), sick.target)
         config(lambda values: values[PROVENANCE_KEY].update({RECORD_KEY: record}))(path)
 
-    (fault,) = sick.examine(recorded_later, texts=TEXTS[:2])["fault"]
+    (fault,) = sick.examine(recorded_later, texts=TEXTS[:1])["fault"]
     assert fault.check == "selector" and "does harm" in fault.remedy
 
 
@@ -128,11 +128,11 @@ def test_parts_that_were_never_trained_are_named(sick: Patient, tmp_path: Path) 
     for part in drafter.modules():
         if hasattr(part, "base_kernel") or part is drafter.candidate_selector:
             part.init_weights()
-    found = patient_of(drafter, sick.target, tmp_path).examine(texts=TEXTS[:2])
+    found = patient_of(drafter, sick.target, tmp_path).examine(texts=TEXTS[:1])
     assert named(found["fault"]) == {"selector", "convolution"}
     assert all("never trained" in fault.measured for fault in found["fault"])
     fresh = Drafter.fresh(drafter.config, 0)
-    found = patient_of(fresh, sick.target, tmp_path / "fresh").examine(texts=TEXTS[:2])
+    found = patient_of(fresh, sick.target, tmp_path / "fresh").examine(texts=TEXTS[:1])
     (fault,) = (fault for fault in found["fault"] if fault.check == "weights")
     assert "every tensor is as it was initialised" in fault.measured
     assert named(found["fault"]) <= {"weights", "acceptance"}
@@ -158,5 +158,5 @@ def test_convolutions_that_were_trained_across_blocks_are_found(
         patch.setattr(test_doctor, "make_drafter", reading_before)
         rows = answered(sick.target, TEXTS, TOKENS)
         drafter = fit(sick.target, rows, tmp_path, anchors=TOKENS, steps=80, **SHAPE)
-    (fault,) = patient_of(drafter, sick.target, tmp_path).examine(texts=TEXTS[:2])["fault"]
+    (fault,) = patient_of(drafter, sick.target, tmp_path).examine(texts=TEXTS[:1])["fault"]
     assert fault.check == "convolution" and "train again with convolutions inside each block" in fault.remedy
