@@ -1,6 +1,7 @@
 """`/openapi.json`: what the routes accept, from the models that read it, and what they answer."""
 
 import copy
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -368,9 +369,7 @@ def describe_routes(models: Sequence[str], keyed: bool = False, root_path: str =
         keyed: API keys are asked for.
         root_path: where a proxy shows the routes.
     """
-    _, accepted = models_json_schema([(each, "validation") for each in REQUESTS], ref_template=REF)
-    _, answered = models_json_schema([(each, "serialization") for each in REPLIES], ref_template=REF)
-    schemas = accepted["$defs"] | answered["$defs"]
+    schemas = copy.deepcopy(_schemas())
     for each in REQUESTS:
         schema = schemas[each.__name__]
         schema["properties"]["model"] = {"enum": [*models]}
@@ -425,6 +424,15 @@ def describe_routes(models: Sequence[str], keyed: bool = False, root_path: str =
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    """The schema of every body by the name of its class."""
+    _, accepted = models_json_schema([(each, "validation") for each in REQUESTS], ref_template=REF)
+    _, answered = models_json_schema([(each, "serialization") for each in REPLIES], ref_template=REF)
+    found: dict[str, Any] = accepted["$defs"] | answered["$defs"]
+    return found
 
 
 def _close(schema: dict[str, Any], request: type[GenerationRequest]) -> None:
