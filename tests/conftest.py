@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import ssl
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,8 @@ with contextlib.suppress(ImportError):  # `save_pretrained` would import DeepSpe
     import accelerate.utils.other
 
     accelerate.utils.other.is_deepspeed_available = lambda: False
+# every client would read the certificates of all authorities anew
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 
 VOCAB = 300
