@@ -1,5 +1,6 @@
 """A report as one self-contained HTML page: verdict, plots, tables, answers, method. No scripts, nothing fetched."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,7 @@ def render_page(report: Report) -> str:
     )
 
 
+@functools.cache  # to compile one takes longer than to fill it in
 def template(name: str) -> jinja2.Template:
     """A page of this folder, which escapes what it is given."""
     environment = jinja2.Environment(

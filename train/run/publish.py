@@ -1,5 +1,6 @@
 """What others get of a run: the model card beside an exported drafter, and its repository on the Hugging Face hub."""
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -40,10 +41,8 @@ def write_cards(output: Path, record: dict[str, Any], name: str | None = None) -
 
 
 def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: str) -> str:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     target, shape = record["target"], to_mapping(read_config(folder))  # its selector may have been left out
-    return environment.get_template("card.md.jinja").render(
+    return _template().render(
         metadata=yaml.safe_dump(_metadata(config_of(record)), sort_keys=False),
         name=name,
         target=target,
@@ -56,6 +55,13 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         result=record["result"],
         version=record["versions"]["dflash_toolkit"],
     )
+
+
+@functools.cache  # a run writes up to three cards
+def _template() -> jinja2.Template:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    return environment.get_template("card.md.jinja")
 
 
 def _temperatures(sampler: dict[str, Any]) -> set[float]:
