@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import jsonschema
 import pytest
 from conftest import make_drafter
+from schemas import validate
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, save_drafter
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, run, write_report
@@ -58,7 +58,7 @@ def runtime(target: Target, drafter: Drafter) -> Pair:
 def load(output: Path) -> dict[str, Any]:
     text = (output / "report.json").read_text()
     report = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    jsonschema.validate(report, report_schema())
+    validate(report, report_schema)
     assert read_report(output / "report.json") == report
     section = report["sections"][0]
     return report | {"overall": section["overall"], "sets": section["sets"]}

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
+from schemas import validate
 from test_serve_api import serving
 from test_serve_engine import make_engine
 
@@ -201,7 +201,7 @@ def test_the_command_measures_a_server(url: str, target_dir: Path, tmp_path: Pat
     asked += ["--concurrency", "1", "2", "--sweep-requests", "1"]
     assert main([*asked, "--endpoint", url.replace("//", "//user:secret@"), "--output", str(output)]) == 0
     report = json.loads((output / "report.json").read_text())
-    jsonschema.validate(report, report_schema())
+    validate(report, report_schema)
     assert report["environment"]["device"] == "endpoint" and report["arguments"]["served_model"] == "org/tiny"
     assert report["sections"][0]["overall"]["identical_to_plain"] == 1.0
     assert [point["concurrency"] for point in report["sweeps"]["concurrency"]] == [1, 2]
