@@ -73,6 +73,16 @@ def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Cal
     engine.runner.proposer.children = children  # type: ignore[method-assign]
 
 
+@cache
+def _written(target: Target, drafter: Drafter | None, prompt: tuple[int, ...], params: SamplingParams) -> Generation:
+    return generate(target, drafter, list(prompt), params)
+
+
+def alone(target: Target, drafter: Drafter | None, prompt: list[int], params: SamplingParams) -> Generation:
+    """What `generate` writes; many tests ask it for the same."""
+    return _written(target, drafter, tuple(prompt), params)
+
+
 def same(got: Generation, expected: Generation) -> bool:
     return (got.tokens, got.steps, got.finish_reason) == (expected.tokens, expected.steps, expected.finish_reason)
 
@@ -81,7 +91,7 @@ def check(engine: Engine, models: tuple[Target, Drafter | None], prompts: list[l
     """Every answer, its steps too, is what `generate` gives; one of the parameters for each prompt, or one for all."""
     each = params * (len(prompts) // len(params))
     for prompt, one, got in zip(prompts, each, engine.generate(prompts, list(each)), strict=True):
-        assert same(got, generate(*models, prompt, one))
+        assert same(got, alone(*models, prompt, one))
 
 
 def check_drafts(engine: Engine, models: tuple[Target, Drafter], prompts: list[list[int]], *params: Any) -> None:
@@ -144,7 +154,7 @@ def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(para
     first, *rest = prompts_of(4, 19, 7)
     prompts, all_params = [first, first, *rest], [SamplingParams(max_tokens=24), *[params] * 3]
     for prompt, each, got in zip(prompts, all_params, make_engine(*pair()).generate(prompts, all_params), strict=True):
-        expected = generate(*pair(), prompt, each)
+        expected = alone(*pair(), prompt, each)
         assert same(got, expected)
         assert [t.chosen for t in got.logprobs] == pytest.approx([t.chosen for t in expected.logprobs], abs=1e-4)
         assert [[i for i, _ in t.best] for t in got.logprobs] == [[i for i, _ in t.best] for t in expected.logprobs]

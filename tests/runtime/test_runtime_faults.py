@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from test_runtime_engine import make_engine, prompts_of
+from test_runtime_engine import alone, make_engine, prompts_of
 from torch import Tensor
 
-from dflash_toolkit import Drafter, SamplingParams, Target, generate
+from dflash_toolkit import Drafter, SamplingParams, Target
 from dflash_toolkit.runtime import Engine, Request
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Committed, NotFiniteError
@@ -54,7 +54,7 @@ def check(models: tuple[Target, Drafter], requests: Sequence[Request], bad: Sequ
     for i, request in enumerate(requests):
         if i not in bad:
             assert request.error is None
-            assert request.tokens == generate(*models, request.prompt_ids, request.params).tokens
+            assert request.tokens == alone(*models, request.prompt_ids, request.params).tokens
 
 
 @pytest.mark.parametrize("place", ["prefill", "add", "decode"])

@@ -14,7 +14,7 @@ import torch
 from architectures import ARCHITECTURES
 from conftest import make_drafter, make_target
 from test_decode import hf_greedy
-from test_runtime_engine import check, knowing, make_engine, prompts_of
+from test_runtime_engine import alone, check, knowing, make_engine, prompts_of
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
@@ -82,7 +82,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int, params: S
 def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int) -> None:
     target, drafter = pair()
     (prompt,) = prompts_of(9)
-    text = generate(target, None, prompt, SamplingParams(max_tokens=16, ignore_eos=True)).tokens
+    text = alone(target, None, prompt, SamplingParams(max_tokens=16, ignore_eos=True)).tokens
     params = SamplingParams(max_tokens=16, stop_token_ids=(text[index],))
     engine = make_engine(target, drafter)
     knowing(engine, {tuple(prompt): text}, lambda position: False)
@@ -100,12 +100,12 @@ def test_prompts_that_begin_alike_go_on_from_kept_states() -> None:
     target, drafter = pair()
     (first, more, *tails), (common,) = prompts_of(13, 6, 9, 5, 7), prompts_of(18, seed=3)
     engine = make_engine(target, drafter, prefix_states=9)
-    begun = generate(target, None, first, LONG).tokens
+    begun = alone(target, None, first, LONG).tokens
     prompts = [first, first + begun + more, *(common + tail for tail in tails), first + begun + more]
     found = [0, 12, 0, 0, 16, 48]
     for prompt, cached in zip(prompts, found, strict=True):
         text = hf_greedy(target, prompt, 30)
-        assert text == generate(target, drafter, prompt, LONG).tokens
+        assert text == alone(target, drafter, prompt, LONG).tokens
         knowing(engine, {tuple(prompt): text}, lambda position: position % 5 == 0)
         before = engine.stats.cached_prompt_tokens
         (got,) = engine.generate([prompt], LONG)
@@ -123,7 +123,7 @@ def test_states_are_kept_for_as_many_prompts_as_there_is_room_for(states: int, c
     prompts[2] = prompts[0]
     for prompt in (*prompts, prompts[1]):
         (got,) = engine.generate([prompt], SHORT)
-        assert got.tokens == generate(target, None, prompt, SHORT).tokens
+        assert got.tokens == alone(target, None, prompt, SHORT).tokens
     assert engine.stats.cached_prompt_tokens == cached
 
 
@@ -132,7 +132,7 @@ def test_whoever_comes_leaves_or_gives_way_the_others_write_on(cache_tokens: int
     target, drafter = pair()
     engine = make_engine(target, drafter, kv_cache_tokens=cache_tokens)
     prompts = prompts_of(30, 25, 9, 14, 33)
-    expected = [generate(target, None, prompt, LONG).tokens for prompt in prompts]
+    expected = [alone(target, None, prompt, LONG).tokens for prompt in prompts]
     knowing(engine, {tuple(p): t for p, t in zip(prompts, expected, strict=True)}, lambda position: position % 4 == 0)
     requests: list[Request] = []
     for turn in range(400):
@@ -204,7 +204,7 @@ def test_what_fails_half_way_leaves_no_state_that_anybody_goes_on_from(place: st
     setattr(runner, place, raising)
     prompts = prompts_of(24, 5, 40)
     assert [got.tokens for got in engine.generate(prompts, SHORT)] == [
-        generate(target, None, prompt, SHORT).tokens for prompt in prompts
+        alone(target, None, prompt, SHORT).tokens for prompt in prompts
     ]
     assert calls > 4
 
