@@ -1,8 +1,10 @@
 """`dflash-doctor`: a drafter that is well is called well, and each way to break one is called by its name."""
 
+import functools
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,8 +102,13 @@ class Clinic:
 
 
 @pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
-    target, path = make_target(), tmp_path_factory.mktemp("clinic")
+def clinic() -> Clinic:
+    return _clinic()
+
+
+@functools.cache  # other modules have it from here, and would train another
+def _clinic() -> Clinic:
+    target, path = make_target(), Path(tempfile.mkdtemp())
     drafter = fit(target, answered(target), path)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
     note = {"target": "tiny", "template_hash": template_digest(target.tokenizer), "answers": [answers]}
