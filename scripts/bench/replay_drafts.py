@@ -6,7 +6,9 @@
 The trace is that of `record_drafts.py`. Weights are random and all of their work is done; then what the drafter thinks,
 and what the target chooses, is taken from the trace, request by request, so that which node of a tree is accepted goes
 with its probability as it does in life. With `--failing` so many requests of every batch have drafts that are never
-right, and their pace stands beside the others': to plain decoding, and to the same batch without them.
+right, and their pace stands beside the others': to plain decoding, and to the same batch without them. The file has
+the mean length of a step in blocks of each length, too: with the times of another engine's steps (`peers/vllm_step.py`)
+these are its tokens a second.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.draft_length import block_sizes
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
@@ -64,6 +67,22 @@ class Trace:
                 self.truth[at, : len(text)] = text
                 self.ids[at, : len(ids)] = (ids + shift) % vocabulary
                 self.log_probs[at, : len(ids)] = each["lp"][:, :slots].to(device, torch.float32)
+
+
+def in_blocks(recorded: Sequence[dict[str, Any]], block: int) -> tuple[int, int]:
+    """Tokens and steps of all answers, decoded in blocks of one length: what an engine that drafts no other ones does.
+
+    The first token of an answer comes from its prefill.
+    """
+    tokens = steps = 0
+    for each in recorded:
+        text, ids, at = each["tokens"][each["prompt"] :].tolist(), each["ids"][:, : block - 1, 0].tolist(), 0
+        while at < len(ids):
+            behind = text[at + 1 : at + block]
+            at += 1 + next((i for i, (a, b) in enumerate(zip(ids[at], behind, strict=False)) if a != b), len(behind))
+            steps += 1
+        tokens += len(text) - 1
+    return tokens, steps
 
 
 def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], int]:
@@ -177,6 +196,8 @@ def run(args: argparse.Namespace) -> None:
     drafter = random_drafter(drafter_shape(config), device, dtype)
     trace = Trace(recorded, drafter.config.block_size - 1, target.spec.vocab_size, device)
     words, found = [without_folders(word) for word in sys.argv[1:]], list[dict[str, Any]]()
+    blocks = [block for block in block_sizes(drafter.config.block_size) if block > 1]
+    fixed = {block: round(tokens / steps, 4) for block in blocks for tokens, steps in [in_blocks(recorded, block)]}
     for way in args.ways:
         options = EngineOptions(
             max_num_seqs=max(args.requests), max_model_len=args.prompt + max(trace.lengths) + 1, prefix_cache=False,
@@ -194,7 +215,8 @@ def run(args: argparse.Namespace) -> None:
             rounded = {name: round(value, 2) for name, value in row.items()}
             found.append({"way": way, "requests": at_a_time, "failing": failing} | rounded)
             if args.output:
-                write_json(args.output, setting("bench/replay_drafts.py", words) | {"ways": WAYS, "rows": found})
+                said = {"ways": WAYS, "tokens_per_step_of_blocks": fixed, "rows": found}
+                write_json(args.output, setting("bench/replay_drafts.py", words) | said)
         del engine, requests
         gc.collect()
         if device.type == "cuda":

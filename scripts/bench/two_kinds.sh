@@ -7,7 +7,7 @@
 # mt_bench.jsonl and math500.jsonl. The target answers once, on the first GPU; the second one waits for that. VLLM_ENV is
 # sourced before vLLM runs; without it vLLM is left out. The same command goes on where it was interrupted.
 set -euo pipefail
-target=$(realpath "$1") prompts=$(realpath "$2") minutes=${4:-8} vllm=${5:-}
+target=$(realpath "$1") prompts=$(realpath "$2") minutes=${4:-8} vllm=${5:+$(realpath "$5")}
 mkdir -p "$3"
 output=$(realpath "$3") here=$(cd "$(dirname "$0")" && pwd) python=${PYTHON:-python3}
 cd "$prompts"

@@ -35,6 +35,9 @@ def test_answers_are_those_that_were_recorded_and_drafts_fail_where_they_should(
         text = made[answer]["tokens"][5:].tolist()  # type: ignore[index]
         assert request.tokens[1:] == text[1 : len(request.tokens)] and len(request.tokens) == 29
     steps = [request.generation.steps for request in requests]
+    if not way:
+        tokens, count = script.in_blocks(made, 8)
+        assert tokens == 3 * 29 and count == sum(map(len, steps[:3]))
     assert max(map(len, steps[:3])) < 20 and len(steps[3]) == 28 and all(step.accepted == 0 for step in steps[3])
 
 

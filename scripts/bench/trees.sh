@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# What draft trees are worth, beside blocks and vLLM: a real pair at several loads, and its drafts at the Qwen3-8B shape.
+#
+#     scripts/bench/trees.sh TARGET DRAFTER PROMPTS OUTPUT [VLLM_ENV]
+#
+# PROMPTS is a folder with gsm8k_test.jsonl, mbpp.jsonl, humaneval.jsonl.gz, mt_bench.jsonl and math500.jsonl. VLLM_ENV is
+# sourced before vLLM runs; without it vLLM is left out. One GPU, some 25 minutes, those that matter most first; the same
+# command goes on with the first part that is not there.
+set -euo pipefail
+target=$(realpath "$1") drafter=$(realpath "$2") prompts=$(realpath "$3") vllm=${5:+$(realpath "$5")}
+mkdir -p "$4"
+output=$(realpath "$4") here=$(cd "$(dirname "$0")" && pwd) python=${PYTHON:-python3}
+cd "$prompts"
+pair=(--target "$target" --drafter "$drafter")
+sets=(gsm8k=gsm8k_test.jsonl 'mbpp=mbpp.jsonl[800:]' humaneval=humaneval.jsonl.gz mt_bench=mt_bench.jsonl math500=math500.jsonl)
+loads=("${pair[@]}" --prompts "${sets[@]}" --sets gsm8k mixed mt_bench --limit 64)
+
+part() { # FILE PROGRAM ARGUMENTS: what writes FILE at its end, if it is not there
+    [ -e "$output/$1" ] && return
+    echo "== $1"
+    "$python" "$here/$2" "${@:3}" --output "$output/new-$1" && mv "$output/new-$1" "$output/$1"
+}
+
+peer() { # the same in vLLM's environment
+    [ -n "$vllm" ] || return 0
+    (
+        # shellcheck disable=SC1090
+        . "$vllm"
+        part "$@"
+    )
+}
+
+part tree_load.json tree_load.py "${loads[@]}"
+peer vllm_requests.json ../peers/vllm_requests.py "${loads[@]}" --k 15 7 3
+part trace.pt record_drafts.py "${pair[@]}" --prompts "${sets[@]}" --limit 40
+part replay.json replay_drafts.py "$output/trace.pt" --shape qwen3-8b --prompt 64 --seconds 2.5 --warm 1.5 --failing 1
+for k in 15 7 3; do
+    peer "vllm_step_k$k.json" ../peers/vllm_step.py --shape qwen3-8b --batch 1 8 16 32 64 --k "$k" --prompt 64 --short 32 --long 224
+done
