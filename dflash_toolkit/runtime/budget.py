@@ -1,7 +1,7 @@
 """How many rows a step verifies and how long a block it drafts: what drafts promise against what steps take.
 
 A row is the anchor of a request or a node of a draft tree, and a step of M rows verifies the M - B likeliest nodes of
-its B requests. For engines that verify trees, in the place of `BlockChooser`.
+its B requests. For engines that verify trees, before `BlockChooser`.
 """
 
 import itertools
@@ -84,19 +84,17 @@ class _Expected:
     both were seen, and promise no more before that.
     """
 
-    KEEP, PAUSED = 0.9, 0.5  # weight of what came before, for every step since and behind steps that drafted nothing
-    LEAST = 0.8  # of that weight, however many steps it was: a single step says little
+    KEEP, PAUSED = 0.7, 0.5  # weight of what came before; and behind steps that drafted nothing
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = len(blocks), 1 + len(NODES)
         self._seen = 0
         self._own, self._before = np.zeros(shape), np.zeros(shape)  # of every block and of the one before it
 
-    def observe(self, promise: Promise, steps: int, paused: bool) -> None:
+    def observe(self, promise: Promise, paused: bool) -> None:
         accepted, count = np.array(promise.accepted) / promise.requests, len(promise.accepted)
         now = np.concatenate([accepted[:, :1], accepted[:, 1:] @ _spread(promise.batch, promise.requests)], axis=1)
-        weight = max(self.KEEP ** max(steps, 1), self.LEAST)
-        keep = np.where(np.arange(count) < self._seen, min(weight, self.PAUSED) if paused else weight, 0.0)[:, None]
+        keep = np.where(np.arange(count) < self._seen, self.PAUSED if paused else self.KEEP, 0.0)[:, None]
         before = np.concatenate([np.ones((1, now.shape[1])), now[:-1]])
         self._own[:count] = keep * self._own[:count] + (1 - keep) * now
         self._before[:count] = keep * self._before[:count] + (1 - keep) * before
@@ -129,11 +127,12 @@ def _gathered(batch: int, requests: int) -> np.ndarray:
 class BudgetChooser:
     """Picks what promises the batch the most tokens a second: plain decoding, chains of one length, or trees.
 
-    Chains and trees are judged by the same calibrated probabilities. As with `BlockChooser` the choice changes only for
-    a clear gain, and what is not known is tried now and then: short drafts while decoding is plain, and the next longer
-    block while trees are less deep than they could be. Steps over chains tell nothing of what drafts promise: one over
-    trees, of the longest block, is put in between, soon at first and ever more seldom. The first of all drafts are as
-    long as can be, and awaited.
+    Chains and trees are judged by the same calibrated probabilities. How long blocks are where there are no trees is
+    then asked of `BlockChooser`: what was accepted tells more of that. As there, the choice changes only for a clear
+    gain, and what is not known is tried now and then: short drafts while decoding is plain, and the next longer block
+    while trees are less deep than they could be. Steps over chains tell nothing of what drafts promise: one over trees,
+    of the longest block, is put in between, soon at first and ever more seldom. The first of all drafts are as long as
+    can be, and awaited.
 
     Args:
         blocks: lengths to choose from; 1 is plain decoding.
@@ -153,12 +152,10 @@ class BudgetChooser:
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
         self._chains, self._next_look = 0, self.FIRST_LOOK  # in a row, and how many there may be
-        self._unheard = 0  # steps since a promise was heard
 
     def observe(self, promise: Promise) -> None:
         """What a drafted step promised, once it is read."""
-        self._expected.observe(promise, self._unheard, paused=self._current.block == 1)
-        self._unheard = 0
+        self._expected.observe(promise, paused=self._current.block == 1)
 
     def promises(self, requests: int) -> dict[StepShape, float]:
         """Tokens a second of everything that can be chosen."""
@@ -180,7 +177,6 @@ class BudgetChooser:
             untried: of them, those of which no draft was judged so far.
             awaited: whether a step that drafts is in flight.
         """
-        self._unheard += 1
         if not self._drafted:
             return StepShape(1)
         if not self._expected:

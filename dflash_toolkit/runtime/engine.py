@@ -338,10 +338,10 @@ class Engine:
             masked = any(request.matcher for request in requests)  # behind a node the host would have to tell what may
             if any(drafts) and over_trees is not None and not masked and row_buckets(bucket(len(requests))):
                 shape = over_trees(requests)
-                if not shape.rows and not all(drafts):  # a block is drafted for all or for none
-                    shape = StepShape(1)
             else:
-                shape = StepShape(choose(requests) if all(drafts) else 1)
+                shape = StepShape(1)
+            if not shape.rows:  # what each request accepted says more of blocks than what their drafts promise
+                shape = StepShape(choose(requests) if all(drafts) else 1)  # a block is drafted for all or for none
             counts[shape.block - 1] = counts.get(shape.block - 1, 0) + 1
             return shape
 

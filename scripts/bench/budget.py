@@ -14,7 +14,7 @@ import heapq
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.runtime.budget import BudgetChooser, Promise, completed, row_buckets
 from dflash_toolkit.runtime.draft_length import BlockChooser
 from dflash_toolkit.runtime.feedback import CalibrationFeed, judged
-from dflash_toolkit.runtime.request import RollingAcceptance
+from dflash_toolkit.runtime.request import RollingAcceptance, Trust
 from dflash_toolkit.runtime.timing import Times
 
 NODES = 63
@@ -53,6 +53,7 @@ class Place:
     answer: Answer
     anchor: int
     acceptance: RollingAcceptance
+    trust: Trust = field(default_factory=Trust)
     blocks_in_flight: Sequence[int] = ()  # results are read at once here, but what they promise is
 
 
@@ -110,18 +111,24 @@ class Replay:
             tokens, seconds = tokens + self._commit(taken), seconds + self._times[len(self.batch), block]
         return tokens / seconds
 
-    def rows(self, choose: BudgetChooser, feed: CalibrationFeed, steps: int) -> float:
-        """Tokens a second where rows are chosen, too."""
+    def rows(self, choose: BudgetChooser, lengths: BlockChooser, feed: CalibrationFeed, steps: int) -> float:
+        """Tokens a second where rows are chosen, too, and the length of blocks where there are no trees."""
         tokens, seconds, unread = 0.0, 0.0, list[Callable[[], None]]()
         for _ in range(steps):
             shape = choose(len(self.batch), awaited=bool(unread))
             late, unread = unread, []
-            if shape.block == 1:
-                taken, time = [0] * len(self.batch), self._times[len(self.batch), 1]
-            else:
-                taken, read = self._verified(choose, feed, shape.block, shape.rows)
+            if shape.rows:
+                taken, depths, read = self._verified(choose, feed, shape.block, shape.rows)
                 unread.append(read)
-                time = self._times[(len(self.batch), *([shape.rows] if shape.rows else []), shape.block)]
+                time = self._times[len(self.batch), shape.rows, shape.block]
+            else:
+                block = lengths(self.batch)  # type: ignore[arg-type]
+                taken = [min(int(place.answer.chain[place.anchor]), block - 1) for place in self.batch]
+                depths, time = [block - 1] * len(self.batch), self._times[len(self.batch), block]
+            for place, depth, count in zip(self.batch, depths, taken, strict=True):
+                if depth:
+                    place.acceptance.observe(depth, count)
+                    self._expected.observe(depth, count)
             for read in late:
                 read()
             tokens, seconds = tokens + self._commit(taken), seconds + time
@@ -129,12 +136,13 @@ class Replay:
 
     def _verified(
         self, choose: BudgetChooser, feed: CalibrationFeed, block: int, rows: int
-    ) -> tuple[list[int], Callable[[], None]]:
-        """Accepted drafts of each request, and what reads the result. Chains tell nothing."""
-        if not rows:
-            return [min(int(place.answer.chain[place.anchor]), block - 1) for place in self.batch], lambda: None
+    ) -> tuple[list[int], list[int], Callable[[], None]]:
+        """Of each request's tree the accepted drafts and the depth, and what reads the result."""
         calibration, batch = feed.calibration, len(self.batch)
         values = [calibrated(p.answer.log_probs[p.anchor, : block - 1], short(calibration, block)) for p in self.batch]
+        trusts, discounts = [place.trust for place in self.batch], [place.trust.log_discount for place in self.batch]
+        for value, discount in zip(values, discounts, strict=True):
+            value[0] += discount
         trees = [grown(v, p.answer.right[p.anchor]) for v, p in zip(values, self.batch, strict=True)]
         chains = np.sum([np.exp(np.cumsum(v[:, 0])) for v in values], axis=0)
         depths, paths = (np.concatenate([tree[:, i] for tree in trees]) for i in (0, 2))
@@ -157,15 +165,16 @@ class Replay:
             path[b, 1 : 1 + len(right)] = right
         log_probs = every[:, 2].astype(np.float32)
         parents = (first + every[:, 1]).astype(np.int64)
-        step = judged(
-            starts, parents, every[:, 0].astype(np.int64), log_probs, path, 1 + np.array(taken), calibration
-        )  # fmt: skip
+        depths, counts = every[:, 0].astype(np.int64), 1 + np.array(taken)
+        step = judged(starts, parents, depths, log_probs, path, counts, calibration, np.array(discounts))
 
         def read() -> None:
+            for trust, promised, count in zip(trusts, step.promised, step.taken, strict=True):
+                trust.observe(float(promised), int(count))
             choose.observe(promise)
             feed.observe(step)
 
-        return taken, read
+        return taken, [int(tree[:, 0].max(initial=0)) for tree in cut], read
 
     def _commit(self, taken: Sequence[int]) -> int:
         for row, (place, count) in enumerate(zip(self.batch, taken, strict=True)):
@@ -192,7 +201,8 @@ def compared(
     best = max(common, key=common.__getitem__)
     lengths = replay().blocks(BlockChooser(blocks, times, lambda n: n), steps)
     slots = answers[0].log_probs.shape[1]
-    rows = replay().rows(BudgetChooser(blocks, times, lambda n: n), CalibrationFeed(Calibration.cold(slots)), steps)
+    choosers = BudgetChooser(blocks, times, lambda n: n), BlockChooser(blocks, times, lambda n: n)
+    rows = replay().rows(*choosers, CalibrationFeed(Calibration.cold(slots)), steps)
     gains = SimpleNamespace(lengths=lengths / common[best] - 1, rows=rows / common[best] - 1)
     return {"requests": requests, "block": best, "tokens_per_second": common[best], **vars(gains)}
 

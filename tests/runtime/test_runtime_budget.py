@@ -251,7 +251,7 @@ def test_one_look_does_not_overturn_what_many_steps_said() -> None:
         for _ in range(100):
             choose(1)
         choose.observe(Promise(1, 1, [[said, *[said] * 4]]))
-    assert choose.promises(1)[StepShape(2)] == pytest.approx(1 + 0.8 * 0.8)
+    assert choose.promises(1)[StepShape(2)] == pytest.approx(1 + 0.7 * 0.8)
 
 
 def test_short_chains_become_long_ones_once_these_pay() -> None:

@@ -12,7 +12,7 @@ import torch
 from conftest import make_dflash2, make_drafter
 from test_grammar import CASES
 from test_runtime_context import context_of
-from test_runtime_engine import SAMPLINGS, check, make_engine, pair, prompts_of, same
+from test_runtime_engine import SAMPLINGS, check, knowing, make_engine, pair, prompts_of, same
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate
@@ -331,6 +331,23 @@ def test_the_budget_follows_the_drafts_and_the_answers_do_not(monkeypatch: pytes
             assert sum(over_trees) > 0.8 * len(shapes) and max(shape.rows for shape in shapes) >= 32
         else:
             assert sum(over_trees[20:]) < 0.3 * len(shapes[20:])
+
+
+def test_blocks_between_trees_are_as_long_as_what_was_accepted_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little the drafter thinks of its drafts, all of which are accepted, and however dear trees are."""
+    target, drafter = pair()
+    prompts, params = prompts_of(4, 19), SamplingParams(max_tokens=90, ignore_eos=True)
+    texts = plain(target, prompts, [params] * 2)
+    times = {(b, s): 1.0 + 0.1 * s for b in (1, 2, 3) for s in (1, 2, 4, 8)}
+    trees = dict.fromkeys(tree_shapes((1, 2, 3), (1, 2, 4, 8)), 9.0)
+    monkeypatch.setattr(engine_module, "cached_times", lambda *args: times | trees)
+    engine, shapes = make_engine(target, drafter, draft_tree=12, num_speculative_tokens=None), list[StepShape]()
+    watch(engine, engine.scheduler.choose_shape, shapes)
+    knowing(engine, {prompt: list(text) for prompt, text in texts.items()}, lambda position: False)
+    monkeypatch.setattr(engine_module.CalibrationFeed, "observe", lambda self, step: None)
+    assert [got.tokens for got in engine.generate(prompts, params)] == list(texts.values())
+    blocks = [shape.block for shape in shapes[3:] if not shape.rows]
+    assert len(blocks) > 5 and set(blocks) == {8}, shapes
 
 
 def test_times_are_those_of_whole_trees_and_leave_no_trace() -> None:
