@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,13 +101,14 @@ class Clinic:
 
 
 @pytest.fixture(scope="module")
-def clinic() -> Clinic:
-    return _clinic()
+def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
+    return _clinic(tmp_path_factory.getbasetemp() / "clinic")
 
 
 @functools.cache  # other modules have it from here, and would train another
-def _clinic() -> Clinic:
-    target, path = make_target(), Path(tempfile.mkdtemp())
+def _clinic(path: Path) -> Clinic:
+    target = make_target()  # first: a fast run ends here
+    path.mkdir()
     drafter = fit(target, answered(target), path)
     answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
     note = {"target": "tiny", "template_hash": template_digest(target.tokenizer), "answers": [answers]}
