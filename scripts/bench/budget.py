@@ -111,7 +111,9 @@ class Replay:
             tokens, seconds = tokens + self._commit(taken), seconds + self._times[len(self.batch), block]
         return tokens / seconds
 
-    def rows(self, choose: BudgetChooser, lengths: BlockChooser, feed: CalibrationFeed, steps: int) -> float:
+    def rows(
+        self, choose: BudgetChooser, lengths: Callable[[Sequence[Any]], int], feed: CalibrationFeed, steps: int
+    ) -> float:
         """Tokens a second where rows are chosen, too, and the length of blocks where there are no trees."""
         tokens, seconds, unread = 0.0, 0.0, list[Callable[[], None]]()
         for _ in range(steps):
@@ -122,7 +124,7 @@ class Replay:
                 unread.append(read)
                 time = self._times[len(self.batch), shape.rows, shape.block]
             else:
-                block = lengths(self.batch)  # type: ignore[arg-type]
+                block = lengths(self.batch)
                 taken = [min(int(place.answer.chain[place.anchor]), block - 1) for place in self.batch]
                 depths, time = [block - 1] * len(self.batch), self._times[len(self.batch), block]
             for place, depth, count in zip(self.batch, depths, taken, strict=True):

@@ -4,8 +4,8 @@
 #     scripts/bench/trees.sh TARGET DRAFTER PROMPTS OUTPUT [VLLM_ENV]
 #
 # PROMPTS is a folder with gsm8k_test.jsonl, mbpp.jsonl, humaneval.jsonl.gz, mt_bench.jsonl and math500.jsonl. VLLM_ENV is
-# sourced before vLLM runs; without it vLLM is left out. One GPU, some 25 minutes, those that matter most first; the same
-# command goes on with the first part that is not there.
+# sourced before vLLM runs; without it vLLM is left out. One GPU, what matters most first; the same command goes on with
+# the first part that is not there.
 set -euo pipefail
 target=$(realpath "$1") drafter=$(realpath "$2") prompts=$(realpath "$3") vllm=${5:+$(realpath "$5")}
 mkdir -p "$4"
@@ -15,7 +15,7 @@ pair=(--target "$target" --drafter "$drafter")
 sets=(gsm8k=gsm8k_test.jsonl 'mbpp=mbpp.jsonl[800:]' humaneval=humaneval.jsonl.gz mt_bench=mt_bench.jsonl math500=math500.jsonl)
 loads=("${pair[@]}" --prompts "${sets[@]}" --sets gsm8k mixed mt_bench --limit 64)
 
-part() { # FILE PROGRAM ARGUMENTS: what writes FILE at its end, if it is not there
+part() { # FILE PROGRAM ARGUMENTS: runs the program unless FILE, which it writes, is there
     [ -e "$output/$1" ] && return
     echo "== $1"
     "$python" "$here/$2" "${@:3}" --output "$output/new-$1" && mv "$output/new-$1" "$output/$1"
