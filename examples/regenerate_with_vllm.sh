@@ -12,9 +12,9 @@ until curl --silent --fail --output /dev/null "http://127.0.0.1:$PORT/health"; d
     sleep 5
 done
 dflash-data --target "$TARGET" --data "$DATA" --output "$OUTPUT.jsonl" --endpoint "http://127.0.0.1:$PORT" \
-    --batch-size 256 --prompts.max-prompts 100000 "$@"
+    --samples 2 --temperature 1.0 --greedy-first --batch-size 256 --prompts.max-prompts 100000 "$@"
 
 trap - EXIT
 kill $server # leaves the GPU to the trainer
 wait $server || true
-dflash-train --target "$TARGET" --responses "$OUTPUT.jsonl" --output "$OUTPUT"
+dflash-train --target "$TARGET" --responses "$OUTPUT.jsonl" --output "$OUTPUT" --optim.epochs 3

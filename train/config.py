@@ -16,14 +16,15 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
-from dflash_toolkit.models.dflash.architecture import all_sizes, kinds, of_kind
-from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WINDOW
+from dflash_toolkit.models.dflash.architecture import DraftArchitecture, all_sizes, kinds, of_kind
+from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WIDTH_FOR_PARTS, WINDOW
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
 MOST_GIB = 2**20  # no machine has more memory
+EPOCHS = 6  # over one response to every prompt
 
 
 C = TypeVar("C")
@@ -42,8 +43,11 @@ def _with_sizes(cls: type[C]) -> type[C]:
 class DrafterOptions:
     """Kind and shape of the drafter; what is not given is the target's own."""
 
-    kind: str = option(
-        "dflash", "dflash, or dflash2: with convolutions in its blocks and a selector of tokens", choices=kinds
+    kind: str | None = option(
+        None,
+        "dflash, or dflash2: with convolutions in its blocks and a selector of tokens (default: dflash2, or dflash for "
+        f"a target with a hidden size below {WIDTH_FOR_PARTS})",
+        choices=kinds,
     )
     layers: int | None = option(None, "draft layers (default: 5, or 6 for a target of experts)")
     taps: int | None = option(None, "tapped target layers, evenly spaced (default: 5, or 8 for a target of experts)")
@@ -66,9 +70,14 @@ class DrafterOptions:
 
     def __post_init__(self) -> None:
         try:
-            of_kind(self.kind).sizes_of(self.sizes)
+            self.architecture.sizes_of(self.sizes)
         except ValueError as error:
             raise ValueError(f"drafter: {error}") from error
+
+    @property
+    def architecture(self) -> DraftArchitecture:
+        """Of the kind; where none is given the one that has all that can be asked for."""
+        return of_kind(self.kind or "dflash2")
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -108,13 +117,21 @@ class SamplesOptions(SamplingOptions):
         if self.samples < 1 or self.max_tokens < 2:
             raise ValueError("samples must be >= 1 and max_tokens >= 2")
         if self.samples > 1 and self.temperature == 0:
-            raise ValueError(f"samples is {self.samples}, which at temperature 0 are all the same; give both")
+            raise ValueError(
+                f"samples is {self.samples}, which at temperature 0 are all the same; give samples=1, or a temperature"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseOptions(SamplesOptions):
-    """How the target answers the prompts. A drafter must see the target's own words."""
+    """How the target answers the prompts. A drafter must see the target's own words.
 
+    Two responses, one of them drawn, teach more than twice as many passes over one (docs/benchmarks.md, "Settings").
+    """
+
+    samples: int = option(2, "responses to every prompt, each with a seed of its own")
+    greedy_first: bool = option(True, "the first response is greedy whatever the temperature")
+    temperature: float = option(1.0, "of the responses behind the first; 0 is greedy")
     regenerate: bool = option(True, "false trains on the data's own responses (only right if this target wrote them)")
     runtime: str = option("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
     batch_size: int = option(32, "prompts answered at a time")
@@ -123,10 +140,6 @@ class ResponseOptions(SamplesOptions):
         SamplesOptions.__post_init__(self)
         if self.batch_size < 1:
             raise ValueError(f"responses.batch_size is {self.batch_size}; it must be >= 1")
-        if self.samples > 1 and not self.regenerate:
-            raise ValueError(
-                f"samples is {self.samples}, but with regenerate=false the data holds one response to a prompt"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +202,9 @@ class OptimOptions:
         "muon (for the matrices, AdamW for the rest) or adamw; auto is muon on a GPU without run.zero",
         choices=("auto", "adamw", "muon"),
     )
-    epochs: int = option(6, "passes over the responses")
+    epochs: int | None = option(
+        None, f"passes over the responses (default: {EPOCHS} by as many responses as the target writes to a prompt)"
+    )
     steps: int = option(0, "stop after this many optimiser steps instead; 0 goes by epochs")
     minutes: float = option(0.0, "stop after so many minutes instead, the learning rate going by the clock; 0 does not")
     pack_tokens: int | None = option(
@@ -215,8 +230,13 @@ class OptimOptions:
     weight_decay: float = option(0.0, "on matrices only")
     clip: float = option(1.0, "gradient norm")
 
+    @property
+    def passes(self) -> int:
+        """Epochs."""
+        return EPOCHS if self.epochs is None else self.epochs
+
     def __post_init__(self) -> None:
-        if self.steps < 0 or min(self.epochs, self.batch_size, self.accumulate) < 1:
+        if self.steps < 0 or min(self.passes, self.batch_size, self.accumulate) < 1:
             raise ValueError("optim.steps must be >= 0, optim.epochs, optim.batch_size and optim.accumulate >= 1")
         if self.minutes and self.steps:
             raise ValueError("optim.steps and optim.minutes are both given; a run ends by one of them")
@@ -408,6 +428,13 @@ class TrainConfig(ModelOptions):
             )
 
     @property
+    def epochs(self) -> int:
+        """Passes over the responses: several ones that the target writes to a prompt count as passes over one."""
+        written = self.responses.regenerate and not self.response_files
+        default = max(1, EPOCHS // self.responses.samples) if written else EPOCHS
+        return default if self.optim.epochs is None else self.optim.epochs
+
+    @property
     def output_dir(self) -> str:
         return self.output or "out/dflash-" + self.target.rstrip("/").split("/")[-1]
 
@@ -448,13 +475,15 @@ def configure(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
         raise UserError(
             f"optim.pack_blocks is of packed rows, and {apart[0]} of rows that stay apart: give one of them"
         )
-    _check_effects(config)
+    check_effects(config)
     return config
 
 
-def _check_effects(config: TrainConfig) -> None:
-    loss, optim, run = config.loss, config.optim, config.run
-    kind = of_kind(config.drafter.kind)
+def check_effects(config: TrainConfig) -> None:
+    """Raises UserError: a value, other than its default, that another one makes void. Without a kind of drafter, which
+    the target decides then, what any kind gives an effect has one."""
+    loss, optim, run, responses = config.loss, config.optim, config.run, config.responses
+    kind = config.drafter.architecture
     selects = kind.has_selector(kind.sizes_of(config.drafter.sizes)) or config.init_from  # which may have one
     void = (
         ("loss.selector", loss.selector, LossOptions().selector, not selects, "a selector (drafter.kind=dflash2)"),
@@ -462,6 +491,12 @@ def _check_effects(config: TrainConfig) -> None:
         ("loss.gamma", loss.gamma, None, loss.weights != "decay", "loss.weights=decay"),
         ("loss.alpha", loss.alpha, LossOptions().alpha, loss.weights != "dpace", "loss.weights=dpace"),
         ("loss.temperature", loss.temperature, 1.0, not loss.distribution, "loss.kl, tv, lk or lk_hybrid"),
+        ("responses.samples", responses.samples, ResponseOptions().samples,
+         not responses.regenerate and responses.samples > 1,
+         "responses.regenerate=true"),
+        ("responses.temperature", responses.temperature, ResponseOptions().temperature,
+         responses.samples == 1 and responses.greedy_first,
+         "responses.samples above 1 or responses.greedy_first=false"),
         ("optim.decay", optim.decay, OptimOptions().decay, optim.schedule != "wsd", "optim.schedule=wsd"),
         ("run.feature_dir", run.feature_dir, None, run.features not in ("disk", "hybrid"),
          "run.features=disk or hybrid"),

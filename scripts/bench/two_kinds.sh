@@ -28,7 +28,7 @@ beside_vllm() { # KIND
 first() {
     export CUDA_VISIBLE_DEVICES=0
     [ -e "$output/dflash/result.json" ] ||
-        "$python" "$here/train_real.py" "${common[@]}" --variant dflash --baseline gsm8k --output "$output/dflash" \
+        "$python" "$here/train_real.py" "${common[@]}" --variant dflash drafter.kind=dflash --baseline gsm8k --output "$output/dflash" \
             --prompts-train gsm8k=gsm8k_train.jsonl 'mbpp=mbpp.jsonl[:800]' alpaca=alpaca.jsonl
     beside_vllm dflash
 }

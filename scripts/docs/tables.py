@@ -9,6 +9,7 @@ and the commands, read from the same file. Programs are shown where they are now
 
 import argparse
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -105,20 +106,23 @@ def beside_vllm(table: Table) -> Iterator[tuple[int, int, dict[str, Any], dict[s
 def results(table: Table) -> None:
     table.columns("what | this toolkit | compared with | ratio")
     run = table.read("train_qwen05_h200", "pipeline")["runs"][-1]
-    sets, minutes = run["sets"], f"{run['minutes']:.0f}"
-    plain = sets["gsm8k"]["plain_tokens_per_second"]
-    for name in ("gsm8k", "humaneval"):
-        found = sets[name]
-        alone = found.get("plain_tokens_per_second", plain)
-        same = (
-            f", {found.get('identical_to_plain', 0) * found['requests']:.0f} of {found['requests']} answers identical"
-        )
+    small, plain = run["sets"]["gsm8k"], run["sets"]["gsm8k"]["plain_tokens_per_second"]
+    same = f"{small['identical_to_plain'] * small['requests']:.0f} of {small['requests']} answers identical"
+    (plain_run,), (later,) = (
+        table.read("train_qwen15_h200", key)["runs"] for key in ("eight_minutes", "eight_minutes_dflash2")
+    )
+    larger, peer = later["sets"]["gsm8k"], table.read("peer_vllm_qwen15_h200", "dflash2")
+    other = plain_run["sets"]["gsm8k"]["plain_tokens_per_second"]
+    theirs, version = peer["sets"]["gsm8k"]["decode_tokens_per_second"], peer["versions"]["vllm"]
+    for pair, found, beside, speeds in (
+        ("0.5B, DFlash", small, f"{plain:.0f} tok/s plain, {same}", (plain,)),
+        ("1.5B, DFlash 2", larger, f"{other:.0f} tok/s plain; {theirs:.0f} in vLLM {version}", (other, theirs)),
+    ):
         table.add(
-            f"decode {name}, Qwen2.5-Coder-0.5B, drafter trained {minutes} minutes "
-            f"({found['tau_pooled']:.2f} tokens a step)",
+            f"decode gsm8k, Qwen2.5-Coder-{pair} ({found['tau_pooled']:.2f} tokens a step)",
             f"{found['tokens_per_second']:.0f} tok/s",
-            f"{alone:.0f} tok/s without a drafter" + (same if "identical_to_plain" in found else ""),
-            times(found["tokens_per_second"] / alone),
+            beside,
+            "; ".join(times(found["tokens_per_second"] / speed) for speed in speeds),
         )
     vllm = load("peer_vllm_qwen3_8b_h200", "same_job", "versions", "vllm")
     for batch, _, _, _, ours, best, _, _ in beside_vllm(table):
@@ -428,14 +432,15 @@ def draft_heads(table: Table) -> None:
         "| tokens/s, pooled | of DFlash | steps | sequences/s"
     )
     found = []
-    for key in load("train_dflash2_h100"):
-        job = table.read("train_dflash2_h100", key)
-        target = job["target"].partition(",")[0]
-        found += [
-            (target, run["minutes"], job["answers"]["rows"], HEADS.index(head_of(run)), run)
-            for run in job["runs"]
-            if "pooled" in run
-        ]
+    for file in ("train_dflash2_h100", "train_qwen15_h200"):
+        for key in load(file):
+            job = table.read(file, key)
+            target = job["target"].partition(",")[0]
+            found += [
+                (target, run["minutes"], job["answers"]["rows"], HEADS.index(head_of(run)), run)
+                for run in job["runs"]
+                if "pooled" in run
+            ]
     plain = {(target, *data): run["pooled"] for target, *data, head, run in found if head == 0}
     for target, minutes, responses, head, run in sorted(found, key=lambda each: each[:4]):
         base, pooled, sets = plain.get((target, minutes, responses)) if head else None, run["pooled"], run["sets"]
@@ -454,6 +459,23 @@ def draft_heads(table: Table) -> None:
             gains[1],
             run["steps"],
             f"{run['sequences_per_second']:.0f}",
+        )
+
+
+def heads_vllm(table: Table) -> None:
+    """Both kinds for one target: plainly, here and in vLLM."""
+    table.columns(f"tokens/s | {' | '.join(SETS)}")
+    for kind, key in (("dflash", "eight_minutes"), ("dflash2", "eight_minutes_dflash2")):
+        (run,) = table.read("train_qwen15_h200", key)["runs"]
+        peer = table.read("peer_vllm_qwen15_h200", kind)
+        title, vllm = {"dflash": HEADS[0], "dflash2": HEADS[-1]}[kind], f"vLLM {peer['versions']['vllm']}"
+        ours, theirs = ([each["sets"][name] for name in SETS] for each in (run, peer))
+        if "plain_tokens_per_second" in ours[0]:
+            table.add("this engine, plain", *(f"{x.get('plain_tokens_per_second', 0):.0f}".lstrip("0") for x in ours))
+        table.add(f"this engine, {title}", *(f"{x['tokens_per_second']:.0f}" for x in ours))
+        table.add(f"{vllm}, {title}", *(f"{x['decode_tokens_per_second']:.0f}" for x in theirs))
+        table.add(
+            f"vLLM's acceptance length by ours, {title}", *(f"{x['same_answers']['tau_of_ours']:.3f}" for x in theirs)
         )
 
 
@@ -580,7 +602,15 @@ PLAIN = {
     "qwen3.6-35b-a3b-fp8": "Qwen3.6-35B-A3B, FP8",
 }
 
-DOUBTFUL = 0.2  # where equal runs differ by so much of one, their row says nothing
+DOUBTFUL = 0.2  # where equal runs leave so much of a step open, their row says nothing
+
+
+def doubt(row: dict[str, Any]) -> float:
+    """How far vLLM's step may be off, as a share of it: the fastest of equal runs count, so by the second fastest."""
+    if "long_s" not in row:
+        return float(row["spread"])
+    (long, later), (short, second) = (sorted(row[key])[:2] for key in ("long_s", "short_s"))
+    return float((later - long + second - short) / (long - short))
 
 
 def plain_steps(table: Table) -> None:
@@ -604,10 +634,20 @@ def shapes(table: Table) -> None:
             theirs: list[float | None] = [None] * len(ours)
             if f"vllm_{kind}" in load(file, shape):
                 (engine,) = table.read(file, shape, f"vllm_{kind}")["engines"].values()
-                theirs = [row["ms_per_step"] if row["spread"] < DOUBTFUL else None for row in engine["rows"]]
+                theirs = [row["ms_per_step"] if doubt(row) < DOUBTFUL else None for row in engine["rows"]]
             ratios = [times(b / a) if b else "" for a, b in zip(ours, theirs, strict=True)]
             shown = [f"{ms:.2f}" if ms else "" for ms in theirs]
             table.add(f"{label}, {drafts}", *(f"{ms:.2f}" for ms in ours), *shown, *ratios)
+
+
+def mixture_parts(table: Table) -> None:
+    """Where the time of a step with blocks goes on a mixture of experts."""
+    parts = ("experts", "gemms", "delta nets", "head", "attention")
+    table.columns(f"ms of a step's kernels | {' | '.join(parts)} | rest")
+    for row in table.read("shapes_fp8_h100", "qwen3.6-35b-a3b-fp8", "ours_drafts")["rows"]:
+        spent = row["parts_us"]
+        rest = sum(us for name, us in spent.items() if name not in parts)
+        table.add(f"batch {row['batch']}", *(f"{us / 1e3:.2f}" for us in (*(spent[name] for name in parts), rest)))
 
 
 def memory(table: Table) -> None:
@@ -751,6 +791,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         targets,
         plain_steps,
         shapes,
+        mixture_parts,
         memory,
         draft_trees,
         draft_trees_real,
@@ -773,6 +814,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         acceptance,
         responses,
         draft_heads,
+        heads_vllm,
         heads_compared,
         settings,
         density,
@@ -819,8 +861,15 @@ def measured(table: Table) -> str:
 def today(command: list[str]) -> list[str]:
     """A command as it is run now; the files keep what was run."""
     words = [RENAMED.get(word, word) for word in command]
+    for at in [i for i, word in enumerate(words) if word == "--variant"][::-1]:  # from when every drafter was plain
+        if not any(word.startswith("drafter.kind=") for word in itertools.takewhile(not_a_flag, words[at + 2 :])):
+            words.insert(at + 2, "drafter.kind=dflash")
     old = {f"scripts/{was}": f"scripts/{now}" for was, now in MOVED.items()}
     return [old.get(word, word) for word in words]
+
+
+def not_a_flag(word: str) -> bool:
+    return not word.startswith("--")
 
 
 def pages() -> list[Path]:

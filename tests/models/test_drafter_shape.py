@@ -7,7 +7,7 @@ import pytest
 import transformers
 from transformers import PreTrainedConfig
 
-from dflash_toolkit.models.dflash.shape import default_target_layer_ids, drafter_shape
+from dflash_toolkit.models.dflash.shape import default_kind, default_target_layer_ids, drafter_shape
 from dflash_toolkit.models.target import choose_mask_token
 
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
@@ -75,6 +75,14 @@ def test_narrow_targets_of_other_families_get_fewer_heads(width: int) -> None:
     shape = drafter_shape(target("Mistral", hidden_size=width, num_attention_heads=4, num_key_value_heads=2))
     assert shape.head_dim == 128 and shape.num_heads == 4 * shape.num_kv_heads
     assert shape.num_heads * shape.head_dim <= max(512, 2 * width)
+
+
+@pytest.mark.parametrize(("width", "kind"), [(896, "dflash"), (1535, "dflash"), (1536, "dflash2"), (4096, "dflash2")])
+def test_a_target_with_long_steps_gets_the_parts_of_dflash_2(width: int, kind: str) -> None:
+    assert default_kind(target("Qwen3", hidden_size=width)) == kind
+    config = target("Qwen3", hidden_size=width // 64 * 64)
+    assert drafter_shape(config, kind=None).architecture.kind == default_kind(config)
+    assert drafter_shape(config, kind="dflash").architecture.kind == "dflash"
 
 
 def test_what_is_given_takes_the_place_of_the_defaults() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ def test_a_shipped_config_is_valid_and_says_how_to_launch_it(path: Path) -> None
 
 def test_the_default_config_is_the_defaults_spelled_out() -> None:
     spelled = configure(read_yaml(ROOT / "configs/qwen3-8b.yaml"))
-    default = TrainConfig(target="Qwen/Qwen3-8B")  # layers and taps depend on the target
-    assert spelled == replace(default, drafter=replace(default.drafter, layers=LAYERS, taps=TAPS))
+    default = TrainConfig(target="Qwen/Qwen3-8B")  # kind, layers and taps depend on the target
+    drafter = replace(default.drafter, kind="dflash2", layers=LAYERS, taps=TAPS)
+    assert spelled == replace(default, drafter=drafter, optim=replace(default.optim, epochs=default.epochs))
     assert default_target_layer_ids(36, TAPS) == (1, 9, 17, 25, 33)
     assert spelled.gamma == 7.0
     assert replace(spelled, drafter=replace(spelled.drafter, block_size=8)).gamma == 4.0
@@ -51,6 +53,29 @@ def test_a_shipped_cpu_run_is_the_same_experiment_on_a_gpu(name: str) -> None:
     assert config.optim.optimizer == "adamw" and config.dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("given", "epochs"),
+    [
+        ({}, 3),
+        ({"responses": {"samples": 1}}, 6),
+        ({"responses": {"samples": 4}}, 1),
+        ({"responses": {"samples": 9}}, 1),
+        ({"responses": {"regenerate": False}}, 6),
+        ({"response_files": ["r.jsonl"]}, 6),
+        ({"optim": {"epochs": 5}}, 5),
+    ],
+)
+def test_several_responses_to_a_prompt_count_as_passes_over_one(given: dict[str, Any], epochs: int) -> None:
+    assert configure({"target": "t", **given}).epochs == epochs
+
+
+def test_what_the_target_answers_is_greedy_once_unless_asked_otherwise() -> None:
+    responses = configure({"target": "t"}).responses
+    assert (responses.samples, responses.greedy_first, responses.temperature) == (2, True, 1.0)
+    with pytest.raises(UserError, match=r"temperature is 0.7, .* responses.greedy_first=false only"):
+        configure({"target": "t", "responses": {"samples": 1, "temperature": 0.7}})
+
+
 @pytest.mark.parametrize("given", [{"optim": {"batch_size": 8}}, {"loss": {"anchors": 512}}])
 def test_what_is_of_rows_apart_keeps_them_apart_on_every_device(given: dict[str, dict[str, int]]) -> None:
     config = configure({"target": "t", **given})
@@ -72,15 +97,19 @@ def test_what_is_of_rows_apart_keeps_them_apart_on_every_device(given: dict[str,
         ({"loss": {"gamma": 5.0}}, {"loss": {"weights": "decay"}}),
         ({"loss": {"weights": "decay", "alpha": 0.25}}, {"loss": {"weights": "dpace"}}),
         ({"loss": {"temperature": 0.7}}, {"loss": {"tv": 0.9}}),
-        ({"loss": {"selector": 0.5}}, {"drafter": {"kind": "dflash2"}}),
-        ({"loss": {"gold": "inject"}}, {"drafter": {"kind": "dflash2", "conv_kernel_size": 0}}),
+        ({"loss": {"selector": 0.5}, "drafter": {"kind": "dflash"}}, {"drafter": {"kind": "dflash2"}}),
+        (
+            {"loss": {"gold": "inject"}, "drafter": {"kind": "dflash"}},
+            {"drafter": {"kind": "dflash2", "conv_kernel_size": 0}},
+        ),
+        ({"responses": {"regenerate": False, "samples": 3}}, {"responses": {"regenerate": True}}),
         ({"optim": {"decay": 0.5}}, {"optim": {"schedule": "wsd"}}),
         ({"run": {"feature_dir": "x"}}, {"run": {"features": "hybrid"}}),
         ({"run": {"features": "online", "feature_cache_gb": 4}}, {"run": {"features": "auto"}}),
     ],
 )
 def test_an_option_without_effect_is_refused_by_name(given: dict, with_effect: dict) -> None:  # type: ignore[type-arg]
-    (group,) = given
+    group = next(iter(given))
     with pytest.raises(UserError, match=rf"^{group}\.{list(given[group])[-1]} is .* has an effect with"):
         configure({"target": "t", **given})
     assert configure({"target": "t"} | with_effect | {group: given[group] | with_effect.get(group, {})})

@@ -216,8 +216,13 @@ TEXTS = {
         (["responses.top_p=0"], "responses: top_p is 0"),
         (["responses.top_k=-1"], "responses: top_k is -1"),
         (["responses.samples=0"], "samples must be >= 1"),
-        (["responses.samples=2"], "samples is 2, which at temperature 0 are all the same"),
-        (["responses.samples=2", "responses.temperature=1", "responses.regenerate=false"], "holds one response"),
+        (["responses.samples=2", "responses.temperature=0"], "samples is 2, which at temperature 0 are all the same"),
+        (["responses.samples=3", "responses.regenerate=false"], "an effect with responses.regenerate=true only"),
+        (["loss.selector=0.5"], "an effect with a selector (drafter.kind=dflash2) only"),  # so small a target has none
+        (
+            ["responses.temperature=0.7"],
+            "an effect with responses.samples above 1 or responses.greedy_first=false only",
+        ),
         (["loss.alpha=2"], "loss.alpha is 2"),
         (["loss.ce=0"], "loss.ce, loss.kl, loss.tv, loss.lk, loss.lk_hybrid are all 0"),
         (["loss.tv=-1"], "loss.tv is -1"),

@@ -256,10 +256,10 @@ def make_schedule(
     limit = sys.maxsize if optim.minutes else optim.steps * group
     history: list[Part] = []
     if point:
-        history = point.history or [(1, 0 if limit else optim.epochs, point.micro)]
+        history = point.history or [(1, 0 if limit else optim.passes, point.micro)]
     if tokens:
-        return PackedSchedule(np.minimum(lengths, tokens), tokens, optim.epochs, limit, seed, group, history)
-    return Schedule(len(lengths), optim.batch_size, optim.epochs, limit, seed, group, history)
+        return PackedSchedule(np.minimum(lengths, tokens), tokens, optim.passes, limit, seed, group, history)
+    return Schedule(len(lengths), optim.batch_size, optim.passes, limit, seed, group, history)
 
 
 def learning_rate_factor(step: int, total: int, warmup: float, decay: float | None = None) -> float:

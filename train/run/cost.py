@@ -71,7 +71,7 @@ def once_measured(
     beside = f", beside {evaluations} evaluation{'s' * (evaluations > 1)} of held-out prompts" if evaluations else ""
     lines = [f"about {duration(3600 * hours)} of training left: {steps} steps of {seconds:.3g} s{beside}; {memory}"]
     if hours > LONG_H and not config.optim.minutes:
-        ways = [f"optim.epochs below {config.optim.epochs}"] if not config.optim.steps else ["fewer optim.steps"]
+        ways = [f"optim.epochs below {config.optim.passes}"] if not config.optim.steps else ["fewer optim.steps"]
         if not config.optim.steps:
             ways.append("prompts.max_prompts")
         ways.append("more GPUs (torchrun --nproc-per-node N)" if world == 1 else f"more GPUs than {world}")

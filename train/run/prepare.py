@@ -14,7 +14,7 @@ from dflash_toolkit.models.dflash.speculators import check_form
 from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
 from dflash_toolkit.tracking import import_wandb
 
-from ..config import TrainConfig
+from ..config import TrainConfig, check_effects
 from ..distributed.zero import import_deepspeed
 from ..optim.schedule import packing
 from ..prompts.split import PromptData, Reading
@@ -62,10 +62,17 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
         start = load_start(config.init_from, target_config, config.drafter, given, output, config.run.seed)
         config = replace(config, drafter=options_of(start.drafter.config))
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
-    sizes: dict[str, Any] = {"layers": shape.num_layers, "taps": len(shape.target_layer_ids)}
+    sizes: dict[str, Any] = {
+        "kind": shape.architecture.kind,
+        "layers": shape.num_layers,
+        "taps": len(shape.target_layer_ids),
+    }
     sizes |= config.drafter.sizes_in(shape)
     # whose defaults are the target's: what resumes is compared by number
-    config = replace(config, drafter=replace(config.drafter, **sizes))
+    config = replace(
+        config, drafter=replace(config.drafter, **sizes), optim=replace(config.optim, epochs=config.epochs)
+    )
+    check_effects(config)
     check_fits(shape, target_config)
     if config.run.speculators:
         check_form(shape, output / "speculators")

@@ -66,8 +66,9 @@ def _template() -> jinja2.Template:
 
 def _temperatures(sampler: dict[str, Any]) -> set[float]:
     """Of responses that were written so."""
-    first = {0.0} if sampler.get("greedy_first") else set()
-    return {sampler.get("temperature", 0.0), *first}
+    greedy = {0.0} if sampler.get("greedy_first") else set()
+    drawn = {sampler.get("temperature", 0.0)} if not greedy or sampler.get("samples", 1) > 1 else set()
+    return greedy | drawn
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def load_start(
     changed = []
     if added := _parts_to_add(drafter.config, options, given):
         sizes = ", ".join(f"{key} {value}" for key, value in added.items())
-        title = of_kind(options.kind).title
+        title = options.architecture.title
         changed.append(f"drafter {name} gets parts of {title} that do nothing yet: {sizes}")
         drafter = _with_parts(drafter, added, seed)
     found = options_of(drafter.config)
@@ -86,6 +86,8 @@ def load_start(
 
 def _parts_to_add(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> dict[str, Any]:
     """The sizes of the parts that are asked for and not there."""
+    if options.kind is None:
+        return {}
     kind = of_kind(options.kind)
     if not {"kind", *kind.sizes} & set(given):
         return {}

@@ -67,7 +67,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     argv = [
         "--target", str(work / "target"), "--data", str(work / "p.jsonl"), "--output", str(work / "drafter"),
         "drafter.layers=2", "drafter.taps=3", f"drafter.block_size={BLOCK}", "responses.max_tokens=64",
-        "responses.runtime=engine", "loss.anchors=24", "optim.batch_size=2", "optim.steps=90",
+        "responses.samples=1", "responses.runtime=engine", "loss.anchors=24", "optim.batch_size=2", "optim.steps=90",
         "optim.learning_rate=8e-3", "prompts.held_out=0", "run.feature_cache_gb=1",
     ]  # fmt: skip
     assert main(argv) == 0

@@ -160,7 +160,7 @@ def test_a_start_of_dflash_2_keeps_its_parts_and_gets_the_other(dflash2_dir: Pat
     def start(name: Path, **given: Any) -> Drafter:
         return load_start(str(name), target, DrafterOptions(**given), list(given), tmp_path, seed=0).drafter
 
-    for given in ({}, {"kind": "dflash2"}, {"kind": "dflash2", "selector_rank": 6}):
+    for given in ({}, {"kind": None}, {"kind": "dflash2"}, {"kind": "dflash2", "selector_rank": 6}):
         assert start(dflash2_dir, **given).config == has
     save_drafter(make_dflash2(make_target(), selector_rank=0, selector_top_k=0), tmp_path / "convolutions")
     grown = start(tmp_path / "convolutions", kind="dflash2").config
