@@ -93,14 +93,14 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
     drafter = run.start.drafter if run.start else Drafter.fresh(shape, config.run.seed)
     drafter.to(target.device).train()
     parameters = sum(p.numel() for p in drafter.parameters())
-    attention = "flex" if use_flex(config.run.attention, target.device) else "sdpa"
+    kind, attention = shape.architecture.title, "flex" if use_flex(config.run.attention, target.device) else "sdpa"
     several = f", {processes.world} processes" if processes.world > 1 else ""
     if target.mesh:
         several += f", {processes.peers.world} to a target"
     _say(
         processes,
-        f"drafter {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, mask id "
-        f"{shape.mask_token_id}; {len(rows)} responses, {rows.response_tokens} tokens; "
+        f"{kind} drafter, {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, "
+        f"mask id {shape.mask_token_id}; {len(rows)} responses, {rows.response_tokens} tokens; "
         f"{attention} attention on {target.device}{several}",
     )
 

@@ -203,7 +203,8 @@ class OptimOptions:
         choices=("auto", "adamw", "muon"),
     )
     epochs: int | None = option(
-        None, f"passes over the responses (default: {EPOCHS} by as many responses as the target writes to a prompt)"
+        None,
+        f"passes over the responses (default: {EPOCHS}, divided by the responses that the target writes to a prompt)",
     )
     steps: int = option(0, "stop after this many optimiser steps instead; 0 goes by epochs")
     minutes: float = option(0.0, "stop after so many minutes instead, the learning rate going by the clock; 0 does not")

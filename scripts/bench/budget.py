@@ -192,19 +192,21 @@ def short(calibration: Calibration, block: int) -> Calibration:
 
 
 def compared(
-    answers: Sequence[Answer], requests: int, blocks: Sequence[int], times: Times, steps: int
+    answers: Sequence[Answer], requests: int, blocks: Sequence[int], times: Times, steps: int, seeds: int
 ) -> dict[str, Any]:
-    """What a batch of so many decodes a second."""
+    """What a batch of so many decodes a second, on average."""
 
-    def replay() -> Replay:
-        return Replay(answers, requests, blocks, times, seed=0)
+    def replays(run: Callable[[Replay], float]) -> float:
+        return sum(run(Replay(answers, requests, blocks, times, seed)) for seed in range(seeds)) / seeds
 
-    common = {block: replay().blocks(lambda batch, block=block: block, steps) for block in blocks}  # type: ignore[misc]
+    def chosen(replay: Replay) -> float:
+        choosers = BudgetChooser(blocks, times, lambda n: n), BlockChooser(blocks, times, lambda n: n)
+        return replay.rows(*choosers, CalibrationFeed(Calibration.cold(answers[0].log_probs.shape[1])), steps)
+
+    common = {block: replays(lambda replay, block=block: replay.blocks(lambda _: block, steps)) for block in blocks}  # type: ignore[misc]
     best = max(common, key=common.__getitem__)
-    lengths = replay().blocks(BlockChooser(blocks, times, lambda n: n), steps)
-    slots = answers[0].log_probs.shape[1]
-    choosers = BudgetChooser(blocks, times, lambda n: n), BlockChooser(blocks, times, lambda n: n)
-    rows = replay().rows(*choosers, CalibrationFeed(Calibration.cold(slots)), steps)
+    lengths = replays(lambda replay: replay.blocks(BlockChooser(blocks, times, lambda n: n), steps))
+    rows = replays(chosen)
     gains = SimpleNamespace(lengths=lengths / common[best] - 1, rows=rows / common[best] - 1)
     return {"requests": requests, "block": best, "tokens_per_second": common[best], **vars(gains)}
 
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="*", default=[], help="of the trace; all by default")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=1, help="batches to average over, each begins anew")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     recorded = torch.load(args.trace)
@@ -235,11 +238,11 @@ def main() -> None:
         blocks = sorted(shape[1] for shape in times if len(shape) == 2 and shape[0] == requests)
         if not blocks:
             parser.error(f"{args.times} has no steps of {requests} requests")
-        found.append(compared(answers, requests, blocks, times, args.steps))
+        found.append(compared(answers, requests, blocks, times, args.steps, args.seeds))
         best = "{requests:3d} requests: block {block:2d} {tokens_per_second:6.0f} tok/s"
         print(f"{best}  lengths {{lengths:+6.1%}}  rows {{rows:+6.1%}}".format(**found[-1]), flush=True)
     if args.output:
-        write_json(args.output, {"sets": args.sets, "steps": args.steps, "batches": found})
+        write_json(args.output, {"sets": args.sets, "steps": args.steps, "seeds": args.seeds, "batches": found})
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 #     scripts/bench/trees.sh TARGET DRAFTER PROMPTS OUTPUT [VLLM_ENV]
 #
 # PROMPTS is a folder with gsm8k_test.jsonl, mbpp.jsonl, humaneval.jsonl.gz, mt_bench.jsonl and math500.jsonl. VLLM_ENV is
-# sourced before vLLM runs; without it vLLM is left out. One GPU, what matters most first; the same command goes on with
-# the first part that is not there.
+# sourced before vLLM runs; without it vLLM is left out. One GPU, what matters most first; a second one takes vLLM's steps
+# of the 8B meanwhile. The same command goes on with the first part that is not there.
 set -euo pipefail
 target=$(realpath "$1") drafter=$(realpath "$2") prompts=$(realpath "$3") vllm=${5:+$(realpath "$5")}
 mkdir -p "$4"
@@ -30,10 +30,27 @@ peer() { # the same in vLLM's environment
     )
 }
 
+vllm_steps() {
+    for k in 15 7 3; do
+        peer "vllm_step_k$k.json" ../peers/vllm_step.py --shape qwen3-8b --batch 1 8 16 32 64 --k "$k" \
+            --prompt 64 --short 32 --long 224 || return
+    done
+}
+
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -gt 1 ]; then
+    export CUDA_VISIBLE_DEVICES=0
+    CUDA_VISIBLE_DEVICES=1 vllm_steps > "$output/vllm_steps.log" 2>&1 &
+    beside=$!
+    trap 'kill "$beside" 2> /dev/null || true' EXIT
+fi
+
 part tree_load.json tree_load.py "${loads[@]}"
 peer vllm_requests.json ../peers/vllm_requests.py "${loads[@]}" --k 15 7 3
 part trace.pt record_drafts.py "${pair[@]}" --prompts "${sets[@]}" --limit 40
 part replay.json replay_drafts.py "$output/trace.pt" --shape qwen3-8b --prompt 64 --seconds 2.5 --warm 1.5 --failing 1
-for k in 15 7 3; do
-    peer "vllm_step_k$k.json" ../peers/vllm_step.py --shape qwen3-8b --batch 1 8 16 32 64 --k "$k" --prompt 64 --short 32 --long 224
-done
+if [ "$gpus" -gt 1 ]; then
+    wait "$beside" || { tail -n 5 "$output/vllm_steps.log" >&2; exit 1; }
+else
+    vllm_steps
+fi

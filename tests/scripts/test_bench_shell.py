@@ -13,6 +13,7 @@ from scripts.bench import train_real
 from scripts.peers import vllm_decode, vllm_step
 
 NOTES = """#!/usr/bin/env bash
+[[ $1 == -c ]] && { echo "$GPUS"; exit; }
 [[ $1 == *$FAILS ]] && exit 3
 note='import json, os, sys; print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), *sys.argv[1:]]))'
 python3 -c "$note" "$@" >> "$NOTED"
@@ -36,10 +37,10 @@ class Shell:
         (folder / "env.sh").write_text("export WITH_VLLM=1\n")
         self._folder = folder
 
-    def __call__(self, script: str, *words: str, fails: str = "nothing") -> tuple[int, list[list[str]]]:
+    def __call__(self, script: str, *words: str, fails: str = "nothing", gpus: int = 1) -> tuple[int, list[list[str]]]:
         """Exit code, and what the programs were asked: the GPU, the program, its words."""
         self.noted.write_text("")
-        extra = {"PYTHON": str(self._python), "NOTED": str(self.noted), "FAILS": fails}
+        extra = {"PYTHON": str(self._python), "NOTED": str(self.noted), "FAILS": fails, "GPUS": str(gpus)}
         command = [str(ROOT / "scripts/bench" / script), *words]
         ended = subprocess.run(command, cwd=self._folder, env=os.environ | extra, capture_output=True, timeout=60)
         return ended.returncode, [json.loads(line) for line in self.noted.read_text().splitlines()]
@@ -77,5 +78,10 @@ def test_parts_that_are_there_are_not_measured_again(shell: Shell) -> None:
     code, asked = shell("trees.sh", *words)
     assert code == 0 and understood(asked) == ["replay_drafts.py", *["vllm_step.py"] * 3]
     assert shell("trees.sh", *words) == (0, []), "all is there"
+    code, asked = shell("trees.sh", *words[:3], "two", "env.sh", gpus=2)
+    assert code == 0 and {name: {each[0] for each in asked if name in each[1]} for name in ("vllm_step", "")} == {
+        "vllm_step": {"1"}, "": {"0", "1"},
+    } and len(asked) == 7  # fmt: skip
+    assert shell("trees.sh", *words[:3], "failing", "env.sh", fails="vllm_step.py", gpus=2)[0] == 1
     without = shell("trees.sh", "target", "drafter", "prompts", "other")[1]
     assert understood(without) == ["tree_load.py", "record_drafts.py", "replay_drafts.py"]
