@@ -33,4 +33,6 @@ def test_all_ways_answer_alike_and_the_clock_runs_until_none_is_left_to_follow(
     for row in rows:  # four answers of six tokens, two at a time, of which both end together
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(24, rel=0.1)
         assert row["longest_step_ms"] <= 1e3 * row["seconds"] * 1.1 + 1
+    steps = [sum(row["rows"].values()) for row in rows if row["way"] == "plain"]
+    assert all(8 <= count <= 14 for count in steps), "of the second time alone"
     assert rows[0]["tau_pooled"] == 1.0 and any(n > 4 for n in map(int, rows[-1]["rows"]))
