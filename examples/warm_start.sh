@@ -5,4 +5,4 @@ set -eu
 : "${TARGET:=my/fine-tune}" "${DRAFTER:=z-lab/Qwen3-8B-DFlash-b16}" "${DATA:=prompts.jsonl}" "${OUTPUT:=out/fine-tune}"
 
 dflash-train --target "$TARGET" --init-from "$DRAFTER" --data "$DATA" --output "$OUTPUT" \
-    --optim.epochs 1 --optim.learning-rate 1e-3 "$@"
+    --responses.samples 1 --optim.epochs 1 --optim.learning-rate 1e-3 "$@"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
-from dflash_toolkit.models.dflash.architecture import DraftArchitecture, all_sizes, kinds, of_kind
+from dflash_toolkit.models.dflash.architecture import DraftArchitecture, all_sizes, asked_by, kinds, of_kind
 from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WIDTH_FOR_PARTS, WINDOW
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
@@ -70,14 +70,15 @@ class DrafterOptions:
 
     def __post_init__(self) -> None:
         try:
-            self.architecture.sizes_of(self.sizes)
+            if self.architecture:
+                self.architecture.sizes_of(self.sizes)
         except ValueError as error:
             raise ValueError(f"drafter: {error}") from error
 
     @property
-    def architecture(self) -> DraftArchitecture:
-        """Of the kind; where none is given the one that has all that can be asked for."""
-        return of_kind(self.kind or "dflash2")
+    def architecture(self) -> DraftArchitecture | None:
+        """Of the kind, or of the parts whose sizes are given; None: that is left to the target."""
+        return of_kind(self.kind) if self.kind else asked_by(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -131,7 +132,7 @@ class ResponseOptions(SamplesOptions):
 
     samples: int = option(2, "responses to every prompt, each with a seed of its own")
     greedy_first: bool = option(True, "the first response is greedy whatever the temperature")
-    temperature: float = option(1.0, "of the responses behind the first; 0 is greedy")
+    temperature: float = option(1.0, "of responses that are drawn; 0 is greedy")
     regenerate: bool = option(True, "false trains on the data's own responses (only right if this target wrote them)")
     runtime: str = option("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
     batch_size: int = option(32, "prompts answered at a time")
@@ -233,7 +234,7 @@ class OptimOptions:
 
     @property
     def passes(self) -> int:
-        """Epochs."""
+        """Epochs, where nothing is known of responses."""
         return EPOCHS if self.epochs is None else self.epochs
 
     def __post_init__(self) -> None:
@@ -432,7 +433,7 @@ class TrainConfig(ModelOptions):
     def epochs(self) -> int:
         """Passes over the responses: several ones that the target writes to a prompt count as passes over one."""
         written = self.responses.regenerate and not self.response_files
-        default = max(1, EPOCHS // self.responses.samples) if written else EPOCHS
+        default = max(1, round(EPOCHS / self.responses.samples)) if written else EPOCHS
         return default if self.optim.epochs is None else self.optim.epochs
 
     @property
@@ -485,7 +486,7 @@ def check_effects(config: TrainConfig) -> None:
     the target decides then, what any kind gives an effect has one."""
     loss, optim, run, responses = config.loss, config.optim, config.run, config.responses
     kind = config.drafter.architecture
-    selects = kind.has_selector(kind.sizes_of(config.drafter.sizes)) or config.init_from  # which may have one
+    selects = kind is None or kind.has_selector(kind.sizes_of(config.drafter.sizes)) or config.init_from  # or may have
     void = (
         ("loss.selector", loss.selector, LossOptions().selector, not selects, "a selector (drafter.kind=dflash2)"),
         ("loss.gold", loss.gold, LossOptions().gold, not selects, "a selector (drafter.kind=dflash2)"),
@@ -496,7 +497,7 @@ def check_effects(config: TrainConfig) -> None:
          not responses.regenerate and responses.samples > 1,
          "responses.regenerate=true"),
         ("responses.temperature", responses.temperature, ResponseOptions().temperature,
-         responses.samples == 1 and responses.greedy_first,
+         responses.samples == 1 and responses.greedy_first and responses.temperature > 0,
          "responses.samples above 1 or responses.greedy_first=false"),
         ("optim.decay", optim.decay, OptimOptions().decay, optim.schedule != "wsd", "optim.schedule=wsd"),
         ("run.feature_dir", run.feature_dir, None, run.features not in ("disk", "hybrid"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 
-from ..config import UserError
+from ..config import UnsupportedModel, UserError
 from ..network import unreachable
 
 if TYPE_CHECKING:
@@ -162,7 +162,10 @@ class _Weights:
                 )
             if tensor.dtype != view.dtype and 1 in (tensor.element_size(), view.element_size()):
                 kinds = [str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, view.dtype)]
-                raise UserError(
+                refusal = (
+                    UnsupportedModel if tensor.element_size() == 1 else UserError
+                )  # more is quantized than we compute
+                raise refusal(
                     f"{self._what}: tensor {name!r} is in {kinds[0]}, not in {kinds[1]}, as quantization_config in its "
                     f"config.json would have it"
                 )

@@ -5,7 +5,7 @@
     python scripts/bench/sharded_target.py --tiny --device cpu
 
 Weights are random and made where they belong: no checkpoint is written. Features are those of a training step that
-keeps none; training is the trainer's own step of the default drafter, with the target's forward in every one. Rates are
+keeps none; training is the trainer's own step of a plain drafter, with the target's forward in every one. Rates are
 of all processes together, memory is of the fullest GPU. A target that does not fit a GPU whole is said not to.
 """
 

@@ -37,19 +37,22 @@ vllm_steps() {
     done
 }
 
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -gt 1 ]; then
-    export CUDA_VISIBLE_DEVICES=0
-    CUDA_VISIBLE_DEVICES=1 vllm_steps > "$output/vllm_steps.log" 2>&1 &
+count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+IFS=, read -r -a gpus <<< "${CUDA_VISIBLE_DEVICES:-}"
+if [ "$count" -gt 1 ]; then
+    export CUDA_VISIBLE_DEVICES=${gpus[0]:-0}
+    set -m # a process group of its own, which ends with this script
+    CUDA_VISIBLE_DEVICES=${gpus[1]:-1} vllm_steps > "$output/vllm_steps.log" 2>&1 &
     beside=$!
-    trap 'kill "$beside" 2> /dev/null || true' EXIT
+    set +m
+    trap 'kill -- "-$beside" 2> /dev/null || true' EXIT
 fi
 
 part tree_load.json tree_load.py "${loads[@]}"
 peer vllm_requests.json ../peers/vllm_requests.py "${loads[@]}" --k 15 7 3
 part trace.pt record_drafts.py "${pair[@]}" --prompts "${sets[@]}" --limit 40
 part replay.json replay_drafts.py "$output/trace.pt" --shape qwen3-8b --prompt 64 --seconds 2.5 --warm 1.5 --failing 1
-if [ "$gpus" -gt 1 ]; then
+if [ "$count" -gt 1 ]; then
     wait "$beside" || { tail -n 5 "$output/vllm_steps.log" >&2; exit 1; }
 else
     vllm_steps

@@ -12,6 +12,7 @@ mkdir -p "$3"
 output=$(realpath "$3") here=$(cd "$(dirname "$0")" && pwd) python=${PYTHON:-python3}
 cd "$prompts"
 sets=(gsm8k=gsm8k_test.jsonl 'mbpp=mbpp.jsonl[800:]' humaneval=humaneval.jsonl.gz mt_bench=mt_bench.jsonl math500=math500.jsonl)
+IFS=, read -r -a gpus <<< "${CUDA_VISIBLE_DEVICES:-}"
 common=(--target "$target" --held-out 0 --minutes "$minutes" --prompts "${sets[@]}" --limit 80 --pool gsm8k mbpp humaneval mt_bench)
 
 beside_vllm() { # KIND
@@ -26,7 +27,7 @@ beside_vllm() { # KIND
 }
 
 first() {
-    export CUDA_VISIBLE_DEVICES=0
+    export CUDA_VISIBLE_DEVICES=${gpus[0]:-0}
     [ -e "$output/dflash/result.json" ] ||
         "$python" "$here/train_real.py" "${common[@]}" --variant dflash drafter.kind=dflash --baseline gsm8k --output "$output/dflash" \
             --prompts-train gsm8k=gsm8k_train.jsonl 'mbpp=mbpp.jsonl[:800]' alpaca=alpaca.jsonl
@@ -34,7 +35,7 @@ first() {
 }
 
 second() {
-    export CUDA_VISIBLE_DEVICES=1
+    export CUDA_VISIBLE_DEVICES=${gpus[1]:-1}
     until [ -e "$output/dflash/result.json" ] || grep -qs '^== dflash' "$output/dflash.log"; do
         kill -0 "$1" 2> /dev/null || { echo "the first GPU ended without answers: $output/dflash.log" >&2; return 1; }
         sleep 1

@@ -138,7 +138,7 @@ def results(table: Table) -> None:
         for gpus in ("one_gpu", "four_gpus")
     )
     table.add(
-        "train for the Qwen3-8B shape on four GPUs",
+        "train DFlash for the Qwen3-8B shape on four GPUs",
         f"{four:.1f} sequences/s",
         f"{one:.1f} on one GPU",
         times(four / one),
@@ -602,6 +602,8 @@ PLAIN = {
     "qwen3.6-35b-a3b-fp8": "Qwen3.6-35B-A3B, FP8",
 }
 
+H200_TB_S = 4.5  # that an H200 reads, measured
+
 DOUBTFUL = 0.2  # where equal runs leave so much of a step open, their row says nothing
 
 
@@ -620,6 +622,12 @@ def plain_steps(table: Table) -> None:
         rows = table.read("step_plain_fp8_h100", shape)["rows"]
         times, shares = ([f"{row['ms_per_step']:.2f}" for row in rows], [f"{100 * row['mbu']:.0f} %" for row in rows])
         table.add(label, *times, *shares)
+    for shape in ("qwen3.8-27b-fp8", "qwen3.6-35b-a3b-fp8"):
+        found = table.read("shapes_fp8_h200", shape, "ours_plain")
+        slower = float(option_of(found["command"], "--read-tb-s")) / H200_TB_S  # than what it can read
+        rows = found["rows"]
+        shares = [f"{100 * row['mbu'] * slower:.0f} %" for row in rows]
+        table.add(f"{PLAIN[shape]}, H200", *(f"{row['ms_per_step']:.2f}" for row in rows), *shares)
 
 
 def shapes(table: Table) -> None:
@@ -693,20 +701,25 @@ def targets(table: Table) -> None:
         "Qwen3.8-27B, FP8": ["step_qwen3_8_27b_fp8_h100", "step_qwen3_8_27b_fp8_batch32_h100"],
         "Qwen3.6-35B-A3B, FP8": ["step_qwen3_6_35b_a3b_fp8_h100"],
     }
-    later = {label: shape for shape, label in PLAIN.items()}
+    later, speeds = {label: shape for shape, label in PLAIN.items()}, dict[str, dict[tuple[int, int], float]]()
     table.columns("tokens/s | plain, batch 1 | 8 | 32 | a position accepted with | DFlash, batch 1 | 8 | 32")
     for label, files in runs.items():
         found = [table.read(file) for file in files]
         rows = (row for each in found for row in each["rows"] if row["drafter_kind"] == "dflash")
         # above 1 the rows of a request had the same experts, as with random weights those behind one context have
         rows = (row for row in rows if row["mbu"] <= 1)
-        speed = {(row["block"], row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
+        speed = {(row["block"], row["batch"]): row["tokens_per_second"] for row in rows}
         if label in later:
             rows = table.read("step_plain_fp8_h100", later[label])["rows"]
             rows += [row for each in found if "before" in each for row in each["rows"] if row["block"] == 1]
-            speed |= {(1, row["batch"]): f"{row['tokens_per_second']:.0f}" for row in rows}
-        plain, drafted = ([speed.get((block, batch), "") for batch in (1, 8, 32)] for block in (1, 8))
-        table.add(label, *plain, found[0]["accept"] if any(drafted) else "", *drafted)
+            speed |= {(1, row["batch"]): row["tokens_per_second"] for row in rows}
+        cells = [[f"{speed[b, n]:.0f}" if (b, n) in speed else "" for n in (1, 8, 32)] for b in (1, 8)]
+        table.add(label, *cells[0], found[0]["accept"] if any(cells[1]) else "", *cells[1])
+        speeds[label] = speed
+        if label == "Qwen3-8B, FP8":
+            bf16 = speeds["Qwen3-8B, bf16"]
+            cells = [[times(speed[b, n] / bf16[b, n]) for n in (1, 8, 32)] for b in (1, 8)]
+            table.add("to bf16", *cells[0], "", *cells[1])
 
 
 def dflash2_step(table: Table) -> None:

@@ -83,6 +83,9 @@ def test_a_target_with_long_steps_gets_the_parts_of_dflash_2(width: int, kind: s
     config = target("Qwen3", hidden_size=width // 64 * 64)
     assert drafter_shape(config, kind=None).architecture.kind == default_kind(config)
     assert drafter_shape(config, kind="dflash").architecture.kind == "dflash"
+    for sizes in ({"selector_rank": 0}, {"conv_kernel_size": 0}, {"selector_rank": 4}):
+        shape = drafter_shape(config, kind=None, **sizes)
+        assert shape.architecture.kind == "dflash2" and all(getattr(shape, name) == s for name, s in sizes.items())
 
 
 def test_what_is_given_takes_the_place_of_the_defaults() -> None:

@@ -1,4 +1,4 @@
-"""For a target of every architecture the default drafter is written as vLLM, SGLang and z-lab's client read drafters.
+"""For a target of every architecture a plain drafter is written as vLLM, SGLang and z-lab's client read drafters.
 
 The names and keys are facts of vLLM 0.33.0, SGLang 0.5.23 and dflash 0.1.0; vLLM's own loader takes the same exports in
 `tests/scripts/test_peer_vllm_load.py`.

@@ -65,8 +65,9 @@ def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
     if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
         shape["hidden_size"] = 14 * 64
     routed = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
-    hybrid = {  # every other layer
-        "layer_types": ["full_attention", "linear_attention"] * 3, "head_dim": 128, "linear_num_key_heads": 4,
+    hybrid = {  # every other layer; heads of 256 as published, and of 128, which other kernels compute
+        "layer_types": ["full_attention", "linear_attention"] * 3,
+        "head_dim": 128 if kind == "qwen3_next" else 256, "linear_num_key_heads": 4,
         "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     }  # fmt: skip
     config = {

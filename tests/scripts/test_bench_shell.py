@@ -16,7 +16,7 @@ NOTES = """#!/usr/bin/env bash
 [[ $1 == -c ]] && { echo "$GPUS"; exit; }
 [[ $1 == *$FAILS ]] && exit 3
 note='import json, os, sys; print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), *sys.argv[1:]]))'
-python3 -c "$note" "$@" >> "$NOTED"
+flock "$NOTED" python3 -c "$note" "$@" >> "$NOTED"
 while (($#)); do [[ $1 == --output ]] && output=$2; shift; done
 if [[ $output == *.json || $output == *.pt ]]; then touch "$output"; else
     mkdir -p "$output"; touch "$output/answers.jsonl" "$output/result.json"; echo; echo "== dflash: 8 minutes"

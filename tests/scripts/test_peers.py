@@ -1,8 +1,9 @@
 """z-lab's own client, in its own environment, decodes an exported drafter as we do: `make test-peers`.
 
-It takes the demo's checkpoint (`make demo`), or the pair in DFLASH_PEERS_TARGET and DFLASH_PEERS_DRAFTER. Greedy, in
-fp32 on the CPU. Equal answers alone prove little, as any drafter gives the target's answer: the tokens drafted and
-the number accepted at every step are what show that both clients run the same network on the same context.
+It takes the demo's checkpoint (`make demo`), or the pair in DFLASH_PEERS_TARGET and DFLASH_PEERS_DRAFTER, and a drafter
+of DFlash 2 that is trained from that one. Greedy, in fp32 on the CPU. Equal answers alone prove little, as any drafter
+gives the target's answer: the tokens drafted and the number accepted at every step are what show that both clients run
+the same network on the same context.
 """
 
 import json
@@ -26,6 +27,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate, lo
 from dflash_toolkit.data.prompts import encode_chat, read_prompts
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.mix import LogitScale
+from train.cli import main as train
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
@@ -60,14 +62,22 @@ def recorded_blocks(target: Target) -> Iterator[list[Tensor]]:
         yield blocks
 
 
-def ours(target: Target, drafter: Drafter, prompt: list[int]) -> Run:
-    with recorded_blocks(target) as blocks:
-        answer: Generation = generate(target, drafter, prompt, SamplingParams(max_tokens=MAX_NEW_TOKENS))
-    drafted = [logits.argmax(-1).tolist() for logits in blocks]
-    return Run(answer.tokens, [len(step.tokens) for step in answer.steps], drafted, blocks[0])
+def ours(target: Target, drafter: Drafter, prompt: list[int], limit: int = MAX_NEW_TOKENS) -> tuple[Run, int]:
+    """And in how many blocks a slot's best token was not drafted."""
+    drafted: list[list[int]] = []
+
+    def propose(*arguments: Any) -> list[int]:
+        drafted.append(PROPOSE(*arguments))
+        return drafted[-1]
+
+    with recorded_blocks(target) as blocks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "propose", propose)
+        answer: Generation = generate(target, drafter, prompt, SamplingParams(max_tokens=limit))
+    chosen = sum(draft != block.argmax(-1).tolist() for draft, block in zip(drafted, blocks, strict=True))
+    return Run(answer.tokens, [len(step.tokens) for step in answer.steps], drafted, blocks[0]), chosen
 
 
-def theirs(request: dict[str, Any], folder: Path, target: Path = TARGET, drafter: Path = DRAFTER) -> list[Run]:
+def theirs(request: dict[str, Any], folder: Path, target: Path, drafter: Path) -> list[Run]:
     requests, logits = folder / "requests.json", folder / "logits.safetensors"
     requests.write_text(json.dumps(request))
     # -I: the peer sees neither this checkout nor this environment's PYTHONPATH
@@ -78,25 +88,45 @@ def theirs(request: dict[str, Any], folder: Path, target: Path = TARGET, drafter
     return [Run(**answer, logits=blocks[str(i)]) for i, answer in enumerate(answers)]
 
 
-@pytest.fixture(scope="module")
-def drafter() -> Drafter:
+@pytest.fixture(scope="module", params=["dflash", "dflash2"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What dflash-train wrote: the demo's drafter, or that one with the parts of DFlash 2, after some steps."""
     if not PEER:
         pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
     for path in (TARGET, DRAFTER):
         if not (path / "config.json").is_file():
             pytest.skip(f"no checkpoint in {path}: run `make demo` first")
-    return load_drafter(str(DRAFTER), dtype=torch.float32)
+    if request.param == "dflash":
+        return DRAFTER
+    output = tmp_path_factory.mktemp("dflash2") / "drafter"
+    argv = [
+        "--target", str(TARGET), "--init-from", str(DRAFTER), "--output", str(output), "--device", "cpu",
+        "--dtype", "float32", "--data", str(ROOT / "scripts/demo/prompts/count_train.jsonl"), "drafter.kind=dflash2",
+        "prompts.max_prompts=24", "prompts.held_out=0", "prompts.max_length=160", "responses.samples=1",
+        "responses.max_tokens=48", "optim.batch_size=4", "loss.anchors=6", "optim.steps=40",
+        "optim.learning_rate=3e-3", "optim.optimizer=adamw", "run.export_selector=always",
+    ]  # fmt: skip
+    assert train(argv) == 0
+    return output
 
 
 @pytest.fixture(scope="module")
-def pairs(drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Run, Run]]:
+def drafter(exported: Path) -> Drafter:
+    return load_drafter(str(exported), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pairs(exported: Path, drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Run, Run]]:
     """Ours and theirs, for every prompt."""
     target = Target.load(str(TARGET), "cpu", "float32")
     rows = read_prompts(ROOT / "scripts/demo/prompts/count_held_out.jsonl", PROMPTS)
     prompts = [encode_chat(target.tokenizer, row.messages) for row in rows]
     request = {"max_new_tokens": MAX_NEW_TOKENS, "stop_token_ids": list(target.stop_token_ids), "prompts": prompts}
-    runs = theirs(request, tmp_path_factory.mktemp("peer"))
-    return [(ours(target, drafter, prompt), peer) for prompt, peer in zip(prompts, runs, strict=True)]
+    runs = theirs(request, tmp_path_factory.mktemp("peer"), TARGET, exported)
+    own = [ours(target, drafter, prompt) for prompt in prompts]
+    chosen = sum(count for _, count in own)
+    assert chosen > 4 if drafter.selector else not chosen, "a selector that changes nothing shows nothing"
+    return [(run, peer) for (run, _), peer in zip(own, runs, strict=True)]
 
 
 def full_steps(run: Run, block_size: int, limit: int = MAX_NEW_TOKENS) -> int:
@@ -176,18 +206,10 @@ def test_of_a_dflash_2_drafter_both_draft_the_same(changes: dict[str, Any], tmp_
     request = {"max_new_tokens": limit, "stop_token_ids": list(target.stop_token_ids), "prompts": prompts}
     chosen = 0
     for prompt, peer in zip(prompts, theirs(request, tmp_path, tmp_path / "target", tmp_path / "drafter"), strict=True):
-        drafted: list[list[int]] = []
-
-        def propose(*arguments: Any, drafted: list[list[int]] = drafted) -> list[int]:
-            drafted.append(PROPOSE(*arguments))
-            return drafted[-1]
-
-        with recorded_blocks(target) as blocks, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode, "propose", propose)
-            answer = generate(target, drafter, prompt, SamplingParams(max_tokens=limit))
-        assert answer.tokens == peer.tokens
+        own, changed = ours(target, drafter, prompt, limit)
+        assert own.tokens == peer.tokens
         count = full_steps(peer, 8, limit)
-        assert drafted[:count] == peer.drafted[:count] and count
-        assert [len(step.tokens) for step in answer.steps][:count] == peer.committed[:count]
-        chosen += sum(draft != block.argmax(-1).tolist() for draft, block in zip(drafted, blocks, strict=True))
+        assert own.drafted[:count] == peer.drafted[:count] and count
+        assert own.committed[:count] == peer.committed[:count]
+        chosen += changed
     assert chosen > 8, "a selector that changes nothing shows nothing"

@@ -58,7 +58,7 @@ def test_a_shipped_cpu_run_is_the_same_experiment_on_a_gpu(name: str) -> None:
     [
         ({}, 3),
         ({"responses": {"samples": 1}}, 6),
-        ({"responses": {"samples": 4}}, 1),
+        ({"responses": {"samples": 4}}, 2),
         ({"responses": {"samples": 9}}, 1),
         ({"responses": {"regenerate": False}}, 6),
         ({"response_files": ["r.jsonl"]}, 6),
@@ -72,6 +72,7 @@ def test_several_responses_to_a_prompt_count_as_passes_over_one(given: dict[str,
 def test_what_the_target_answers_is_greedy_once_unless_asked_otherwise() -> None:
     responses = configure({"target": "t"}).responses
     assert (responses.samples, responses.greedy_first, responses.temperature) == (2, True, 1.0)
+    assert configure({"target": "t", "responses": {"samples": 1, "temperature": 0}})
     with pytest.raises(UserError, match=r"temperature is 0.7, .* responses.greedy_first=false only"):
         configure({"target": "t", "responses": {"samples": 1, "temperature": 0.7}})
 

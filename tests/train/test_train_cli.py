@@ -218,6 +218,7 @@ TEXTS = {
         (["responses.samples=0"], "samples must be >= 1"),
         (["responses.samples=2", "responses.temperature=0"], "samples is 2, which at temperature 0 are all the same"),
         (["responses.samples=3", "responses.regenerate=false"], "an effect with responses.regenerate=true only"),
+        (["drafter.selector_rank=-4"], "selector_rank"),
         (["loss.selector=0.5"], "an effect with a selector (drafter.kind=dflash2) only"),  # so small a target has none
         (
             ["responses.temperature=0.7"],

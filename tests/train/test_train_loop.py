@@ -152,6 +152,17 @@ def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(dflash_train: P
     assert weights(tmp_path / "whole") == weights(dflash_train.output)
 
 
+def test_the_selectors_loss_comes_in_behind_the_first_step(short_run: Program) -> None:
+    losses = []
+    for i, weight in enumerate((1, 100)):
+        short_run(*DFLASH2, f"loss.selector={weight}", output=str(i))
+        losses.append(
+            [line["loss"] for line in lines(short_run.place(str(i)) / "work/metrics.jsonl") if "loss" in line]
+        )
+    (first, later), (same, other) = losses
+    assert first == same and later != other
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [[], DFLASH2], ids=["dflash", "dflash2"])
 def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError
-from dflash_toolkit.models.dflash.architecture import of_kind
 from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, read_json, reduced_vocabulary
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.dflash.shape import with_attention
@@ -57,7 +56,7 @@ def load_start(
     changed = []
     if added := _parts_to_add(drafter.config, options, given):
         sizes = ", ".join(f"{key} {value}" for key, value in added.items())
-        title = options.architecture.title
+        title = options.architecture.title if options.architecture else ""
         changed.append(f"drafter {name} gets parts of {title} that do nothing yet: {sizes}")
         drafter = _with_parts(drafter, added, seed)
     found = options_of(drafter.config)
@@ -86,10 +85,8 @@ def load_start(
 
 def _parts_to_add(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> dict[str, Any]:
     """The sizes of the parts that are asked for and not there."""
-    if options.kind is None:
-        return {}
-    kind = of_kind(options.kind)
-    if not {"kind", *kind.sizes} & set(given):
+    kind = options.architecture
+    if kind is None or not {"kind", *kind.sizes} & set(given):
         return {}
     wanted = kind.sizes_of(options.sizes)
     return {name: size for name, size in wanted.items() if size and not getattr(shape, name, 0)}

@@ -204,6 +204,12 @@ def all_sizes() -> dict[str, Size]:
     return {name: size for each in architectures() for name, size in each.sizes.items()}
 
 
+def asked_by(sizes: Mapping[str, int | None]) -> DraftArchitecture | None:
+    """The first with the parts whose sizes are given, be they 0; None: none is given, or none has them all."""
+    given = {name for name, size in sizes.items() if size is not None}
+    return next((each for each in architectures() if given <= each.sizes.keys()), None) if given else None
+
+
 def of_sizes(sizes: Mapping[str, Any]) -> DraftArchitecture:
     """The first with all the sizes that are there, plain DFlash where none is. Raises ValueError: there is none."""
     there = [name for name in all_sizes() if sizes.get(name)]

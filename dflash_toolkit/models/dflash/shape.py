@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .architecture import of_kind
+from .architecture import asked_by, of_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -57,7 +57,8 @@ def drafter_shape(
             given and the target is too shallow for the default, as many as it has layers to tap.
         mask_token_id: by default the last row of the embedding.
         layer_types, sliding_window, is_causal: see `with_attention`.
-        kind: dflash, dflash2, or another that is registered; None: see `default_kind`.
+        kind: dflash, dflash2, or another that is registered; None: that of the sizes that are given, else see
+            `default_kind`.
         sizes: of the parts of that kind, see `DraftArchitecture.sizes_of`.
 
     Raises:
@@ -81,7 +82,7 @@ def drafter_shape(
         kinds = getattr(target, "layer_types", None) or ()
         target_layer_ids = default_target_layer_ids(depth, TAPS if taps is None else taps, kinds)
     multiplier, cap = logit_scale(target)
-    architecture = of_kind(kind or default_kind(target))
+    architecture = of_kind(kind) if kind else asked_by(sizes) or of_kind(default_kind(target))
     shape = architecture.config()(
         hidden_size=width,
         num_layers=given(layers, LAYERS_FOR_EXPERTS if experts else LAYERS),

@@ -164,6 +164,7 @@ def test_a_start_of_dflash_2_keeps_its_parts_and_gets_the_other(dflash2_dir: Pat
         assert start(dflash2_dir, **given).config == has
     save_drafter(make_dflash2(make_target(), selector_rank=0, selector_top_k=0), tmp_path / "convolutions")
     grown = start(tmp_path / "convolutions", kind="dflash2").config
+    assert start(tmp_path / "convolutions", selector_rank=256).config == grown, "a size asks for its kind"
     assert (grown.conv_group_size, grown.selector_rank, grown.selector_top_k) == (8, 256, 16)
     for given, said in (
         ({"kind": "dflash"}, "drafter.kind is dflash, but init_from="),
