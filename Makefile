@@ -9,7 +9,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -
 # the tests start some fifty processes: each would compile the project anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast check kernels docs wheel tables format test-gpu test-peers mutate bench clean
+.PHONY: help demo test test-fast check kernels docs wheel tables format test-gpu test-peers test-long mutate bench clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -57,6 +57,10 @@ format: $(READY) ## let ruff rewrite what it can
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
+
+test-long: $(READY) ## recurrent targets with 10,000 random events, and targets of every family, in 16 bits and in FP8
+	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/runtime/test_runtime_recurrent.py \
+	    tests/runtime/test_runtime_families.py
 
 mutate: $(READY) ## plant faults in the core modules: do the tests catch them? (about an hour; goes on where it was)
 	$(BIN)/python scripts/mutate.py

@@ -19,7 +19,10 @@ from .network import Drafter, DrafterConfig
 def check_form(config: DrafterConfig, path: str | Path) -> None:
     """Whether the form can hold such a drafter. Raises what `save_speculators` does of that."""
     if config.architecture is not DFLASH:
-        raise UserError(f"{path}: the speculators form of {config.architecture.title} is not written; z-lab's is")
+        raise UserError(
+            f"{path}: the speculators form of {config.architecture.title} is not written; z-lab's is, and that of a "
+            f"plain drafter (drafter.kind=dflash)"
+        )
     causal = {config.causal_inside_block(layer) for layer in range(config.num_layers)}
     if len(causal) > 1 or (causal == {True} and "full_attention" in config.layer_types):
         raise UserError(
