@@ -13,7 +13,8 @@ from programs import Program, altered, assistant, lines, user, write
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.measure import held_out_acceptance
-from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
+from dflash_toolkit.models.dflash import shape
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, read_json
 from dflash_toolkit.record import export_record
 from train.config import DataOptions, TrainConfig
 from train.responses.corpus import Corpus
@@ -147,6 +148,17 @@ def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
     assert len(words) == 2
     for line in written:
         assert not any(f"{word} {i}" in json.dumps(line["messages"]) for word in ("word", "more", "and") for i in words)
+
+
+def test_what_is_not_said_is_two_responses_and_for_wide_targets_dflash_2(
+    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape, "WIDTH_FOR_PARTS", 32)
+    said = dflash_train("responses.samples=2", "optim.steps=0", "run.export_selector=always")
+    assert any(line.startswith("DFlash 2 drafter, ") for line in said)
+    record = dflash_train.record()
+    assert (record["config"]["drafter"]["kind"], record["config"]["optim"]["epochs"]) == ("dflash2", 3)
+    assert read_json(dflash_train.output / "config.json")["architectures"] == ["DFlash2DraftModel"]
 
 
 def test_a_prompt_may_have_several_responses_of_which_the_first_is_greedy(
