@@ -162,10 +162,8 @@ class _Weights:
                 )
             if tensor.dtype != view.dtype and 1 in (tensor.element_size(), view.element_size()):
                 kinds = [str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, view.dtype)]
-                refusal = (
-                    UnsupportedModel if tensor.element_size() == 1 else UserError
-                )  # more is quantized than we compute
-                raise refusal(
+                more_in_fp8 = tensor.element_size() == 1  # than the engine computes
+                raise (UnsupportedModel if more_in_fp8 else UserError)(
                     f"{self._what}: tensor {name!r} is in {kinds[0]}, not in {kinds[1]}, as quantization_config in its "
                     f"config.json would have it"
                 )
