@@ -183,7 +183,10 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 
 
 def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    """As `linear_top`, of logits behind `scale`, and the log-sum-exp of all of them, fp32 [M]."""
+    """As `linear_top`, of logits behind `scale`, and the log-sum-exp of all of them, fp32 [M].
+
+    Of a head in FP8 blocks all logits are in memory at once.
+    """
     if isinstance(weight, BlockScaledFp8):
         logits = linear(x, weight)
         ordered = logits.sort(dim=-1, descending=True, stable=True)

@@ -154,8 +154,9 @@ class BudgetChooser:
         self._chains, self._next_look = 0, self.FIRST_LOOK  # in a row, and how many there may be
 
     def observe(self, promise: Promise) -> None:
-        """What a drafted step promised, once it is read."""
-        self._expected.observe(promise, paused=self._current.block == 1)
+        """What a drafted step promised, once it is read; of one whose drafts are NaN nothing is believed."""
+        if np.isfinite(promise.accepted).all():
+            self._expected.observe(promise, paused=self._current.block == 1)
 
     def promises(self, requests: int) -> dict[StepShape, float]:
         """Tokens a second of everything that can be chosen."""
@@ -169,26 +170,29 @@ class BudgetChooser:
         rates = requests * (1 + self._expected(batch, requests).ravel()[at]) / seconds
         return {StepShape(1): requests / self._times[batch, 1], **dict(zip(shapes, rates.tolist(), strict=True))}
 
-    def __call__(self, requests: int, untried: int = 0, awaited: bool = False) -> StepShape:
+    def __call__(self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True) -> StepShape:
         """The next step's.
 
         Args:
             requests: that it decodes, >= 1.
             untried: of them, those of which no draft was judged so far.
             awaited: whether a step that drafts is in flight.
+            chains: whether drafts without trees are there to choose.
         """
         if not self._drafted:
             return StepShape(1)
         if not self._expected:
             return StepShape(1) if awaited else self._try(self._drafted[-1], requests)
         found = self.promises(requests)
+        if not chains:
+            found = {shape: rate for shape, rate in found.items() if shape.rows or shape.block == 1}
         best, current = max(found, key=found.__getitem__), self._current
         if current not in found or found[best] > self.GAIN * found[current]:
             self._current = best
             if best.block != current.block:
                 self._steps, self._next_probe = 0, self.FIRST_PROBE
                 self._next_look = self.FIRST_LOOK
-        if self._current.block > 1 and not self._current.rows:
+        if self._current.block > 1 and not self._current.rows:  # there are chains
             return self._looked(requests)
         self._chains = 0
         return self._probed(requests, untried) or self._current

@@ -270,6 +270,8 @@ class Engine:
         if not self.scheduler.idle:
             raise ValueError("reset_acceptance needs an idle engine")
         self._expected = expected_of_first_requests()
+        if self.runner.trees is not None:
+            self.runner.trees.forget()
         self.scheduler.choose_shape = self._chooser()
 
     def cancel(self, request: Request) -> None:
@@ -377,9 +379,9 @@ class Engine:
 
         def chosen(requests: Sequence[Request]) -> StepShape:
             assert budget is not None
-            untried = sum(not request.acceptance.tried for request in requests)
+            untried = sum(request.drafts and not request.acceptance.tried for request in requests)
             awaited = any(size > 1 for request in requests for size in request.blocks_in_flight)
-            return budget(len(requests), untried, awaited)
+            return budget(len(requests), untried, awaited, chains=all(request.drafts for request in requests))
 
         return whole if budget is None else chosen
 

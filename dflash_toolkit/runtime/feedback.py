@@ -36,7 +36,7 @@ def judged(
     calibration: Calibration,
     discounts: np.ndarray | None = None,
 ) -> Judged:
-    """What a step says.
+    """What a step says. Of a request whose drafts are NaN it says nothing.
 
     Args:
         starts, parents, depths, log_probs: of its `TreeRows`, [B + 1], [M], [M], [M].
@@ -47,13 +47,14 @@ def judged(
     batch, every = len(counts), int(starts[-1])  # behind them is padding
     parents, depths = parents[:every].astype(np.int64), depths[:every].astype(np.int64)
     paths = log_probs[:every].astype(np.float64)
+    paths = np.where(np.isnan(paths), -np.inf, paths)
     of = np.repeat(np.arange(batch), np.diff(starts))
     if discounts is not None:
         paths = paths - np.where(depths > 0, discounts.astype(np.float64)[of], 0.0)
     accepted = np.zeros(every, dtype=bool)
     accepted[path[np.arange(path.shape[1]) < counts[:, None]]] = True  # anchors too
-    found = (depths > 0) & accepted[parents]
-    p = np.clip(np.exp(paths - paths[parents])[found], EXTREME, 1 - EXTREME)
+    found = (depths > 0) & accepted[parents] & np.isfinite(paths[parents])
+    p = np.clip(np.exp(paths[found] - paths[parents][found]), EXTREME, 1 - EXTREME)
     slots = depths[found]
     odds = (np.log(p) - np.log1p(-p) - np.array(calibration.bias)[slots - 1]) / calibration.slope
     promised = np.bincount(of, np.where(depths > 0, np.exp(paths), 0.0), batch)

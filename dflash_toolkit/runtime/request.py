@@ -237,6 +237,8 @@ class Request:
         drafted = min(slots, self.limit - len(self.tokens) - 1)
         if slots:
             self.acceptance.observe(slots, accepted)
+        elif committed.depth is not None:
+            self.acceptance.tried = True  # and its drafts were worth no row
         kept = self._take(committed, drafted + 1)
         step = Step(drafted, min(accepted, drafted, len(kept)), tuple(kept), committed.offered[: len(kept)])
         generation = self.generation

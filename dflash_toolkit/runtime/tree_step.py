@@ -97,7 +97,12 @@ class TreeSteps:
         self._calibration = torch.zeros(self.blocks[-1], dtype=torch.float64, device=device)
         self._discounts = torch.zeros(len(state.lengths), dtype=torch.float32, device=device)
         self._given = (0.0,) * len(state.lengths)
-        self.calibrate(proposer.weights.config.calibration.of_slots(self.blocks[-1] - 1))
+        self._cold = proposer.weights.config.calibration.of_slots(self.blocks[-1] - 1)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the drafter's own calibration again."""
+        self.calibrate(self._cold)
 
     def calibrate(self, calibration: Calibration) -> None:
         """Of the steps from now on, captured ones too."""

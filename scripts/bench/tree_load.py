@@ -4,10 +4,10 @@
         --prompts gsm8k=gsm8k_test.jsonl mbpp=mbpp.jsonl[800:] --limit 64 --requests 1 4 8 16 32 64
 
 Answers are greedy. So many requests are decoded at a time, of one set and of all sets in turn; whoever ends makes room
-for the next. Of what is running when none is left to follow only the first part counts: the clock stops there. All
-ways take turns in one process. Every load is decoded twice, and the second time counts: by then the engine knows what
-is accepted, as one that has served for a while; with `--first` the first time counts, and there is no other. `same` is
-the share of answers that are those of plain decoding at that load.
+for the next. Of what is running when none is left to follow only the first part counts: the clock stops there. The
+ways come one after another in one process. Every load is decoded twice, and the second time counts: by then the engine
+knows what is accepted, as one that has served for a while; with `--first` the first time counts, and there is no other.
+`same` is the share of answers that are those of plain decoding at that load.
 """
 
 import argparse

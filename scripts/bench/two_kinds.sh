@@ -5,7 +5,7 @@
 #
 # PROMPTS is a folder with gsm8k_train.jsonl, gsm8k_test.jsonl, mbpp.jsonl, alpaca.jsonl, humaneval.jsonl.gz,
 # mt_bench.jsonl and math500.jsonl. The target answers once, on the first GPU; the second one waits for that. VLLM_ENV is
-# sourced before vLLM runs; without it vLLM is left out. The same command goes on where it was interrupted.
+# sourced before vLLM runs (VLLM_PYTHON, else python3); without it vLLM is left out. The same command goes on where it was interrupted.
 set -euo pipefail
 target=$(realpath "$1") prompts=$(realpath "$2") minutes=${4:-8} vllm=${5:+$(realpath "$5")}
 mkdir -p "$3"
@@ -20,7 +20,7 @@ beside_vllm() { # KIND
     (
         # shellcheck disable=SC1090
         . "$vllm"
-        "$python" "$here/../peers/vllm_decode.py" --target "$target" --drafter "$output/$1/drafter-$1" \
+        "${VLLM_PYTHON:-python3}" "$here/../peers/vllm_decode.py" --target "$target" --drafter "$output/$1/drafter-$1" \
             --prompts "${sets[@]}" --limit 80 --ours "$output/$1/result.json" \
             --output "$output/vllm-$1.json"
     )

@@ -102,8 +102,8 @@ def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn:
             return [values.get(name, 0) for name in COUNTERS]
 
         with turn:
-            decode_load(decoder, work.loads[0][2], work.loads[0][1])  # compiles what is missing
             for name, at_a_time, prompts in work.loads:
+                decode_load(decoder, prompts, at_a_time)  # compiles what is missing
                 before = counters()
                 row, _ = decode_load(decoder, prompts, at_a_time)
                 drafts, accepted = (b - a for a, b in zip(before, counters(), strict=True))

@@ -49,6 +49,37 @@ def table(batches: Sequence[int], row_ms: float, draft_ms: float) -> Times:
     return {shape: ms / 1e3 for shape, ms in found.items()}
 
 
+def test_a_gain_of_one_per_cent_changes_nothing() -> None:
+    choose = BudgetChooser((1, 2, 4), {(2, 1): 1.0, (2, 2): 1.1, (2, 4): 1.1}, lambda n: n)
+    choose.LAST_LOOK = choose.FIRST_LOOK = 10**6
+    nodes = [0.0] * len(row_buckets(2))  # there are no trees
+
+    def promised(most: float) -> Promise:
+        return Promise(2, 2, [[2.0, *nodes], [most, *nodes]])
+
+    choose.observe(promised(2.0))
+    shapes = [choose(2)]
+    for more in (2.022, 2.0, 2.022, 2.0):
+        for _ in range(20):
+            choose.observe(promised(more))
+        shapes.append(choose(2))
+    assert set(shapes) == {shapes[0]} and shapes[0].block > 1
+    for _ in range(20):
+        choose.observe(promised(2.6))
+    assert choose(2) == StepShape(4)
+
+
+def test_where_somebody_wants_no_drafts_trees_are_weighed_against_plain_decoding_alone() -> None:
+    times = {(2, 1): 1.0, (2, 4): 1.01, (2, 16, 4): 1.5}
+    choose = BudgetChooser((1, 4), times, lambda n: n)
+    for _ in range(9):
+        choose.observe(Promise(2, 2, [[4.0, *[4.4] * len(row_buckets(2))]]))
+    assert choose(2) == StepShape(4) and choose(2, chains=False) == StepShape(4, 16)
+    nothing = Promise(2, 2, [[float("nan"), *[float("nan")] * len(row_buckets(2))]])
+    choose.observe(nothing)
+    assert choose(2, chains=False) == StepShape(4, 16), "drafts that are NaN promise nothing"
+
+
 def test_times_of_a_cross_tell_those_of_all_trees() -> None:
     whole = table((1, 8, 256), 0.05, 0.02)
     shapes = tree_shapes((1, 8, 256), BLOCKS)

@@ -59,6 +59,21 @@ def test_a_step_tells_what_the_drafter_thought_of_every_judged_node() -> None:
     assert step.taken.tolist() == (counts - 1).tolist() and step.promised[2] == 0
 
 
+@pytest.mark.parametrize("broken", [float("nan"), -float("inf")])
+def test_a_request_whose_drafts_are_nan_teaches_nothing(broken: float) -> None:
+    """Not even if what the target chooses happens to be there."""
+    starts, parents, depths = np.array([0, 3, 6]), np.array([0, 0, 1, 3, 3, 4]), np.array([0, 1, 2, 0, 1, 2])
+    log_probs = np.array([0.0, -0.5, -1.0, broken, broken, broken], dtype=np.float32)
+    path, counts = np.array([[0, 1, 0], [3, 4, 5]]), np.array([2, 3])
+    step = judged(starts, parents, depths, log_probs, path, counts, CALIBRATION)
+    assert step.slots.tolist() == [1, 2] and step.accepted.tolist() == [True, False]
+    assert np.isfinite(step.odds).all() and step.promised.tolist() == pytest.approx([np.exp(-0.5) + np.exp(-1.0), 0.0])
+    found = CalibrationFeed(CALIBRATION)
+    for _ in range(200):
+        found.observe(step)
+    assert np.isfinite([found.calibration.slope, *found.calibration.bias]).all() and found.calibration != CALIBRATION
+
+
 def test_an_engine_begins_with_what_was_measured_of_its_drafter() -> None:
     target, drafter = pair()
     drafter = Drafter.of_tensors(

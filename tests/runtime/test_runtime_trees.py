@@ -24,7 +24,7 @@ from dflash_toolkit.kernels.tree import MOST_NODES
 from dflash_toolkit.options import MOST_TREE_NODES
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import engine as engine_module
-from dflash_toolkit.runtime.budget import row_buckets, tree_shapes
+from dflash_toolkit.runtime.budget import BudgetChooser, row_buckets, tree_shapes
 from dflash_toolkit.runtime.feedback import CalibrationFeed
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import StepShape
@@ -255,7 +255,7 @@ def test_pages_behind_trees_hold_what_a_prefill_writes() -> None:
     target, drafter = pair()
     prompts = prompts_of(4, 19)
     engine = make_engine(target, drafter, draft_tree=30, prefix_cache=True)
-    kept: list[tuple[list[int], Tensor]] = []
+    kept: list[tuple[list[int], Tensor, Tensor]] = []
     publish, stack = engine.pool.publish, engine.runner.verifier.stack
 
     def held(runner: Any, pages: Sequence[int], tokens: int) -> Tensor:
@@ -263,18 +263,19 @@ def test_pages_behind_trees_hold_what_a_prefill_writes() -> None:
         return runner.verifier.stack.cache[:, :, slots_of(torch.arange(tokens)[None], table, runner.page_size)[0]]
 
     def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
-        kept.append((list(ids), held(engine.runner, pages, len(ids)).clone()))
+        context = context_of(engine.runner, pages, len(ids))
+        kept.append((list(ids), held(engine.runner, pages, len(ids)).clone(), context.clone()))
         publish(ids, pages)
 
     engine.pool.publish = publishing  # type: ignore[method-assign]
     with planting(engine, plain(target, prompts, [GREEDY] * 2)):
         engine.generate(prompts, GREEDY)
     assert len(kept) == 4 and stack.cache.isfinite().all()
-    for ids, found in kept:
+    for ids, found, context in kept:
         fresh = make_engine(target, drafter)
         fresh.runner.prefill(ids, 0, pages := range(1, 2 + len(ids) // 4))
         torch.testing.assert_close(found, held(fresh.runner, pages, len(ids)), rtol=1e-3, atol=1e-4)
-        assert context_of(fresh.runner, pages, len(ids)).isfinite().all()
+        torch.testing.assert_close(context, context_of(fresh.runner, pages, len(ids)), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("room", [1, 2, 8, 9])
@@ -348,6 +349,33 @@ def test_blocks_between_trees_are_as_long_as_what_was_accepted_promises(monkeypa
     assert [got.tokens for got in engine.generate(prompts, params)] == list(texts.values())
     blocks = [shape.block for shape in shapes[3:] if not shape.rows]
     assert len(blocks) > 5 and set(blocks) == {8}, shapes
+
+
+def test_who_wants_no_drafts_is_no_reason_to_try_some_and_takes_chains_from_the_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int, bool]] = []
+
+    class Noting(BudgetChooser):
+        def __call__(self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True) -> StepShape:
+            asked.append((requests, untried, chains))
+            return super().__call__(requests, untried, awaited, chains)
+
+    times: dict[tuple[int, ...], float] = {(b, s): 1.0 for b in (1, 2, 3) for s in (1, 2, 4, 8)}
+    monkeypatch.setattr(engine_module, "cached_times", lambda *args: times | dict.fromkeys(
+        tree_shapes((1, 2, 3), (1, 2, 4, 8)), 1.1))  # fmt: skip
+    monkeypatch.setattr(engine_module, "BudgetChooser", Noting)
+    engine = make_engine(*pair(), draft_tree=12, num_speculative_tokens=None)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    cold = engine.runner.trees.calibration
+    engine.generate(prompts_of(4, 19), [params, replace(params, drafting=False)])
+    both = [(untried, chains) for requests, untried, chains in asked if requests == 2]
+    assert len(both) > 20 and not any(chains for _, chains in both)
+    assert asked[0][1] == 1 and not any(untried for untried, _ in both[8:]), "one was tried, the other is not to be"
+    engine.generate(prompts_of(4), params)
+    assert asked[-1][2] and engine.runner.trees.calibration != cold
+    engine.reset_acceptance()
+    assert engine.runner.trees.calibration == cold, "the drafter's own"
 
 
 def test_times_are_those_of_whole_trees_and_leave_no_trace() -> None:

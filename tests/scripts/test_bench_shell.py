@@ -40,7 +40,13 @@ class Shell:
     def __call__(self, script: str, *words: str, fails: str = "nothing", gpus: int = 1) -> tuple[int, list[list[str]]]:
         """Exit code, and what the programs were asked: the GPU, the program, its words."""
         self.noted.write_text("")
-        extra = {"PYTHON": str(self._python), "NOTED": str(self.noted), "FAILS": fails, "GPUS": str(gpus)}
+        extra = {
+            "PYTHON": str(self._python),
+            "VLLM_PYTHON": str(self._python),
+            "NOTED": str(self.noted),
+            "FAILS": fails,
+            "GPUS": str(gpus),
+        }
         command = [str(ROOT / "scripts/bench" / script), *words]
         ended = subprocess.run(command, cwd=self._folder, env=os.environ | extra, capture_output=True, timeout=60)
         return ended.returncode, [json.loads(line) for line in self.noted.read_text().splitlines()]

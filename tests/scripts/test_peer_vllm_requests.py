@@ -82,8 +82,8 @@ def test_loads_are_decoded_in_turn_and_told_of_with_their_acceptance(
     (version, *rows, end), (llm,) = work_on(monkeypatch, "one", go)
     assert version == (3, {"vllm": "0"}) and end == (3, None) and llm.stopped
     assert [(row["set"], row["requests"], row["tau"]) for _, row in rows] == [("a", 2, TOKENS), ("a", 1, TOKENS)]
-    # twice the first load, once to warm up: two at a time, then the third alone; then all alone
-    assert [n for n in llm.at_a_time if n] == 2 * [2, 2, 2, 1, 1, 1] + 9 * [1]
+    # each load twice, once to warm up: two at a time, then the third alone; then all alone
+    assert [n for n in llm.at_a_time if n] == 2 * [2, 2, 2, 1, 1, 1] + 2 * 9 * [1]
     for (_, row), counted in zip(rows, (24, 36), strict=True):  # the clock stops where none is left to follow
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(counted, rel=0.2)
 

@@ -41,6 +41,20 @@ def test_answers_are_those_that_were_recorded_and_drafts_fail_where_they_should(
     assert max(map(len, steps[:3])) < 20 and len(steps[3]) == 28 and all(step.accepted == 0 for step in steps[3])
 
 
+def test_drafts_that_are_to_fail_are_never_right_even_where_the_next_id_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    import replay_drafts as script
+
+    tokens, slots = torch.arange(40, 60), 3  # behind every token stands the next id
+    at = torch.arange(19 - slots)[:, None] + torch.arange(slots)
+    ids = torch.stack([tokens[at + 1] - 1, tokens[at + 1], tokens[at + 1] + 5], dim=-1)
+    made: dict[str, Any] = {"tokens": tokens, "prompt": 0, "ids": ids, "lp": torch.zeros(ids.shape)}
+    trace = script.Trace([made], slots, 100, torch.device("cpu"))
+    truth = trace.truth[:, at + 1][..., None]
+    assert (trace.ids[0] == truth[0]).any(-1).all() and not (trace.ids[1] == truth[1]).any()
+    assert int(trace.ids.min()) >= 0 and int(trace.ids.max()) < 100
+
+
 def test_what_is_recorded_is_what_the_drafter_thinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path,
                                                      drafter_dir: Path) -> None:  # fmt: skip
     """Its best tokens behind an anchor are those that it drafts there."""
