@@ -22,12 +22,18 @@ NODES = np.array([0.0, *np.geomspace(1 / 16, MOST_NODES, 64)])  # a request, at 
 
 
 def row_buckets(batch: int) -> tuple[int, ...]:
-    """The rows to choose from for that many requests, all of which have one: none are too many for their trees.
+    """The rows to choose from for that many requests, all of which have one: none are too many for the largest trees.
 
     Of a few requests there are only so many that no row's bits depend on how many there are.
     """
     most = EXACT_ROWS if batch <= EXACT_BATCH else ROWS[-1]
     return tuple(rows for rows in ROWS if batch < rows <= min(most, MOST_NODES * batch))
+
+
+def rows_of_trees(batch: int, nodes: int) -> tuple[int, ...]:
+    """Those of trees of so many nodes: up to the first that are enough for all of them."""
+    buckets, all_of_them = row_buckets(batch), batch * (nodes + 1)
+    return tuple(rows for rows, fewer in zip(buckets, (0, *buckets), strict=False) if fewer < all_of_them)
 
 
 def key_of(shape: StepShape, batch: int) -> Shape:
@@ -38,23 +44,23 @@ def key_of(shape: StepShape, batch: int) -> Shape:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def tree_shapes(batches: Iterable[int], blocks: Sequence[int]) -> list[Shape]:
+def tree_shapes(batches: Iterable[int], blocks: Sequence[int], nodes: int = MOST_NODES - 1) -> list[Shape]:
     """The steps of trees to measure: of every batch all rows with the longest block, and the fewest rows with every
     other one. `completed` tells the rest."""
     drafted, found = [block for block in blocks if block > 1], list[Shape]()
     for batch in batches:
-        if drafted and (rows := row_buckets(batch)):
+        if drafted and (rows := rows_of_trees(batch, nodes)):
             found += [(batch, each, max(drafted)) for each in rows]
             found += [(batch, rows[0], block) for block in drafted if block != max(drafted)]
     return found
 
 
-def completed(times: Times, batches: Iterable[int], blocks: Sequence[int]) -> Times:
+def completed(times: Times, batches: Iterable[int], blocks: Sequence[int], nodes: int = MOST_NODES - 1) -> Times:
     """The times that were measured and those of all other trees: drafting and verifying take turns, so what more rows
     take is added to what a shorter block saves."""
     found, longest = dict(times), max(blocks)
     for batch in batches:
-        for rows, block in itertools.product(row_buckets(batch), blocks):
+        for rows, block in itertools.product(rows_of_trees(batch, nodes), blocks):
             if block > 1:
                 least = row_buckets(batch)[0]
                 saved = times[batch, least, longest] - times[batch, least, block]

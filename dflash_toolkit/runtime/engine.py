@@ -15,7 +15,7 @@ from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..sampling import GrammarError, SamplingParams
-from .budget import BudgetChooser, completed, row_buckets, tree_shapes
+from .budget import BudgetChooser, completed, row_buckets, rows_of_trees, tree_shapes
 from .capture import buckets_up_to
 from .draft_length import BlockChooser, block_sizes, measure_steps
 from .feedback import CalibrationFeed
@@ -388,8 +388,10 @@ class Engine:
     def _tree_shapes(self, batch: int) -> list[StepShape]:
         """Those of steps over trees, of a batch that is computed."""
         trees = self.runner.trees
-        blocks = [] if trees is None else trees.blocks if len(self._sizes) > 1 else self._sizes
-        return [StepShape(block, rows) for block in blocks for rows in row_buckets(batch)]
+        if trees is None:
+            return []
+        blocks = trees.blocks if len(self._sizes) > 1 else self._sizes
+        return [StepShape(block, rows) for block in blocks for rows in rows_of_trees(batch, trees.nodes)]
 
     def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
         sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs
@@ -412,9 +414,9 @@ class Engine:
         ]
         trees, batches = list[Shape](), buckets_up_to(max_num_seqs)
         if runner.trees is not None:
-            trees = tree_shapes(batches, runner.trees.blocks)
+            trees = tree_shapes(batches, runner.trees.blocks, runner.trees.nodes)
             key += [runner.trees.nodes, runner.trees.width]
         times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs, trees), self.options.retune)
         if runner.trees is not None:
-            self._times = completed(times, batches, runner.trees.blocks)
+            self._times = completed(times, batches, runner.trees.blocks, runner.trees.nodes)
         return BlockChooser(sizes, times, runner.bucket)

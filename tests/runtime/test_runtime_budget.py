@@ -21,6 +21,7 @@ from dflash_toolkit.runtime.budget import (
     completed,
     key_of,
     row_buckets,
+    rows_of_trees,
     tree_shapes,
 )
 from dflash_toolkit.runtime.request import StepShape, Trust
@@ -87,6 +88,17 @@ def test_times_of_a_cross_tell_those_of_all_trees() -> None:
     measured = {shape: whole[shape] for shape in whole if len(shape) == 2 or shape in shapes}
     assert completed(measured, (1, 8, 256), BLOCKS) == pytest.approx(whole)
     assert tree_shapes((1,), (1,)) == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rows"), [(1, ROWS[:1]), (15, ROWS[:1]), (16, ROWS[:2]), (20, ROWS[:2]), (63, ROWS[:4])]
+)
+def test_small_trees_have_no_more_rows_than_hold_them(nodes: int, rows: tuple[int, ...]) -> None:
+    assert rows_of_trees(1, nodes) == rows and rows_of_trees(256, nodes) == ()
+    assert {shape[1] for shape in tree_shapes((1,), BLOCKS, nodes)} == set(rows)
+    measured = dict.fromkeys(tree_shapes((1,), BLOCKS, nodes), 1.0)
+    assert {shape[1] for shape in completed(measured, (1,), DRAFTED, nodes)} == set(rows)
+    assert rows_of_trees(16, nodes)[-1] >= min(16 * (nodes + 1), ROWS[-1])
 
 
 # ---- promises of trees -----------------------------------------------------------------------------------------------
