@@ -416,19 +416,22 @@ def test_drafts_of_dflash_2_do_not_depend_on_the_requests_beside(
                 assert torch.equal(proposer.stack.forward(x[at], own), hidden[at])
 
 
-def test_a_prepared_engine_captures_nothing_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draft_tree", [0, 20])
+def test_a_prepared_engine_captures_nothing_while_it_answers(
+    draft_tree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, drafter = pair()
     prompts = prompts_of(5)
     params = [SamplingParams(max_tokens=20, temperature=float(i % 2), seed=i) for i in range(5)]
-    expected = make_engine(target, drafter, num_speculative_tokens=None).generate(prompts, params)
-    engine = make_engine(target, drafter, num_speculative_tokens=None)  # times are known by now: no step is captured
+    options = {"num_speculative_tokens": None, "draft_tree": draft_tree}
+    expected = make_engine(target, drafter, **options).generate(prompts, params)
+    engine = make_engine(target, drafter, **options)  # times are known by now: no step is captured
     prepared = 0
     while engine.prepare():
         prepared += 1
-    assert prepared == len(PREFILL_SIZES) + 6 * 4 * 5 + 4 * 4, (
-        "prefills; steps and parts of them, buckets up to 8, blocks"
-    )
+    least = len(PREFILL_SIZES) + 6 * 4 * 5 + 4 * 4  # prefills; steps and parts of them, buckets up to 8, blocks
+    assert prepared > least if draft_tree else prepared == least
     assert not engine.prepare() and engine.scheduler.idle
     there = set(engine.runner._graphs)
     answers = engine.generate(prompts, params)
