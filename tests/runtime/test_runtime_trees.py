@@ -351,6 +351,23 @@ def test_blocks_between_trees_are_as_long_as_what_was_accepted_promises(monkeypa
     assert len(blocks) > 5 and set(blocks) == {8}, shapes
 
 
+def test_a_request_whose_drafts_fail_keeps_its_row_and_hardly_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However sure the drafter is of them; the others' trees are as before."""
+    target, drafter = pair()
+    prompts, params = prompts_of(4, 19, 7, 12), SamplingParams(max_tokens=90, ignore_eos=True)
+    texts = plain(target, prompts, [params] * 4)
+    times: dict[tuple[int, ...], float] = {(b, s): 1.0 + 0.01 * b * s for b in (1, 2, 4) for s in (1, 2, 4, 8)}
+    trees = {key: 1.0 + key[1] / 100 for key in tree_shapes((1, 2, 4), (1, 2, 4, 8))}
+    monkeypatch.setattr(engine_module, "cached_times", lambda *args: times | trees)
+    engine = make_engine(target, drafter, draft_tree=12, num_speculative_tokens=None, max_num_seqs=4)
+    wrong = tuple(prompts[0])
+    with planting(engine, {prompt: [0] * 400 if prompt == wrong else text for prompt, text in texts.items()}):
+        answers = engine.generate(prompts, params)
+    assert [got.tokens for got in answers] == list(texts.values())
+    failing, *others = ([step.drafted for step in got.steps[4:]] for got in answers)
+    assert sum(failing[:20]) < 30 and all(sum(each) > 2 * len(each) for each in others)
+
+
 def test_who_wants_no_drafts_is_no_reason_to_try_some_and_takes_chains_from_the_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
