@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Barrier, Lock
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class Vllm(StepEngine):
         return bool(self._engine.has_unfinished_requests())
 
 
-def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn: Lock) -> None:
+def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn: Event) -> None:
     """Start an engine, and once all are there and it is its turn, measure every load."""
     vllm = import_vllm()
     try:
@@ -101,14 +101,14 @@ def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn:
             values = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in COUNTERS}
             return [values.get(name, 0) for name in COUNTERS]
 
-        with turn:
-            for name, at_a_time, prompts in work.loads:
-                decode_load(decoder, prompts, at_a_time)  # compiles what is missing
-                before = counters()
-                row, _ = decode_load(decoder, prompts, at_a_time)
-                drafts, accepted = (b - a for a, b in zip(before, counters(), strict=True))
-                tau = {"tau": round(1 + accepted / drafts, 4)} if drafts else {}
-                found.put((work.k, {"k": work.k, "set": name, "requests": at_a_time, **row, **tau}))
+        turn.wait()
+        for name, at_a_time, prompts in work.loads:
+            decode_load(decoder, prompts, at_a_time)  # compiles what is missing
+            before = counters()
+            row, _ = decode_load(decoder, prompts, at_a_time)
+            drafts, accepted = (b - a for a, b in zip(before, counters(), strict=True))
+            tau = {"tau": round(1 + accepted / drafts, 4)} if drafts else {}
+            found.put((work.k, {"k": work.k, "set": name, "requests": at_a_time, **row, **tau}))
     except Exception as error:
         found.put((work.k, f"{type(error).__name__}: {' '.join(str(error).split())}"))
         raise
@@ -143,16 +143,18 @@ def run(args: argparse.Namespace) -> None:
     }  # fmt: skip
     result = setting("peers/vllm_requests.py", [without_folders(word) for word in args.argv]) | {"rows": []}
     context = multiprocessing.get_context("spawn")
-    found, started, turn = context.Queue(), context.Barrier(len(args.k)), context.Lock()
+    found, started = context.Queue(), context.Barrier(len(args.k))
+    turns = {k: context.Event() for k in args.k}
     loads, processes = loads_of(sets, args), {}
     for k in args.k:
         more = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": k}
         own = options | ({"speculative_config": more} if k else {})
         work = Work(k, own, sampling, loads, args.after)
-        processes[k] = context.Process(target=work_on, args=(work, found, started, turn))
+        processes[k] = context.Process(target=work_on, args=(work, found, started, turns[k]))
         processes[k].start()
     failures = []
     while processes:
+        turns[next(iter(processes))].set()  # the first that is left, whatever became of those before it
         ended = [k for k, process in processes.items() if not process.is_alive()]
         try:
             k, row = found.get(timeout=5)

@@ -67,7 +67,8 @@ def work_on(monkeypatch: pytest.MonkeyPatch, model: str, after: Path | None = No
     said = context.Queue()
     loads = [("a", 2, [[1], [2], [3]]), ("a", 1, [[1], [2], [3]])]
     work = program.Work(3, {"model": model, "max_num_seqs": 2}, {"max_tokens": 12}, loads, after)
-    program.work_on(work, said, context.Barrier(1), context.Lock())
+    (turn := context.Event()).set()
+    program.work_on(work, said, context.Barrier(1), turn)
     told = [said.get(timeout=60)]
     while isinstance(told[-1][1], dict):  # the end is None, or what went wrong
         told.append(said.get(timeout=60))
