@@ -55,13 +55,13 @@ def tree_shapes(batches: Iterable[int], blocks: Sequence[int], nodes: int = MOST
     return found
 
 
-def completed(times: Times, batches: Iterable[int], blocks: Sequence[int], nodes: int = MOST_NODES - 1) -> Times:
-    """The times that were measured and those of all other trees: drafting and verifying take turns, so what more rows
-    take is added to what a shorter block saves."""
+def completed(times: Times, batches: Iterable[int], blocks: Sequence[int]) -> Times:
+    """The times that were measured and those of all other trees of as many rows: drafting and verifying take turns, so
+    what more rows take is added to what a shorter block saves."""
     found, longest = dict(times), max(blocks)
     for batch in batches:
-        for rows, block in itertools.product(rows_of_trees(batch, nodes), blocks):
-            if block > 1:
+        for rows, block in itertools.product(row_buckets(batch), blocks):
+            if block > 1 and (batch, rows, longest) in times:
                 least = row_buckets(batch)[0]
                 saved = times[batch, least, longest] - times[batch, least, block]
                 found.setdefault((batch, rows, block), times[batch, rows, longest] - saved)

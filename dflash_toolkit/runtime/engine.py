@@ -418,5 +418,5 @@ class Engine:
             key += [runner.trees.nodes, runner.trees.width]
         times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs, trees), self.options.retune)
         if runner.trees is not None:
-            self._times = completed(times, batches, runner.trees.blocks, runner.trees.nodes)
+            self._times = completed(times, batches, runner.trees.blocks)
         return BlockChooser(sizes, times, runner.bucket)

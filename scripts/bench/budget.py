@@ -203,7 +203,10 @@ def compared(
         choosers = BudgetChooser(blocks, times, lambda n: n), BlockChooser(blocks, times, lambda n: n)
         return replay.rows(*choosers, CalibrationFeed(Calibration.cold(answers[0].log_probs.shape[1])), steps)
 
-    common = {block: replays(lambda replay, block=block: replay.blocks(lambda _: block, steps)) for block in blocks}  # type: ignore[misc]
+    def in_blocks(block: int) -> float:
+        return replays(lambda replay: replay.blocks(lambda _: block, steps))
+
+    common = {block: in_blocks(block) for block in blocks}
     best = max(common, key=common.__getitem__)
     lengths = replays(lambda replay: replay.blocks(BlockChooser(blocks, times, lambda n: n), steps))
     rows = replays(chosen)

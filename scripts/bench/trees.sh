@@ -4,8 +4,8 @@
 #     scripts/bench/trees.sh TARGET DRAFTER PROMPTS OUTPUT [VLLM_ENV]
 #
 # PROMPTS is a folder with gsm8k_test.jsonl, mbpp.jsonl, humaneval.jsonl.gz, mt_bench.jsonl and math500.jsonl. VLLM_ENV is
-# sourced before vLLM runs (VLLM_PYTHON, else python3); without it vLLM is left out. One GPU, what matters most first; a second one takes vLLM's steps
-# of the 8B meanwhile. The same command goes on with the first part that is not there.
+# sourced before vLLM runs (by VLLM_PYTHON, or python3); without it vLLM is left out. One GPU, what matters most first; a
+# second one takes vLLM's steps of the 8B meanwhile. The same command goes on with the first part that is not there.
 set -euo pipefail
 target=$(realpath "$1") drafter=$(realpath "$2") prompts=$(realpath "$3") vllm=${5:+$(realpath "$5")}
 mkdir -p "$4"

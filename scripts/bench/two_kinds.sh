@@ -5,7 +5,8 @@
 #
 # PROMPTS is a folder with gsm8k_train.jsonl, gsm8k_test.jsonl, mbpp.jsonl, alpaca.jsonl, humaneval.jsonl.gz,
 # mt_bench.jsonl and math500.jsonl. The target answers once, on the first GPU; the second one waits for that. VLLM_ENV is
-# sourced before vLLM runs (VLLM_PYTHON, else python3); without it vLLM is left out. The same command goes on where it was interrupted.
+# sourced before vLLM runs (by VLLM_PYTHON, or python3); without it vLLM is left out. The same command goes on where it
+# was interrupted.
 set -euo pipefail
 target=$(realpath "$1") prompts=$(realpath "$2") minutes=${4:-8} vllm=${5:+$(realpath "$5")}
 mkdir -p "$3"
@@ -29,7 +30,8 @@ beside_vllm() { # KIND
 first() {
     export CUDA_VISIBLE_DEVICES=${gpus[0]:-0}
     [ -e "$output/dflash/result.json" ] ||
-        "$python" "$here/train_real.py" "${common[@]}" --variant dflash drafter.kind=dflash --baseline gsm8k --output "$output/dflash" \
+        "$python" "$here/train_real.py" "${common[@]}" --variant dflash drafter.kind=dflash --baseline gsm8k \
+            --output "$output/dflash" \
             --prompts-train gsm8k=gsm8k_train.jsonl 'mbpp=mbpp.jsonl[:800]' alpaca=alpaca.jsonl
     beside_vllm dflash
 }

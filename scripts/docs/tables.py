@@ -719,7 +719,7 @@ def targets(table: Table) -> None:
         if label == "Qwen3-8B, FP8":
             bf16 = speeds["Qwen3-8B, bf16"]
             cells = [[times(speed[b, n] / bf16[b, n]) for n in (1, 8, 32)] for b in (1, 8)]
-            table.add("to bf16", *cells[0], "", *cells[1])
+            table.add("Qwen3-8B, FP8 to bf16", *cells[0], "", *cells[1])
 
 
 def dflash2_step(table: Table) -> None:

@@ -6,7 +6,8 @@ on the same GPU.
 
 The same prompts, loads and clock as there. Every k, tokens that are drafted in a step, has an engine in a process of
 its own. All of them start at once and wait for each other and, with `--after`, for a file that somebody makes; then
-they are measured in turn. The file is written after every row. Wants an environment with vllm (0.33) and this project.
+they are measured in turn. Every load is decoded twice, and the second time counts. The file is written after every row.
+Wants an environment with vllm (0.33) and this project.
 """
 
 import argparse

@@ -97,7 +97,7 @@ def test_small_trees_have_no_more_rows_than_hold_them(nodes: int, rows: tuple[in
     assert rows_of_trees(1, nodes) == rows and rows_of_trees(256, nodes) == ()
     assert {shape[1] for shape in tree_shapes((1,), BLOCKS, nodes)} == set(rows)
     measured = dict.fromkeys(tree_shapes((1,), BLOCKS, nodes), 1.0)
-    assert {shape[1] for shape in completed(measured, (1,), DRAFTED, nodes)} == set(rows)
+    assert {shape[1] for shape in completed(measured, (1,), DRAFTED)} == set(rows)
     assert rows_of_trees(16, nodes)[-1] >= min(16 * (nodes + 1), ROWS[-1])
 
 

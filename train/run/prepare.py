@@ -72,7 +72,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     config = replace(
         config, drafter=replace(config.drafter, **sizes), optim=replace(config.optim, epochs=config.epochs)
     )
-    check_effects(config)
+    check_effects(config)  # again: now the kind is known
     check_fits(shape, target_config)
     if config.run.speculators:
         check_form(shape, output / "speculators")
