@@ -1,6 +1,7 @@
 """The engine in a process of its own, so that HTTP and text have no share in its interpreter lock."""
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -251,6 +252,8 @@ def _serve(config: "ServeConfig", path: Path, told: Channel) -> int:
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
     loop = EngineLoop(engine, path, told.socket)
+    gc.collect()
+    gc.freeze()  # what is here stays, and to look through it takes as long as a hundred steps
     told.send(info_of(engine))
     loop.run()
     return 1 if loop.failure else 0

@@ -5,20 +5,21 @@
 
 The trace is that of `record_drafts.py`. Weights are random and all of their work is done; then what the drafter thinks,
 and what the target chooses, is taken from the trace, request by request, so that which node of a tree is accepted goes
-with its probability as it does in life. With `--failing` so many requests of every batch have drafts that are never
-right, and their pace stands beside the others': to plain decoding, and to the same batch without them. The file has
-the mean length of a step in blocks of each length, too: with the times of another engine's steps (`peers/vllm_step.py`)
-these are its tokens a second.
+with its probability as it does in life. Answers of one set follow one another in a row of `--length` tokens. A round
+begins with as many rows as requests and is timed from where all of them have a token to where the first one ends, so it
+is steps alone, as in `peers/vllm_step.py`; every way decodes the same rows, after a round that does not count. With
+`--failing` so many requests of every batch have drafts that are never right, and their pace stands beside the others':
+to plain decoding, and to the same batch without them. The file has the mean length of a step in blocks of each length,
+too: with the times of another engine's steps these are its tokens a second.
 """
 
 import argparse
-import functools
 import gc
 import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,28 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def in_rows(recorded: Sequence[dict[str, Any]], length: int, seed: int) -> list[dict[str, Any]]:
+    """Answers of a set behind one another, without prompts, in rows of so many tokens; too few for one are left out.
+
+    Behind the end of an answer nothing right is drafted.
+    """
+    dice, rows = random.Random(seed), list[dict[str, Any]]()
+    for name in dict.fromkeys(each["set"] for each in recorded):
+        parts: dict[str, list[Tensor]] = {"tokens": [], "ids": [], "lp": []}
+        count = 0
+        for each in dice.sample(answers := [e for e in recorded if e["set"] == name], len(answers)):
+            parts["tokens"].append(text := each["tokens"][each["prompt"] :])
+            for key, nothing in (("ids", -1), ("lp", -20)):  # -1 is no token
+                parts[key] += [each[key], torch.full_like(each[key][:1], nothing)]
+            count += len(text)
+            if count >= length:
+                joined = {key: torch.cat(part)[:length] for key, part in parts.items()}
+                rows.append({"set": name, "prompt": 0} | joined | {k: joined[k][: length - 1] for k in ("ids", "lp")})
+                parts, count = {"tokens": [], "ids": [], "lp": []}, 0
+    dice.shuffle(rows)
+    return rows
+
+
 class Trace:
     """Recorded answers on the device, each twice: behind them all stand those whose drafts are never right."""
 
@@ -62,7 +85,9 @@ class Trace:
         self.log_probs = torch.full(self.ids.shape, -20.0, device=device)
         for i, each in enumerate(recorded):
             text = each["tokens"][each["prompt"] :].long().to(device) % vocabulary
-            ids = each["ids"][:, :slots].long().to(device) % vocabulary
+            ids = each["ids"][:, :slots].long().to(device)
+            nothing = (text[: len(ids), None, None] + vocabulary // 2).expand_as(ids)  # hardly what follows
+            ids = torch.where(ids < 0, nothing, ids) % vocabulary
             for at in (i, self.count + i):
                 self.truth[at, : len(text)] = text
                 self.ids[at, : len(ids)] = ids
@@ -160,42 +185,35 @@ class Requests:
         tokens = self._trace.lengths[answer % self._trace.count]
         return self._engine.submit(ids, SamplingParams(max_tokens=max(tokens, 2), ignore_eos=True))
 
-    def load(self, at_a_time: int, failing: int, seconds: float, answers: Callable[[], int]) -> dict[str, float]:
-        """So many requests at a time for so long, of which `failing` fail: tokens a second of one of each kind."""
-        running, ended = list[tuple[Request, bool]](), [0, 0]
-        began: float | None = None
-        counts = [0, 0]
-
-        def tokens() -> list[int]:
-            return [ended[kind] + sum(len(r.tokens) for r, bad in running if bad == bool(kind)) for kind in (0, 1)]
-
-        while True:
-            for bad, most in ((True, failing), (False, at_a_time - failing)):
-                while sum(kind == bad for _, kind in running) < most:
-                    running.append((self.submit(answers() + bad * self._trace.count), bad))
-            self._engine.step()
-            for request, bad in running:
-                ended[bad] += len(request.tokens) if request.finished else 0
-            running = [each for each in running if not each[0].finished]
-            if began is None and all(request.tokens for request, _ in running):
-                began, counts = time.perf_counter(), tokens()
-            elif began is not None and time.perf_counter() - began > seconds:
-                break
-        took = time.perf_counter() - began
-        good, bad = (now - before for now, before in zip(tokens(), counts, strict=True))
-        for request, _ in running:
-            self._engine.cancel(request)
-        while self._engine.step():
-            pass
-        each = {"tokens_per_second": (good + bad) / took}
+    def load(self, at_a_time: int, failing: int, rounds: int, answers: Iterator[int]) -> dict[str, float]:
+        """So many requests together, of which `failing` fail: tokens a second of all, and of one of each kind."""
+        counts, took = [0, 0], 0.0
+        for _ in range(rounds):
+            kinds = [number < failing for number in range(at_a_time)]
+            running = [(self.submit(next(answers) + bad * self._trace.count), bad) for bad in kinds]
+            while not all(request.tokens for request, _ in running):
+                self._engine.step()
+            began = time.perf_counter()
+            before = [len(request.tokens) for request, _ in running]
+            while not any(request.finished for request, _ in running):
+                self._engine.step()
+            took += time.perf_counter() - began
+            for (request, bad), count in zip(running, before, strict=True):
+                counts[bad] += len(request.tokens) - count
+                self._engine.cancel(request)
+            while self._engine.step():
+                pass
+        good, bad = counts
+        each = {"tokens_per_second": (good + bad) / took, "seconds": took}
         each |= {"of_each": good / took / (at_a_time - failing)} if at_a_time > failing else {}
         return each | ({"of_each_failing": bad / took / failing} if failing else {})
 
 
 def run(args: argparse.Namespace) -> None:
     recorded = [each for each in torch.load(args.trace) if args.sets is None or each["set"] in args.sets]
+    recorded = in_rows(recorded, args.length, seed=0)
     if not recorded:
-        raise UserError(f"{args.trace} holds no answer of these sets")
+        raise UserError(f"{args.trace} holds no {args.length} tokens of these sets; make it with more answers")
     device = use_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = named_shape(args.shape)
@@ -216,9 +234,10 @@ def run(args: argparse.Namespace) -> None:
             pass
         for at_a_time, failing in itertools.product(args.requests, sorted({0, args.failing})):
             engine.reset_acceptance()
-            answers = functools.partial(random.Random(at_a_time).randrange, trace.count)  # the same for every way
-            requests.load(at_a_time, failing, args.warm, answers)
-            row = requests.load(at_a_time, failing, args.seconds, answers)
+            answers = itertools.cycle(range(trace.count))  # the same for every way
+            rounds = 1 if way == "plain" or failing == at_a_time else -(-args.answers // at_a_time)
+            requests.load(at_a_time, failing, 1, itertools.cycle(range(trace.count)))
+            row = requests.load(at_a_time, failing, rounds, answers)
             rounded = {name: round(value, 2) for name, value in row.items()}
             found.append({"way": way, "requests": at_a_time, "failing": failing} | rounded)
             if args.output:
@@ -246,8 +265,10 @@ def main() -> int:
     parser.add_argument("--failing", type=int, default=0, metavar="N", help="beside that, batches with so many of them")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--warm", type=float, default=2.0, help="seconds of a load before its figures are taken")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a load")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument(
+        "--answers", type=int, default=32, help="rows of a load, at least; one round where no draft counts"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

@@ -52,7 +52,7 @@ fi
 part tree_load.json tree_load.py "${loads[@]}"
 peer vllm_requests.json ../peers/vllm_requests.py "${loads[@]}" --k 15 7 3
 part trace.pt record_drafts.py "${pair[@]}" --prompts "${sets[@]}" --limit 40
-part replay.json replay_drafts.py "$output/trace.pt" --shape qwen3-8b --prompt 64 --seconds 2.5 --warm 1.5 --failing 1
+part replay.json replay_drafts.py "$output/trace.pt" --shape qwen3-8b --prompt 64 --failing 1
 if [ "$count" -gt 1 ]; then
     wait "$beside" || { tail -n 5 "$output/vllm_steps.log" >&2; exit 1; }
 else

@@ -38,6 +38,7 @@ MOVED = {  # programs in the files, and where they are now
     "train_real.py": "bench/train_real.py",
 }
 RENAMED = {"--useless": "--zero-acceptance"}  # flags of programs
+GONE = ("--seconds", "--warm")  # flags of replay_drafts.py, each with a value
 POOLED = ("gsm8k", "mbpp", "humaneval", "mt_bench")
 SETS = (*POOLED, "math500")
 HEADS = ("DFlash", "convolution alone", "selector alone", "DFlash 2")  # kinds of drafters
@@ -432,24 +433,24 @@ def draft_heads(table: Table) -> None:
         "| tokens/s, pooled | of DFlash | steps | sequences/s"
     )
     found = []
-    for file in ("train_dflash2_h100", "train_qwen15_h200"):
+    for file in ("train_dflash2_h100", "train_dflash2_h200", "train_qwen15_h200"):
         for key in load(file):
             job = table.read(file, key)
-            target = job["target"].partition(",")[0]
+            target, on = job["target"].partition(",")[0], ", H200" if "H200" in job["gpu"] else ""
             found += [
-                (target, run["minutes"], job["answers"]["rows"], HEADS.index(head_of(run)), run)
+                (target, run["minutes"], on, job["answers"]["rows"], HEADS.index(head_of(run)), run)
                 for run in job["runs"]
                 if "pooled" in run
             ]
     plain = {(target, *data): run["pooled"] for target, *data, head, run in found if head == 0}
-    for target, minutes, responses, head, run in sorted(found, key=lambda each: each[:4]):
-        base, pooled, sets = plain.get((target, minutes, responses)) if head else None, run["pooled"], run["sets"]
+    for target, minutes, on, responses, head, run in sorted(found, key=lambda each: each[:5]):
+        base, pooled, sets = plain.get((target, minutes, on, responses)) if head else None, run["pooled"], run["sets"]
         taus = [f"{sets[name]['tau_pooled']:.2f}" if name in sets else "" for name in SETS]
         gains = [
             f"{100 * (pooled[key] / base[key] - 1):+.1f} %" if base else "" for key in ("tau", "tokens_per_second")
         ]
         table.add(
-            f"{target}, {minutes:g} minutes, {HEADS[head]}",
+            f"{target}, {minutes:g} minutes{on}, {HEADS[head]}",
             f"{responses:,}",
             *taus[:-1],
             f"{pooled['tau']:.2f}",
@@ -658,6 +659,15 @@ def mixture_parts(table: Table) -> None:
         table.add(f"batch {row['batch']}", *(f"{us / 1e3:.2f}" for us in (*(spent[name] for name in parts), rest)))
 
 
+def delta_prompts(table: Table) -> None:
+    """Gated delta nets of a prompt, by our kernels and by the library's."""
+    table.columns("us of a layer | tokens of a prompt | this engine | flash-linear-attention | to it")
+    for row in table.read("delta_prompt_h200")["prompts"]:
+        ours, theirs = row["triton_us"], row["fla_us"]
+        label = {"qwen3.8-27b": "Qwen3.8-27B", "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B"}[row["shape"]]
+        table.add(label, row["tokens"], f"{ours:.0f}", f"{theirs:.0f}", times(theirs / ours))
+
+
 def memory(table: Table) -> None:
     """What many long requests of a hybrid take."""
     table.columns("target and drafter | requests | tokens of each, at the end | tokens of KV cache | GiB in use")
@@ -668,28 +678,66 @@ def memory(table: Table) -> None:
     table.add(PLAIN[found["shape"]], row["batch"], f"{longest:,}", cache, used)
 
 
+WAYS = ("plain", "blocks", "chains", "trees")
+
+
 def draft_trees(table: Table) -> None:
     """The same recorded drafts verified in blocks, in chains of their own length and in trees."""
     table.columns("requests at a time | plain | blocks | chains of own length | trees | trees to blocks")
-    speed = {
-        (row["way"], row["requests"]): row["tokens_per_second"]
-        for row in table.read("replay_drafts_qwen3_8b_h100")["rows"]
-    }
+    rows = table.read("replay_drafts_qwen3_8b_h200")["rows"]
+    speed = {(row["way"], row["requests"]): row["tokens_per_second"] for row in rows if not row["failing"]}
     for requests in sorted({requests for _, requests in speed}):
-        each = {way: speed[way, requests] for way in ("plain", "blocks", "chains", "trees")}
-        gain = f"{100 * (each['trees'] / each['blocks'] - 1):+.0f} %"
-        table.add(requests, *(f"{value:,.0f}" for value in each.values()), gain)
+        each = {way: speed[way, requests] for way in WAYS}
+        table.add(requests, *(f"{value:,.0f}" for value in each.values()), by(each["trees"], each["blocks"]))
+
+
+def failing_drafts(table: Table) -> None:
+    """One request whose drafts are never right among others: its pace and theirs."""
+    table.columns(
+        "requests at a time | plain | blocks: the others | it | chains: the others | it | trees: the others | it"
+    )
+    rows = table.read("replay_drafts_qwen3_8b_h200")["rows"]
+    pace = {(row["way"], row["requests"]): row for row in rows if row["failing"] and row["requests"] > 1}
+    for requests in sorted({requests for _, requests in pace}):
+        cells = [f"{pace['plain', requests]['of_each']:.0f}"]
+        for way in WAYS[1:]:
+            row = pace[way, requests]
+            cells += [f"{row['of_each']:.0f}", f"{row['of_each_failing']:.0f}"]
+        table.add(requests, *cells)
 
 
 def draft_trees_real(table: Table) -> None:
     """A real pair with answers of its own, by what the engine drafts."""
-    table.columns("set, requests at a time | plain | blocks | chains of own length | trees | trees to blocks")
-    rows = table.read("tree_load_qwen05_h100")["rows"]
-    speed = {(row["set"], row["requests"], row["way"]): row["tokens_per_second"] for row in rows}
-    for name, requests in sorted({load[:2] for load in speed}):
-        each = {way: speed[name, requests, way] for way in ("plain", "blocks", "chains", "trees")}
-        gain = f"{100 * (each['trees'] / each['blocks'] - 1):+.0f} %"
-        table.add(f"{name}, {requests}", *(f"{value:,.0f}" for value in each.values()), gain)
+    table.columns(
+        "set, requests at a time | plain | blocks | chains of own length | trees | trees to blocks "
+        "| vLLM, its best k | blocks to vLLM"
+    )
+    rows = table.read("tree_load_qwen05_h200")["rows"]
+    speed = {(row["set"], row["requests"], row["way"]): row["tokens_per_second"] for row in rows if not paused(row)}
+    vllm = dict[tuple[str, int], float]()
+    for row in table.read("peer_vllm_requests_qwen05_h200")["rows"]:
+        load = row["set"], row["requests"]
+        vllm[load] = max(vllm.get(load, 0.0), row["tokens_per_second"])
+    for load, theirs in sorted(vllm.items()):
+        each = {way: speed.get((*load, way)) for way in WAYS}
+        blocks, trees = each["blocks"], each["trees"]
+        table.add(
+            f"{load[0]}, {load[1]}",
+            *(f"{value:,.0f}" if value else "" for value in each.values()),
+            by(trees, blocks) if trees and blocks else "",
+            f"{theirs:,.0f}",
+            times(blocks / theirs) if blocks else "",
+        )
+
+
+def paused(row: dict[str, Any]) -> bool:
+    """Whether much of so short a load was one step, in which the interpreter collected its garbage."""
+    return bool(row["longest_step_ms"] > 200 * row["seconds"])
+
+
+def by(value: float, base: float) -> str:
+    """How much more it is."""
+    return f"{100 * (value / base - 1):+.0f} %"
 
 
 def targets(table: Table) -> None:
@@ -807,8 +855,10 @@ TABLES: dict[str, Callable[[Table], None]] = {
         mixture_parts,
         memory,
         draft_trees,
+        failing_drafts,
         draft_trees_real,
         dflash2_step,
+        delta_prompts,
         endpoint,
         endpoint_fronts,
         endpoint_plain,
@@ -874,6 +924,8 @@ def measured(table: Table) -> str:
 def today(command: list[str]) -> list[str]:
     """A command as it is run now; the files keep what was run."""
     words = [RENAMED.get(word, word) for word in command]
+    for at in [i for i, word in enumerate(words) if word in GONE and words[1].endswith("replay_drafts.py")][::-1]:
+        del words[at : at + 2]
     for at in [i for i, word in enumerate(words) if word == "--variant"][::-1]:  # from when every drafter was plain
         if not any(word.startswith("drafter.kind=") for word in itertools.takewhile(not_a_flag, words[at + 2 :])):
             words.insert(at + 2, "drafter.kind=dflash")

@@ -6,7 +6,7 @@ on the same GPU.
 
 The same prompts, loads and clock as there. Every k, tokens that are drafted in a step, has an engine in a process of
 its own. All of them start at once and wait for each other and, with `--after`, for a file that somebody makes; then
-they are measured in turn. Every load is decoded twice, and the second time counts. The file is written after every row.
+they are measured in turn. As there, every load is decoded once more than counts. The file is written after every row.
 Wants an environment with vllm (0.33) and this project.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
-from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, loads_of, setting, without_folders
+from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
@@ -44,6 +44,7 @@ class Work(NamedTuple):
     options: dict[str, Any]  # of vllm.LLM
     sampling: dict[str, Any]  # of vllm.SamplingParams
     loads: list[tuple[str, int, list[list[int]]]]  # set, requests at a time, prompts
+    repeats: int
     after: Path | None
 
 
@@ -106,7 +107,7 @@ def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn:
         for name, at_a_time, prompts in work.loads:
             decode_load(decoder, prompts, at_a_time)  # compiles what is missing
             before = counters()
-            row, _ = decode_load(decoder, prompts, at_a_time)
+            row = fastest([decode_load(decoder, prompts, at_a_time)[0] for _ in range(work.repeats)])
             drafts, accepted = (b - a for a, b in zip(before, counters(), strict=True))
             tau = {"tau": round(1 + accepted / drafts, 4)} if drafts else {}
             found.put((work.k, {"k": work.k, "set": name, "requests": at_a_time, **row, **tau}))
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
     for k in args.k:
         more = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": k}
         own = options | ({"speculative_config": more} if k else {})
-        work = Work(k, own, sampling, loads, args.after)
+        work = Work(k, own, sampling, loads, args.repeats, args.after)
         processes[k] = context.Process(target=work_on, args=(work, found, started, turns[k]))
         processes[k].start()
     failures = []

@@ -165,12 +165,11 @@ def measure(work: Work) -> dict[str, Any]:
     def run(batch: int, tokens: int) -> Run:
         prompts = [[dice.randrange(1000, work.vocabulary - 1000) for _ in range(work.prompt)] for _ in range(batch)]
         params = vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        before, began = counters(), time.perf_counter()
+        before = counters()
         answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        seconds = time.perf_counter() - began
         steps, accepted = ((b - a) / batch for a, b in zip(before, counters(), strict=True))
         written = sum(len(answer.outputs[0].token_ids) for answer in answers)
-        return Run(seconds, written, steps if drafts else written / batch - 1, accepted)
+        return Run(decoding_s(answers), written, steps if drafts else written / batch - 1, accepted)
 
     try:
         for batch in work.batches:
@@ -185,8 +184,18 @@ def measure(work: Work) -> dict[str, Any]:
     return work.result
 
 
+def decoding_s(answers: Sequence[Any]) -> float:
+    """From where all of them have a token to the last one: prefills take turns to be slow and fast.
+
+    Args:
+        answers: vLLM's `RequestOutput`, with the times that its engine kept.
+    """
+    times = [answer.metrics for answer in answers]
+    return float(max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times))
+
+
 def figures(batch: int, short: Sequence[Run], long: Sequence[Run]) -> dict[str, Any]:
-    """As `bench/step.py` has them: the long answers less the short ones.
+    """As `bench/step.py` has them: the long answers less the short ones, prefills left out.
 
     Of equal runs the fastest counts: what vLLM still compiles on the way only adds to a run.
     """

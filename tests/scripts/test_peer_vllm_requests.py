@@ -66,7 +66,7 @@ def work_on(monkeypatch: pytest.MonkeyPatch, model: str, after: Path | None = No
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
     loads = [("a", 2, [[1], [2], [3]]), ("a", 1, [[1], [2], [3]])]
-    work = program.Work(3, {"model": model, "max_num_seqs": 2}, {"max_tokens": 12}, loads, after)
+    work = program.Work(3, {"model": model, "max_num_seqs": 2}, {"max_tokens": 12}, loads, 2, after)
     (turn := context.Event()).set()
     program.work_on(work, said, context.Barrier(1), turn)
     told = [said.get(timeout=60)]
@@ -83,8 +83,11 @@ def test_loads_are_decoded_in_turn_and_told_of_with_their_acceptance(
     (version, *rows, end), (llm,) = work_on(monkeypatch, "one", go)
     assert version == (3, {"vllm": "0"}) and end == (3, None) and llm.stopped
     assert [(row["set"], row["requests"], row["tau"]) for _, row in rows] == [("a", 2, TOKENS), ("a", 1, TOKENS)]
-    # each load twice, once to warm up: two at a time, then the third alone; then all alone
-    assert [n for n in llm.at_a_time if n] == 2 * [2, 2, 2, 1, 1, 1] + 2 * 9 * [1]
+    # each load three times, once to warm up: two at a time, then the third alone; then all alone
+    assert [n for n in llm.at_a_time if n] == 3 * [2, 2, 2, 1, 1, 1] + 3 * 9 * [1]
+    for _, row in rows:
+        assert len(row["every_tokens_per_second"]) == 2
+        assert row["tokens_per_second"] == max(row["every_tokens_per_second"])
     for (_, row), counted in zip(rows, (24, 36), strict=True):  # the clock stops where none is left to follow
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(counted, rel=0.2)
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 
 import pytest
 from transformers import AutoConfig
@@ -49,6 +50,11 @@ def test_other_kinds_of_layers_run_on_triton(
     assert ("additional_config" in options) == recurrent
     assert options["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert read_config(Path(options["speculative_config"]["model"])).hidden_size == target.hidden_size
+
+
+def test_a_run_is_timed_from_where_all_have_a_token_to_the_last_one() -> None:
+    times = [Namespace(first_token_ts=first, last_token_ts=last) for first, last in ((1.0, 4.0), (2.5, 3.5))]
+    assert program.decoding_s([Namespace(metrics=each) for each in times]) == 1.5
 
 
 def test_figures_are_the_long_answers_less_the_short_ones() -> None:

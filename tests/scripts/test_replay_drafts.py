@@ -1,5 +1,6 @@
 """Drafts of one drafter in an engine of another shape: what is recorded is what is drafted and accepted."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,47 @@ def test_drafts_that_are_to_fail_are_never_right_even_where_the_next_id_is(monke
     truth = trace.truth[:, at + 1][..., None]
     assert (trace.ids[0] == truth[0]).any(-1).all() and not (trace.ids[1] == truth[1]).any()
     assert int(trace.ids.min()) >= 0 and int(trace.ids.max()) < 100
+
+
+def test_rows_hold_answers_of_one_set_behind_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    import replay_drafts as script
+
+    dice = torch.Generator().manual_seed(1)
+    made = [recorded(dice, 0.8, answer=n, slots=3) | {"set": name} for name, n in (("a", 9), ("b", 11), ("a", 12))]
+    first, second = rows = sorted(script.in_rows(made, 11, seed=2), key=lambda row: str(row["set"]))
+    assert [row["set"] for row in rows] == ["a", "b"] and all(len(row["tokens"]) == 11 for row in rows)
+    assert all(row["ids"].shape[:2] == row["lp"].shape[:2] == (10, 3) for row in rows)
+    texts = [each["tokens"][each["prompt"] :].tolist() for each in made]  # type: ignore[index]
+    assert first["tokens"].tolist() in ((texts[0] + texts[2])[:11], (texts[2] + texts[0])[:11])
+    seam = len(texts[0]) - 1
+    if first["tokens"].tolist()[: seam + 1] == texts[0]:
+        assert (first["ids"][seam] == -1).all() and (first["ids"][:seam] == made[0]["ids"]).all()
+    assert second["ids"].tolist() == made[1]["ids"][:10].tolist()  # type: ignore[index]
+    trace = script.Trace(rows, 3, 100, torch.device("cpu"))
+    assert int(trace.ids.min()) >= 0 and int(trace.ids.max()) < 100
+    assert script.in_rows(made, 40, seed=0) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_is_timed_in_rounds_of_the_same_rows(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    import replay_drafts as script
+
+    dice, target = torch.Generator().manual_seed(0), make_target()
+    made = [recorded(dice, 0.8, answer=30, slots=7) for _ in range(3)]
+    options = EngineOptions(max_num_seqs=2, page_size=4, kv_cache_tokens=1200, num_speculative_tokens=7)
+    engine = load_engine(target, make_drafter(target), options=options)[0]
+    trace = script.Trace(made, 7, engine.vocabulary, engine.runner.device)
+    source = script.Requests(engine, trace, 6, seed=3)
+    answers = itertools.cycle(range(3))
+    found = source.load(2, failing, 3, answers)
+    assert next(answers) == 0 and engine.scheduler.idle, "three rounds of two, and nobody is left"
+    both = [found["of_each"], found.get("of_each_failing", found["of_each"])]
+    assert found["tokens_per_second"] == pytest.approx(sum(both))
+    # of a round at most all that the two write behind their first tokens, and the one that fails a token a step
+    assert 3 * 28 <= found["tokens_per_second"] * found["seconds"] <= 3 * 2 * 29
+    assert both[1] < both[0] / 2 if failing else "of_each_failing" not in found
 
 
 def test_what_is_recorded_is_what_the_drafter_thinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path,
