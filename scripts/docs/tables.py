@@ -230,15 +230,19 @@ def soak(table: Table) -> None:
     """Mixed requests to servers that are killed and stopped meanwhile; the demo's models had two servers on a CPU."""
     demo = [table.read("soak_demo_cpu", server) for server in ("first", "second")]
     runs = [[table.read("soak_cpu")], demo, [table.read("soak_h100")]]
-    kinds = ("whole", "streamed", "slow", "leaves", "several", "responses", "refused", "garbage")
+    kinds = {
+        "whole": "answered at once", "streamed": "streamed", "slow": "read slowly", "leaves": "left in the middle",
+        "several": "for several answers", "responses": "to /v1/responses", "refused": "to be refused",
+        "garbage": "garbage",
+    }  # fmt: skip
     table.columns(" | a CPU, a tiny random target | a CPU, SmolLM2-135M, two servers | an H100, SmolLM2-135M")
 
     def add(what: str, count: Callable[[dict[str, Any]], int]) -> None:
         table.add(what, *(f"{sum(map(count, servers)):,}" for servers in runs))
 
     add("requests", lambda run: run["requests"])
-    for kind in kinds:
-        add(f"of them {kind}", lambda run, kind=kind: run["counts"][kind])
+    for kind, said in kinds.items():
+        add(f"of them {said}", lambda run, kind=kind: run["counts"][kind])
     add("sent while the server was away", lambda run: run["counts"]["lost to the disturbance"])
     add("answers compared with the one given alone, without drafts", lambda run: run["counts"]["compared"])
     add("of them different", lambda run: run["counts"].get("different", 0))
@@ -429,8 +433,8 @@ def option_of(command: list[str], name: str) -> str:
 def draft_heads(table: Table) -> None:
     """The kinds of drafters, by minutes of training; every key of the file is one job."""
     table.columns(
-        f"target, drafter | responses | {' | '.join(POOLED)} | these four, pooled | of DFlash | math500 "
-        "| tokens/s, pooled | of DFlash | steps | sequences/s"
+        f"target, drafter | responses | {' | '.join(POOLED)} | these four, pooled | to DFlash | math500 "
+        "| tokens/s, pooled | to DFlash | steps | sequences/s"
     )
     found = []
     for file in ("train_dflash2_h100", "train_dflash2_h200", "train_qwen15_h200"):
@@ -633,7 +637,7 @@ def plain_steps(table: Table) -> None:
 
 def shapes(table: Table) -> None:
     """Steps of ours and of vLLM on the shapes that people serve; equal acceptance, so tokens/s go as the steps do."""
-    table.columns("ms a step | batch 1 | 8 | 32 | vLLM, batch 1 | 8 | 32 | tokens/s of vLLM's, batch 1 | 8 | 32")
+    table.columns("ms a step | batch 1 | 8 | 32 | vLLM, batch 1 | 8 | 32 | speed-up over vLLM, batch 1 | 8 | 32")
     later = load("shapes_fp8_h200")
     for shape, label in PLAIN.items():
         for kind, drafts in (("plain", "plain"), ("drafts", "blocks of 8")) if shape in load("shapes_fp8_h100") else ():
@@ -661,7 +665,7 @@ def mixture_parts(table: Table) -> None:
 
 def delta_prompts(table: Table) -> None:
     """Gated delta nets of a prompt, by our kernels and by the library's."""
-    table.columns("us of a layer | tokens of a prompt | this engine | flash-linear-attention | to it")
+    table.columns("us of a layer | tokens of a prompt | this engine | flash-linear-attention | speed-up")
     for row in table.read("delta_prompt_h200")["prompts"]:
         ours, theirs = row["triton_us"], row["fla_us"]
         label = {"qwen3.8-27b": "Qwen3.8-27B", "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B"}[row["shape"]]
@@ -694,7 +698,8 @@ def draft_trees(table: Table) -> None:
 def failing_drafts(table: Table) -> None:
     """One request whose drafts are never right among others: its pace and theirs."""
     table.columns(
-        "requests at a time | plain | blocks: the others | it | chains: the others | it | trees: the others | it"
+        "requests at a time | plain | blocks: the others | the failing one | chains: the others | the failing one "
+        "| trees: the others | the failing one"
     )
     rows = table.read("replay_drafts_qwen3_8b_h200")["rows"]
     pace = {(row["way"], row["requests"]): row for row in rows if row["failing"] and row["requests"] > 1}
@@ -750,7 +755,7 @@ def targets(table: Table) -> None:
         "Qwen3.6-35B-A3B, FP8": ["step_qwen3_6_35b_a3b_fp8_h100"],
     }
     later, speeds = {label: shape for shape, label in PLAIN.items()}, dict[str, dict[tuple[int, int], float]]()
-    table.columns("tokens/s | plain, batch 1 | 8 | 32 | a position accepted with | DFlash, batch 1 | 8 | 32")
+    table.columns("tokens/s | plain, batch 1 | 8 | 32 | a draft is accepted with | DFlash, batch 1 | 8 | 32")
     for label, files in runs.items():
         found = [table.read(file) for file in files]
         rows = (row for each in found for row in each["rows"] if row["drafter_kind"] == "dflash")
