@@ -2,10 +2,14 @@
 
 import asyncio
 import contextlib
+import gc
+import socket
 import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import httpx
@@ -24,7 +28,10 @@ from dflash_toolkit.runtime import (
     SyntheticAcceptance,
     load_engine,
 )
+from dflash_toolkit.runtime import loop as loop_module
 from dflash_toolkit.runtime.client import RequestFailedError
+from dflash_toolkit.runtime.wire import Channel
+from serve import processes
 from serve.app import EventResponse, create_app
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
@@ -485,3 +492,31 @@ def test_the_metrics_count_the_rows_of_steps_and_the_nodes_of_draft_trees(target
     positions = by_position("vllm:spec_decode_num_accepted_tokens_per_pos")
     assert sum(positions) == over_trees["accepted"]
     assert 0 < over_trees["accepted"] <= sum(accepted)
+
+
+def test_no_answer_waits_while_python_looks_through_what_was_imported(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection of all that an engine's process has imported takes as long as many steps."""
+    found: list[int] = []
+    options = EngineOptions(page_size=4, max_num_seqs=2, kv_cache_tokens=64)
+    config = Namespace(target=target, drafter=None, device="cpu", dtype="float32", runtime=options, threads=1)
+
+    def run(loop: loop_module.EngineLoop) -> None:
+        found.append(len(gc.get_objects()))
+        loop._listener.close()
+
+    monkeypatch.setattr(loop_module.EngineLoop, "run", run)
+    monkeypatch.setattr(processes, "_read_grammars", lambda engine: None)
+    for global_setting in ("dflash_toolkit.threads.use_threads", "transformers.utils.logging.disable_progress_bar"):
+        monkeypatch.setattr(global_setting, lambda *given: None)
+    near, far = socket.socketpair()
+    gc.unfreeze()
+    try:
+        before = len(gc.get_objects())
+        assert processes._serve(config, tmp_path / "engine.sock", Channel(far)) == 0  # type: ignore[arg-type]
+    finally:
+        gc.freeze()
+        near.close()
+        far.close()
+    assert found[0] < before / 10
