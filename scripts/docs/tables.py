@@ -721,13 +721,13 @@ def draft_trees_real(table: Table) -> None:
     speed = {(row["set"], row["requests"], row["way"]): row["tokens_per_second"] for row in rows if not paused(row)}
     vllm = dict[tuple[str, int], float]()
     for row in table.read("peer_vllm_requests_qwen05_h200")["rows"]:
-        load = row["set"], row["requests"]
-        vllm[load] = max(vllm.get(load, 0.0), row["tokens_per_second"])
-    for load, theirs in sorted(vllm.items()):
-        each = {way: speed.get((*load, way)) for way in WAYS}
+        asked = row["set"], row["requests"]
+        vllm[asked] = max(vllm.get(asked, 0.0), row["tokens_per_second"])
+    for asked, theirs in sorted(vllm.items()):
+        each = {way: speed.get((*asked, way)) for way in WAYS}
         blocks, trees = each["blocks"], each["trees"]
         table.add(
-            f"{load[0]}, {load[1]}",
+            f"{asked[0]}, {asked[1]}",
             *(f"{value:,.0f}" if value else "" for value in each.values()),
             by(trees, blocks) if trees and blocks else "",
             f"{theirs:,.0f}",
