@@ -1,7 +1,6 @@
 """What the programs under scripts/ share: what a result file says of machine, versions and command, graphs, loads."""
 
 import argparse
-import gc
 import importlib.metadata
 import itertools
 import platform
@@ -89,24 +88,19 @@ def decode_load(
     """
     waiting, running, done = iter(prompts), list[Any](), list[Any]()
     counted, seconds, longest = 0, 0.0, 0.0
-    gc.collect()
-    gc.disable()  # a collection takes as long as a hundred steps, and in which load it falls is chance
-    try:
-        began = time.perf_counter()
-        while True:
-            running = [request for request in running if not request.finished]
-            for prompt in itertools.islice(waiting, at_a_time - len(running)):
-                running.append(engine.submit(prompt))
-                done.append(running[-1])
-            if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
-                seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
-            if not running:
-                break
-            at = time.perf_counter()
-            engine.step()
-            longest = max(longest, time.perf_counter() - at)
-    finally:
-        gc.enable()
+    began = time.perf_counter()
+    while True:
+        running = [request for request in running if not request.finished]
+        for prompt in itertools.islice(waiting, at_a_time - len(running)):
+            running.append(engine.submit(prompt))
+            done.append(running[-1])
+        if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
+            seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
+        if not running:
+            break
+        at = time.perf_counter()
+        engine.step()
+        longest = max(longest, time.perf_counter() - at)
     while engine.step():
         pass  # what ran ahead of the last answer
     figures = {"tokens_per_second": round(counted / seconds, 1), "seconds": round(seconds, 3)}

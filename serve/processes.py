@@ -253,7 +253,7 @@ def _serve(config: "ServeConfig", path: Path, told: Channel) -> int:
     _capture(engine)
     loop = EngineLoop(engine, path, told.socket)
     gc.collect()
-    gc.freeze()  # what is here stays, and to look through it takes as long as a hundred steps
+    gc.freeze()  # what is here stays; every answer would wait while Python looks through it
     told.send(info_of(engine))
     loop.run()
     return 1 if loop.failure else 0

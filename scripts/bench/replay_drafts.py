@@ -36,6 +36,7 @@ from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.capture import no_collection
 from dflash_toolkit.runtime.draft_length import block_sizes
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Request
@@ -56,17 +57,18 @@ def in_rows(recorded: Sequence[dict[str, Any]], length: int, seed: int) -> list[
     """
     dice, rows = random.Random(seed), list[dict[str, Any]]()
     for name in dict.fromkeys(each["set"] for each in recorded):
-        parts: dict[str, list[Tensor]] = {"tokens": [], "ids": [], "lp": []}
-        count = 0
-        for each in dice.sample(answers := [e for e in recorded if e["set"] == name], len(answers)):
-            parts["tokens"].append(text := each["tokens"][each["prompt"] :])
-            for key, nothing in (("ids", -1), ("lp", -20)):  # -1 is no token
-                parts[key] += [each[key], torch.full_like(each[key][:1], nothing)]
-            count += len(text)
-            if count >= length:
-                joined = {key: torch.cat(part)[:length] for key, part in parts.items()}
-                rows.append({"set": name, "prompt": 0} | joined | {k: joined[k][: length - 1] for k in ("ids", "lp")})
-                parts, count = {"tokens": [], "ids": [], "lp": []}, 0
+        answers = [each for each in recorded if each["set"] == name]
+        dice.shuffle(answers)
+        tokens, ids, log_probs = list[Tensor](), list[Tensor](), list[Tensor]()
+        for each in answers:
+            tokens.append(each["tokens"][each["prompt"] :])
+            # behind its last token there is no draft: a token that hardly follows, and hardly likely
+            ids += [each["ids"], torch.full_like(each["ids"][:1], -1)]
+            log_probs += [each["lp"], torch.full_like(each["lp"][:1], -20)]
+            if sum(map(len, tokens)) >= length:
+                row = {"set": name, "prompt": 0, "tokens": torch.cat(tokens)[:length]}
+                rows.append(row | {"ids": torch.cat(ids)[: length - 1], "lp": torch.cat(log_probs)[: length - 1]})
+                tokens, ids, log_probs = [], [], []
     dice.shuffle(rows)
     return rows
 
@@ -85,9 +87,7 @@ class Trace:
         self.log_probs = torch.full(self.ids.shape, -20.0, device=device)
         for i, each in enumerate(recorded):
             text = each["tokens"][each["prompt"] :].long().to(device) % vocabulary
-            ids = each["ids"][:, :slots].long().to(device)
-            nothing = (text[: len(ids), None, None] + vocabulary // 2).expand_as(ids)  # hardly what follows
-            ids = torch.where(ids < 0, nothing, ids) % vocabulary
+            ids = each["ids"][:, :slots].long().to(device) % vocabulary
             for at in (i, self.count + i):
                 self.truth[at, : len(text)] = text
                 self.ids[at, : len(ids)] = ids
@@ -193,16 +193,17 @@ class Requests:
             running = [(self.submit(next(answers) + bad * self._trace.count), bad) for bad in kinds]
             while not all(request.tokens for request, _ in running):
                 self._engine.step()
-            began = time.perf_counter()
             before = [len(request.tokens) for request, _ in running]
-            while not any(request.finished for request, _ in running):
-                self._engine.step()
-            took += time.perf_counter() - began
+            with no_collection():  # in which round one would fall is chance
+                began = time.perf_counter()
+                while not any(request.finished for request, _ in running):
+                    self._engine.step()
+                took += time.perf_counter() - began
             for (request, bad), count in zip(running, before, strict=True):
                 counts[bad] += len(request.tokens) - count
                 self._engine.cancel(request)
             while self._engine.step():
-                pass
+                pass  # what ran ahead of the first end
         good, bad = counts
         each = {"tokens_per_second": (good + bad) / took, "seconds": took}
         each |= {"of_each": good / took / (at_a_time - failing)} if at_a_time > failing else {}

@@ -33,7 +33,7 @@ peer() { # the same in vLLM's environment
 
 vllm_steps() {
     for k in 15 7 3; do
-        peer "vllm_step_k$k.json" ../peers/vllm_step.py --shape qwen3-8b --batch 1 8 16 32 64 --k "$k" \
+        peer "vllm_step_k$k.json" ../peers/vllm_step.py --shape qwen3-8b --batch 1 4 8 16 32 64 --k "$k" \
             --prompt 64 --short 32 --long 224 || return
     done
 }

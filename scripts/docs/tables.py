@@ -736,7 +736,7 @@ def draft_trees_real(table: Table) -> None:
 
 
 def paused(row: dict[str, Any]) -> bool:
-    """Whether much of so short a load was one step, in which the interpreter collected its garbage."""
+    """Whether one step was a fifth of so short a load."""
     return bool(row["longest_step_ms"] > 200 * row["seconds"])
 
 

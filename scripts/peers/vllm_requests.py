@@ -32,6 +32,7 @@ from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
+from dflash_toolkit.runtime.capture import no_collection
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
@@ -107,7 +108,8 @@ def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn:
         for name, at_a_time, prompts in work.loads:
             decode_load(decoder, prompts, at_a_time)  # compiles what is missing
             before = counters()
-            row = fastest([decode_load(decoder, prompts, at_a_time)[0] for _ in range(work.repeats)])
+            with no_collection():  # as there
+                row = fastest([decode_load(decoder, prompts, at_a_time)[0] for _ in range(work.repeats)])
             drafts, accepted = (b - a for a, b in zip(before, counters(), strict=True))
             tau = {"tau": round(1 + accepted / drafts, 4)} if drafts else {}
             found.put((work.k, {"k": work.k, "set": name, "requests": at_a_time, **row, **tau}))

@@ -61,16 +61,19 @@ def test_rows_hold_answers_of_one_set_behind_one_another(monkeypatch: pytest.Mon
     import replay_drafts as script
 
     dice = torch.Generator().manual_seed(1)
-    made = [recorded(dice, 0.8, answer=n, slots=3) | {"set": name} for name, n in (("a", 9), ("b", 11), ("a", 12))]
+    made: list[dict[str, Any]] = [
+        {**recorded(dice, 0.8, answer=n, slots=3), "set": name} for name, n in (("a", 9), ("b", 11), ("a", 9))
+    ]
     first, second = rows = sorted(script.in_rows(made, 11, seed=2), key=lambda row: str(row["set"]))
     assert [row["set"] for row in rows] == ["a", "b"] and all(len(row["tokens"]) == 11 for row in rows)
     assert all(row["ids"].shape[:2] == row["lp"].shape[:2] == (10, 3) for row in rows)
-    texts = [each["tokens"][each["prompt"] :].tolist() for each in made]  # type: ignore[index]
-    assert first["tokens"].tolist() in ((texts[0] + texts[2])[:11], (texts[2] + texts[0])[:11])
-    seam = len(texts[0]) - 1
-    if first["tokens"].tolist()[: seam + 1] == texts[0]:
-        assert (first["ids"][seam] == -1).all() and (first["ids"][:seam] == made[0]["ids"]).all()
-    assert second["ids"].tolist() == made[1]["ids"][:10].tolist()  # type: ignore[index]
+    texts = [each["tokens"][each["prompt"] :].tolist() for each in made]
+    begins = 0 if first["tokens"].tolist()[:9] == texts[0] else 2
+    assert first["tokens"].tolist() == (texts[begins] + texts[2 - begins])[:11]
+    seam = 8  # the last token of the answer that comes first
+    assert (first["ids"][seam] == -1).all() and (first["ids"][:seam] == made[begins]["ids"]).all()
+    assert (first["ids"][seam + 1] == made[2 - begins]["ids"][0]).all()
+    assert second["ids"].tolist() == made[1]["ids"][:10].tolist()
     trace = script.Trace(rows, 3, 100, torch.device("cpu"))
     assert int(trace.ids.min()) >= 0 and int(trace.ids.max()) < 100
     assert script.in_rows(made, 40, seed=0) == []
