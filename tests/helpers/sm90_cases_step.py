@@ -33,16 +33,19 @@ def ints(kernel: object) -> dict[str, str]:
     return {name: kind for name, kind in INTS.items() if name in kernel.arg_names}
 
 
-def attention_case(whole: bool, causal: bool, counted: bool = False, ragged: bool = False, window: int = 0) -> Case:
+def attention_case(
+    whole: bool, causal: bool, counted: bool = False, ragged: bool = False, window: int = 0, head: int = 128
+) -> Case:
     kernel = attention._attention_kernel
     constexprs = SHARED | {
-        "KEYS": 64, "PAGE": 64, "WHOLE": whole, "RAGGED": ragged, "TREE": ragged and not causal, "COUNTED": counted,
-        "CAUSAL": causal, "WINDOW": window, "EVEN_H": True,
+        "HEAD": head, "KEYS": 64, "PAGE": 64, "WHOLE": whole, "RAGGED": ragged,
+        "TREE": ragged and not causal, "COUNTED": counted, "CAUSAL": causal, "WINDOW": window, "EVEN_H": True,
     }  # fmt: skip
     pointers = dict.fromkeys(("q_p", "cache_p", "out_p"), "*bf16") | dict.fromkeys(ROWS, "*i32")
     pointers |= {"pages_p": "*i32"} | dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32")
     pointers |= {"starts_p": "*i32", "depths_p": "*i32", "ancestors_p": "*i64", "scale": "fp32"}
-    return Case(kernel, pointers | ints(kernel), constexprs, 4, 3, tuple(n for n in ODD if n in kernel.arg_names))
+    warps, odd = attention.warps_for(head), tuple(n for n in ODD if n in kernel.arg_names)
+    return Case(kernel, pointers | ints(kernel), constexprs, warps, 3, odd)
 
 
 def sample_case(logits: str, ragged: tuple[str, ...] = (), candidates: int = 0) -> Case:
@@ -97,6 +100,13 @@ CASES = {
     "attention of a few chains": attention_case(False, True, ragged=True),
     "attention of trees": attention_case(True, False, ragged=True),
     "attention of trees, a window": attention_case(True, False, ragged=True, window=2048),
+    "attention split, heads of 256": attention_case(whole=False, causal=True, head=256),
+    "attention whole, heads of 256": attention_case(whole=True, causal=True, head=256),
+    "attention free, heads of 256": attention_case(whole=False, causal=False, head=256),
+    "attention of a padded prefill, heads of 256": attention_case(True, True, counted=True, head=256),
+    "attention of chains, heads of 256": attention_case(True, True, ragged=True, head=256),
+    "attention of a few chains, heads of 256": attention_case(False, True, ragged=True, head=256),
+    "attention of trees, heads of 256": attention_case(True, False, ragged=True, head=256),
     "merge": merge_case(counted=False),
     "merge of a tree": merge_case(counted=False, paths=64),
     "merge of a padded prefill": merge_case(counted=True),

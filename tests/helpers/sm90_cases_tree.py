@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import tree_accept, tree_attention, tree_build, tree_tell
+from dflash_toolkit.kernels.triton import attention, tree_accept, tree_attention, tree_build, tree_tell
 
 STATES = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"scale": "fp32"}
 TREES = dict.fromkeys(("lengths_p", "starts_p", "requests_p", "depths_p", "paths_p", "pages_p"), "*i32")
@@ -27,10 +27,10 @@ def case(
     return Case(kernel, kinds, given, warps, stages, tuple(name for name in ODD if name in kinds))
 
 
-def attention_case(kernel: object, window: int = 0, stages: int = 1) -> Case:
+def attention_case(kernel: object, window: int = 0, stages: int = 1, head: int = 128) -> Case:
     pointers = STATES | TREES | dict.fromkeys(("q_p", "cache_p"), "*bf16")
-    sizes = {"HEAD": 128, "ROWS": 64, "KEYS": 64, "PAGE": 64, "EVEN_H": True, "PDL": True}
-    return case(kernel, pointers, sizes | CUTS | {"WINDOW": window}, 4, stages)
+    sizes = {"HEAD": head, "ROWS": 64, "KEYS": 64, "PAGE": 64, "EVEN_H": True, "PDL": True}
+    return case(kernel, pointers, sizes | CUTS | {"WINDOW": window}, attention.warps_for(head), stages)
 
 
 def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
@@ -61,6 +61,8 @@ def promise_case(batch: int, families: int, warps: int) -> Case:
 CASES = {
     "context": attention_case(tree_attention._prefix_kernel, stages=3),
     "paths": attention_case(tree_attention._tail_kernel, window=2048),
+    "context, heads of 256": attention_case(tree_attention._prefix_kernel, stages=3, head=256),
+    "paths, heads of 256": attention_case(tree_attention._tail_kernel, head=256),
     "children of pairs": build_case(tree_build._children_kernel, 4, W=8, C_BLOCK=16, R_BLOCK=256, PAIRS=True),
     "growth": build_case(tree_build._grow_kernel, 1, N=64, W=8, Q=1, N_BLOCK=64),
     "acceptance": build_case(tree_accept._accept_trees_kernel, 1, R_BLOCK=128, P_BLOCK=16, FORCED=False),

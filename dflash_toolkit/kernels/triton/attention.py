@@ -51,6 +51,11 @@ def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
     raise ValueError(f"{min(needed.values()) >> 10} KiB of shared memory for a thread block, and it has {shared >> 10}")
 
 
+def warps_for(head: int) -> int:
+    """Of a program: with fewer, heads of 256 do not fit into its registers."""
+    return 4 if head <= 128 else 8
+
+
 def splits_of(reach: int) -> int:
     """How many splits cover `reach` positions."""
     short, count, long = SHORT.value, SHORT_SPLITS.value, LONG.value
@@ -415,7 +420,7 @@ def _attention(
             width**-0.5 * LOG2_E, splits,
             ROWS=ROWS, KEYS=min(keys, page_size), PAGE=page_size, WHOLE=whole, RAGGED=rows is not None,
             TREE=rows is not None and not causal, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
-            COUNTED=counts is not None, num_warps=4, num_stages=stages, **shared, **pdl(q),
+            COUNTED=counts is not None, num_warps=warps_for(head), num_stages=stages, **shared, **pdl(q),
         )  # fmt: skip
     if whole:
         return out

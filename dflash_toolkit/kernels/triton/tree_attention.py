@@ -189,7 +189,7 @@ def tree_attention(
             keys, stages = attention.cut_for(width, q.element_size(), shared_memory(q.device))
         shared = {
             "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, page_size), "PAGE": page_size, "WINDOW": window,
-            "EVEN_H": head == width, "num_warps": 4, **cuts, **pdl(q),
+            "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
         }  # fmt: skip
         scale = width**-0.5 * LOG2_E
         _prefix_kernel[(batch * groups * tiles, splits)](
