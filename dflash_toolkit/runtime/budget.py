@@ -137,8 +137,8 @@ class BudgetChooser:
     then asked of `BlockChooser`: what was accepted tells more of that. As there, the choice changes only for a clear
     gain, and what is not known is tried now and then: short drafts while decoding is plain, and the next longer block
     while trees are less deep than they could be. Steps over chains tell nothing of what drafts promise: one over trees,
-    of the longest block, is put in between, soon at first and ever more seldom. The first of all drafts are as long as
-    can be, and awaited.
+    of the longest block and the rows that promise the most then, is put in between, soon at first and ever more seldom.
+    The first of all drafts are as long as can be, and awaited.
 
     Args:
         blocks: lengths to choose from; 1 is plain decoding.
@@ -197,6 +197,7 @@ class BudgetChooser:
             self._current = best
             if best.block != current.block:
                 self._steps, self._next_probe = 0, self.FIRST_PROBE
+            if current.rows or current.block == 1:
                 self._next_look = self.FIRST_LOOK
         if self._current.block > 1 and not self._current.rows:  # there are chains
             return self._looked(requests)
@@ -209,7 +210,9 @@ class BudgetChooser:
         if self._chains < self._next_look:
             return self._current
         self._chains, self._next_look = 0, min(2 * self._next_look, self.LAST_LOOK * requests)
-        return self._try(self._drafted[-1], requests)
+        found, block = self.promises(requests), self._drafted[-1]
+        trees = [shape for shape in found if shape.rows and shape.block == block]
+        return max(trees, key=found.__getitem__) if trees else self._current
 
     def _probed(self, requests: int, untried: int) -> StepShape | None:
         """A try where one is due."""

@@ -1,6 +1,7 @@
 """The budget of rows: what is chosen, against what the best fixed choice gives; whose rows they are."""
 
 import heapq
+import itertools
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -274,17 +275,32 @@ def test_without_trees_and_where_a_batch_is_too_large_for_them_chains_are_left()
 
 @pytest.mark.parametrize(("requests", "looks"), [(1, [2, 6, 14, 30, 46, 62]), (150, [2, 6, 14, 30, 62])])
 def test_chains_are_looked_behind_soon_and_then_seldom(requests: int, looks: list[int]) -> None:
-    """More requests tell more at a time."""
+    """More requests tell more at a time. Looks are at the trees that promise the most: they cost the least."""
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((requests,), 0.0, 0.0)}
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
     choose(requests)
-    nodes = [0.9 * requests] * len(row_buckets(requests))
+    buckets = row_buckets(requests)
+    nodes = [0.9 * requests if rows == buckets[-1] else 0.6 * requests for rows in buckets]
     choose.observe(Promise(requests, requests, [[0.9 * requests, *nodes]] * 4))
     shapes = [choose(requests) for _ in range(70)]
-    rows = {0, 16} if requests == 1 else {0, 256}
+    rows = {0, 64} if requests == 1 else {0, 256}
     assert {shape.rows for shape in shapes} == rows and {shape.block for shape in shapes if shape.rows} == {16}
     assert {shape.block for shape in shapes if not shape.rows} == {2}
     assert [step for step, shape in enumerate(shapes, 1) if shape.rows] == looks
+
+
+def test_looks_are_no_sooner_again_where_chains_take_turns_with_longer_ones() -> None:
+    times = {shape: 1.5 if len(shape) == 3 else 1.0 for shape in table((1,), 0.0, 0.0)}
+    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    shapes, looks, promised = list[StepShape](), list[int](), 0.0
+    for step in range(200):
+        shapes.append(choose(1))
+        if shapes[-1].rows:
+            looks.append(step)
+            promised = 1.8 - promised
+            choose.observe(Promise(1, 1, [[n, *[n] * 4] for n in (0.9, 0.9, 0.9, promised)]))
+    assert {shape.block for shape in shapes[100:] if not shape.rows} == {2, 16}
+    assert {b - a for a, b in itertools.pairwise(looks) if a > 50} == {choose.LAST_LOOK}
 
 
 def test_one_look_does_not_overturn_what_many_steps_said() -> None:
