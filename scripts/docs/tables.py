@@ -38,7 +38,6 @@ MOVED = {  # programs in the files, and where they are now
     "train_real.py": "bench/train_real.py",
 }
 RENAMED = {"--useless": "--zero-acceptance"}  # flags of programs
-GONE = ("--seconds", "--warm")  # flags of replay_drafts.py, each with a value
 POOLED = ("gsm8k", "mbpp", "humaneval", "mt_bench")
 SETS = (*POOLED, "math500")
 HEADS = ("DFlash", "convolution alone", "selector alone", "DFlash 2")  # kinds of drafters
@@ -657,7 +656,7 @@ def mixture_parts(table: Table) -> None:
     """Where the time of a step with blocks goes on a mixture of experts."""
     parts = ("experts", "gemms", "delta nets", "head", "attention")
     table.columns(f"ms of a step's kernels | {' | '.join(parts)} | rest")
-    for row in table.read("shapes_fp8_h100", "qwen3.6-35b-a3b-fp8", "ours_drafts")["rows"]:
+    for row in table.read("step_qwen3_6_35b_a3b_fp8_h200")["rows"]:
         spent = row["parts_us"]
         rest = sum(us for name, us in spent.items() if name not in parts)
         table.add(f"batch {row['batch']}", *(f"{us / 1e3:.2f}" for us in (*(spent[name] for name in parts), rest)))
@@ -683,16 +682,26 @@ def memory(table: Table) -> None:
 
 
 WAYS = ("plain", "blocks", "chains", "trees")
+VLLM_STEPS = "peer_vllm_step_qwen3_8b_h200"
 
 
 def draft_trees(table: Table) -> None:
     """The same recorded drafts verified in blocks, in chains of their own length and in trees."""
-    table.columns("requests at a time | plain | blocks | chains of own length | trees | trees to blocks")
-    rows = table.read("replay_drafts_qwen3_8b_h200")["rows"]
-    speed = {(row["way"], row["requests"]): row["tokens_per_second"] for row in rows if not row["failing"]}
+    table.columns(
+        "requests at a time | plain | blocks | chains of own length | trees | trees to blocks | vLLM, its best k "
+        "| trees to vLLM"
+    )
+    replayed = table.read("replay_drafts_qwen3_8b_h200")
+    speed = {(row["way"], row["requests"]): row["tokens_per_second"] for row in replayed["rows"] if not row["failing"]}
+    steps = {k: by_batch(table.read(VLLM_STEPS, f"k{k}")["engines"][f"k{k}"]["rows"]) for k in (15, 7, 3)}
     for requests in sorted({requests for _, requests in speed}):
         each = {way: speed[way, requests] for way in WAYS}
-        table.add(requests, *(f"{value:,.0f}" for value in each.values()), by(each["trees"], each["blocks"]))
+        theirs = max(  # with the tokens that those blocks are accepted with
+            requests * replayed["tokens_per_step_of_blocks"][str(k + 1)] / rows[requests]["ms_per_step"] * 1e3
+            for k, rows in steps.items()
+        )
+        shown = *(f"{value:,.0f}" for value in each.values()), by(each["trees"], each["blocks"]), f"{theirs:,.0f}"
+        table.add(requests, *shown, times(each["trees"] / theirs))
 
 
 def failing_drafts(table: Table) -> None:
@@ -929,8 +938,6 @@ def measured(table: Table) -> str:
 def today(command: list[str]) -> list[str]:
     """A command as it is run now; the files keep what was run."""
     words = [RENAMED.get(word, word) for word in command]
-    for at in [i for i, word in enumerate(words) if word in GONE and words[1].endswith("replay_drafts.py")][::-1]:
-        del words[at : at + 2]
     for at in [i for i, word in enumerate(words) if word == "--variant"][::-1]:  # from when every drafter was plain
         if not any(word.startswith("drafter.kind=") for word in itertools.takewhile(not_a_flag, words[at + 2 :])):
             words.insert(at + 2, "drafter.kind=dflash")

@@ -472,6 +472,7 @@ def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pyte
 
 def test_grammars_are_followed_in_every_kind_of_batch() -> None:
     """With drafts and without the same, beside rows that have none, and these as they are alone."""
+    pytest.importorskip("xgrammar")
     target, drafter = pair()
     regexes = ["[a-f]{40}", "[0-9]{3}(,[0-9]{3}){5}", "(yes|no)( maybe){3}", "[^a]{20}"]
     ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 2}, {"logprobs": 3}, {"presence_penalty": 0.5}]
