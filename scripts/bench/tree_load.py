@@ -4,21 +4,19 @@
         --prompts gsm8k=gsm8k_test.jsonl mbpp=mbpp.jsonl[800:] --limit 64 --requests 1 4 8 16 32 64
 
 Answers are greedy. So many requests are decoded at a time, of one set and of all sets in turn; whoever ends makes room
-for the next. Of what is running when none is left to follow only the first part counts: the clock stops there. The
-ways come one after another in one process. Every load is decoded once for nothing, so that the engine knows what is
-accepted, as one that has served for a while, and then `--repeats` times, of which the fastest counts; with `--first`
-the first time counts, and there is no other.
+for the next. Of what is running when none is left to follow only the first part counts: the clock stops there. Every
+way has an engine, over the same weights. Each of them decodes a load once for nothing, so that it knows what is
+accepted, as one that has served for a while, and then the ways take turns, `--repeats` times, of which the fastest
+counts: what else the machine does falls on all of them. With `--first` the first time counts, and there is no other.
 `same` is the share of answers that are those of plain decoding at that load.
 """
 
 import argparse
-import gc
 import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
@@ -27,8 +25,10 @@ from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.markdown import render_table
 from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
-from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
+from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.capture import no_collection
+from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.runtime.request import Request
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -52,46 +52,58 @@ class Ours(StepEngine):
         return self._engine.step()
 
 
-def run(args: argparse.Namespace) -> None:
-    asked = read_prompt_sets(args.prompts, args.limit)
-    words = [without_folders(word) for word in sys.argv[1:]]
-    found: list[dict[str, Any]] = []
-    plain: dict[tuple[str, int], list[list[int]]] = {}
+def counts_of(engine: Engine) -> tuple[Counter[Any], ...]:
+    """Steps of requests, steps of the batch by their rows, and of them those over trees."""
+    return Counter(steps=engine.stats.steps), Counter(engine.runner.step_rows), Counter(engine.runner.tree_rows)
+
+
+def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
+    """One for every way, plain decoding first, with room for the longest requests that may run together."""
+    most = max(args.requests)
+    common = {"max_num_seqs": most, "max_model_len": args.max_model_len, "prefix_cache": False}
     ways = ["plain", *(way for way in args.ways if way != "plain")]
+    parts, engines = load_parts(args.target, args.drafter), dict[str, Engine]()
     for way in ways:
-        most = {"max_num_seqs": max(args.requests), "max_model_len": args.max_model_len}
-        options = EngineOptions(prefix_cache=False, **most, **WAYS[way])
-        engine, tokenizer = load_engine(args.target, args.drafter, options=options)
-        while engine.prepare():
+        # besides prompt and answer a request holds what steps in flight write behind them: less than a block and a tree
+        room = most * (args.max_model_len + 128)
+        engines[way] = parts.engine(EngineOptions(**common, kv_cache_tokens=room, **WAYS[way]))
+        while engines[way].prepare():
             pass
-        sets = {name: [encode_chat(tokenizer, row.messages) for row in rows] for name, rows in asked.items()}
-        decoder, stats = Ours(engine, args.max_tokens), engine.stats
-        for name, at_a_time, prompts in loads_of(sets, args):
+    return engines
+
+
+def run(args: argparse.Namespace) -> None:
+    asked, tokenizer = read_prompt_sets(args.prompts, args.limit), load_tokenizer(args.target)
+    sets = {name: [encode_chat(tokenizer, row.messages) for row in rows] for name, rows in asked.items()}
+    words = [without_folders(word) for word in sys.argv[1:]]
+    engines, found = engines_of(args), list[dict[str, Any]]()
+    decoders = {way: Ours(engine, args.max_tokens) for way, engine in engines.items()}
+    for name, at_a_time, prompts in loads_of(sets, args):
+        for way, engine in engines.items():
             engine.reset_acceptance()
             if not args.first:
-                decode_load(decoder, prompts, at_a_time)
-            steps, rows = stats.steps, dict(engine.runner.step_rows)
-            with no_collection():  # in which load one would fall is chance
-                every = [decode_load(decoder, prompts, at_a_time) for _ in range(1 if args.first else args.repeats)]
-            row, answers = fastest([figures for figures, _ in every]), every[-1][1]
-            written = sum(len(answer) - 1 for _, answers in every for answer in answers)
-            tau = written / max(stats.steps - steps, 1)
-            row |= {"tau_pooled": round(tau, 4)}
-            row |= {"rows": {n: count - rows.get(n, 0) for n, count in sorted(engine.runner.step_rows.items())}}
-            if way == "plain":
-                plain[name, at_a_time] = answers
-            same = sum(a == b for a, b in zip(answers, plain[name, at_a_time], strict=True)) / len(answers)
+                decode_load(decoders[way], prompts, at_a_time)
+        before = {way: counts_of(engine) for way, engine in engines.items()}
+        every: dict[str, list[tuple[dict[str, float], list[list[int]]]]] = {way: [] for way in engines}
+        with no_collection():  # in which load one would fall is chance
+            for _ in range(1 if args.first else args.repeats):
+                for way, decoder in decoders.items():
+                    every[way].append(decode_load(decoder, prompts, at_a_time))
+        for way, engine in engines.items():
+            row, answers = fastest([figures for figures, _ in every[way]]), every[way][-1][1]
+            written = sum(len(answer) - 1 for _, each in every[way] for answer in each)
+            steps, of_rows, of_trees = (now - was for now, was in zip(counts_of(engine), before[way], strict=True))
+            row |= {"tau_pooled": round(written / max(steps["steps"], 1), 4)}
+            row |= {"rows": dict(sorted(of_rows.items())), "tree_rows": dict(sorted(of_trees.items()))}
+            plain = every["plain"][-1][1]
+            same = sum(a == b for a, b in zip(answers, plain, strict=True)) / len(answers)
             found.append({"way": way, "set": name, "requests": at_a_time, "same": round(same, 4), **row})
-            if args.output:
-                write_json(args.output, setting("bench/tree_load.py", words) | {"ways": WAYS, "rows": found})
-        del engine, decoder
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if args.output:
+            write_json(args.output, setting("bench/tree_load.py", words) | {"ways": WAYS, "rows": found})
     each = {(row["way"], row["set"], row["requests"]): row for row in found}
     rows = []
     names = dict.fromkeys(row["set"] for row in found)
-    for name, at_a_time, way in itertools.product(names, args.requests, ways):
+    for name, at_a_time, way in itertools.product(names, args.requests, engines):
         row, base = each[way, name, at_a_time], each.get(("blocks", name, at_a_time))
         gain = f"{row['tokens_per_second'] / base['tokens_per_second'] - 1:+.1%}" if base else ""
         speed, tau = number(row["tokens_per_second"]), number(row["tau_pooled"])
