@@ -13,6 +13,7 @@ import argparse
 import heapq
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.files import write_json
 from dflash_toolkit.runtime.budget import BudgetChooser, Promise, completed, row_buckets
@@ -245,7 +247,8 @@ def main() -> None:
         best = "{requests:3d} requests: block {block:2d} {tokens_per_second:6.0f} tok/s"
         print(f"{best}  lengths {{lengths:+6.1%}}  rows {{rows:+6.1%}}".format(**found[-1]), flush=True)
     if args.output:
-        write_json(args.output, {"sets": args.sets, "steps": args.steps, "seeds": args.seeds, "batches": found})
+        words = [without_folders(word) for word in sys.argv[1:]]
+        write_json(args.output, setting("bench/budget.py", words) | {"batches": found})
 
 
 if __name__ == "__main__":

@@ -704,6 +704,17 @@ def draft_trees(table: Table) -> None:
         table.add(requests, *shown, times(each["trees"] / theirs))
 
 
+def replayed_rows(table: Table) -> None:
+    """What trees bring under the step times that an engine has measured, whatever else a step waits for."""
+    shapes = {"qwen3_8b": "Qwen3-8B", "qwen05": "Qwen2.5-0.5B"}
+    sets = {"all": "five sets", "gsm8k": "gsm8k", "mt_bench": "mt_bench"}
+    pairs = list(itertools.product(shapes, sets))
+    table.columns(" | ".join(["requests at a time", *(f"{shapes[shape]}, {sets[name]}" for shape, name in pairs)]))
+    found = [table.read("replayed_rows_cpu", shape, name)["batches"] for shape, name in pairs]
+    for rows in zip(*found, strict=True):
+        table.add(rows[0]["requests"], *(by(1 + row["rows"], 1.0) for row in rows))
+
+
 def failing_drafts(table: Table) -> None:
     """One request whose drafts are never right among others: its pace and theirs."""
     table.columns(
@@ -751,7 +762,7 @@ def paused(row: dict[str, Any]) -> bool:
 
 def by(value: float, base: float) -> str:
     """How much more it is."""
-    return f"{100 * (value / base - 1):+.0f} %"
+    return f"{round(100 * (value / base - 1)) or 0:+d} %".replace("+0", "0")
 
 
 def targets(table: Table) -> None:
@@ -869,6 +880,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         mixture_parts,
         memory,
         draft_trees,
+        replayed_rows,
         failing_drafts,
         draft_trees_real,
         dflash2_step,
