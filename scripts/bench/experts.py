@@ -32,7 +32,9 @@ from dflash_toolkit.runtime.timing import median_seconds
 
 REPEATS, SHOWN, COMPILERS = 20, 3, 8
 UNGATHERED = 64  # rows, up to which a sweep tries to gather none
-TILES = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 8, 3), (128, 8, 4))  # weight rows, warps, stages
+TILES = tuple(  # weight rows, warps, stages
+    (rows, warps, stages) for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8)) for stages in (3, 4, 6, 8)
+)
 
 
 @dataclass(frozen=True)
