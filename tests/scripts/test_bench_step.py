@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import make_drafter, make_target
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
+from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.shapes import random_drafter, random_target
 from dflash_toolkit.sampling import SamplingParams
 from scripts.bench import step as bench_step
@@ -172,3 +173,19 @@ def test_what_cannot_be_timed_is_refused(capsys: pytest.CaptureFixture[str], giv
 def test_without_a_gpu_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_step.main([]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_rows_for_timing_write_and_replay_states_of_their_own() -> None:
+    target = make_target("qwen3_5")
+    engine = load_engine(target, make_drafter(target), options=EngineOptions(max_num_seqs=3, kv_cache_tokens=400))[0]
+    runner = engine.runner
+    with runner.any_tokens(), runner.busy():
+        bench_step.fill(engine, 3, 20)
+        step = runner.launcher(3, StepShape(4))
+        step()
+        assert (runner.state.states[1] >= 1).all() and (runner.state.lengths > 20).all()
+        step()
+    for memory in runner._memories:
+        assert not memory.state[0].any() and all(memory.state[slot].any() for slot in (1, 2, 3))
+        assert not torch.equal(memory.state[1], memory.state[2])
+    assert not runner.state.states.any() and not runner.state.lengths.any(), "as it was before"
