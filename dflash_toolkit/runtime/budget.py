@@ -207,7 +207,7 @@ class BudgetChooser:
     def _looked(self, requests: int) -> StepShape:
         """The current chains, or a step that tells of them and of all others."""
         self._chains += 1
-        if self._chains < self._next_look:
+        if self._chains < min(self._next_look, self.LAST_LOOK * requests):  # there may have been more of them
             return self._current
         self._chains, self._next_look = 0, min(2 * self._next_look, self.LAST_LOOK * requests)
         found, block = self.promises(requests), self._drafted[-1]

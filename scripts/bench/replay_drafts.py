@@ -7,7 +7,7 @@ The trace is that of `record_drafts.py`. Weights are random and all of their wor
 and what the target chooses, is taken from the trace, request by request, so that which node of a tree is accepted goes
 with its probability as it does in life. Answers of one set follow one another in a row of `--length` tokens. A round
 begins with as many rows as requests and is timed from where all of them have a token to where the first one ends, so it
-is steps alone, as in `peers/vllm_step.py`; every way decodes the same rows, after a round that does not count. With
+is steps alone, of all of them; every way decodes the same rows, after a round that does not count. With
 `--failing` so many requests of every batch have drafts that are never right, and their pace stands beside the others':
 to plain decoding, and to the same batch without them. The file has the mean length of a step in blocks of each length,
 too: with the times of another engine's steps these are its tokens a second.

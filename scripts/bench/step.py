@@ -316,7 +316,7 @@ def measured(
         roofline = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
         row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}
     if args.breakdown and block:
-        # no row is active, so nothing advances, unless there are states, which are replayed and written then
+        # rows are idle and advance nothing; where there are states they are busy: these are replayed and written then
         with engine.runner.busy() if target.spec.recurrent else contextlib.nullcontext():
             fill(engine, batch, prompt)
             row["graph_ms"] = graph_ms(engine, batch, block)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.S)
@@ -693,15 +695,45 @@ def draft_trees(table: Table) -> None:
     )
     replayed = table.read("replay_drafts_qwen3_8b_h200")
     speed = {(row["way"], row["requests"]): row["tokens_per_second"] for row in replayed["rows"] if not row["failing"]}
-    steps = {k: by_batch(table.read(VLLM_STEPS, f"k{k}")["engines"][f"k{k}"]["rows"]) for k in (15, 7, 3)}
+    steps = {k: full_steps(table.read(VLLM_STEPS, f"k{k}"), k) for k in (15, 7, 3)}
     for requests in sorted({requests for _, requests in speed}):
         each = {way: speed[way, requests] for way in WAYS}
         theirs = max(  # with the tokens that those blocks are accepted with
-            requests * replayed["tokens_per_step_of_blocks"][str(k + 1)] / rows[requests]["ms_per_step"] * 1e3
-            for k, rows in steps.items()
+            requests * replayed["tokens_per_step_of_blocks"][str(k + 1)] / of_batch[requests] * 1e3
+            for k, of_batch in steps.items()
         )
         shown = *(f"{value:,.0f}" for value in each.values()), by(each["trees"], each["blocks"]), f"{theirs:,.0f}"
         table.add(requests, *shown, times(each["trees"] / theirs))
+
+
+def full_steps(found: dict[str, Any], k: int) -> dict[int, float]:
+    """Milliseconds of vLLM's steps by requests, as if all of them took part in every step.
+
+    They were timed up to the last token of the last request, and divided by the steps of a mean one. By those of the
+    longest they are too short, if anything: steps that few take part in are shorter.
+    """
+
+    def more(requests: int) -> float:
+        """Steps of long answers than of short ones; the first token is the prefill's."""
+        long, short = (steps_of_longest(requests, found[key] - 1, k, found["accept"]) for key in ("long", "short"))
+        return long - short
+
+    rows = found["engines"][f"k{k}"]["rows"]
+    return {row["batch"]: row["ms_per_step"] * more(1) / more(row["batch"]) for row in rows}
+
+
+def steps_of_longest(requests: int, tokens: int, k: int, accept: float) -> float:
+    """Steps, on average, of the one of so many requests that takes the most for so many tokens.
+
+    Args:
+        k, accept: tokens that a step drafts, and the probability of each that it is accepted if those before it were.
+    """
+    committed = np.array([*(accept**i * (1 - accept) for i in range(k)), accept**k])  # probabilities of 1, 2, ... k + 1
+    written, steps = np.eye(1, tokens)[0], 0.0  # probabilities of 0, 1, ... of one request that is not done
+    while (unfinished := written.sum()) > 1e-12:
+        steps += 1 - (1 - unfinished) ** requests
+        written = np.convolve(np.append(0.0, committed), written)[:tokens]
+    return float(steps)
 
 
 def replayed_rows(table: Table) -> None:
@@ -762,7 +794,7 @@ def paused(row: dict[str, Any]) -> bool:
 
 def by(value: float, base: float) -> str:
     """How much more it is."""
-    return f"{round(100 * (value / base - 1)) or 0:+d} %".replace("+0", "0")
+    return f"{round(100 * (value / base - 1)):+d} %".replace("+0", "0")
 
 
 def targets(table: Table) -> None:

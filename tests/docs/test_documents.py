@@ -1,8 +1,10 @@
 """What the documents show is so: tables are those of scripts/results, commands parse, Python imports what exists."""
 
 import importlib.util
+import random
 import re
 import shlex
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,25 @@ def tables() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize(("requests", "k", "accept"), [(1, 3, 0.8), (5, 7, 0.865), (40, 2, 0.3), (3, 0, 0.5)])
+def test_the_longest_of_some_requests_takes_as_many_steps_as_dice_say(
+    tables: ModuleType, requests: int, k: int, accept: float
+) -> None:
+    dice = random.Random(0)
+
+    def steps() -> int:
+        written = count = 0
+        while written < 30:
+            written, count = written + 1 + next((i for i in range(k) if dice.random() >= accept), k), count + 1
+        return count
+
+    thrown = [max(steps() for _ in range(requests)) for _ in range(2000)]
+    error = statistics.stdev(thrown) / len(thrown) ** 0.5
+    assert tables.steps_of_longest(requests, 30, k, accept) == pytest.approx(
+        statistics.mean(thrown), abs=4 * error + 1e-9
+    )
 
 
 def test_tables_are_those_of_the_results(tables: ModuleType) -> None:

@@ -303,6 +303,16 @@ def test_looks_are_no_sooner_again_where_chains_take_turns_with_longer_ones() ->
     assert {b - a for a, b in itertools.pairwise(looks) if a > 50} == {choose.LAST_LOOK}
 
 
+def test_few_requests_are_looked_at_as_often_as_if_there_never_were_more() -> None:
+    times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((1, 64), 0.0, 0.0)}
+    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose(64)
+    for requests in (64, 1):
+        choose.observe(Promise(requests, requests, [[0.9 * requests] * (1 + len(row_buckets(requests)))] * 4))
+    assert sum(bool(choose(64).rows) for _ in range(4000)) > 8
+    assert sum(bool(choose(1).rows) for _ in range(160)) >= 9
+
+
 def test_one_look_does_not_overturn_what_many_steps_said() -> None:
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((1,), 0.0, 0.0)}
     choose = BudgetChooser((1, 2), times, lambda n: n)

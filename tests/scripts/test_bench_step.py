@@ -180,6 +180,7 @@ def test_rows_for_timing_write_and_replay_states_of_their_own() -> None:
     engine = load_engine(target, make_drafter(target), options=EngineOptions(max_num_seqs=3, kv_cache_tokens=400))[0]
     runner = engine.runner
     with runner.any_tokens(), runner.busy():
+        runner.state.states.zero_()  # as behind requests, whose rows are free again
         bench_step.fill(engine, 3, 20)
         step = runner.launcher(3, StepShape(4))
         step()
