@@ -207,9 +207,10 @@ class BudgetChooser:
     def _looked(self, requests: int) -> StepShape:
         """The current chains, or a step that tells of them and of all others."""
         self._chains += 1
-        if self._chains < min(self._next_look, self.LAST_LOOK * requests):  # there may have been more of them
+        most = self.LAST_LOOK * requests  # of whom there may have been more
+        if self._chains < min(self._next_look, most):
             return self._current
-        self._chains, self._next_look = 0, min(2 * self._next_look, self.LAST_LOOK * requests)
+        self._chains, self._next_look = 0, min(2 * self._next_look, most)
         found, block = self.promises(requests), self._drafted[-1]
         trees = [shape for shape in found if shape.rows and shape.block == block]
         return max(trees, key=found.__getitem__) if trees else self._current

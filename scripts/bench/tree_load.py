@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chains": {"draft_tree": 15, "draft_tree_width": 1},
     "trees": {"draft_tree": 63},
 }
+BEHIND = 128  # tokens that steps in flight write behind an answer, at most: a block of 64 and a tree
 
 
 class Ours(StepEngine):
@@ -64,8 +65,7 @@ def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
     ways = ["plain", *(way for way in args.ways if way != "plain")]
     parts, engines = load_parts(args.target, args.drafter), dict[str, Engine]()
     for way in ways:
-        # besides prompt and answer a request holds what steps in flight write behind them: less than a block and a tree
-        room = most * (args.max_model_len + 128)
+        room = most * (args.max_model_len + BEHIND)
         engines[way] = parts.engine(EngineOptions(**common, kv_cache_tokens=room, **WAYS[way]))
         while engines[way].prepare():
             pass

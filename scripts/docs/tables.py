@@ -657,11 +657,12 @@ def shapes(table: Table) -> None:
 def mixture_parts(table: Table) -> None:
     """Where the time of a step with blocks goes on a mixture of experts."""
     parts = ("experts", "gemms", "delta nets", "head", "attention")
-    table.columns(f"ms of a step's kernels | {' | '.join(parts)} | rest")
+    table.columns(f"ms of a step's kernels | {' | '.join(parts)} | rest | a step of all requests")
     for row in table.read("step_qwen3_6_35b_a3b_fp8_h200")["rows"]:
         spent = row["parts_us"]
         rest = sum(us for name, us in spent.items() if name not in parts)
-        table.add(f"batch {row['batch']}", *(f"{us / 1e3:.2f}" for us in (*(spent[name] for name in parts), rest)))
+        shown = [f"{us / 1e3:.2f}" for us in (*(spent[name] for name in parts), rest)]
+        table.add(f"batch {row['batch']}", *shown, f"{row['ms_of_a_full_step']:.2f}")
 
 
 def delta_prompts(table: Table) -> None:
@@ -709,8 +710,9 @@ def draft_trees(table: Table) -> None:
 def full_steps(found: dict[str, Any], k: int) -> dict[int, float]:
     """Milliseconds of vLLM's steps by requests, as if all of them took part in every step.
 
-    They were timed up to the last token of the last request, and divided by the steps of a mean one. By those of the
-    longest they are too short, if anything: steps that few take part in are shorter.
+    What was timed ends with the last token of the last request, and is divided there by the steps of a mean one.
+    Divided by those of the longest one, as here, steps are too short, if anything: those that few take part in take
+    less.
     """
 
     def more(requests: int) -> float:
@@ -736,9 +738,27 @@ def steps_of_longest(requests: int, tokens: int, k: int, accept: float) -> float
     return float(steps)
 
 
+TREE_SHAPES = {"qwen3_8b": "Qwen3-8B", "qwen05": "Qwen2.5-0.5B"}
+
+
+def tree_steps(table: Table) -> None:
+    """Steps over blocks and over draft trees, as engines have measured them."""
+    rows = (32, 64, 128, 256)
+    table.columns(
+        f"ms a step | requests | plain | blocks of 8 | blocks of 16 | trees of {rows[0]} rows "
+        f"| {' | '.join(map(str, rows[1:]))}"
+    )
+    for shape, label in TREE_SHAPES.items():
+        found = table.read(f"step_times_trees_{shape}_h200")["seconds"]
+        took = {tuple(step): f"{1e3 * seconds:.2f}" for *step, seconds in found}
+        for requests in (1, 4, 8, 16, 32, 64):
+            steps = [(requests, block) for block in (1, 8, 16)] + [(requests, each, 16) for each in rows]
+            table.add(label, requests, *(took.get(step, "") for step in steps))
+
+
 def replayed_rows(table: Table) -> None:
     """What trees bring under the step times that an engine has measured, whatever else a step waits for."""
-    shapes = {"qwen3_8b": "Qwen3-8B", "qwen05": "Qwen2.5-0.5B"}
+    shapes = TREE_SHAPES
     sets = {"all": "five sets", "gsm8k": "gsm8k", "mt_bench": "mt_bench"}
     pairs = list(itertools.product(shapes, sets))
     table.columns(" | ".join(["requests at a time", *(f"{shapes[shape]}, {sets[name]}" for shape, name in pairs)]))
@@ -912,6 +932,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         mixture_parts,
         memory,
         draft_trees,
+        tree_steps,
         replayed_rows,
         failing_drafts,
         draft_trees_real,

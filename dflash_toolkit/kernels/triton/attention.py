@@ -52,7 +52,7 @@ def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
 
 
 def warps_for(head: int) -> int:
-    """Of a program: with fewer, heads of 256 do not fit into its registers."""
+    """Warps of a program; with four, heads of 256 would spill registers."""
     return 4 if head <= 128 else 8
 
 
