@@ -42,6 +42,33 @@ class StepShape(NamedTuple):
     rows: int = 0  # of draft trees, all requests together and their anchors included; 0: a block of every request
 
 
+class Chunk(NamedTuple):
+    """Of one request's prompt, as in `Device.prefill`."""
+
+    ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Which chunks may be computed in one pass: so many at most, each padded to one of the sizes."""
+
+    most: int = 1
+    sizes: tuple[int, ...] = ()  # tokens
+    rows: int = 0  # of all of them at most, padding too
+
+    def size(self, tokens: int) -> int | None:
+        """What so many are padded to; None: too many."""
+        return next((size for size in self.sizes if size >= tokens), None)
+
+    def fits(self, chunks: Sequence[int]) -> bool:
+        """Whether chunks of so many tokens go into one pass."""
+        size = self.size(max(chunks))
+        return size is not None and len(chunks) <= self.most and len(chunks) * size <= self.rows
+
+
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What one row got from a prefill (one token) or a step (1..S tokens)."""
@@ -168,6 +195,7 @@ class Request:
     error: Exception | None = None  # what ended it alone; its answer stays as far as it was read
     spoilt: bool = False  # its pages must not be read by others
     again: bool = False  # it is computed once more, as something was not finite
+    alone: bool = False  # its prompt is computed beside no other one, as a pass over several failed
     matcher: "Matcher | None" = None  # of its grammar, behind `tokens`
 
     def with_seed(self, seed: int) -> "Request":

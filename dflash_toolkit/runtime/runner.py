@@ -25,12 +25,12 @@ from ..grammar import Matcher, masks_of, words_of
 from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
 from .batch_state import BatchState
-from .budget import ROWS, row_buckets
+from .budget import EXACT_BATCH, ROWS, row_buckets
 from .capture import Captures, PinnedBuffers, bucket_of, buckets_up_to, to_device, upload
 from .parts import Between, Block, Part
 from .prompt_logprobs import packed, score
 from .proposer import Draft, Proposer, head_of
-from .request import Committed, Request, StepShape
+from .request import Chunk, Committed, Request, StepShape, Together
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Rows, Stack, States
 from .tree_step import Told, TreeSteps
@@ -39,6 +39,8 @@ from .weights import DrafterWeights, TargetWeights
 
 # tokens that a chunk of a prompt is padded to; of longer ones the device has more to do than the host has to launch
 PREFILL_SIZES = tuple(range(64, 513, 64))
+TOGETHER = Together(most=8, sizes=(64, 128, 256), rows=1024)
+COUNTS = (2, 4, 8)  # chunks in one pass that there are graphs for
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +181,20 @@ class StepRunner:
         self._results = PinnedBuffers(max(max_num_seqs * (1 + max_block), widest))
         self.bucket = functools.partial(bucket_of, max_num_seqs)  # a method would make a cycle with those that get it
         self._none = torch.full((), -1, device=self.device)
-        self._last_hidden: Tensor | None = None  # [1, D] of the newest prefill chunk
+        self._last_hidden: Tensor | None = None  # [chunks, D] of the newest prefill
         # what a captured prefill reads: tokens, and where they stand: start, count, slot of states, pages
         self._prompt = torch.zeros(PREFILL_SIZES[-1], dtype=torch.int64, device=self.device)
         self._place = torch.zeros(3 + self.pages_per_request, dtype=torch.int32, device=self.device)
         self._states = torch.zeros(PREFILL_SIZES[-1], width, dtype=self.dtype, device=self.device)  # what it leaves
         self._prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.together = TOGETHER
+        # the same of one over several chunks: tokens, and of each kind of place those of all chunks
+        self._prompts = torch.zeros(TOGETHER.rows, dtype=torch.int64, device=self.device)
+        kinds = [*3 * [TOGETHER.most], TOGETHER.most * self.pages_per_request]
+        self._places = torch.zeros(sum(kinds), dtype=torch.int32, device=self.device)
+        *self._each, tables = self._places.split(kinds)
+        self._tables = tables.view(TOGETHER.most, -1)
+        self._together_graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -282,6 +292,54 @@ class StepRunner:
         return self._prefills[size]
 
     @torch.inference_mode()
+    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
+        """`prefill` of several chunks in one pass, all padded to one length, and their number to one of COUNTS."""
+        size = self.together.size(max(len(chunk.ids) for chunk in chunks))
+        assert size is not None
+        count = next(each for each in COUNTS if each >= len(chunks))
+        self.place_together(chunks, size, count)
+        if self.device.type != "cuda" or max(chunk.start for chunk in chunks) + size > self.reach:
+            self._last_hidden = self.prefilled_together(size, count)
+            return
+        if (size, count) not in self._together_graphs:
+            self._capture_together(size, count)
+            self.place_together(chunks, size, count)
+        graph, self._last_hidden = self._together_graphs[size, count]
+        graph.replay()
+
+    def place_together(self, chunks: Sequence[Chunk], size: int, count: int) -> None:
+        """Put chunks where `prefilled_together` finds them; what is none goes into the null block."""
+        most, wide = self.together.most, self.pages_per_request
+        tokens = [token for chunk in chunks for token in (*chunk.ids, *[0] * (size - len(chunk.ids)))]
+        kinds = [
+            [chunk.start for chunk in chunks], [len(chunk.ids) for chunk in chunks], [chunk.state for chunk in chunks]
+        ]  # fmt: skip
+        rest = most - len(chunks)
+        places = [each for kind, nothing in zip(kinds, (0, 1, 0), strict=True) for each in (*kind, *[nothing] * rest)]
+        for chunk in chunks:
+            places += [*chunk.pages, *[0] * (wide - len(chunk.pages))]
+        places += [0] * (rest * wide)
+        self._prompts[: len(tokens)].copy_(to_device(tokens, torch.int64, self.device))
+        self._places.copy_(to_device(places, torch.int32, self.device))
+
+    def prefilled_together(self, size: int, count: int) -> Tensor:
+        """Prefill the placed chunks. Returns the states [count, D] of their last tokens."""
+        starts, counts, slots = (each[:count] for each in self._each)
+        states = States(slots=slots, counts=counts) if self.state.recurrent else None
+        rows = Rows(starts, self._tables[:count], self.page_size, counts, states)
+        hidden, features = self.verifier.forward(self._prompts[: size * count], rows)
+        if self.proposer and features is not None:
+            self.proposer.write_context(features, rows, counts)
+        last = torch.arange(count, device=self.device) * size + counts.long() - 1
+        return hidden.index_select(0, last)
+
+    def _capture_together(self, size: int, count: int) -> None:
+        """All of it goes into the null block and nobody's state, as it runs twice."""
+        self._places.zero_()
+        self._each[1].fill_(1)
+        self._together_graphs[size, count] = self._captured(lambda: self.prefilled_together(size, count))
+
+    @torch.inference_mode()
     def copy_states(self, source: int, target: int) -> None:
         """Recurrent states in slot `target` become those in slot `source`."""
         for parts in ([m.state for m in self._memories], [m.window for m in self._memories]):
@@ -290,7 +348,7 @@ class StepRunner:
     # ---- rows --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def add(self, row: int, request: Request) -> PendingResult | None:
+    def add(self, row: int, request: Request, place: int = 0) -> PendingResult | None:
         """Put a prefilled request into the batch; the prefill chooses its first token if it has none yet."""
         state, sampler = self.state, self.state.sampler
         mode = self._modes[row] = mode_of(request.params)
@@ -299,22 +357,20 @@ class StepRunner:
         if request.tokens:
             return None
         assert self._last_hidden is not None
-        rows = slice(row, row + 1)
+        rows, last = slice(row, row + 1), self._last_hidden[place : place + 1]
         before = state.lengths[rows] - 1  # the choice stands behind the last token of the prompt
         no_draft = Draft(state.last_token.new_empty(1, 0))
         masks = None
         if request.matcher:
             allowed, at = masks_of([request.matcher], [[]], self._words)
             masks = upload(allowed, self.device), upload(at, self.device)
-        choice, logprobs = sampler.choose(
-            self._last_hidden, self.target.head, self._numbers[rows], no_draft, before, mode, masks
-        )
+        choice, logprobs = sampler.choose(last, self.target.head, self._numbers[rows], no_draft, before, mode, masks)
         state.last_token[rows] = choice[0]
         counts = torch.ones_like(before)
         if mode.full:
             sampler.count(rows, choice, counts)
         scored = request.scored if request.scores_prompt else None
-        told = torch.cat([counts[:, None], self._of_finite(choice, self._last_hidden[None])], dim=1)
+        told = torch.cat([counts[:, None], self._of_finite(choice, last[None])], dim=1)
         return self._pending(told, logprobs, [request], [0], scored)
 
     @torch.inference_mode()
@@ -494,6 +550,11 @@ class StepRunner:
         for size in PREFILL_SIZES:
             if size not in self._prefills and size <= self.reach:
                 self._prefill_graph(size)
+                return True
+        for shape in itertools.product(self.together.sizes, COUNTS) if self.max_num_seqs > EXACT_BATCH else ():
+            fits = self.together.fits([shape[0]] * shape[1]) and shape[0] <= self.reach
+            if fits and shape not in self._together_graphs:
+                self._capture_together(*shape)
                 return True
         shapes = list(itertools.product(buckets_up_to(self.max_num_seqs), sorted(blocks, reverse=True)))
         parts = [Part("step", *shape) for shape in shapes]

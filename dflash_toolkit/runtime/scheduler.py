@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..generation import Step
+from .budget import EXACT_BATCH
 from .line import Line
 from .pages import PagePool
-from .request import Committed, NotFiniteError, Request, StepShape
+from .request import Chunk, Committed, NotFiniteError, Request, StepShape, Together
 
 
 class Device(Protocol):
     """What the scheduler needs of the machine that computes; `runner.py` has the real one."""
 
     depth: int  # steps that may be in flight when a result is read
+    together: Together  # chunks that it computes in one pass
     pages_per_request: int  # at most, overshoot included
 
     def prefill(
@@ -45,11 +47,18 @@ class Device(Protocol):
             best: most probable tokens beside each of them.
         """
 
+    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
+        """`prefill` of several requests in one pass; `add` finds what they leave by their places here."""
+
     def copy_states(self, source: int, target: int) -> None:
         """Recurrent states in slot `target` become those in slot `source`."""
 
-    def add(self, row: int, request: Request) -> Any | None:
-        """Put a prefilled request into the batch; returns the pending first token if it has none yet."""
+    def add(self, row: int, request: Request, place: int = 0) -> Any | None:
+        """Put a prefilled request into the batch; returns the pending first token if it has none yet.
+
+        Args:
+            place: of its chunk among those that were computed in one pass.
+        """
 
     def move(self, source: int, target: int) -> None:
         """Row `source` becomes row `target`, whose request is gone."""
@@ -129,6 +138,7 @@ class Scheduler:
         self._without_pages: list[Request] = []  # that wait though they were next
         self._prefix_cache, self._recurrent, self._report = prefix_cache, recurrent, report
         self._free_states = list(range(max_num_seqs, 0, -1))  # slots
+        self._group: list[Request] = []  # whose next chunks are computed in one pass
         self._launches: deque[_Launch] = deque()
         self._shape = StepShape(1)  # of the newest step
         self._in_vain = 0  # faults since a result was read
@@ -204,6 +214,7 @@ class Scheduler:
         Whoever is due goes on in any case; the others before and behind it as the line has them, where they fit.
         """
         line, left = self.waiting, self._turn
+        self._group = []  # whom a fault left there is in line
         if not line.started and not (line and self._rows_left):
             return
         line.begin()
@@ -217,18 +228,98 @@ class Scheduler:
             reserved = 0 if due is None or request is due else self._next_chunk(due)
             goes = self._next_chunk(request) <= left - reserved
             if goes and request not in line.started:
-                goes = self._admit(request)
+                if any(self._begins_alike(request, other) for other in self._group):
+                    self._compute_group()  # it finds their pages
+                goes = self._admit(request) and (
+                    (not self._group and not self._joins(request)) or self._has_states(request)
+                )
                 self._due_starts = self._due_starts if not goes else request is not due
             if request is due:
                 due = None
                 if goes:
                     line.went(request)
-            if goes:
+            if goes and self._joins(request):
+                left -= self._join(request)
+            elif goes:
+                self._compute_group()
                 left -= max(self._try_prefill(request), 1)
-                while self._launches and not self._device.depth:  # where a step is waited for, so are first tokens
-                    self._read()
+                self._read_first_tokens()
             else:
                 line.pass_over(request)
+        self._compute_group()
+
+    def _read_first_tokens(self) -> None:
+        """Where a step is waited for, so are first tokens."""
+        while self._launches and not self._device.depth:
+            self._read()
+
+    # ---- several prompts in one pass ---------------------------------------------------------------------
+
+    def _joins(self, request: Request) -> bool:
+        """Whether its next chunk may be computed beside others': short ones, whose pass is hardly longer for that.
+
+        Sums then depend on the number of rows, so it is done where batches are too large for equal bits anyway.
+        """
+        crowd = min(len(self.running) + len(self.waiting.started) + len(self.waiting), self._max_num_seqs)
+        tokens = self._next_chunk(request)
+        alone = request.alone or request.scores_prompt or not tokens
+        return crowd > EXACT_BATCH and not alone and self._device.together.fits([tokens])
+
+    def _join(self, request: Request) -> int:
+        """Put it among those of the next pass; the tokens of its chunk."""
+        chunks = [self._next_chunk(each) for each in (*self._group, request)]
+        if not self._device.together.fits(chunks):
+            self._compute_group()
+        self._group.append(request)
+        self.waiting.charge(request, prompt=chunks[-1])
+        self.waiting.pass_over(request)  # until it is computed
+        return chunks[-1]
+
+    def _begins_alike(self, request: Request, other: Request) -> bool:
+        """Whether the pages that are computed for the other one hold tokens of this one, too."""
+        ids, theirs = request.known_ids, other.known_ids
+        end = other.prefilled + self._pool.page_size
+        return self._prefix_cache and len(theirs) >= end and ids[:end] == theirs[:end]
+
+    def _compute_group(self) -> None:
+        """One pass for those that joined. Whom it fails for begins anew, and is computed alone."""
+        group, self._group = [request for request in self._group if request in self.waiting.started], []
+        if not group:
+            return
+        left, chunks = list(group), []
+        for request in group:
+            start = request.prefilled
+            ids = request.known_ids[start : start + self._next_chunk(request)]
+            chunks.append(Chunk(ids, start, request.pages, request.state))
+        try:
+            if len(group) > 1:
+                self._device.prefill_together(chunks)
+            else:
+                one = chunks[0]
+                self._device.prefill(one.ids, one.start, one.pages, (), 0, one.state)
+            for place, (request, chunk) in enumerate(zip(group, chunks, strict=True)):
+                try:
+                    self._computed(request, len(chunk.ids), place)
+                    left.remove(request)
+                except Exception as error:
+                    self._prompt_failed(request, error)
+        finally:  # their states may be anything
+            for request in left:
+                request.alone = True
+                self._preempt(request)
+        self._read_first_tokens()
+
+    def _has_states(self, request: Request) -> bool:
+        """Copy what it goes on from before others in the same turn keep theirs there; False where that failed."""
+        try:
+            self._go_on_from(request)
+        except Exception as error:
+            log.error("states of request %s were not copied", request.name or "without a name", exc_info=error)
+            request.alone = True
+            self._preempt(request)
+            self._device.check()
+            return False
+        return True
 
     def _last_row_is_for(self, due: Request, other: Request | None) -> bool:
         """Whether `due` starts with the last row that is free, instead of another."""
@@ -257,12 +348,15 @@ class Scheduler:
                     self._rebuild(request, request.prefilled)
                 return self._prefill(request)
             except Exception as error:
-                log.error("the prompt of request %s failed", request.name or "without a name", exc_info=error)
-                self._device.check()
-                self._device.remove(len(self.running))  # it may have got its row
+                self._prompt_failed(request, error)
                 if last:
                     self._fail(request, error)
         return 0
+
+    def _prompt_failed(self, request: Request, error: Exception) -> None:
+        log.error("the prompt of request %s failed", request.name or "without a name", exc_info=error)
+        self._device.check()
+        self._device.remove(len(self.running))  # it may have got its row
 
     def _prefill(self, request: Request) -> int:
         """Compute the next chunk of a prompt; how many tokens it had.
@@ -272,9 +366,7 @@ class Scheduler:
         are kept.
         """
         ids = request.known_ids
-        if request.goes_on_from:
-            slot, request.goes_on_from = request.goes_on_from, 0
-            self._device.copy_states(slot, request.state)
+        self._go_on_from(request)
         chunk = ids[request.prefilled : request.prefilled + self._next_chunk(request)]
         if chunk:
             start = request.prefilled
@@ -283,13 +375,23 @@ class Scheduler:
             scored = self._device.prefill(chunk, start, request.pages, following, best, request.state)
             if scored is not None:
                 request.scored.append(scored)
-            request.prefilled += len(chunk)
             self.waiting.charge(request, prompt=len(chunk))
-            if request.prefilled in request.kept_at:
-                self._keep_states(request, ids[: request.prefilled])
-        if request.prefilled == len(ids):
-            self._begin_answer(request, ids)
+        self._computed(request, len(chunk))
         return len(chunk)
+
+    def _go_on_from(self, request: Request) -> None:
+        if request.goes_on_from:
+            slot, request.goes_on_from = request.goes_on_from, 0
+            self._device.copy_states(slot, request.state)
+
+    def _computed(self, request: Request, tokens: int, place: int = 0) -> None:
+        """So many more tokens of a prompt are in its pages; the last chunk begins its answer."""
+        ids = request.known_ids
+        request.prefilled += tokens
+        if tokens and request.prefilled in request.kept_at:
+            self._keep_states(request, ids[: request.prefilled])
+        if request.prefilled == len(ids):
+            self._begin_answer(request, ids, place)
 
     def _keep_states(self, request: Request, ids: list[int]) -> None:
         slot = self._pool.keep_state(ids, request.pages)
@@ -300,8 +402,8 @@ class Scheduler:
                 self._pool.drop_state(slot)
                 raise
 
-    def _begin_answer(self, request: Request, ids: list[int]) -> None:
-        pending = self._device.add(len(self.running), request)
+    def _begin_answer(self, request: Request, ids: list[int], place: int) -> None:
+        pending = self._device.add(len(self.running), request, place)
         if self._prefix_cache:
             self._pool.publish(ids, request.pages)
         self.waiting.leave(request)

@@ -20,6 +20,7 @@ from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.capture import no_collection
 from dflash_toolkit.runtime.proposer import Draft
+from dflash_toolkit.runtime.request import Chunk
 from dflash_toolkit.runtime.runner import StepRunner
 
 SAMPLINGS = [
@@ -395,6 +396,60 @@ def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() ->
     (one, kept), (other, written) = caches(unpadded), caches(padded)
     torch.testing.assert_close([one, kept], [other, written], rtol=1e-4, atol=1e-5, equal_nan=True)
     assert all(cache.isfinite().any() for cache in kept)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_next"])
+def test_a_pass_over_several_chunks_writes_what_each_alone_does_and_nothing_else(kind: str) -> None:
+    """In pages of NaN, one of them going on from another chunk; and each leaves the state of its last token."""
+    target, drafter = pair(kind)
+    prompts = prompts_of(21, 6, 13, seed=9)
+    pages, states = [[7, 3, 9, 5, 8, 6, 2], [10, 11, 12], [13, 14, 15, 16]], [1, 3, 2]
+    begun = 8  # tokens of the first prompt that are there
+
+    def caches(run: Callable[[Any, list[Chunk]], Tensor]) -> tuple[Tensor, list[Tensor]]:
+        runner = make_engine(target, drafter, max_num_seqs=4).runner
+        both = [runner.verifier.stack.cache, runner.proposer.stack.cache]
+        for kept in (*both, *(part for memory in runner._memories for part in (memory.state, memory.window))):
+            kept.fill_(math.nan)
+        runner.prefill(prompts[0][:begun], 0, pages[0], state=states[0])
+        starts = [begun, 0, 0]
+        hidden = run(runner, [Chunk(p[n:], n, *at) for p, n, *at in zip(prompts, starts, pages, states, strict=True)])
+        page = torch.arange(both[0].shape[2]) // runner.page_size
+        found = [cache[:, :, page > 0] for cache in both]  # padding may go into the null block
+        return hidden, found + [part[1:] for memory in runner._memories for part in (memory.state, memory.window)]
+
+    def each(runner: Any, chunks: list[Chunk]) -> Tensor:
+        found = []
+        for ids, start, at, state in chunks:
+            runner.prefill(ids, start, at, state=state)
+            found.append(runner._last_hidden)
+        return torch.cat(found)
+
+    def together(runner: Any, chunks: list[Chunk]) -> Tensor:
+        runner.prefill_together(chunks)
+        return runner._last_hidden[: len(chunks)]
+
+    one, other = caches(each), caches(together)
+    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert one[0].isfinite().all() and all(cache.isfinite().any() for cache in one[1])
+
+
+def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair("qwen3")
+    passes = list[int]()
+    real = StepRunner.prefill_together
+
+    def counted(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
+        passes.append(len(chunks))
+        real(runner, chunks)
+
+    monkeypatch.setattr(StepRunner, "prefill_together", counted)
+    prompts, short = prompts_of(*range(3, 27), seed=5), SamplingParams(max_tokens=9, ignore_eos=True)
+    engine = make_engine(target, drafter, max_num_seqs=12, max_num_batched_tokens=128)
+    assert [got.tokens for got in engine.generate(prompts, short)] == [
+        make_engine(target, None).generate([prompt], short)[0].tokens for prompt in prompts
+    ]
+    assert len(passes) > 2 and max(passes) > 3
 
 
 @pytest.mark.parametrize("drafted", [7, None])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.generation import Step
+from dflash_toolkit.runtime import scheduler as module
 from dflash_toolkit.runtime.pages import PagePool
-from dflash_toolkit.runtime.request import Committed, NotFiniteError, Request, StepShape
+from dflash_toolkit.runtime.request import Chunk, Committed, NotFiniteError, Request, StepShape, Together
 from dflash_toolkit.runtime.scheduler import Scheduler
 
 SIZE, BLOCK, PLACES = 4, 8, 21  # tokens of a page, and that a step commits and writes at most
@@ -53,6 +54,7 @@ class TableDevice:
 
     pages_per_request = 1000
     recurrent = False
+    together = Together()
 
     def __init__(self, depth: int = 1, dice: random.Random | None = None) -> None:
         self.depth, self._dice = depth, dice or random.Random(0)
@@ -61,7 +63,7 @@ class TableDevice:
         self.mistakes: list[tuple[int, list[int]]] = []  # slots that did not hold the states of a text
         self.rows: dict[int, Row] = {}
         self.calls: list[tuple[Any, ...]] = []
-        self._prefilled: list[int] = []
+        self._prefilled: list[list[int]] = []
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
@@ -92,14 +94,24 @@ class TableDevice:
         self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
-        self._prefilled = self._text(pages, start + len(ids))
+        self._prefilled = [self._text(pages, start + len(ids))]
         return [(start + 1 + i, token) for i, token in enumerate(following)] or None
+
+    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
+        self.calls.append(("prefill_together", *(len(chunk.ids) for chunk in chunks)))
+        prefilled = []
+        for ids, start, pages, state in chunks:
+            self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
+            for i, token in enumerate(ids):
+                self._write(pages, start + i, token)
+            prefilled.append(self._text(pages, start + len(ids)))
+        self._prefilled = prefilled
 
     def copy_states(self, source: int, target: int) -> None:
         self.calls.append(("copy_states", source, target))
         self.states[target] = list(self.states[source])
 
-    def add(self, row: int, request: Request) -> Any:
+    def add(self, row: int, request: Request, place: int = 0) -> Any:
         assert row not in self.rows
         length = len(request.known_ids)
         last = request.tokens[-1] if request.tokens else -1
@@ -109,7 +121,7 @@ class TableDevice:
         if request.tokens:
             return None
         assert self._text(request.pages, length) == request.prompt_ids
-        self.rows[row].last = next_token(self._prefilled)
+        self.rows[row].last = next_token(self._prefilled[place])
         scored = [each for chunk in request.scored for each in chunk] if request.scores_prompt else None
         return [Committed([self.rows[row].last], prompt=scored)]  # type: ignore[arg-type]
 
@@ -190,11 +202,15 @@ class FaultyDevice(TableDevice):
     def prefill(self, ids: Sequence[int], *rest: Any) -> Any:
         return self._strike("prefill", lambda: super(FaultyDevice, self).prefill(ids, *rest), IN_PREFILL in ids)
 
+    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
+        always = any(IN_PREFILL in chunk.ids for chunk in chunks)
+        self._strike("prefill_together", lambda: super(FaultyDevice, self).prefill_together(chunks), always)
+
     def copy_states(self, *slots: int) -> None:
         self._strike("copy_states", lambda: super(FaultyDevice, self).copy_states(*slots))
 
-    def add(self, row: int, request: Request) -> Any:
-        found = self._strike("add", lambda: super(FaultyDevice, self).add(row, request))
+    def add(self, row: int, request: Request, place: int = 0) -> Any:
+        found = self._strike("add", lambda: super(FaultyDevice, self).add(row, request, place))
         if found and not self._finite(request.pages, len(request.prompt_ids)):
             return [replace(found[0], finite=False, spoils=True)]
         return found
@@ -279,9 +295,15 @@ def test_ten_thousand_random_events_lose_no_page_no_token_and_no_state(
     check_events(depth, recurrent, seed, max_num_seqs, pages)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("recurrent", [False, True])
-def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(recurrent: bool) -> None:
-    counts = [check_events(1, recurrent, seed, 5, 30) for seed in range(4)]
+def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(
+    recurrent: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if together:
+        monkeypatch.setattr(module, "EXACT_BATCH", 0)
+        monkeypatch.setattr(TableDevice, "together", Together(3, (1, 2, 3), 6))
+    counts = [check_events(1, recurrent, seed, 5, 30) for seed in range(8 if together else 4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
 
 
@@ -359,6 +381,60 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
         assert request.generation.prompt_logprobs == scored
     cached = sum(request.cached_tokens > 0 for request in done)
     return scheduler.preemptions, cancelled, cached, device.faults, len(device.struck), *failed
+
+
+TOGETHER = Together(4, (4, 8), 16)
+
+
+def in_one_pass(*requests: Request, running: int = 9, **options: Any) -> TableDevice:
+    """What a device was asked for that computes chunks together, beside so many requests that are decoded."""
+    device = TableDevice()
+    device.together = TOGETHER
+    others = [request_of([50 + i] * 9, 40) for i in range(running)]
+    scheduler = scheduled(device, *others, max_num_seqs=running + 20, pool=2000, **options)
+    while len(scheduler.running) < running:
+        scheduler.advance()
+    device.calls.clear()
+    for request in requests:
+        scheduler.add(request)
+    scheduler.advance()
+    drain(scheduler)
+    for request in requests:
+        assert request.tokens == truth(request.prompt_ids, request.limit)
+    return device
+
+
+def test_short_prompts_are_computed_together_where_a_batch_is_large() -> None:
+    def short(*lengths: int) -> list[Request]:
+        return [request_of([10 * i + k for k in range(n)], 3) for i, n in enumerate(lengths)]
+
+    assert in_one_pass(*short(3, 4, 2)).called("prefill_together") == [(2, 3, 4)], "the shortest comes first"
+    assert in_one_pass(*short(3, 4, 2)).called("prefill") == []
+    assert in_one_pass(*short(3, 4, 2, 1, 3)).called("prefill_together") == [(1, 2, 3, 3)], "four at most"
+    assert in_one_pass(*short(3, 7, 2)).called("prefill_together") == [(2, 3)], "padded rows count: 3 of 8 are too many"
+    assert in_one_pass(*short(3, 30, 2)).called("prefill_together") == [(2, 3)], "what is long is computed alone"
+    few = in_one_pass(*short(3, 4, 2), running=5)
+    assert few.called("prefill_together") == [] and len(few.called("prefill")) == 3, "bits of lone answers"
+    scored = short(3, 4)
+    scored[0].params = replace(scored[0].params, prompt_logprobs=0)
+    assert in_one_pass(*scored).called("prefill_together") == []
+
+
+def test_who_finds_anothers_pages_is_not_computed_beside_it() -> None:
+    alike = [request_of([1, 2, 3, 4, 5, 6 + i], 3) for i in range(3)]
+    apart = [request_of([1 + i, 2, 3, 4, 5, 6], 3) for i in range(2)]
+    assert in_one_pass(*alike, prefix_cache=True).called("prefill_together") == [(2, 2)], "of those that found them"
+    assert [request.cached_tokens for request in alike] == [0, 4, 4]
+    assert in_one_pass(*apart, prefix_cache=True).called("prefill_together") == [(6, 6)]
+
+
+def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: TableDevice, chunks: Sequence[Chunk]) -> None:
+        raise RuntimeError("a pass of its own")
+
+    monkeypatch.setattr(TableDevice, "prefill_together", fails)
+    device = in_one_pass(*(request_of([i] * 3, 3) for i in range(3)))
+    assert len(device.called("prefill")) == 3
 
 
 def test_nobody_goes_on_from_states_whose_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
