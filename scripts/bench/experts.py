@@ -137,7 +137,7 @@ def measure(spec: MoeSpec, layers: Sequence[Layer], rows: int, sweep: bool) -> d
     }
     for gemm in gemms:
         fp8 = isinstance(layers[0].down, BlockScaledFp8)
-        now = rows > experts.FEW_ROWS, *experts.experts_tile(rows, top, count, gemm.x.shape[1], fp8=fp8)
+        now = experts.gathers(rows, fp8), *experts.experts_tile(rows, top, count, gemm.x.shape[1], fp8=fp8)
         found[gemm.name] = told(seconds(partial(ran, gemm, now), layers), gemm)
         ways = [way for way in cuts(rows) if way != now] if sweep else []
         with ThreadPoolExecutor(COMPILERS) as pool:  # compiling takes longer than all else

@@ -10,7 +10,7 @@ EXPERTS, TOP, HIDDEN, WIDTH = 128, 8, 2048, 768
 
 def case(rows: int, swiglu: bool, fp8: bool, by_rows: bool = False) -> Case:
     tile, taken = experts.experts_tile(rows, TOP, EXPERTS, HIDDEN if swiglu else WIDTH, fp8=fp8)
-    gathered, in_loop = rows > experts.FEW_ROWS, rows <= experts.QUANTIZED_IN_LOOP and not by_rows
+    gathered, in_loop = experts.gathers(rows, fp8), rows <= experts.QUANTIZED_IN_LOOP and not by_rows
     pointers = {
         "x_p": "*fp8e4nv" if fp8 and not in_loop else "*bf16", "w_p": "*fp8e4nv" if fp8 else "*bf16",
         "x_scale_p": "*fp32", "w_scale_p": "*fp32", "expert_p": "*i32", "weight_p": "*fp32",

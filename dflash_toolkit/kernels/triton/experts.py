@@ -20,7 +20,10 @@ from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
-FEW_ROWS = 32  # up to which no row is gathered: products of 64 rows of an expert, nearly all of zero, take longer
+# up to which no row is gathered: products of 64 rows of an expert, or 32 in FP8, nearly all of zero, take longer
+FEW_ROWS, FEW_ROWS_FP8 = 32, 16
+SHORT = 1024  # columns, fewer of which are a short loop
+STEP_ROWS = 256  # of a step, at most; more are a prompt's
 LONG = 2048  # rows that one program goes through, of those of its expert, before there is a second one
 
 
@@ -198,12 +201,18 @@ def top_experts(
     return weights, experts
 
 
+def gathers(rows: int, fp8: bool) -> bool:
+    """Whether so many rows are gathered by expert."""
+    return rows > (FEW_ROWS_FP8 if fp8 else FEW_ROWS)
+
+
 def experts_tile(
     rows: int, top: int, experts: int, k: int, *, fp32: bool = False, fp8: bool = False, shared: int = SHARED_BYTES
 ) -> tuple[Tile, int]:
     """How the GEMMs of all experts with K columns are cut, and the rows of an expert that are multiplied at a time."""
-    # of gathered ones twice what an expert has if all are asked for alike
-    taken = padded(rows) if rows <= FEW_ROWS else min(128, padded(-(-2 * rows * top // experts)))
+    # of gathered ones twice what an expert has if all are asked for alike; once in a step's short loops
+    often = 1 if fp8 and k < SHORT and rows <= STEP_ROWS else 2
+    taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8) else padded(rows)
     if fp8:
         # a block's sums stand beside the whole: a wide tile of 128 rows would not stay in registers
         return Tile(128, BLOCK, 4, 8) if rows > MAX_ROWS and taken >= 64 else Tile(64, BLOCK, 4, 4), min(taken, 64)
@@ -275,9 +284,9 @@ def multiply(
 def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
     """Partial sums [k, M, D] of x [M, D], see the reference; in fp32, of more than MAX_ROWS rows in x's dtype."""
     (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
-    groups = group_rows(experts, count) if rows > FEW_ROWS else None
     shared = shared_memory(values.device) if values.is_cuda else SHARED_BYTES
     fp32, fp8 = values.dtype == torch.float32, parts(gate_up)[1] is not None
+    groups = group_rows(experts, count) if gathers(rows, fp8) else None
     first, second = (
         experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared) for k in (values.shape[1], width)
     )
