@@ -155,6 +155,7 @@ class BudgetChooser:
         self._times, self._bucket = times, bucket
         self._expected = _Expected(self._drafted)
         self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # of a batch
+        self._promised: dict[int, dict[StepShape, float]] = {}  # by requests, until drafts promise something else
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
         self._chains, self._next_look = 0, self.FIRST_LOOK  # in a row, and how many there may be
@@ -162,10 +163,13 @@ class BudgetChooser:
     def observe(self, promise: Promise) -> None:
         """What a drafted step promised, once it is read; of one whose drafts are NaN nothing is believed."""
         if np.isfinite(promise.accepted).all():
+            self._promised.clear()
             self._expected.observe(promise, paused=self._current.block == 1)
 
     def promises(self, requests: int) -> dict[StepShape, float]:
         """Tokens a second of everything that can be chosen."""
+        if requests in self._promised:
+            return self._promised[requests]
         batch = self._bucket(requests)
         if batch not in self._priced:
             every = [StepShape(block, rows) for block in self._drafted for rows in (0, *row_buckets(batch))]
@@ -174,7 +178,9 @@ class BudgetChooser:
             self._priced[batch] = [every[i] for i in priced], np.array(priced, dtype=int), np.array(times)
         shapes, at, seconds = self._priced[batch]
         rates = requests * (1 + self._expected(batch, requests).ravel()[at]) / seconds
-        return {StepShape(1): requests / self._times[batch, 1], **dict(zip(shapes, rates.tolist(), strict=True))}
+        found = {StepShape(1): requests / self._times[batch, 1], **dict(zip(shapes, rates.tolist(), strict=True))}
+        self._promised[requests] = found
+        return found
 
     def __call__(self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True) -> StepShape:
         """The next step's.
