@@ -11,6 +11,7 @@ from .threads import check_threads
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "fp8", "full")
+LEAST_FOR_TREES = 3_000_000_000  # parameters of a target: beside a smaller one's step a tree takes long
 MOST_TREE_NODES = 63  # that the engine takes: with the anchor they fill the kernels' tiles
 DRAFT_SAMPLE_METHODS: tuple[DraftSampleMethod, ...] = get_args(DraftSampleMethod)
 
@@ -129,9 +130,10 @@ class DraftOptions:
     draft_dtype: str = option(
         "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
     )
-    draft_tree: int = option(
-        0, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain",
-        off=True,
+    draft_tree: int | None = option(
+        None, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain "
+        f"(default: {MOST_TREE_NODES} on a GPU for a dense target of {LEAST_FOR_TREES // 10**9} billion parameters or "
+        "more, else 0)", off=True,
     )  # fmt: skip
     draft_tree_width: int | None = option(
         None, "children of a node at most; 1: chains, each of its own length (default: 8, or 1 where the target has "
@@ -147,7 +149,7 @@ class DraftOptions:
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
             raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be >= 0")
-        if self.draft_tree < 0:
+        if (self.draft_tree or 0) < 0:
             raise ValueError(f"draft_tree is {self.draft_tree}; it must be >= 0")
         if self.draft_tree_width is not None and self.draft_tree_width < 1:
             raise ValueError(f"draft_tree_width is {self.draft_tree_width}; it must be >= 1")

@@ -182,7 +182,7 @@ READ_HERE = {"target", "drafter", "engine", "engine_python", "threads", "api_key
 # their defaults are not ours
 ALWAYS = {"host", "port", "tensor_parallel_size", "data_parallel_size", "allowed_origins"}
 # options of ours at values that ask nothing of another engine
-NOTHING = {"device": ("auto", "cuda"), "draft_dtype": ("auto", "full"), "draft_tree": (0,)}
+NOTHING = {"device": ("auto", "cuda"), "draft_dtype": ("auto", "full"), "draft_tree": (None, 0)}
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -67,6 +67,15 @@ class EvalDrafts(DraftOptions):
     """How the drafter is used: whole blocks at every step."""
 
     num_speculative_tokens: int | None = option(None, "tokens drafted a step (default: as the drafter was trained)")
+    draft_tree: int | None = option(
+        0, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain",
+        off=True,
+    )  # fmt: skip
+
+    @property
+    def tree_nodes(self) -> int:
+        """Of a draft tree, at most; 0: a chain."""
+        return self.draft_tree or 0
 
     def __post_init__(self) -> None:
         DraftOptions.__post_init__(self)
@@ -181,7 +190,7 @@ class EvalConfig(ModelOptions):
             self._check_trees_swept()
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
-        if self.runtime != "reference" and self.draft.draft_tree > MOST_TREE_NODES:
+        if self.runtime != "reference" and self.draft.tree_nodes > MOST_TREE_NODES:
             raise ValueError(
                 f"draft_tree is {self.draft.draft_tree}; the engine takes {MOST_TREE_NODES} nodes at most, "
                 f"--runtime reference any number"
@@ -219,7 +228,7 @@ class EvalConfig(ModelOptions):
             "num_speculative_tokens": self.draft.num_speculative_tokens is not None,
             "draft_dtype": self.draft.draft_dtype != "auto",
             "draft_sample_method": self.draft.draft_sample_method != "greedy",
-            "draft_tree": self.draft.draft_tree > 0,
+            "draft_tree": self.draft.tree_nodes > 0,
             "draft_tree_width": self.draft.draft_tree_width != EvalDrafts().draft_tree_width,
             "distribution_samples": self.sampling.distribution_samples > 0,
             "draft_length": bool(self.sweeps.draft_length),
@@ -367,7 +376,7 @@ def _load(config: EvalConfig) -> "Pair":
         except ValueError as error:
             raise UserError(str(error)) from error
     refused, method = None, cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
-    trees = config.draft.draft_tree, config.draft.draft_tree_width
+    trees = config.draft.tree_nodes, config.draft.draft_tree_width
     modules = Target.load(config.target, config.device, config.dtype) if config.recall else None
     if config.runtime != "reference":
         try:

@@ -29,7 +29,7 @@ class Drafts:
     @property
     def options(self) -> list[str]:
         """Of `dflash-serve`."""
-        words = ["--draft-tree", str(self.nodes)] if self.nodes else []
+        words = ["--draft-tree", str(self.nodes)] if self.nodes else ["--no-draft-tree"]
         return words + (["--draft-tree-width", str(self.width)] if self.width else [])
 
     @property

@@ -229,6 +229,14 @@ class ModelSpec:
         """Whether a step reads other memory for other rows: experts, states."""
         return self.routes or self.recurrent
 
+    @property
+    def dense_parameters(self) -> int:
+        """Of the matrices of mixers and MLPs and of the head: what every step reads, whoever takes part."""
+        d = self.hidden_size
+        mixers = sum(n * k for layer in self.layers for n, k in layer.mixer.matrices(d).values())
+        widths = [layer.ffn.intermediate_size for layer in self.layers if isinstance(layer.ffn, MlpSpec)]
+        return mixers + 3 * d * sum(widths) + self.vocab_size * d
+
     @classmethod
     def of_target(cls, config: "PreTrainedConfig") -> "ModelSpec":
         """Read a Hugging Face config. Raises UnsupportedModel for what the runtime does not compute."""

@@ -121,8 +121,9 @@ class Engine:
         options = replace(options, draft_dtype=resolve_draft_dtype(options.draft_dtype, device, target.embedding.dtype))
         self.options = options
         assert options.max_num_seqs is not None and options.max_model_len is not None
-        assert options.max_num_batched_tokens is not None and options.draft_tree_width is not None
-        tree_width = options.draft_tree_width
+        assert options.max_num_batched_tokens is not None
+        assert options.draft_tree is not None and options.draft_tree_width is not None
+        tree_nodes, tree_width = options.draft_tree, options.draft_tree_width
         max_num_seqs, self.context_limit = options.max_num_seqs, options.max_model_len
         if asked.max_model_len is None and self.context_limit < target.spec.context_limit:
             log.warning(
@@ -165,7 +166,7 @@ class Engine:
                 forced=forced,
                 sample_drafts=options.draft_sample_method == "probabilistic",
                 kept_states=kept_states,
-                tree_nodes=options.draft_tree if drafter and max_block > 1 else 0,
+                tree_nodes=tree_nodes if drafter and max_block > 1 else 0,
                 tree_width=tree_width,
                 tell_trees=options.tell_trees,
                 tree_blocks=[size for size in self._sizes if size > 1 and 4 * size >= max_block],

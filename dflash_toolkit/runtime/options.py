@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import UserError, option
-from ..options import DRAFT_DTYPES, DRAFT_SAMPLE_METHODS, MOST_TREE_NODES, DraftOptions
+from ..options import DRAFT_DTYPES, DRAFT_SAMPLE_METHODS, LEAST_FOR_TREES, MOST_TREE_NODES, DraftOptions
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class EngineOptions(DraftOptions):
         for name in ("max_num_batched_tokens", "page_size", "max_num_seqs", "max_model_len", "kv_cache_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
-        if self.draft_tree > MOST_TREE_NODES:
+        if (self.draft_tree or 0) > MOST_TREE_NODES:
             raise ValueError(f"draft_tree is {self.draft_tree}; the engine takes {MOST_TREE_NODES} nodes at most")
         if (self.prefix_states or 0) < 0:
             raise ValueError(f"prefix_states is {self.prefix_states}; it must be >= 0")
@@ -123,8 +123,11 @@ class EngineOptions(DraftOptions):
             reason = f"the drafter drafts at most {most} tokens a step" if drafter else "there is no drafter"
             raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
         block = self.block_size or most + 1
-        width = width_for(self.draft_tree_width if self.draft_tree else None, target.recurrent)
-        nodes = min(self.draft_tree, block - 1) if width == 1 else self.draft_tree  # a chain is no longer than a block
+        tree = self.draft_tree
+        if tree is None:
+            tree = MOST_TREE_NODES if on_gpu and self._trees_pay(target, drafter) else 0
+        width = width_for(self.draft_tree_width if tree else None, target.recurrent)
+        nodes = min(tree, block - 1) if width == 1 else tree  # a chain is no longer than a block
         overshoot = (1 if on_gpu else 0) * block + max(block, nodes + 1)
         rows = self.max_num_seqs or (32 if on_gpu else 4)
         kept = min(rows, 32) if self.prefix_states is None else self.prefix_states
@@ -137,6 +140,12 @@ class EngineOptions(DraftOptions):
             max_model_len=self._context(target.context_limit, overshoot),
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )
+
+    def _trees_pay(self, target: "ModelSpec", drafter: "DrafterConfig | None") -> bool:
+        """Whether they are the default: for pairs like those they were measured with, whose steps are long enough."""
+        free = self.num_speculative_tokens is None and self.draft_sample_method == "greedy" and not self.synthetic
+        large = not target.depends_on_requests and target.dense_parameters >= LEAST_FOR_TREES
+        return free and large and drafter is not None and drafter.architecture.kind == "dflash"
 
     def _context(self, longest: int, overshoot: int) -> int:
         """Tokens of one request; as many as the cache holds where that was asked for and the context was not.

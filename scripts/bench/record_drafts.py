@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     drafter = load_drafter(args.drafter, target.device, target.dtype)
     if drafter.selector is not None:
         raise UserError(f"drafter {args.drafter}: it has a selector, and what is recorded takes slots as independent")
-    options = EngineOptions(max_num_seqs=args.batch, max_model_len=args.max_model_len)
+    options = EngineOptions(max_num_seqs=args.batch, max_model_len=args.max_model_len, draft_tree=0)
     engine, tokenizer = load_engine(target, drafter, options=options)
     recorder, found = Recorder(target, drafter, args.max_tokens), list[dict[str, object]]()
     for name, rows in asked.items():

@@ -33,7 +33,7 @@ from dflash_toolkit.runtime.request import Request
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_speculative_tokens": 0},
-    "blocks": {},
+    "blocks": {"draft_tree": 0},
     "chains": {"draft_tree": 15, "draft_tree_width": 1},
     "trees": {"draft_tree": 63},
 }

@@ -271,13 +271,13 @@ def test_what_is_surely_faster_than_blocks_is_recommended_with_its_command() -> 
         ("trees", f"{serve} --draft-tree 63"),
         ("trees", f"{serve} --draft-tree 63"),
         ("chains", f"{serve} --draft-tree 15 --draft-tree-width 1"),
-        ("blocks", serve),
+        ("blocks", f"{serve} --no-draft-tree"),
     ]
     assert said_of(advice) == (
         f"With 1 to 4 requests at a time trees of 63 nodes are the fastest, 1.10x and 1.30x as fast as blocks: "
         f"`{serve} --draft-tree 63`. With 16 requests at a time chains of their own length are the fastest, 1.06x as "
         f"fast as blocks: `{serve} --draft-tree 15 --draft-tree-width 1`. With 64 requests at a time nothing is surely "
-        f"faster than blocks: `{serve}`."
+        f"faster than blocks: `{serve} --no-draft-tree`."
     )
 
 

@@ -20,7 +20,7 @@ from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import EngineOptions, load_engine, memory
+from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
@@ -277,6 +277,31 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
     named["capability"] = (8, 0)
     with refused("Some GPU does not know draft_dtype=fp8; use auto or full"):
         options.fitted(spec, None, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "asked", "nodes"),
+    [
+        pytest.param("qwen3-8b", "cuda", {}, 63, id="dense"),
+        pytest.param("qwen3-8b-fp8", "cuda", {}, 63, id="dense in fp8"),
+        pytest.param("qwen3-4b", "cuda", {}, 63, id="a smaller one"),
+        pytest.param("qwen2.5-0.5b", "cuda", {}, 0, id="too small"),
+        pytest.param("qwen2.5-0.5b", "cuda", {"draft_tree": 32}, 32, id="small, but wanted"),
+        pytest.param("qwen3-8b", "cuda", {"draft_tree": 0}, 0, id="not wanted"),
+        pytest.param("qwen3-8b", "cuda", {"draft_tree_width": 1}, 15, id="chains"),
+        pytest.param("qwen3-8b", "cuda", {"num_speculative_tokens": 7}, 0, id="a fixed length"),
+        pytest.param("qwen3-8b", "cuda", {"draft_sample_method": "probabilistic"}, 0, id="sampled drafts"),
+        pytest.param("qwen3-8b", "cuda", {"synthetic": SyntheticAcceptance(rate=0.5)}, 0, id="dice"),
+        pytest.param("qwen3-8b", "cpu", {}, 0, id="a CPU"),
+        pytest.param("qwen3.8-27b", "cuda", {}, 0, id="recurrent layers"),
+        pytest.param("qwen3-30b-a3b", "cuda", {}, 0, id="experts"),
+    ],
+)
+def test_trees_are_the_default_where_they_pay(shape: str, device: str, asked: dict[str, Any], nodes: int) -> None:
+    config = named_shape(shape)
+    spec, drafter = ModelSpec.of_target(config), drafter_shape(config)
+    assert EngineOptions(**asked).fitted(spec, drafter, torch.device(device)).draft_tree == nodes
+    assert EngineOptions().fitted(spec, None, torch.device(device)).draft_tree == 0, "without a drafter"
 
 
 @pytest.mark.parametrize(
