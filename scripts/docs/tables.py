@@ -304,16 +304,35 @@ def first_token(table: Table) -> None:
 
 
 def start(table: Table) -> None:
-    table.columns("Qwen3-8B shape | process to first answer, s | of that loading, s")
+    table.columns(
+        "Qwen3-8B shape | process to first answer, s | of that loading, s | on another host, without draft trees, s "
+        "| with draft trees, s"
+    )
     names = {
         "compiled": "kernels compiled, files cached",
         "compiled, files not cached": "kernels compiled, from disk",
         "nothing compiled": "first start on a machine, files cached",
     }
-    starts = table.read("start_qwen3_8b_h200")["starts"]
+    found = table.read("start_qwen3_8b_h200")
     for key, label in names.items():
-        row = starts[key][0]
-        table.add(label, f"{row['process_s']:.1f}", f"{row['load_s']:.1f}")
+        row = found["starts"][key][0]
+        others = (found["draft_trees"][way][key][0] for way in ("blocks", "trees"))
+        table.add(label, f"{row['process_s']:.1f}", f"{row['load_s']:.1f}", *(f"{r['process_s']:.1f}" for r in others))
+
+
+def prompts_together(table: Table) -> None:
+    """Prompts of several requests one behind the other, and in one pass."""
+    table.columns(" | one behind the other | several in one pass | gain")
+    ways, found = ("apart", "together"), table.read("prefill_together_h200")
+    for shape, label in (("qwen3-8b", "Qwen3-8B"), ("qwen2.5-0.5b", "Qwen2.5-0.5B")):
+        for apart, together in zip(*(found["first_tokens"][shape][way] for way in ways), strict=True):
+            before, after = (row["captured"]["prompts_per_second"] for row in (apart, together))
+            name = f"{label}, {apart['length']} tokens, prompts/s"
+            table.add(name, f"{before:.0f}", f"{after:.0f}", by(after, before))
+    for apart, together in zip(*(found["loads"][way] for way in ways), strict=True):
+        before, after = apart["tokens_per_second"], together["tokens_per_second"]
+        name = f"Qwen2.5-0.5B, {apart['requests']} requests at a time, {apart['way']}, tokens/s"
+        table.add(name, f"{before:,.0f}", f"{after:,.0f}", by(after, before))
 
 
 def zero_acceptance(table: Table) -> None:
@@ -665,6 +684,32 @@ def mixture_parts(table: Table) -> None:
         table.add(f"batch {row['batch']}", *shown, f"{row['ms_of_a_full_step']:.2f}")
 
 
+def expert_cuts(table: Table) -> None:
+    """What a layer's experts take as the steps above have cut them, and as they are cut."""
+    table.columns("us of a layer's experts | above | now | less by")
+    for row in table.read("experts_qwen3_6_35b_a3b_fp8_h200")["rows"]:
+        now = experts_us(row)
+        before = row["gate_up"]["us"] + row["down"]["us"] + (row["group"]["us"] if row["rows"] > 32 else 0)
+        table.add(f"{row['rows']} rows", f"{before:.0f}", f"{now:.0f}", f"{100 * (1 - now / before):.0f} %")
+
+
+def experts_us(row: dict[str, Any]) -> float:
+    """Of a sweep's row with the cuts that the engine takes, rows gathered."""
+    from dflash_toolkit.kernels.triton.experts import experts_tile
+    from dflash_toolkit.models.spec import ModelSpec, MoeSpec
+    from dflash_toolkit.runtime.shapes import named_shape
+
+    spec = ModelSpec.of_target(named_shape("qwen3.6-35b-a3b-fp8"))
+    moe = next(layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeSpec))
+    total: float = row["group"]["us"]
+    for part, k in (("gate_up", spec.hidden_size), ("down", moe.intermediate_size)):
+        tile, taken = experts_tile(row["rows"], moe.top_k + moe.shared, moe.experts, k, fp8=True)
+        cut = {"gathered": True, "tile": [tile.block_n, tile.warps, tile.stages], "taken": taken}
+        known = [each["us"] for each in row[f"{part}_cuts"] if cut.items() <= each.items()]
+        total += known[0] if known else row[part]["us"]  # a sweep leaves out what was taken when it was made
+    return total
+
+
 def delta_prompts(table: Table) -> None:
     """Gated delta nets of a prompt, by our kernels and by the library's."""
     table.columns("us of a layer | tokens of a prompt | this engine | flash-linear-attention | speed-up")
@@ -807,6 +852,18 @@ def draft_trees_real(table: Table) -> None:
         )
 
 
+def draft_trees_dflash2(table: Table) -> None:
+    """The same with a drafter of DFlash 2."""
+    table.columns("set, requests at a time | plain | blocks | chains of own length | trees | trees to blocks")
+    rows = table.read("tree_load_dflash2_qwen05_h200")["rows"]
+    speed = {(row["set"], row["requests"], row["way"]): row["tokens_per_second"] for row in rows if not paused(row)}
+    for name, requests in dict.fromkeys((row["set"], row["requests"]) for row in rows):
+        each = {way: speed.get((name, requests, way)) for way in WAYS}
+        blocks, trees = each["blocks"], each["trees"]
+        shown = (f"{value:,.0f}" if value else "" for value in each.values())
+        table.add(f"{name}, {requests}", *shown, by(trees, blocks) if trees and blocks else "")
+
+
 def paused(row: dict[str, Any]) -> bool:
     """Whether one step was a fifth of so short a load."""
     return bool(row["longest_step_ms"] > 200 * row["seconds"])
@@ -930,12 +987,14 @@ TABLES: dict[str, Callable[[Table], None]] = {
         plain_steps,
         shapes,
         mixture_parts,
+        expert_cuts,
         memory,
         draft_trees,
         tree_steps,
         replayed_rows,
         failing_drafts,
         draft_trees_real,
+        draft_trees_dflash2,
         dflash2_step,
         delta_prompts,
         endpoint,
@@ -946,6 +1005,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         real_weights_vllm,
         parts,
         first_token,
+        prompts_together,
         start,
         zero_acceptance,
         mixed,
