@@ -207,6 +207,9 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
+    if shapes := probe.together_shapes:
+        largest_chunks = max(shapes, key=math.prod)
+        step = max(step, peak(lambda: probe.run_together_eagerly(*largest_chunks)))
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])
         step = max(step, peak(lambda: probe.run_part_eagerly(largest)))

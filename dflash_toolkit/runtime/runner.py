@@ -333,10 +333,28 @@ class StepRunner:
         last = torch.arange(count, device=self.device) * size + counts.long() - 1
         return hidden.index_select(0, last)
 
-    def _capture_together(self, size: int, count: int) -> None:
-        """All of it goes into the null block and nobody's state, as it runs twice."""
+    @property
+    def together_shapes(self) -> list[tuple[int, int]]:
+        """Tokens of a chunk and number of chunks of the passes over several that there are graphs for."""
+        if self.max_num_seqs <= EXACT_BATCH:
+            return []
+        shapes = itertools.product(self.together.sizes, COUNTS)
+        return [(size, n) for size, n in shapes if self.together.fits([size] * n) and size <= self.reach]
+
+    @torch.inference_mode()
+    def run_together_eagerly(self, size: int, count: int) -> None:
+        """A pass over nobody's chunks."""
+        self._place_nothing()
+        self.prefilled_together(size, count)
+
+    def _place_nothing(self) -> None:
+        """All of a pass goes into the null block, and into nobody's states."""
         self._places.zero_()
         self._each[1].fill_(1)
+
+    @torch.inference_mode()
+    def _capture_together(self, size: int, count: int) -> None:
+        self._place_nothing()
         self._together_graphs[size, count] = self._captured(lambda: self.prefilled_together(size, count))
 
     @torch.inference_mode()
@@ -551,10 +569,9 @@ class StepRunner:
             if size not in self._prefills and size <= self.reach:
                 self._prefill_graph(size)
                 return True
-        for shape in itertools.product(self.together.sizes, COUNTS) if self.max_num_seqs > EXACT_BATCH else ():
-            fits = self.together.fits([shape[0]] * shape[1]) and shape[0] <= self.reach
-            if fits and shape not in self._together_graphs:
-                self._capture_together(*shape)
+        for together in self.together_shapes:
+            if together not in self._together_graphs:
+                self._capture_together(*together)
                 return True
         shapes = list(itertools.product(buckets_up_to(self.max_num_seqs), sorted(blocks, reverse=True)))
         parts = [Part("step", *shape) for shape in shapes]

@@ -1,11 +1,11 @@
-"""Time the way to the first token, by the length of the prompt: chunks as captured graphs, and launched one by one.
+"""Time the way to the first token, by the length of the prompt: as captured graphs, and launched kernel by kernel.
 
     python scripts/bench/first_token.py --shape qwen3-8b --output first_token.json
 
 For each length: milliseconds from a request to its token when nothing else runs (the median), and prompts a second when
-many wait. Random weights, a drafter of the usual size, nothing cached. With `--prefix-cache` prompts are new to a
-prefix cache, for which those of a recurrent target are cut at their last page; `again_ms` is what they take once they
-are not new.
+many wait; graphs then take several short ones at a time. Random weights, a drafter of the usual size, nothing cached.
+With `--prefix-cache` prompts are new to a prefix cache, for which those of a recurrent target are cut at their last
+page; `again_ms` is what they take once they are not new.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.request import Together
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 
 LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)
@@ -69,7 +70,8 @@ def main() -> None:
     for length in args.length:
         row: dict[str, Any] = {"length": length}
         if not args.prefix_cache:
-            with patch.object(engine.runner, "prefill", engine.runner.prefill_eagerly):
+            runner = engine.runner
+            with patch.multiple(runner, prefill=runner.prefill_eagerly, together=Together()):
                 row["launched"] = measure(engine, length)
         row["captured"] = measure(engine, length)
         result["rows"].append(row)

@@ -123,9 +123,9 @@ def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], in
     add, move = runner.add, runner.move
     verifier, state, ops = runner.verifier, runner.state, runner.ops
 
-    def added(row: int, request: Request) -> Any:
+    def added(row: int, request: Request, place: int = 0) -> Any:
         which[row] = owners[tuple(request.prompt_ids)]
-        return add(row, request)
+        return add(row, request, place)
 
     def moved(source: int, target: int) -> None:
         which[target] = which[source]

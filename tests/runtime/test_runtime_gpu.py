@@ -40,7 +40,7 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
 from dflash_toolkit.runtime.proposer import Draft, Proposer, head_of
-from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.request import Chunk, Request
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.stack import Stack
@@ -123,10 +123,10 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
     table = torch.zeros(runner.max_num_seqs, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
     add, move = runner.add, runner.move
 
-    def added(row: int, request: Request) -> Any:
+    def added(row: int, request: Request, place: int = 0) -> Any:
         text = texts[tuple(request.prompt_ids)]
         table[row, : len(text)] = text
-        return add(row, request)
+        return add(row, request, place)
 
     def moved(source: int, target: int) -> None:
         table[target].copy_(table[source])
@@ -642,6 +642,21 @@ def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(note)
     assert during and not any(during)
+
+
+def test_answers_to_prompts_of_one_pass_part_from_the_model_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair()
+    prompts, passes, real = prompts_of(24, seed=11), list[int](), StepRunner.prefill_together
+
+    def counted(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
+        passes.append(len(chunks))
+        real(runner, chunks)
+
+    monkeypatch.setattr(StepRunner, "prefill_together", counted)
+    engine = make_engine(target, drafter, max_num_seqs=16)
+    answers = engine.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    assert sum(passes) >= 12 and max(passes) > 2
+    assert max(regret(target, prompt, a.tokens) for prompt, a in zip(prompts, answers, strict=True)) <= 0.2
 
 
 def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest.LogCaptureFixture) -> None:

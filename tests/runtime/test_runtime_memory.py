@@ -384,10 +384,16 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16, trees=None)
+    probe.together_shapes = []
     probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
     gc.collect()
     Block(1000)
     assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20)
+    shapes = list[tuple[int, int]]()
+    probe.together_shapes = [(64, 8), (256, 4), (256, 2)]
+    probe.run_together_eagerly = lambda *shape: shapes.append(shape) or takes(70)()
+    assert memory.workspace_of(probe, 512) == Workspace(step=70, prefill=20), "graphs share their memory"
+    assert shapes == [(256, 4)], "the largest one"
     gc.collect()
     assert held == 0
 
@@ -413,5 +419,6 @@ def test_graphs_find_their_scratch_allocated() -> None:
     while engine.prepare():
         captured += 1
     parts = 2 * 6 + 1  # plain, and with a draft: a step, to read, to end, to choose in three modes; to propose
-    assert captured == len(PREFILL_SIZES) + parts * 7 - 1, "buckets up to 32; one was there"
+    prefills = len(PREFILL_SIZES) + len(engine.runner.together_shapes)
+    assert captured == prefills + parts * 7 - 1, "buckets up to 32; one was there"
     assert held() - taken <= 16 << 20, "what is smaller than a MiB, and what graphs return"

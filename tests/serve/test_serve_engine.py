@@ -268,7 +268,9 @@ def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monk
     engine = make_engine(target, None, max_num_seqs=1)
     joined: list[list[int]] = []
     real = engine.engine.runner.add
-    monkeypatch.setattr(engine.engine.runner, "add", lambda row, r: joined.append(r.prompt_ids) or real(row, r))
+    monkeypatch.setattr(
+        engine.engine.runner, "add", lambda row, r, *rest: joined.append(r.prompt_ids) or real(row, r, *rest)
+    )
 
     async def play(gate: Gate) -> None:
         with ask(engine, [1]) as running:
