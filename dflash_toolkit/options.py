@@ -133,7 +133,7 @@ class DraftOptions:
     draft_tree: int | None = option(
         None, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain "
         f"(default: {MOST_TREE_NODES} on a GPU for a dense target of {LEAST_FOR_TREES // 10**9} billion parameters or "
-        "more, else 0)", off=True,
+        "more, if num_speculative_tokens is left open and drafts are greedy; else 0)", off=True,
     )  # fmt: skip
     draft_tree_width: int | None = option(
         None, "children of a node at most; 1: chains, each of its own length (default: 8, or 1 where the target has "

@@ -68,7 +68,7 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
             "chains of their own length cannot pay, and trees by the order of their tokens alone"
         )  # fmt: skip
         severity, words = "warning", f"its probabilities say nothing of what is accepted; {measured}"
-        remedy = f"{useless}: serve blocks, `{serve}` without --draft-tree; a longer training makes them tell more"
+        remedy = f"{useless}: serve blocks, `{serve} --no-draft-tree`; a longer training makes them tell more"
     elif stored:
         block = (best & (at == 1)).long().cumsum(0) - 1
         lost = clustered(_surprise(promises["stored"], accepted) - _surprise(promises["own"], accepted), block)
@@ -81,7 +81,7 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
             severity, words = "warning", f"the stored calibration promises {ratio:.2f} times as much; {measured}"
         if severity != "ok":
             remedy = (
-                f"{calibration_remedy(case, fitted)}; till then a server with --draft-tree begins with wrong trees, "
+                f"{calibration_remedy(case, fitted)}; till then a server with draft trees begins with wrong ones, "
                 f"until its first steps have corrected them"
             )
     return Finding("calibration", severity, words, remedy, figures)

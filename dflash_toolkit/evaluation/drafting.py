@@ -95,7 +95,7 @@ def drafts_of(point: Point) -> Drafts:
 
 
 def fastest(points: Sequence[Point]) -> Point:
-    """Of one load. Blocks, which need no option, unless another is faster by its whole interval."""
+    """Of one load. Blocks, unless another is faster by its whole interval."""
     faster = [p for p in points if p["drafts"] != "blocks" and p["over_blocks_ci95"] and p["over_blocks_ci95"][0] > 1]
     blocks = next(point for point in points if point["drafts"] == "blocks")
     return max(faster, key=lambda point: point["over_blocks"], default=blocks)
@@ -105,7 +105,7 @@ def drafting_advice(points: Sequence[Point], serve: Sequence[str]) -> list[dict[
     """The fastest at each load, in their order, each with the command that serves so.
 
     Args:
-        serve: the command for blocks.
+        serve: the command, but for the options of the way to draft.
     """
     found = []
     for concurrency, group in itertools.groupby(points, key=lambda point: point["concurrency"]):

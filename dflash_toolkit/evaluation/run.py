@@ -419,7 +419,7 @@ def _points(*how: Any) -> dict[str, Any]:
 
 
 def _serving(noted: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """The command that serves the pair as it was measured, with blocks."""
+    """The command that serves the pair as it was measured, but for the way to draft."""
     words = ["dflash-serve", "--target", str(noted["target"]), "--drafter", str(noted.get("drafter", "DRAFTER"))]
     for name in ("device", "dtype", "draft_dtype"):
         if arguments.get(name, "auto") != "auto":

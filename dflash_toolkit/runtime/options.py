@@ -125,7 +125,7 @@ class EngineOptions(DraftOptions):
         block = self.block_size or most + 1
         tree = self.draft_tree
         if tree is None:
-            tree = MOST_TREE_NODES if on_gpu and self._trees_pay(target, drafter) else 0
+            tree = MOST_TREE_NODES if on_gpu and drafter and self._trees_pay(target) else 0
         width = width_for(self.draft_tree_width if tree else None, target.recurrent)
         nodes = min(tree, block - 1) if width == 1 else tree  # a chain is no longer than a block
         overshoot = (1 if on_gpu else 0) * block + max(block, nodes + 1)
@@ -141,11 +141,11 @@ class EngineOptions(DraftOptions):
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )
 
-    def _trees_pay(self, target: "ModelSpec", drafter: "DrafterConfig | None") -> bool:
-        """Whether they are the default: for pairs like those they were measured with, whose steps are long enough."""
+    def _trees_pay(self, target: "ModelSpec") -> bool:
+        """Whether they are the default: with dense targets whose steps are long beside what a tree adds to them."""
         free = self.num_speculative_tokens is None and self.draft_sample_method == "greedy" and not self.synthetic
         large = not target.depends_on_requests and target.dense_parameters >= LEAST_FOR_TREES
-        return free and large and drafter is not None and drafter.architecture.kind == "dflash"
+        return free and large
 
     def _context(self, longest: int, overshoot: int) -> int:
         """Tokens of one request; as many as the cache holds where that was asked for and the context was not.

@@ -362,8 +362,8 @@ class Scheduler:
         """Compute the next chunk of a prompt; how many tokens it had.
 
         A prompt is cut every so many tokens from where it begins, whatever else is computed in this turn: GEMMs of
-        other sizes would round otherwise, and its answer depend on its neighbours. It is also cut where its states
-        are kept.
+        other sizes would round otherwise, and its answer depend on its neighbours, as with what `_joins` others. It is
+        also cut where its states are kept.
         """
         ids = request.known_ids
         self._go_on_from(request)

@@ -305,8 +305,8 @@ def first_token(table: Table) -> None:
 
 def start(table: Table) -> None:
     table.columns(
-        "Qwen3-8B shape | process to first answer, s | of that loading, s | on another host, without draft trees, s "
-        "| with draft trees, s"
+        "Qwen3-8B shape | process to first answer, s | of that loading, s | another host, blocks alone, s "
+        "| the same host, draft trees, s"
     )
     names = {
         "compiled": "kernels compiled, files cached",
@@ -324,6 +324,7 @@ def prompts_together(table: Table) -> None:
     """Prompts of several requests one behind the other, and in one pass."""
     table.columns(" | one behind the other | several in one pass | gain")
     ways, found = ("apart", "together"), table.read("prefill_together_h200")
+    table.read("prefill_together_h200", "first_tokens")
     for shape, label in (("qwen3-8b", "Qwen3-8B"), ("qwen2.5-0.5b", "Qwen2.5-0.5B")):
         for apart, together in zip(*(found["first_tokens"][shape][way] for way in ways), strict=True):
             before, after = (row["captured"]["prompts_per_second"] for row in (apart, together))
@@ -686,7 +687,7 @@ def mixture_parts(table: Table) -> None:
 
 def expert_cuts(table: Table) -> None:
     """What a layer's experts take as the steps above have cut them, and as they are cut."""
-    table.columns("us of a layer's experts | above | now | less by")
+    table.columns("us of a layer's experts | tiles of the steps above | the engine's tiles | less by")
     for row in table.read("experts_qwen3_6_35b_a3b_fp8_h200")["rows"]:
         now = experts_us(row)
         before = row["gate_up"]["us"] + row["down"]["us"] + (row["group"]["us"] if row["rows"] > 32 else 0)

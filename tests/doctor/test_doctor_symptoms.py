@@ -205,7 +205,7 @@ def test_probabilities_that_say_nothing_are_told_and_what_cannot_pay(clinic: Cli
     for finding in (order, nothing):
         assert finding.severity == "warning" and "say nothing of what is accepted" in finding.measured
         assert abs(finding.figures["auc_chains"] - 0.5) < 0.05
-        assert "`dflash-serve --target t` without --draft-tree" in finding.remedy
+        assert "`dflash-serve --target t --no-draft-tree`" in finding.remedy
     assert "trees by the order of their tokens alone" in order.remedy and order.figures["auc_trees"] > 0.7
     assert "draft trees and chains of their own length cannot pay" in nothing.remedy
     few = judged(case, nodes_of(False, False, blocks=9), "dflash-serve ...")

@@ -300,7 +300,8 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
 def test_trees_are_the_default_where_they_pay(shape: str, device: str, asked: dict[str, Any], nodes: int) -> None:
     config = named_shape(shape)
     spec, drafter = ModelSpec.of_target(config), drafter_shape(config)
-    assert EngineOptions(**asked).fitted(spec, drafter, torch.device(device)).draft_tree == nodes
+    for each in (drafter, replace(drafter, selector_rank=256, selector_top_k=16)):
+        assert EngineOptions(**asked).fitted(spec, each, torch.device(device)).draft_tree == nodes
     assert EngineOptions().fitted(spec, None, torch.device(device)).draft_tree == 0, "without a drafter"
 
 
