@@ -210,6 +210,10 @@ class Line:
         self.place(request).aside = True
         self._aside.append(request)
 
+    def go_on(self, request: "Request") -> None:
+        """One that has started and was passed over can."""
+        self.place(request).aside = False
+
 
 def _waits(request: "Request") -> bool:
     return request.place is not None and request.place.waits

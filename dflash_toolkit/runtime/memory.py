@@ -1,6 +1,7 @@
 """How many pages the cache gets, and how much scratch the graphs."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -86,6 +87,7 @@ def room_for_cache(
         way_out = f"lower max_model_len or {rows}, or raise gpu_memory_utilization (now {now})"
         if wanted is not None:
             what, way_out = f"a cache of {options.kv_cache_tokens} tokens", f"lower kv_cache_tokens or {rows}"
+        way_out += ", or set draft_tree to 0" if options.draft_tree else ""
         said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}"
         raise UnsupportedModel(said, gpus=2) if wanted is None else UserError(said)
     # behind the last even a prefix cache has little use for more
@@ -207,9 +209,8 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
-    if shapes := probe.together_shapes:
-        largest_chunks = max(shapes, key=math.prod)
-        step = max(step, peak(lambda: probe.run_together_eagerly(*largest_chunks)))
+    for together in probe.together_shapes:  # of short chunks keys may be split, which takes more
+        step = max(step, peak(functools.partial(probe.run_together_eagerly, *together)))
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])
         step = max(step, peak(lambda: probe.run_part_eagerly(largest)))

@@ -296,9 +296,12 @@ class StepRunner:
         """`prefill` of several chunks in one pass, all padded to one length, and their number to one of COUNTS."""
         size = self.together.size(max(len(chunk.ids) for chunk in chunks))
         assert size is not None
+        if max(chunk.start for chunk in chunks) + size > self.reach:  # padding would have no pages
+            self._prefill_in_turn(chunks)
+            return
         count = next(each for each in COUNTS if each >= len(chunks))
         self.place_together(chunks, size, count)
-        if self.device.type != "cuda" or max(chunk.start for chunk in chunks) + size > self.reach:
+        if self.device.type != "cuda":
             self._last_hidden = self.prefilled_together(size, count)
             return
         if (size, count) not in self._together_graphs:
@@ -306,6 +309,14 @@ class StepRunner:
             self.place_together(chunks, size, count)
         graph, self._last_hidden = self._together_graphs[size, count]
         graph.replay()
+
+    def _prefill_in_turn(self, chunks: Sequence[Chunk]) -> None:
+        last = []
+        for ids, start, pages, state in chunks:
+            self.prefill(ids, start, pages, state=state)
+            assert self._last_hidden is not None
+            last.append(self._last_hidden.clone())  # a graph's own is written by the next
+        self._last_hidden = torch.cat(last)
 
     def place_together(self, chunks: Sequence[Chunk], size: int, count: int) -> None:
         """Put chunks where `prefilled_together` finds them; what is none goes into the null block."""

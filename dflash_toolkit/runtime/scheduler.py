@@ -220,9 +220,13 @@ class Scheduler:
         line.begin()
         due = self._held_up or line.due(self._rows_left > 0)
         while left > 0:
+            due = due if due is not None and due.place is not None else None  # whoever got a first token may cancel
             request = line.next(self._rows_left > 0) or due
             if due is not None and request is not due and self._last_row_is_for(due, request):
                 request = due
+            if request is None and self._group:
+                self._compute_group()  # some may have more chunks
+                continue
             if request is None:
                 break
             reserved = 0 if due is None or request is due else self._next_chunk(due)
@@ -243,15 +247,11 @@ class Scheduler:
             elif goes:
                 self._compute_group()
                 left -= max(self._try_prefill(request), 1)
-                self._read_first_tokens()
             else:
                 line.pass_over(request)
+            while self._launches and not self._device.depth:  # where a step is waited for, so are first tokens
+                self._read()
         self._compute_group()
-
-    def _read_first_tokens(self) -> None:
-        """Where a step is waited for, so are first tokens."""
-        while self._launches and not self._device.depth:
-            self._read()
 
     # ---- several prompts in one pass ---------------------------------------------------------------------
 
@@ -277,12 +277,14 @@ class Scheduler:
 
     def _begins_alike(self, request: Request, other: Request) -> bool:
         """Whether the pages that are computed for the other one hold tokens of this one, too."""
-        ids, theirs = request.known_ids, other.known_ids
-        end = other.prefilled + self._pool.page_size
-        return self._prefix_cache and len(theirs) >= end and ids[:end] == theirs[:end]
+        ids, theirs, start = request.prompt_ids, other.prompt_ids, other.prefilled
+        end = start + self._pool.page_size
+        if not self._prefix_cache or len(theirs) < end or ids[start:end] != theirs[start:end]:
+            return False
+        return ids[:start] == theirs[:start]
 
     def _compute_group(self) -> None:
-        """One pass for those that joined. Whom it fails for begins anew, and is computed alone."""
+        """One pass for those that joined. If it fails, they begin anew, and each is computed alone."""
         group, self._group = [request for request in self._group if request in self.waiting.started], []
         if not group:
             return
@@ -303,11 +305,18 @@ class Scheduler:
                     left.remove(request)
                 except Exception as error:
                     self._prompt_failed(request, error)
+            for request in group:
+                if request in self.waiting.started:
+                    self.waiting.go_on(request)
+        except Exception as error:
+            log.error("a pass over the prompts of %d requests failed", len(group), exc_info=error)
+            for request, chunk in zip(group, chunks, strict=True):
+                self.waiting.charge(request, prompt=-len(chunk.ids))
+            self._device.check()
         finally:  # their states may be anything
             for request in left:
                 request.alone = True
                 self._preempt(request)
-        self._read_first_tokens()
 
     def _has_states(self, request: Request) -> bool:
         """Copy what it goes on from before others in the same turn keep theirs there; False where that failed."""
@@ -315,9 +324,12 @@ class Scheduler:
             self._go_on_from(request)
         except Exception as error:
             log.error("states of request %s were not copied", request.name or "without a name", exc_info=error)
-            request.alone = True
-            self._preempt(request)
             self._device.check()
+            if request.alone:
+                self._fail(request, error)
+            else:
+                request.alone = True
+                self._preempt(request)
             return False
         return True
 

@@ -363,6 +363,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 max_num_seqs=batch,
                 max_model_len=args.max_model_len,
                 num_speculative_tokens=block - 1 if block else None,
+                draft_tree=0,
                 draft_dtype=args.draft_dtype,
                 prefix_cache=args.prefix_cache,
                 synthetic=synthetic,

@@ -434,6 +434,28 @@ def test_a_pass_over_several_chunks_writes_what_each_alone_does_and_nothing_else
     assert one[0].isfinite().all() and all(cache.isfinite().any() for cache in one[1])
 
 
+def test_chunks_near_the_end_of_a_context_are_not_padded_beyond_it() -> None:
+    target, drafter = pair("qwen3")
+    engine = make_engine(target, drafter, max_num_seqs=12, max_model_len=128)
+    runner = engine.runner
+    prompts = prompts_of(120, 11, 12, seed=4)
+    pages = [list(range(1 + 40 * i, 1 + 40 * i + runner.pages_per_request)) for i in range(3)]
+    alone, length = list[Tensor](), 116
+    for prompt, at in zip(prompts, pages, strict=True):
+        for start in range(0, len(prompt), length):
+            runner.prefill(prompt[start : start + length], start, at)
+        assert runner._last_hidden is not None
+        alone.append(runner._last_hidden.clone())
+    assert length + 64 > runner.reach
+    chunks = [
+        Chunk(prompts[0][length:], length, pages[0], 0),
+        *(Chunk(p, 0, at, 0) for p, at in zip(prompts[1:], pages[1:], strict=True)),
+    ]
+    runner.prefill_together(chunks)
+    assert runner._last_hidden is not None
+    torch.testing.assert_close(runner._last_hidden, torch.cat(alone), rtol=0, atol=0)
+
+
 def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair("qwen3")
     passes = list[int]()

@@ -91,6 +91,8 @@ def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
     assert isinstance(caught.value, UnsupportedModel) and caught.value.gpus == 2, "more GPUs would hold it"
     with refused("lower max_model_len or max_num_seqs or prefix_states, or raise"):
         pages_of(replace(OPTIONS, prefix_states=4), context=50000)
+    with refused(r"or raise gpu_memory_utilization \(now 0\.9\), or set draft_tree to 0"):
+        pages_of(replace(OPTIONS, draft_tree=63), context=50000)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -390,11 +392,9 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
     gc.collect()
     Block(1000)
     assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20)
-    shapes = list[tuple[int, int]]()
-    probe.together_shapes = [(64, 8), (256, 4), (256, 2)]
-    probe.run_together_eagerly = lambda *shape: shapes.append(shape) or takes(70)()
+    probe.together_shapes = [(64, 2), (64, 8), (256, 4)]
+    probe.run_together_eagerly = lambda size, count: takes(70 if (size, count) == (64, 8) else 50)()
     assert memory.workspace_of(probe, 512) == Workspace(step=70, prefill=20), "graphs share their memory"
-    assert shapes == [(256, 4)], "the largest one"
     gc.collect()
     assert held == 0
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import scheduler as module
+from dflash_toolkit.runtime.line import Line
 from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.request import Chunk, Committed, NotFiniteError, Request, StepShape, Together
 from dflash_toolkit.runtime.scheduler import Scheduler
@@ -300,11 +301,19 @@ def test_ten_thousand_random_events_lose_no_page_no_token_and_no_state(
 def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(
     recurrent: bool, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    passes, real = list[int](), TableDevice.prefill_together
+
+    def counted(device: TableDevice, chunks: Sequence[Chunk]) -> None:
+        passes.append(len(chunks))
+        real(device, chunks)
+
+    monkeypatch.setattr(TableDevice, "prefill_together", counted)
     if together:
         monkeypatch.setattr(module, "EXACT_BATCH", 0)
         monkeypatch.setattr(TableDevice, "together", Together(3, (1, 2, 3), 6))
     counts = [check_events(1, recurrent, seed, 5, 30) for seed in range(8 if together else 4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
+    assert len(passes) > 100 if together else not passes
 
 
 def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
@@ -386,12 +395,12 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
 TOGETHER = Together(4, (4, 8), 16)
 
 
-def in_one_pass(*requests: Request, running: int = 9, **options: Any) -> TableDevice:
+def in_one_pass(*requests: Request, running: int = 9, device: TableDevice | None = None, **options: Any) -> TableDevice:
     """What a device was asked for that computes chunks together, beside so many requests that are decoded."""
-    device = TableDevice()
+    device = device or TableDevice()
     device.together = TOGETHER
     others = [request_of([50 + i] * 9, 40) for i in range(running)]
-    scheduler = scheduled(device, *others, max_num_seqs=running + 20, pool=2000, **options)
+    scheduler = scheduled(device, *others, **{"max_num_seqs": running + 20, "pool": 2000} | options)
     while len(scheduler.running) < running:
         scheduler.advance()
     device.calls.clear()
@@ -429,12 +438,69 @@ def test_who_finds_anothers_pages_is_not_computed_beside_it() -> None:
 
 
 def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else notices, and it was not given to anybody."""
+    failed, charged, real = list[int](), list[int](), Line.charge
+
     def fails(device: TableDevice, chunks: Sequence[Chunk]) -> None:
+        failed.append(len(chunks))
         raise RuntimeError("a pass of its own")
 
+    def charge(line: Line, request: Request, prompt: int = 0, answer: int = 0) -> None:
+        charged.append(prompt)
+        real(line, request, prompt, answer)
+
     monkeypatch.setattr(TableDevice, "prefill_together", fails)
-    device = in_one_pass(*(request_of([i] * 3, 3) for i in range(3)))
-    assert len(device.called("prefill")) == 3
+    monkeypatch.setattr(Line, "charge", charge)
+    requests = [request_of([i] * 3, 3) for i in range(3)]
+    device = in_one_pass(*requests)
+    assert failed == [3] and len(device.called("prefill")) == 3
+    assert sum(charged) == 9 * 9 + 3 * 3, "those who are decoded, and each of these once"
+    assert {requests for requests, *_ in device.called("decode")} <= {9, 12}, "no step without the others"
+
+
+def test_what_a_pass_leaves_of_a_prompt_is_computed_in_the_same_turn() -> None:
+    device = TableDevice()
+    device.recurrent = True
+    requests = [request_of([10 * i + k for k in range(6)], 3) for i in range(3)]
+    in_one_pass(*requests, device=device, pool=PagePool(2000, SIZE, range(40, 80)), prefix_cache=True, recurrent=True)
+    chunks = device.called("prefill_together")
+    assert chunks == [(4, 4, 4), (2, 2, 2)], "cut where its states are kept"
+    first = [call[0] for call in device.calls].index("decode")
+    assert sum(sum(call[1:]) for call in device.calls[:first] if call[0] == "prefill_together") == 18
+    assert not device.mistakes
+
+
+def test_who_is_cancelled_when_a_first_token_comes_joins_nobody() -> None:
+    """Where results are waited for, they come while prompts are still chosen."""
+    device, waiting = TableDevice(0), [request_of([20 + i] * 3, 9) for i in range(12)]
+    device.together = TOGETHER
+
+    def report(request: Request, step: Step | None) -> None:
+        for other in waiting[3:]:
+            scheduler.cancel(other)
+
+    scheduler = scheduled(device, max_num_seqs=12, pool=2000, report=report)
+    for request in waiting:
+        scheduler.add(request)
+    drain(scheduler)
+    assert [request.tokens for request in waiting] == [truth(r.prompt_ids, 9) for r in waiting[:3]] + 9 * [[]]
+    assert device.called("prefill_together") == [(3, 3, 3, 3)] and device.called("prefill") == []
+    assert scheduler.preemptions == 0
+
+
+def test_who_is_due_may_be_cancelled_by_a_first_token(caplog: pytest.LogCaptureFixture) -> None:
+    device, begun = TableDevice(0), request_of([1] * 9, 30)
+    due, short = request_of([2] * 30, 9), request_of([3] * 3, 9)
+    begun.key = due.key = "theirs"
+    scheduler = scheduled(
+        device, begun, report=lambda request, step: scheduler.cancel(due) if request is short else None
+    )
+    scheduler.advance()
+    for request in (due, short):
+        scheduler.add(request)
+    drain(scheduler)
+    assert due.cancelled and due.tokens == [] and (2, 0, 30) not in device.called("prefill")
+    assert short.tokens == truth(short.prompt_ids, 9) and not caplog.records
 
 
 def test_nobody_goes_on_from_states_whose_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
