@@ -328,7 +328,8 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
     def report(request: Request, step: Step | None) -> None:
         if request.error is None:
             told.setdefault(request, []).extend(request.tokens if step is None else step.tokens)
-            assert told[request] == request.tokens, "told once, as it comes"
+            text = told[request]
+            assert text == request.tokens[: len(text)], "told once, in order"
         if request.finished:
             done.append(request)
 
@@ -369,6 +370,8 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
             scheduler.cancel(request)
         else:
             scheduler.advance()
+            heard = [request for request in alive if not request.cancelled and request.error is None]
+            assert all(told.get(request, []) == request.tokens for request in heard), "told as it comes"
         pool.check()
     drain(scheduler)
     pool.check()
