@@ -522,6 +522,7 @@ class Scheduler:
 
     def _read(self) -> bool:
         """Read the oldest result; whether any request got something."""
+        self._tell()  # what a read that failed has left: who hears it takes it for the newest
         found = self._device.read(self._launches[0].pending)
         launch = self._launches.popleft()
         leaving, got = [], False
