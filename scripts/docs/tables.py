@@ -807,7 +807,9 @@ def replayed_rows(table: Table) -> None:
     shapes = TREE_SHAPES
     sets = {"all": "five sets", "gsm8k": "gsm8k", "mt_bench": "mt_bench"}
     pairs = list(itertools.product(shapes, sets))
-    table.columns(" | ".join(["requests at a time", *(f"{shapes[shape]}, {sets[name]}" for shape, name in pairs)]))
+    names = [f"{shapes[shape]}, {sets[name]}" for shape, name in pairs]
+    table.columns(" | ".join(["requests at a time", *names, "Qwen3-8B, steps as long as with DFlash 2, five sets"]))
+    pairs.append(("qwen3_8b_dflash2", "all"))
     found = [table.read("replayed_rows_cpu", shape, name)["batches"] for shape, name in pairs]
     for rows in zip(*found, strict=True):
         table.add(rows[0]["requests"], *(by(1 + row["rows"], 1.0) for row in rows))
