@@ -462,6 +462,7 @@ class EnginePair(Pair):
         except UserError as error:
             # the reference does not draft in fp8; and without its copy of the head there is more room
             way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"
+            way += ", or leave trees out of the sweep" if more.get("draft_tree") else ""
             raise UserError(
                 f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
                 f"lower max_tokens or use {way}"

@@ -87,11 +87,15 @@ def room_for_cache(
         way_out = f"lower max_model_len or {rows}, or raise gpu_memory_utilization (now {now})"
         if wanted is not None:
             what, way_out = f"a cache of {options.kv_cache_tokens} tokens", f"lower kv_cache_tokens or {rows}"
-        way_out += ", or set draft_tree to 0" if options.draft_tree else ""
-        said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}"
+        said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}{_without_trees(options)}"
         raise UnsupportedModel(said, gpus=2) if wanted is None else UserError(said)
     # behind the last even a prefix cache has little use for more
     return Room(1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
+
+
+def _without_trees(options: "EngineOptions") -> str:
+    """The end of a way out."""
+    return ", or set draft_tree to 0" if options.draft_tree else ""
 
 
 @contextlib.contextmanager
@@ -105,7 +109,7 @@ def beside_the_weights(options: "EngineOptions") -> Iterator[None]:
         )
         raise UserError(
             f"GPU memory does not hold the engine beside the weights ({_said(error)}); {copies}lower max_num_seqs, "
-            f"max_model_len or kv_cache_tokens"
+            f"max_model_len or kv_cache_tokens{_without_trees(options)}"
         ) from error
 
 
@@ -174,6 +178,7 @@ def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> t
         raise UserError(
             f"GPU memory does not hold a step of {probe.max_num_seqs} requests and a chunk of {cut} tokens beside the "
             f"weights ({_said(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
+            f"{_without_trees(options)}"
         ) from error
     except Exception as error:
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack

@@ -137,7 +137,7 @@ class EngineOptions(DraftOptions):
             draft_tree=nodes,
             draft_tree_width=width,
             prefix_states=kept if target.recurrent and self.prefix_cache else 0,
-            max_model_len=self._context(target.context_limit, overshoot, nodes),
+            max_model_len=self._context(target.context_limit, overshoot, nodes + 1 > block),
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )
 
@@ -147,13 +147,13 @@ class EngineOptions(DraftOptions):
         large = not target.depends_on_requests and target.dense_parameters >= LEAST_FOR_TREES
         return free and large
 
-    def _context(self, longest: int, overshoot: int, nodes: int) -> int:
+    def _context(self, longest: int, overshoot: int, trees: bool) -> int:
         """Tokens of one request; as many as the cache holds where that was asked for and the context was not.
 
         Args:
             longest: what the target was made for.
             overshoot: tokens that steps in flight may write behind an answer's end.
-            nodes: of a draft tree, which are among them.
+            trees: whether they would be fewer without draft trees.
         """
         wanted = self.max_model_len or longest
         if self.kv_cache_tokens is None:
@@ -162,7 +162,7 @@ class EngineOptions(DraftOptions):
         least = self.max_model_len or 2
         if room < least:
             lower = f", or lower max_model_len to {room}" if room > 1 else ""
-            lower += ", or set draft_tree to 0" if nodes else ""
+            lower += ", or set draft_tree to 0" if trees else ""
             raise UserError(
                 f"kv_cache_tokens is {self.kv_cache_tokens} and a request of {least} tokens (max_model_len) needs "
                 f"{least + overshoot} with the drafts behind it; raise kv_cache_tokens{lower}"

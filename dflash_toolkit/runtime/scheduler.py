@@ -247,7 +247,7 @@ class Scheduler:
             elif goes:
                 self._compute_group()
                 left -= max(self._try_prefill(request), 1)
-            else:
+            elif request.place is not None:  # else it has failed
                 line.pass_over(request)
             while self._launches and not self._device.depth:  # where a step is waited for, so are first tokens
                 self._read()
@@ -305,18 +305,19 @@ class Scheduler:
                     left.remove(request)
                 except Exception as error:
                     self._prompt_failed(request, error)
-            for request in group:
-                if request in self.waiting.started:
-                    self.waiting.go_on(request)
         except Exception as error:
             log.error("a pass over the prompts of %d requests failed", len(group), exc_info=error)
             for request, chunk in zip(group, chunks, strict=True):
-                self.waiting.charge(request, prompt=-len(chunk.ids))
+                if request in left:
+                    self.waiting.charge(request, prompt=-len(chunk.ids))
             self._device.check()
         finally:  # their states may be anything
             for request in left:
                 request.alone = True
                 self._preempt(request)
+        for request in group:
+            if request in self.waiting.started:
+                self.waiting.go_on(request)
 
     def _has_states(self, request: Request) -> bool:
         """Copy what it goes on from before others in the same turn keep theirs there; False where that failed."""
@@ -523,6 +524,8 @@ class Scheduler:
     def _read(self) -> bool:
         """Read the oldest result; whether any request got something."""
         self._tell()  # what a read that failed has left: who hears it takes it for the newest
+        if not self._launches:  # who heard it has cancelled, and that failed
+            return False
         found = self._device.read(self._launches[0].pending)
         launch = self._launches.popleft()
         leaving, got = [], False
@@ -648,6 +651,8 @@ class Scheduler:
             request.blocks_in_flight.clear()
         sound = []
         for request in running:
+            if request.place is None:  # cancelled by who heard of another's result
+                continue
             if request.finished or request.cancelled:
                 self._take(request)
                 continue
@@ -660,19 +665,25 @@ class Scheduler:
                 log.error("request %s failed alone", request.name or "without a name", exc_info=again)
                 self._device.check()
                 self._launches.clear()
-                self._fail(request, again)
+                if request.place is not None:
+                    self._fail(request, again)
+                else:  # it has ended, but for its row
+                    self._device.remove(0)
             if request.row is not None:
                 self._device.remove(0)
                 request.row = None
                 sound.append(request)
             self.running = []
         for request in sound:
+            if request.place is None:
+                continue
             if self._recurrent:  # its states are behind the step that it made alone, or in it
                 self._preempt(request)
                 continue
             request.row = len(self.running)
             self.running.append(request)
             self._device.add(request.row, request)
+        self._tell()
 
     def _step_alone(self, request: Request) -> None:
         request.row, self.running = 0, [request]

@@ -60,12 +60,15 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--length", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
     parser.add_argument("--prefix-cache", action="store_true", help="have one, and captured graphs only")
+    parser.add_argument("--apart", action="store_true", help="take no prompts together")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device, dtype, config = torch.device("cuda"), torch.bfloat16, named_shape(args.shape)
     target = random_target(ModelSpec.of_target(config), device, dtype)
     drafter = random_drafter(drafter_shape(config), device, dtype)
     engine = Engine(target, drafter, (), EngineOptions(num_speculative_tokens=15, prefix_cache=args.prefix_cache))
+    if args.apart:
+        engine.runner.together = Together()
     result: dict[str, Any] = {**setting("bench/first_token.py"), "shape": args.shape, "rows": []}
     for length in args.length:
         row: dict[str, Any] = {"length": length}

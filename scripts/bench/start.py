@@ -38,10 +38,11 @@ CHILD = """
 import json, sys, time
 began = time.perf_counter()
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.runtime import load, load_engine
+from dflash_toolkit.runtime import EngineOptions, load, load_engine
 if sys.argv[3] == "not ahead":
     load.read_ahead = lambda *checkpoints: None
-engine, _ = load_engine(sys.argv[1], sys.argv[2])
+options = EngineOptions(draft_tree=0 if sys.argv[4] == "blocks" else None)
+engine, _ = load_engine(sys.argv[1], sys.argv[2], options=options)
 loaded = time.perf_counter()
 answer, = engine.generate([list(range(100, 164))], SamplingParams(max_tokens=16, ignore_eos=True))
 ended = time.perf_counter()
@@ -87,10 +88,11 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def start(target: Path, drafter: Path, caches: Path, ahead: bool) -> dict[str, Any]:
+def start(target: Path, drafter: Path, caches: Path, ahead: bool, blocks: bool) -> dict[str, Any]:
     """Seconds of a process that keeps what it compiles and measures in `caches`."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(caches / "triton"), "XDG_CACHE_HOME": str(caches)}
-    command = [sys.executable, "-c", CHILD, str(target), str(drafter), "ahead" if ahead else "not ahead"]
+    how = "ahead" if ahead else "not ahead", "blocks" if blocks else "as it pays"
+    command = [sys.executable, "-c", CHILD, str(target), str(drafter), *how]
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -103,6 +105,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint goes")
     parser.add_argument("--repeats", type=int, default=1, help="of all starts but the first")
+    parser.add_argument("--no-draft-tree", action="store_true", help="verify blocks alone")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
@@ -117,12 +120,13 @@ def main() -> None:
         if case == NOT_CACHED:
             forget(args.folder)
         name = case if ahead else f"{case}, not read ahead"
-        found = start(target, drafter, caches, ahead)
+        found = start(target, drafter, caches, ahead, args.no_draft_tree)
         rows.setdefault(name, []).append(found)
         print(name, {k: round(v, 2) for k, v in found.items()}, flush=True)
     if args.output:
+        trees = ["--no-draft-tree"] if args.no_draft_tree else []
         result = {
-            **setting("bench/start.py", ["--shape", args.shape, "--repeats", str(args.repeats)]),
+            **setting("bench/start.py", ["--shape", args.shape, "--repeats", str(args.repeats), *trees]),
             "checkpoint_gb": size / 1e9,
             "starts": rows,
         }

@@ -305,18 +305,18 @@ def first_token(table: Table) -> None:
 
 def start(table: Table) -> None:
     table.columns(
-        "Qwen3-8B shape | process to first answer, s | of that loading, s | another host, blocks alone, s "
-        "| the same host, draft trees, s"
+        "Qwen3-8B shape | process to first answer, blocks, s | of that loading, s "
+        "| process to first answer, busy host, blocks, s | busy host, draft trees, s"
     )
     names = {
         "compiled": "kernels compiled, files cached",
         "compiled, files not cached": "kernels compiled, from disk",
         "nothing compiled": "first start on a machine, files cached",
     }
-    found = table.read("start_qwen3_8b_h200")
+    alone, busy = table.read("start_qwen3_8b_h200"), table.read("start_qwen3_8b_h200", "draft_trees")
     for key, label in names.items():
-        row = found["starts"][key][0]
-        others = (found["draft_trees"][way][key][0] for way in ("blocks", "trees"))
+        row = alone["starts"][key][0]
+        others = (busy[way][key][0] for way in ("blocks", "trees"))
         table.add(label, f"{row['process_s']:.1f}", f"{row['load_s']:.1f}", *(f"{r['process_s']:.1f}" for r in others))
 
 
@@ -687,7 +687,7 @@ def mixture_parts(table: Table) -> None:
 
 def expert_cuts(table: Table) -> None:
     """What a layer's experts take as the steps above have cut them, and as they are cut."""
-    table.columns("us of a layer's experts | tiles of the steps above | the engine's tiles | less by")
+    table.columns("us of a layer's experts | as in the steps above | as the engine does now | less by")
     for row in table.read("experts_qwen3_6_35b_a3b_fp8_h200")["rows"]:
         now = experts_us(row)
         before = row["gate_up"]["us"] + row["down"]["us"] + (row["group"]["us"] if row["rows"] > 32 else 0)
@@ -706,8 +706,11 @@ def experts_us(row: dict[str, Any]) -> float:
     for part, k in (("gate_up", spec.hidden_size), ("down", moe.intermediate_size)):
         tile, taken = experts_tile(row["rows"], moe.top_k + moe.shared, moe.experts, k, fp8=True)
         cut = {"gathered": True, "tile": [tile.block_n, tile.warps, tile.stages], "taken": taken}
-        known = [each["us"] for each in row[f"{part}_cuts"] if cut.items() <= each.items()]
-        total += known[0] if known else row[part]["us"]  # a sweep leaves out what was taken when it was made
+        if cut == {"gathered": row["rows"] > 32, "tile": [64, 4, 4], "taken": 32}:  # taken when the sweep was made
+            total += row[part]["us"]
+        else:
+            (found,) = (each["us"] for each in row[f"{part}_cuts"] if cut.items() <= each.items())
+            total += found
     return total
 
 
@@ -1050,11 +1053,11 @@ def measured(table: Table) -> str:
             for key, name in (("torch", "PyTorch"), ("triton", "Triton"), ("vllm", "vLLM"))
             if key in versions
         ]
-        machines.append(", ".join([found.get("gpu", ""), *packages]))
+        machines.append(", ".join(filter(None, [found.get("gpu"), *packages])))
         files.setdefault(f"`scripts/results/{file}.json`", []).extend([" / ".join(keys)] if keys else [])
         every = found.get("commands") or [found["command"]]
         commands += [shlex.join(today(command)) for command in every]
-    said = "; ".join(dict.fromkeys(machines)) + ". "
+    said = "; ".join(dict.fromkeys(filter(None, machines))) + ". "
     said += (
         "; ".join(f"{file}: {', '.join(dict.fromkeys(keys))}" if keys else file for file, keys in files.items()) + "."
     )

@@ -1,6 +1,8 @@
 """Whatever comes in whatever order, no page and no token is lost. The device here is a table."""
 
 import contextlib
+import functools
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -317,8 +319,8 @@ def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(
 
 
 def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
-    """300 random events; how many preempted, cancelled, and finished requests with a cached prefix there were, and how
-    many faults, NaN by chance, and requests that ended with each kind of error."""
+    """300 random events, and more by who hears of a result; how many preempted, cancelled, and finished requests with a
+    cached prefix there were, and how many faults, NaN by chance, and requests that ended with each kind of error."""
     dice = random.Random(seed)
     slots = range(1 + max_num_seqs, 1 + max_num_seqs + dice.choice([1, 3, 9]))
     pool = PagePool(pages, SIZE, slots)
@@ -331,6 +333,28 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
             assert told[request] == request.tokens, "told once, as it comes"
         if request.finished:
             done.append(request)
+        if dice.random() < 0.05:
+            give_up()
+        if len(alive) < 80 and dice.random() < 0.05:
+            ask()
+
+    def ask() -> None:
+        prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
+        if dice.random() < 0.15:
+            prompt.insert(dice.randrange(len(prompt)), dice.choice([IN_PREFILL, IN_DECODE, NAN]))
+        count = dice.randrange(2, 30)
+        request = request_of(prompt, count)
+        request.params = replace(request.params, prompt_logprobs=dice.choice([None, 0]))
+        request.key, request.group, request.priority = (dice.choice(n) for n in (("", "a"), ("", "b"), (0, 0, 1)))
+        if pool.pages_for(len(prompt) + count + depth * BLOCK + max(places, BLOCK)) <= pool.capacity:
+            scheduler.add(request)
+            alive.append(request)
+
+    def give_up() -> None:
+        nonlocal cancelled
+        request = dice.choice(alive)
+        cancelled += not request.finished and not request.cancelled
+        scheduler.cancel(request)
 
     device = FaultyDevice(depth, dice)
     device.recurrent = recurrent
@@ -353,20 +377,9 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
     for event in range(300):
         action = dice.random()
         if action < 0.25 and event < 250:
-            prompt = shared[: dice.randrange(1, 40)] + [dice.randrange(97) for _ in range(dice.randrange(3))]
-            if dice.random() < 0.15:
-                prompt.insert(dice.randrange(len(prompt)), dice.choice([IN_PREFILL, IN_DECODE, NAN]))
-            count = dice.randrange(2, 30)
-            request = request_of(prompt, count)
-            request.params = replace(request.params, prompt_logprobs=dice.choice([None, 0]))
-            request.key, request.group, request.priority = (dice.choice(n) for n in (("", "a"), ("", "b"), (0, 0, 1)))
-            if pool.pages_for(len(prompt) + count + depth * BLOCK + max(places, BLOCK)) <= pool.capacity:
-                scheduler.add(request)
-                alive.append(request)
+            ask()
         elif action < 0.3 and alive:
-            request = dice.choice(alive)
-            cancelled += not request.finished and not request.cancelled
-            scheduler.cancel(request)
+            give_up()
         else:
             scheduler.advance()
         pool.check()
@@ -523,6 +536,101 @@ def test_what_reads_that_failed_have_left_is_told_before_the_next_result(monkeyp
     monkeypatch.setattr(device, "remove", remove)
     drain(scheduled(device, *requests, report=report))
     assert not failures and [request.tokens for request in requests] == [truth(r.prompt_ids, r.limit) for r in requests]
+
+
+def test_an_end_is_told_though_its_row_cannot_be_removed() -> None:
+    """Of a request alone, whose last step is in flight when the next one fails."""
+    device, failures, told = TableDevice(1), ["decode", "remove"], list[int]()
+    request = request_of([1, 2, 3], 6)
+
+    def report(_: Request, step: Step | None) -> None:
+        told.extend(step.tokens if step else request.tokens)
+
+    scheduler = scheduled(device, request, block=BLOCK, report=report)
+    while not scheduler._launches:
+        scheduler.advance()
+    failing(device, failures)
+    drain(scheduler)
+    assert not failures and told == request.tokens == truth(request.prompt_ids, 6)
+
+
+@pytest.mark.parametrize(("who", "whom"), [*itertools.permutations(range(3), 2)])
+def test_who_is_cancelled_while_others_are_computed_alone_is_gone(who: int, whom: int) -> None:
+    device, failures = TableDevice(1), ["decode"]
+    requests = [request_of([10 + i] * 3, 12) for i in range(3)]
+
+    def report(request: Request, step: Step | None) -> None:
+        if not failures and len(scheduler.running) == 1 and request is requests[who]:
+            scheduler.cancel(requests[whom])
+
+    scheduler = scheduled(device, *requests, report=report)
+    while not all(len(request.tokens) > 2 for request in requests):
+        scheduler.advance()
+    failing(device, failures)
+    drain(scheduler)
+    assert [r.tokens == truth(r.prompt_ids, 12) for r in requests] == [i != whom for i in range(3)]
+    assert scheduler._pool.available == scheduler._pool.capacity and not any(r.error for r in requests)
+
+
+def test_a_row_that_cannot_be_removed_fails_nobody_whose_answer_has_ended() -> None:
+    """It ends in the step that it makes alone."""
+    device, failures, told = TableDevice(1), ["decode"], list[int]()
+    requests = [request_of([10 + i] * 3, limit) for i, limit in enumerate((5, 12, 12))]
+    real = device.remove
+
+    def remove(row: int) -> None:
+        if not failures and requests[0].finished:
+            failures.append("removed")
+            raise RuntimeError("a row stays")
+        real(row)
+
+    def report(request: Request, step: Step | None) -> None:
+        if request is requests[0]:
+            told.extend(step.tokens if step else request.tokens)
+
+    scheduler = scheduled(device, *requests, report=report)
+    while len(requests[0].tokens) < 3:
+        scheduler.advance()
+    failing(device, failures)
+    device.remove = remove  # type: ignore[method-assign]
+    drain(scheduler)
+    assert failures == ["removed"] and told == requests[0].tokens
+    assert [r.tokens for r in requests] == [truth(r.prompt_ids, r.limit) for r in requests]
+    assert scheduler._pool.available == scheduler._pool.capacity and not any(r.error for r in requests)
+
+
+def failing(device: TableDevice, names: list[str]) -> None:
+    """Let calls raise, each once and in this order; all others go well."""
+
+    def calls(name: str, real: Any, *args: Any) -> Any:
+        if names and names[0] == name:
+            names.pop(0)
+            raise RuntimeError(f"{name} fails once")
+        return real(*args)
+
+    for name in {*names}:
+        setattr(device, name, functools.partial(calls, name, getattr(device, name)))
+
+
+def test_a_copy_that_fails_beside_others_ends_one_request_alone() -> None:
+    """Of a request that was computed alone before, as a pass with it failed."""
+    device, pool = TableDevice(1), PagePool(2000, SIZE, range(40, 80))
+    device.recurrent, device.together = True, TOGETHER
+    first = request_of([1, 2, 3, 4, 5], 3)
+    others = [request_of([50 + i] * 9, 40) for i in range(9)]
+    scheduler = scheduled(
+        device, first, *others, pool=pool, max_num_seqs=29, prefix_cache=True, recurrent=True, max_num_batched_tokens=64
+    )
+    while not (first.finished and len(scheduler.running) == 9):
+        scheduler.advance()
+    again, beside = request_of([1, 2, 3, 4, 5, 6, 7], 3), request_of([30, 31], 3)
+    again.alone = True
+    failing(device, failures := ["copy_states"])
+    for request in (beside, again):
+        scheduler.add(request)
+    drain(scheduler)
+    assert not failures and again.error and scheduler.preemptions == 0
+    assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in (first, beside, *others))
 
 
 def test_nobody_goes_on_from_states_whose_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
