@@ -281,6 +281,15 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
         options.fitted(spec, None, torch.device("cuda"))
 
 
+@pytest.mark.parametrize(("more", "named"), [({}, True), ({"draft_tree": 0}, False), ({"draft_tree_width": 1}, False)])
+def test_a_cache_too_small_for_a_context_names_trees_where_it_would_do_without(more: Any, named: bool) -> None:
+    config = named_shape("qwen3-8b")
+    options = EngineOptions(max_model_len=4096, kv_cache_tokens=4096, **more)
+    with refused("raise kv_cache_tokens, or lower max_model_len to ") as caught:
+        options.fitted(ModelSpec.of_target(config), drafter_shape(config), torch.device("cuda"))
+    assert ("or set draft_tree to 0" in str(caught.value)) == named
+
+
 @pytest.mark.parametrize(
     ("shape", "device", "asked", "nodes"),
     [
