@@ -12,6 +12,7 @@ from .threads import check_threads
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "fp8", "full")
 LEAST_FOR_TREES = 3_000_000_000  # parameters of a target: beside a smaller one's step a tree takes long
+DRAFT_TREE = "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain"
 MOST_TREE_NODES = 63  # that the engine takes: with the anchor they fill the kernels' tiles
 DRAFT_SAMPLE_METHODS: tuple[DraftSampleMethod, ...] = get_args(DraftSampleMethod)
 
@@ -131,9 +132,8 @@ class DraftOptions:
         "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
     )
     draft_tree: int | None = option(
-        None, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain "
-        f"(default: {MOST_TREE_NODES} on a GPU for a dense target of {LEAST_FOR_TREES // 10**9} billion parameters or "
-        "more, if num_speculative_tokens is left open and drafts are greedy; else 0)", off=True,
+        None, f"{DRAFT_TREE} (default: {MOST_TREE_NODES} on a GPU for a dense target of {LEAST_FOR_TREES // 10**9} "
+        "billion parameters or more, if num_speculative_tokens is left open and drafts are greedy; else 0)", off=True,
     )  # fmt: skip
     draft_tree_width: int | None = option(
         None, "children of a node at most; 1: chains, each of its own length (default: 8, or 1 where the target has "

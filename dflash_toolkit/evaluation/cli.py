@@ -13,7 +13,7 @@ from ..config import UnsupportedModel, UserError, option, options, parse_cli, ru
 from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
 from ..files import locked
-from ..options import MOST_TREE_NODES, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
+from ..options import DRAFT_TREE, MOST_TREE_NODES, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
 from ..tracking import log_in
@@ -67,10 +67,7 @@ class EvalDrafts(DraftOptions):
     """How the drafter is used: whole blocks at every step."""
 
     num_speculative_tokens: int | None = option(None, "tokens drafted a step (default: as the drafter was trained)")
-    draft_tree: int | None = option(
-        0, "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain",
-        off=True,
-    )  # fmt: skip
+    draft_tree: int | None = option(0, DRAFT_TREE, off=True)
 
     @property
     def tree_nodes(self) -> int:

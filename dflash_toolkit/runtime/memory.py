@@ -214,8 +214,8 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
-    for together in probe.together_shapes:  # of short chunks keys may be split, which takes more
-        step = max(step, peak(functools.partial(probe.run_together_eagerly, *together)))
+    for chunks in probe.prefill_batch_shapes:  # of short ones keys may be split, which takes more
+        step = max(step, peak(functools.partial(probe.run_batch_eagerly, *chunks)))
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])
         step = max(step, peak(lambda: probe.run_part_eagerly(largest)))

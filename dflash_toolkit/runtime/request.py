@@ -52,8 +52,8 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
-    """Which chunks may be computed in one pass: so many at most, each padded to one of the sizes."""
+class PrefillLimits:
+    """Which chunks may be prefilled in one batch: so many at most, each padded to one of the sizes."""
 
     most: int = 1
     sizes: tuple[int, ...] = ()  # tokens
@@ -195,7 +195,7 @@ class Request:
     error: Exception | None = None  # what ended it alone; its answer stays as far as it was read
     spoilt: bool = False  # its pages must not be read by others
     again: bool = False  # it is computed once more, as something was not finite
-    alone: bool = False  # its prompt is computed beside no other one, as a pass over several failed
+    prefilled_alone: bool = False  # in no batch, as one that it was in failed
     matcher: "Matcher | None" = None  # of its grammar, behind `tokens`
 
     def with_seed(self, seed: int) -> "Request":

@@ -30,7 +30,7 @@ from .capture import Captures, PinnedBuffers, bucket_of, buckets_up_to, to_devic
 from .parts import Between, Block, Part
 from .prompt_logprobs import packed, score
 from .proposer import Draft, Proposer, head_of
-from .request import Chunk, Committed, Request, StepShape, Together
+from .request import Chunk, Committed, PrefillLimits, Request, StepShape
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Rows, Stack, States
 from .tree_step import Told, TreeSteps
@@ -39,8 +39,8 @@ from .weights import DrafterWeights, TargetWeights
 
 # tokens that a chunk of a prompt is padded to; of longer ones the device has more to do than the host has to launch
 PREFILL_SIZES = tuple(range(64, 513, 64))
-TOGETHER = Together(most=8, sizes=(64, 128, 256), rows=1024)
-COUNTS = (2, 4, 8)  # chunks in one pass that there are graphs for
+PREFILL_LIMITS = PrefillLimits(most=8, sizes=(64, 128, 256), rows=1024)
+PREFILL_COUNTS = (2, 4, 8)  # chunks of a batch that there are graphs for
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +187,14 @@ class StepRunner:
         self._place = torch.zeros(3 + self.pages_per_request, dtype=torch.int32, device=self.device)
         self._states = torch.zeros(PREFILL_SIZES[-1], width, dtype=self.dtype, device=self.device)  # what it leaves
         self._prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.together = TOGETHER
-        # the same of one over several chunks: tokens, and of each kind of place those of all chunks
-        self._prompts = torch.zeros(TOGETHER.rows, dtype=torch.int64, device=self.device)
-        kinds = [*3 * [TOGETHER.most], TOGETHER.most * self.pages_per_request]
+        self.prefill_limits = PREFILL_LIMITS
+        # the same of a batch of prefills: tokens, and of each kind of place those of all chunks
+        self._prompts = torch.zeros(PREFILL_LIMITS.rows, dtype=torch.int64, device=self.device)
+        kinds = [*3 * [PREFILL_LIMITS.most], PREFILL_LIMITS.most * self.pages_per_request]
         self._places = torch.zeros(sum(kinds), dtype=torch.int32, device=self.device)
         *self._each, tables = self._places.split(kinds)
-        self._tables = tables.view(TOGETHER.most, -1)
-        self._together_graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._tables = tables.view(PREFILL_LIMITS.most, -1)
+        self._batch_prefills: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -292,22 +292,22 @@ class StepRunner:
         return self._prefills[size]
 
     @torch.inference_mode()
-    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
-        """`prefill` of several chunks in one pass, all padded to one length, and their number to one of COUNTS."""
-        size = self.together.size(max(len(chunk.ids) for chunk in chunks))
+    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
+        """`prefill` of several requests' chunks in one pass, padded to one length and one of PREFILL_COUNTS."""
+        size = self.prefill_limits.size(max(len(chunk.ids) for chunk in chunks))
         assert size is not None
         if max(chunk.start for chunk in chunks) + size > self.reach:  # padding would have no pages
             self._prefill_in_turn(chunks)
             return
-        count = next(each for each in COUNTS if each >= len(chunks))
-        self.place_together(chunks, size, count)
+        count = next(each for each in PREFILL_COUNTS if each >= len(chunks))
+        self.place_batch(chunks, size, count)
         if self.device.type != "cuda":
-            self._last_hidden = self.prefilled_together(size, count)
+            self._last_hidden = self.padded_prefills(size, count)
             return
-        if (size, count) not in self._together_graphs:
-            self._capture_together(size, count)
-            self.place_together(chunks, size, count)
-        graph, self._last_hidden = self._together_graphs[size, count]
+        if (size, count) not in self._batch_prefills:
+            self._capture_batch(size, count)
+            self.place_batch(chunks, size, count)
+        graph, self._last_hidden = self._batch_prefills[size, count]
         graph.replay()
 
     def _prefill_in_turn(self, chunks: Sequence[Chunk]) -> None:
@@ -318,9 +318,9 @@ class StepRunner:
             last.append(self._last_hidden.clone())  # a graph's own is written by the next
         self._last_hidden = torch.cat(last)
 
-    def place_together(self, chunks: Sequence[Chunk], size: int, count: int) -> None:
-        """Put chunks where `prefilled_together` finds them; what is none goes into the null block."""
-        most, wide = self.together.most, self.pages_per_request
+    def place_batch(self, chunks: Sequence[Chunk], size: int, count: int) -> None:
+        """Put chunks where `padded_prefills` finds them; what is none goes into the null block."""
+        most, wide = self.prefill_limits.most, self.pages_per_request
         tokens = [token for chunk in chunks for token in (*chunk.ids, *[0] * (size - len(chunk.ids)))]
         kinds = [
             [chunk.start for chunk in chunks], [len(chunk.ids) for chunk in chunks], [chunk.state for chunk in chunks]
@@ -333,7 +333,7 @@ class StepRunner:
         self._prompts[: len(tokens)].copy_(to_device(tokens, torch.int64, self.device))
         self._places.copy_(to_device(places, torch.int32, self.device))
 
-    def prefilled_together(self, size: int, count: int) -> Tensor:
+    def padded_prefills(self, size: int, count: int) -> Tensor:
         """Prefill the placed chunks. Returns the states [count, D] of their last tokens."""
         starts, counts, slots = (each[:count] for each in self._each)
         states = States(slots=slots, counts=counts) if self.state.recurrent else None
@@ -345,28 +345,28 @@ class StepRunner:
         return hidden.index_select(0, last)
 
     @property
-    def together_shapes(self) -> list[tuple[int, int]]:
-        """Tokens of a chunk and number of chunks of the passes over several that there are graphs for."""
+    def prefill_batch_shapes(self) -> list[tuple[int, int]]:
+        """Tokens of a chunk and number of chunks of the batches that there are graphs for."""
         if self.max_num_seqs <= EXACT_BATCH:
             return []
-        shapes = itertools.product(self.together.sizes, COUNTS)
-        return [(size, n) for size, n in shapes if self.together.fits([size] * n) and size <= self.reach]
+        shapes = itertools.product(self.prefill_limits.sizes, PREFILL_COUNTS)
+        return [(size, n) for size, n in shapes if self.prefill_limits.fits([size] * n) and size <= self.reach]
 
     @torch.inference_mode()
-    def run_together_eagerly(self, size: int, count: int) -> None:
-        """A pass over nobody's chunks."""
+    def run_batch_eagerly(self, size: int, count: int) -> None:
+        """A batch of nobody's chunks, without a graph."""
         self._place_nothing()
-        self.prefilled_together(size, count)
+        self.padded_prefills(size, count)
 
     def _place_nothing(self) -> None:
-        """All of a pass goes into the null block, and into nobody's states."""
+        """All of a batch goes into the null block, and into nobody's states."""
         self._places.zero_()
         self._each[1].fill_(1)
 
     @torch.inference_mode()
-    def _capture_together(self, size: int, count: int) -> None:
+    def _capture_batch(self, size: int, count: int) -> None:
         self._place_nothing()
-        self._together_graphs[size, count] = self._captured(lambda: self.prefilled_together(size, count))
+        self._batch_prefills[size, count] = self._captured(lambda: self.padded_prefills(size, count))
 
     @torch.inference_mode()
     def copy_states(self, source: int, target: int) -> None:
@@ -580,9 +580,9 @@ class StepRunner:
             if size not in self._prefills and size <= self.reach:
                 self._prefill_graph(size)
                 return True
-        for together in self.together_shapes:
-            if together not in self._together_graphs:
-                self._capture_together(*together)
+        for chunks in self.prefill_batch_shapes:
+            if chunks not in self._batch_prefills:
+                self._capture_batch(*chunks)
                 return True
         shapes = list(itertools.product(buckets_up_to(self.max_num_seqs), sorted(blocks, reverse=True)))
         parts = [Part("step", *shape) for shape in shapes]

@@ -19,14 +19,14 @@ from ..generation import Step
 from .budget import EXACT_BATCH
 from .line import Line
 from .pages import PagePool
-from .request import Chunk, Committed, NotFiniteError, Request, StepShape, Together
+from .request import Chunk, Committed, NotFiniteError, PrefillLimits, Request, StepShape
 
 
 class Device(Protocol):
     """What the scheduler needs of the machine that computes; `runner.py` has the real one."""
 
     depth: int  # steps that may be in flight when a result is read
-    together: Together  # chunks that it computes in one pass
+    prefill_limits: PrefillLimits  # of a batch
     pages_per_request: int  # at most, overshoot included
 
     def prefill(
@@ -47,7 +47,7 @@ class Device(Protocol):
             best: most probable tokens beside each of them.
         """
 
-    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
+    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
         """`prefill` of several requests in one pass; `add` finds what they leave by their places here."""
 
     def copy_states(self, source: int, target: int) -> None:
@@ -138,7 +138,7 @@ class Scheduler:
         self._without_pages: list[Request] = []  # that wait though they were next
         self._prefix_cache, self._recurrent, self._report = prefix_cache, recurrent, report
         self._free_states = list(range(max_num_seqs, 0, -1))  # slots
-        self._group: list[Request] = []  # whose next chunks are computed in one pass
+        self._batch: list[Request] = []  # whose next chunks are prefilled in one pass
         self._launches: deque[_Launch] = deque()
         self._shape = StepShape(1)  # of the newest step
         self._in_vain = 0  # faults since a result was read
@@ -214,7 +214,7 @@ class Scheduler:
         Whoever is due goes on in any case; the others before and behind it as the line has them, where they fit.
         """
         line, left = self.waiting, self._turn
-        self._group = []  # whom a fault left there is in line
+        self._batch = []  # whom a fault left there is in line
         if not line.started and not (line and self._rows_left):
             return
         line.begin()
@@ -224,53 +224,53 @@ class Scheduler:
             request = line.next(self._rows_left > 0) or due
             if due is not None and request is not due and self._last_row_is_for(due, request):
                 request = due
-            if request is None and self._group:
-                self._compute_group()  # some may have more chunks
+            if request is None and self._batch:
+                self._prefill_batch()  # some may have more chunks
                 continue
             if request is None:
                 break
             reserved = 0 if due is None or request is due else self._next_chunk(due)
             goes = self._next_chunk(request) <= left - reserved
             if goes and request not in line.started:
-                if any(self._begins_alike(request, other) for other in self._group):
-                    self._compute_group()  # it finds their pages
+                if any(self._begins_alike(request, other) for other in self._batch):
+                    self._prefill_batch()  # it finds their pages
                 goes = self._admit(request) and (
-                    (not self._group and not self._joins(request)) or self._has_states(request)
+                    (not self._batch and not self._may_be_batched(request)) or self._has_states(request)
                 )
                 self._due_starts = self._due_starts if not goes else request is not due
             if request is due:
                 due = None
                 if goes:
                     line.went(request)
-            if goes and self._joins(request):
-                left -= self._join(request)
+            if goes and self._may_be_batched(request):
+                left -= self._add_to_batch(request)
             elif goes:
-                self._compute_group()
+                self._prefill_batch()
                 left -= max(self._try_prefill(request), 1)
             elif request.place is not None:  # else it has failed
                 line.pass_over(request)
             while self._launches and not self._device.depth:  # where a step is waited for, so are first tokens
                 self._read()
-        self._compute_group()
+        self._prefill_batch()
 
-    # ---- several prompts in one pass ---------------------------------------------------------------------
+    # ---- batched prefill ---------------------------------------------------------------------------------
 
-    def _joins(self, request: Request) -> bool:
-        """Whether its next chunk may be computed beside others': short ones, whose pass is hardly longer for that.
+    def _may_be_batched(self, request: Request) -> bool:
+        """Whether its next chunk may be prefilled beside others': short ones, whose pass is hardly longer for that.
 
         Sums then depend on the number of rows, so it is done where batches are too large for equal bits anyway.
         """
         crowd = min(len(self.running) + len(self.waiting.started) + len(self.waiting), self._max_num_seqs)
         tokens = self._next_chunk(request)
-        alone = request.alone or request.scores_prompt or not tokens
-        return crowd > EXACT_BATCH and not alone and self._device.together.fits([tokens])
+        alone = request.prefilled_alone or request.scores_prompt or not tokens
+        return crowd > EXACT_BATCH and not alone and self._device.prefill_limits.fits([tokens])
 
-    def _join(self, request: Request) -> int:
-        """Put it among those of the next pass; the tokens of its chunk."""
-        chunks = [self._next_chunk(each) for each in (*self._group, request)]
-        if not self._device.together.fits(chunks):
-            self._compute_group()
-        self._group.append(request)
+    def _add_to_batch(self, request: Request) -> int:
+        """Returns the tokens of its chunk, which is prefilled later in this turn."""
+        chunks = [self._next_chunk(each) for each in (*self._batch, request)]
+        if not self._device.prefill_limits.fits(chunks):
+            self._prefill_batch()
+        self._batch.append(request)
         self.waiting.charge(request, prompt=chunks[-1])
         self.waiting.pass_over(request)  # until it is computed
         return chunks[-1]
@@ -283,39 +283,39 @@ class Scheduler:
             return False
         return ids[:start] == theirs[:start]
 
-    def _compute_group(self) -> None:
-        """One pass for those that joined. If it fails, they begin anew, and each is computed alone."""
-        group, self._group = [request for request in self._group if request in self.waiting.started], []
-        if not group:
+    def _prefill_batch(self) -> None:
+        """Prefill the batch in one pass. If that fails, its requests begin anew, and each is prefilled alone."""
+        batch, self._batch = [request for request in self._batch if request in self.waiting.started], []
+        if not batch:
             return
-        left, chunks = list(group), []
-        for request in group:
+        left, chunks = list(batch), []
+        for request in batch:
             start = request.prefilled
             ids = request.known_ids[start : start + self._next_chunk(request)]
             chunks.append(Chunk(ids, start, request.pages, request.state))
         try:
-            if len(group) > 1:
-                self._device.prefill_together(chunks)
+            if len(batch) > 1:
+                self._device.prefill_batch(chunks)
             else:
                 one = chunks[0]
                 self._device.prefill(one.ids, one.start, one.pages, (), 0, one.state)
-            for place, (request, chunk) in enumerate(zip(group, chunks, strict=True)):
+            for place, (request, chunk) in enumerate(zip(batch, chunks, strict=True)):
                 try:
                     self._computed(request, len(chunk.ids), place)
                     left.remove(request)
                 except Exception as error:
                     self._prompt_failed(request, error)
         except Exception as error:
-            log.error("a pass over the prompts of %d requests failed", len(group), exc_info=error)
-            for request, chunk in zip(group, chunks, strict=True):
+            log.error("the prefill of %d requests in one batch failed", len(batch), exc_info=error)
+            for request, chunk in zip(batch, chunks, strict=True):
                 if request in left:
                     self.waiting.charge(request, prompt=-len(chunk.ids))
             self._device.check()
         finally:  # their states may be anything
             for request in left:
-                request.alone = True
+                request.prefilled_alone = True
                 self._preempt(request)
-        for request in group:
+        for request in batch:
             if request in self.waiting.started:
                 self.waiting.go_on(request)
 
@@ -326,10 +326,10 @@ class Scheduler:
         except Exception as error:
             log.error("states of request %s were not copied", request.name or "without a name", exc_info=error)
             self._device.check()
-            if request.alone:
+            if request.prefilled_alone:
                 self._fail(request, error)
             else:
-                request.alone = True
+                request.prefilled_alone = True
                 self._preempt(request)
             return False
         return True
@@ -375,8 +375,8 @@ class Scheduler:
         """Compute the next chunk of a prompt; how many tokens it had.
 
         A prompt is cut every so many tokens from where it begins, whatever else is computed in this turn: GEMMs of
-        other sizes would round otherwise, and its answer depend on its neighbours, as with what `_joins` others. It is
-        also cut where its states are kept.
+        other sizes would round otherwise, and its answer depend on its neighbours, as in batches. It is also cut where
+        its states are kept.
         """
         ids = request.known_ids
         self._go_on_from(request)

@@ -3,7 +3,7 @@
     python scripts/bench/first_token.py --shape qwen3-8b --output first_token.json
 
 For each length: milliseconds from a request to its token when nothing else runs (the median), and prompts a second when
-many wait; graphs then take several short ones at a time. Random weights, a drafter of the usual size, nothing cached.
+many wait; short ones are then prefilled in batches. Random weights, a drafter of the usual size, nothing cached.
 With `--prefix-cache` prompts are new to a prefix cache, for which those of a recurrent target are cut at their last
 page; `again_ms` is what they take once they are not new.
 """
@@ -25,7 +25,7 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.request import Together
+from dflash_toolkit.runtime.request import PrefillLimits
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 
 LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)
@@ -60,21 +60,21 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--length", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
     parser.add_argument("--prefix-cache", action="store_true", help="have one, and captured graphs only")
-    parser.add_argument("--apart", action="store_true", help="take no prompts together")
+    parser.add_argument("--one-by-one", action="store_true", help="prefill no prompts in batches")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device, dtype, config = torch.device("cuda"), torch.bfloat16, named_shape(args.shape)
     target = random_target(ModelSpec.of_target(config), device, dtype)
     drafter = random_drafter(drafter_shape(config), device, dtype)
     engine = Engine(target, drafter, (), EngineOptions(num_speculative_tokens=15, prefix_cache=args.prefix_cache))
-    if args.apart:
-        engine.runner.together = Together()
+    if args.one_by_one:
+        engine.runner.prefill_limits = PrefillLimits()
     result: dict[str, Any] = {**setting("bench/first_token.py"), "shape": args.shape, "rows": []}
     for length in args.length:
         row: dict[str, Any] = {"length": length}
         if not args.prefix_cache:
             runner = engine.runner
-            with patch.multiple(runner, prefill=runner.prefill_eagerly, together=Together()):
+            with patch.multiple(runner, prefill=runner.prefill_eagerly, prefill_limits=PrefillLimits()):
                 row["launched"] = measure(engine, length)
         row["captured"] = measure(engine, length)
         result["rows"].append(row)

@@ -320,19 +320,19 @@ def start(table: Table) -> None:
         table.add(label, f"{row['process_s']:.1f}", f"{row['load_s']:.1f}", *(f"{r['process_s']:.1f}" for r in others))
 
 
-def prompts_together(table: Table) -> None:
-    """Prompts of several requests one behind the other, and in one pass."""
-    table.columns(" | one behind the other | several in one pass | gain")
-    ways, found = ("apart", "together"), table.read("prefill_together_h200")
-    table.read("prefill_together_h200", "first_tokens")
+def batched_prefill(table: Table) -> None:
+    """Prompts of several requests one by one, and in batches."""
+    table.columns(" | one by one | in batches | gain")
+    ways, found = ("one_by_one", "batched"), table.read("batched_prefill_h200")
+    table.read("batched_prefill_h200", "first_tokens")
     for shape, label in (("qwen3-8b", "Qwen3-8B"), ("qwen2.5-0.5b", "Qwen2.5-0.5B")):
-        for apart, together in zip(*(found["first_tokens"][shape][way] for way in ways), strict=True):
-            before, after = (row["captured"]["prompts_per_second"] for row in (apart, together))
-            name = f"{label}, {apart['length']} tokens, prompts/s"
+        for one, batched in zip(*(found["first_tokens"][shape][way] for way in ways), strict=True):
+            before, after = (row["captured"]["prompts_per_second"] for row in (one, batched))
+            name = f"{label}, {one['length']} tokens, prompts/s"
             table.add(name, f"{before:.0f}", f"{after:.0f}", by(after, before))
-    for apart, together in zip(*(found["loads"][way] for way in ways), strict=True):
-        before, after = apart["tokens_per_second"], together["tokens_per_second"]
-        name = f"Qwen2.5-0.5B, {apart['requests']} requests at a time, {apart['way']}, tokens/s"
+    for one, batched in zip(*(found["loads"][way] for way in ways), strict=True):
+        before, after = one["tokens_per_second"], batched["tokens_per_second"]
+        name = f"Qwen2.5-0.5B, {one['requests']} requests at a time, {one['way']}, tokens/s"
         table.add(name, f"{before:,.0f}", f"{after:,.0f}", by(after, before))
 
 
@@ -1011,7 +1011,7 @@ TABLES: dict[str, Callable[[Table], None]] = {
         real_weights_vllm,
         parts,
         first_token,
-        prompts_together,
+        batched_prefill,
         start,
         zero_acceptance,
         mixed,

@@ -426,7 +426,7 @@ def test_a_pass_over_several_chunks_writes_what_each_alone_does_and_nothing_else
         return torch.cat(found)
 
     def together(runner: Any, chunks: list[Chunk]) -> Tensor:
-        runner.prefill_together(chunks)
+        runner.prefill_batch(chunks)
         return runner._last_hidden[: len(chunks)]
 
     one, other = caches(each), caches(together)
@@ -451,7 +451,7 @@ def test_chunks_near_the_end_of_a_context_are_not_padded_beyond_it() -> None:
         Chunk(prompts[0][length:], length, pages[0], 0),
         *(Chunk(p, 0, at, 0) for p, at in zip(prompts[1:], pages[1:], strict=True)),
     ]
-    runner.prefill_together(chunks)
+    runner.prefill_batch(chunks)
     assert runner._last_hidden is not None
     torch.testing.assert_close(runner._last_hidden, torch.cat(alone), rtol=0, atol=0)
 
@@ -459,13 +459,13 @@ def test_chunks_near_the_end_of_a_context_are_not_padded_beyond_it() -> None:
 def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair("qwen3")
     passes = list[int]()
-    real = StepRunner.prefill_together
+    real = StepRunner.prefill_batch
 
     def counted(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
         passes.append(len(chunks))
         real(runner, chunks)
 
-    monkeypatch.setattr(StepRunner, "prefill_together", counted)
+    monkeypatch.setattr(StepRunner, "prefill_batch", counted)
     prompts, short = prompts_of(*range(3, 27), seed=5), SamplingParams(max_tokens=9, ignore_eos=True)
     engine = make_engine(target, drafter, max_num_seqs=12, max_num_batched_tokens=128)
     assert [got.tokens for got in engine.generate(prompts, short)] == [

@@ -646,13 +646,13 @@ def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
 
 def test_answers_to_prompts_of_one_pass_part_from_the_model_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair()
-    prompts, passes, real = prompts_of(24, seed=11), list[int](), StepRunner.prefill_together
+    prompts, passes, real = prompts_of(24, seed=11), list[int](), StepRunner.prefill_batch
 
     def counted(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
         passes.append(len(chunks))
         real(runner, chunks)
 
-    monkeypatch.setattr(StepRunner, "prefill_together", counted)
+    monkeypatch.setattr(StepRunner, "prefill_batch", counted)
     engine = make_engine(target, drafter, max_num_seqs=16)
     answers = engine.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     assert sum(passes) >= 12 and max(passes) > 2

@@ -396,13 +396,13 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16, trees=None)
-    probe.together_shapes = []
+    probe.prefill_batch_shapes = []
     probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
     gc.collect()
     Block(1000)
     assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20)
-    probe.together_shapes = [(64, 2), (64, 8), (256, 4)]
-    probe.run_together_eagerly = lambda size, count: takes(70 if (size, count) == (64, 8) else 50)()
+    probe.prefill_batch_shapes = [(64, 2), (64, 8), (256, 4)]
+    probe.run_batch_eagerly = lambda size, count: takes(70 if (size, count) == (64, 8) else 50)()
     assert memory.workspace_of(probe, 512) == Workspace(step=70, prefill=20), "graphs share their memory"
     gc.collect()
     assert held == 0
@@ -429,6 +429,6 @@ def test_graphs_find_their_scratch_allocated() -> None:
     while engine.prepare():
         captured += 1
     parts = 2 * 6 + 1  # plain, and with a draft: a step, to read, to end, to choose in three modes; to propose
-    prefills = len(PREFILL_SIZES) + len(engine.runner.together_shapes)
+    prefills = len(PREFILL_SIZES) + len(engine.runner.prefill_batch_shapes)
     assert captured == prefills + parts * 7 - 1, "buckets up to 32; one was there"
     assert held() - taken <= 16 << 20, "what is smaller than a MiB, and what graphs return"

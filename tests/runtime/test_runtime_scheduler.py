@@ -17,7 +17,7 @@ from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import scheduler as module
 from dflash_toolkit.runtime.line import Line
 from dflash_toolkit.runtime.pages import PagePool
-from dflash_toolkit.runtime.request import Chunk, Committed, NotFiniteError, Request, StepShape, Together
+from dflash_toolkit.runtime.request import Chunk, Committed, NotFiniteError, PrefillLimits, Request, StepShape
 from dflash_toolkit.runtime.scheduler import Scheduler
 
 SIZE, BLOCK, PLACES = 4, 8, 21  # tokens of a page, and that a step commits and writes at most
@@ -57,7 +57,7 @@ class TableDevice:
 
     pages_per_request = 1000
     recurrent = False
-    together = Together()
+    prefill_limits = PrefillLimits()
 
     def __init__(self, depth: int = 1, dice: random.Random | None = None) -> None:
         self.depth, self._dice = depth, dice or random.Random(0)
@@ -100,8 +100,8 @@ class TableDevice:
         self._prefilled = [self._text(pages, start + len(ids))]
         return [(start + 1 + i, token) for i, token in enumerate(following)] or None
 
-    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
-        self.calls.append(("prefill_together", *(len(chunk.ids) for chunk in chunks)))
+    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
+        self.calls.append(("prefill_batch", *(len(chunk.ids) for chunk in chunks)))
         prefilled = []
         for ids, start, pages, state in chunks:
             self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
@@ -205,9 +205,9 @@ class FaultyDevice(TableDevice):
     def prefill(self, ids: Sequence[int], *rest: Any) -> Any:
         return self._strike("prefill", lambda: super(FaultyDevice, self).prefill(ids, *rest), IN_PREFILL in ids)
 
-    def prefill_together(self, chunks: Sequence[Chunk]) -> None:
+    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
         always = any(IN_PREFILL in chunk.ids for chunk in chunks)
-        self._strike("prefill_together", lambda: super(FaultyDevice, self).prefill_together(chunks), always)
+        self._strike("prefill_batch", lambda: super(FaultyDevice, self).prefill_batch(chunks), always)
 
     def copy_states(self, *slots: int) -> None:
         self._strike("copy_states", lambda: super(FaultyDevice, self).copy_states(*slots))
@@ -298,24 +298,24 @@ def test_ten_thousand_random_events_lose_no_page_no_token_and_no_state(
     check_events(depth, recurrent, seed, max_num_seqs, pages)
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(
-    recurrent: bool, together: bool, monkeypatch: pytest.MonkeyPatch
+    recurrent: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, real = list[int](), TableDevice.prefill_together
+    passes, real = list[int](), TableDevice.prefill_batch
 
     def counted(device: TableDevice, chunks: Sequence[Chunk]) -> None:
         passes.append(len(chunks))
         real(device, chunks)
 
-    monkeypatch.setattr(TableDevice, "prefill_together", counted)
-    if together:
+    monkeypatch.setattr(TableDevice, "prefill_batch", counted)
+    if batched:
         monkeypatch.setattr(module, "EXACT_BATCH", 0)
-        monkeypatch.setattr(TableDevice, "together", Together(3, (1, 2, 3), 6))
-    counts = [check_events(1, recurrent, seed, 5, 30) for seed in range(8 if together else 4)]
+        monkeypatch.setattr(TableDevice, "prefill_limits", PrefillLimits(3, (1, 2, 3), 6))
+    counts = [check_events(1, recurrent, seed, 5, 30) for seed in range(8 if batched else 4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
-    assert len(passes) > 100 if together else not passes
+    assert len(passes) > 100 if batched else not passes
 
 
 def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
@@ -405,13 +405,13 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
     return scheduler.preemptions, cancelled, cached, device.faults, len(device.struck), *failed
 
 
-TOGETHER = Together(4, (4, 8), 16)
+PREFILL_LIMITS = PrefillLimits(4, (4, 8), 16)
 
 
 def in_one_pass(*requests: Request, running: int = 9, device: TableDevice | None = None, **options: Any) -> TableDevice:
     """What a device was asked for that computes chunks together, beside so many requests that are decoded."""
     device = device or TableDevice()
-    device.together = TOGETHER
+    device.prefill_limits = PREFILL_LIMITS
     others = [request_of([50 + i] * 9, 40) for i in range(running)]
     scheduler = scheduled(device, *others, **{"max_num_seqs": running + 20, "pool": 2000} | options)
     while len(scheduler.running) < running:
@@ -430,24 +430,24 @@ def test_short_prompts_are_computed_together_where_a_batch_is_large() -> None:
     def short(*lengths: int) -> list[Request]:
         return [request_of([10 * i + k for k in range(n)], 3) for i, n in enumerate(lengths)]
 
-    assert in_one_pass(*short(3, 4, 2)).called("prefill_together") == [(2, 3, 4)], "the shortest comes first"
+    assert in_one_pass(*short(3, 4, 2)).called("prefill_batch") == [(2, 3, 4)], "the shortest comes first"
     assert in_one_pass(*short(3, 4, 2)).called("prefill") == []
-    assert in_one_pass(*short(3, 4, 2, 1, 3)).called("prefill_together") == [(1, 2, 3, 3)], "four at most"
-    assert in_one_pass(*short(3, 7, 2)).called("prefill_together") == [(2, 3)], "padded rows count: 3 of 8 are too many"
-    assert in_one_pass(*short(3, 30, 2)).called("prefill_together") == [(2, 3)], "what is long is computed alone"
+    assert in_one_pass(*short(3, 4, 2, 1, 3)).called("prefill_batch") == [(1, 2, 3, 3)], "four at most"
+    assert in_one_pass(*short(3, 7, 2)).called("prefill_batch") == [(2, 3)], "padded rows count: 3 of 8 are too many"
+    assert in_one_pass(*short(3, 30, 2)).called("prefill_batch") == [(2, 3)], "what is long is computed alone"
     few = in_one_pass(*short(3, 4, 2), running=5)
-    assert few.called("prefill_together") == [] and len(few.called("prefill")) == 3, "bits of lone answers"
+    assert few.called("prefill_batch") == [] and len(few.called("prefill")) == 3, "bits of lone answers"
     scored = short(3, 4)
     scored[0].params = replace(scored[0].params, prompt_logprobs=0)
-    assert in_one_pass(*scored).called("prefill_together") == []
+    assert in_one_pass(*scored).called("prefill_batch") == []
 
 
 def test_who_finds_anothers_pages_is_not_computed_beside_it() -> None:
     alike = [request_of([1, 2, 3, 4, 5, 6 + i], 3) for i in range(3)]
     apart = [request_of([1 + i, 2, 3, 4, 5, 6], 3) for i in range(2)]
-    assert in_one_pass(*alike, prefix_cache=True).called("prefill_together") == [(2, 2)], "of those that found them"
+    assert in_one_pass(*alike, prefix_cache=True).called("prefill_batch") == [(2, 2)], "of those that found them"
     assert [request.cached_tokens for request in alike] == [0, 4, 4]
-    assert in_one_pass(*apart, prefix_cache=True).called("prefill_together") == [(6, 6)]
+    assert in_one_pass(*apart, prefix_cache=True).called("prefill_batch") == [(6, 6)]
 
 
 def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +462,7 @@ def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatc
         charged.append(prompt)
         real(line, request, prompt, answer)
 
-    monkeypatch.setattr(TableDevice, "prefill_together", fails)
+    monkeypatch.setattr(TableDevice, "prefill_batch", fails)
     monkeypatch.setattr(Line, "charge", charge)
     requests = [request_of([i] * 3, 3) for i in range(3)]
     device = in_one_pass(*requests)
@@ -476,17 +476,17 @@ def test_what_a_pass_leaves_of_a_prompt_is_computed_in_the_same_turn() -> None:
     device.recurrent = True
     requests = [request_of([10 * i + k for k in range(6)], 3) for i in range(3)]
     in_one_pass(*requests, device=device, pool=PagePool(2000, SIZE, range(40, 80)), prefix_cache=True, recurrent=True)
-    chunks = device.called("prefill_together")
+    chunks = device.called("prefill_batch")
     assert chunks == [(4, 4, 4), (2, 2, 2)], "cut where its states are kept"
     first = [call[0] for call in device.calls].index("decode")
-    assert sum(sum(call[1:]) for call in device.calls[:first] if call[0] == "prefill_together") == 18
+    assert sum(sum(call[1:]) for call in device.calls[:first] if call[0] == "prefill_batch") == 18
     assert not device.mistakes
 
 
 def test_who_is_cancelled_when_a_first_token_comes_joins_nobody() -> None:
     """Where results are waited for, they come while prompts are still chosen."""
     device, waiting = TableDevice(0), [request_of([20 + i] * 3, 9) for i in range(12)]
-    device.together = TOGETHER
+    device.prefill_limits = PREFILL_LIMITS
 
     def report(request: Request, step: Step | None) -> None:
         for other in waiting[3:]:
@@ -497,7 +497,7 @@ def test_who_is_cancelled_when_a_first_token_comes_joins_nobody() -> None:
         scheduler.add(request)
     drain(scheduler)
     assert [request.tokens for request in waiting] == [truth(r.prompt_ids, 9) for r in waiting[:3]] + 9 * [[]]
-    assert device.called("prefill_together") == [(3, 3, 3, 3)] and device.called("prefill") == []
+    assert device.called("prefill_batch") == [(3, 3, 3, 3)] and device.called("prefill") == []
     assert scheduler.preemptions == 0
 
 
@@ -572,7 +572,7 @@ def test_who_is_cancelled_while_others_are_computed_alone_is_gone(who: int, whom
     assert scheduler._pool.available == scheduler._pool.capacity and not any(r.error for r in requests)
 
 
-def test_a_row_that_cannot_be_removed_fails_nobody_whose_answer_has_ended() -> None:
+def test_a_row_that_cannot_be_removed_fails_nobody_whose_answer_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends in the step that it makes alone."""
     device, failures, told = TableDevice(1), ["decode"], list[int]()
     requests = [request_of([10 + i] * 3, limit) for i, limit in enumerate((5, 12, 12))]
@@ -592,7 +592,7 @@ def test_a_row_that_cannot_be_removed_fails_nobody_whose_answer_has_ended() -> N
     while len(requests[0].tokens) < 3:
         scheduler.advance()
     failing(device, failures)
-    device.remove = remove  # type: ignore[method-assign]
+    monkeypatch.setattr(device, "remove", remove)
     drain(scheduler)
     assert failures == ["removed"] and told == requests[0].tokens
     assert [r.tokens for r in requests] == [truth(r.prompt_ids, r.limit) for r in requests]
@@ -615,7 +615,7 @@ def failing(device: TableDevice, names: list[str]) -> None:
 def test_a_copy_that_fails_beside_others_ends_one_request_alone() -> None:
     """Of a request that was computed alone before, as a pass with it failed."""
     device, pool = TableDevice(1), PagePool(2000, SIZE, range(40, 80))
-    device.recurrent, device.together = True, TOGETHER
+    device.recurrent, device.prefill_limits = True, PREFILL_LIMITS
     first = request_of([1, 2, 3, 4, 5], 3)
     others = [request_of([50 + i] * 9, 40) for i in range(9)]
     scheduler = scheduled(
@@ -624,7 +624,7 @@ def test_a_copy_that_fails_beside_others_ends_one_request_alone() -> None:
     while not (first.finished and len(scheduler.running) == 9):
         scheduler.advance()
     again, beside = request_of([1, 2, 3, 4, 5, 6, 7], 3), request_of([30, 31], 3)
-    again.alone = True
+    again.prefilled_alone = True
     failing(device, failures := ["copy_states"])
     for request in (beside, again):
         scheduler.add(request)
