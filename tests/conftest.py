@@ -173,14 +173,13 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     The seam is the name `time` in the modules that read it: all that they know of time is `time.perf_counter()`.
     """
-    import train.loop
-    import train.run.metrics
-    from train.run import budget, save
-    from train.run.held_out import HeldOut
+    from dflash_toolkit.train import loop
+    from dflash_toolkit.train.run import budget, metrics, save
+    from dflash_toolkit.train.run.held_out import HeldOut
 
-    for module in (budget, save, train.run.metrics):
+    for module in (budget, save, metrics):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(train.loop, "compute_loss", clock.costs(1, train.loop.compute_loss))
+    monkeypatch.setattr(loop, "compute_loss", clock.costs(1, loop.compute_loss))
     monkeypatch.setattr(save, "host_copy", clock.costs(1000, save.host_copy))
     monkeypatch.setattr(HeldOut, "__call__", clock.costs(100, HeldOut.__call__))
     return clock
@@ -351,8 +350,8 @@ def check_same(reread: Drafter, drafter: Drafter) -> None:
 def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]], list[list[int]]]:
     """What a run of `dflash-train --data` would train on and measure on, in `work`: prompts as they are rendered."""
     from dflash_toolkit.data.prompts import encode_chat
-    from train.prompts.choosing import chosen
-    from train.prompts.split import PROMPTS, Reading, choose_prompts
+    from dflash_toolkit.train.prompts.choosing import chosen
+    from dflash_toolkit.train.prompts.split import PROMPTS, Reading, choose_prompts
 
     work.mkdir(parents=True, exist_ok=True)
     data = choose_prompts(Reading(config, tokenizer, "prompts.max_length"), work)
@@ -365,11 +364,11 @@ def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]]
 
 def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB) -> tuple[Any, list[list[int]]]:
     """The corpus and the held-out prompts of a run of `dflash-train --responses`, in `work`."""
-    from train.prompts.split import PromptData, Reading
-    from train.responses.build_corpus import write_given
-    from train.responses.corpus import Corpus
-    from train.responses.file import Match
-    from train.run.identity import target_digest
+    from dflash_toolkit.train.prompts.split import PromptData, Reading
+    from dflash_toolkit.train.responses.build_corpus import write_given
+    from dflash_toolkit.train.responses.corpus import Corpus
+    from dflash_toolkit.train.responses.file import Match
+    from dflash_toolkit.train.run.identity import target_digest
 
     work.mkdir(parents=True, exist_ok=True)
     digest, template = target_digest(config.target), template_digest(tokenizer)

@@ -25,9 +25,9 @@ from dflash_toolkit.config import (
 )
 
 COMMANDS = {
-    "dflash-train": "train.cli",
-    "dflash-data": "train.data_cli",
-    "dflash-serve": "serve.cli",
+    "dflash-train": "dflash_toolkit.train.cli",
+    "dflash-data": "dflash_toolkit.train.data_cli",
+    "dflash-serve": "dflash_toolkit.serve.cli",
     "dflash-eval": "dflash_toolkit.evaluation.cli",
     "dflash-doctor": "dflash_toolkit.doctor.cli",
 }

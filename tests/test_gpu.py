@@ -13,13 +13,13 @@ from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.features.source import FeatureSource
-from train.loop import train
-from train.objective.blocks import sample_blocks
-from train.objective.loss import compute_loss, draft_loss, masks_of
-from train.responses.rows import Row
-from train.run.definition import Run
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.objective.blocks import sample_blocks
+from dflash_toolkit.train.objective.loss import compute_loss, draft_loss, masks_of
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.definition import Run
 
 pytestmark = pytest.mark.gpu
 

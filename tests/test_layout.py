@@ -14,7 +14,8 @@ import dflash_toolkit
 from dflash_toolkit.models.dflash.architecture import BUILT_IN
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROGRAMS = ("train", "serve", "scripts")
+PACKAGED = ("train", "serve")  # dflash_toolkit/train and dflash_toolkit/serve are links to them
+PROGRAMS = (*PACKAGED, "scripts")
 SOURCES = sorted(
     path.relative_to(ROOT) for folder in ("dflash_toolkit", *PROGRAMS) for path in (ROOT / folder).rglob("*.py")
 )
@@ -217,14 +218,28 @@ def test_no_program_file_is_named_after_a_dependency_or_a_standard_module() -> N
     assert [path for path in SOURCES if path.parts[0] in PROGRAMS and path.stem in taken] == []
 
 
-def test_the_wheel_carries_every_file_beside_the_code() -> None:
-    tools = PROJECT["tool"]["setuptools"]
-    homes = {folder: package for package, folder in tools["package-dir"].items()}
-    for folder in ("dflash_toolkit", "train", "serve"):
+def test_the_wheel_carries_every_data_file_of_the_packages() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]
+    for folder in ("dflash_toolkit", *PACKAGED):
         for path in (ROOT / folder).rglob("*"):
             place = path.relative_to(ROOT)
             if path.is_dir() or path.suffix == ".py" or "__pycache__" in place.parts:
                 continue
-            package = ".".join([homes.get(folder, folder), *place.parent.parts[1:]])
-            patterns = tools["package-data"].get(package, [])
-            assert any(place.match(pattern) for pattern in patterns), f"{place}: name it in package-data of {package}"
+            package = ".".join(package_of(PurePosixPath(place)))
+            named = patterns.get(package, [])
+            assert any(place.match(pattern) for pattern in named), f"{place}: name it in package-data of {package}"
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_program_is_importable_inside_the_package_only(name: str) -> None:
+    module = importlib.import_module(f"dflash_toolkit.{name}")
+    assert Path(module.__path__[0]).resolve() == ROOT / name
+    with pytest.raises(ImportError, match=f"import dflash_toolkit.{name} instead"):
+        importlib.import_module(name)
+    assert name not in sys.modules
+
+
+def test_no_test_imports_a_program_by_its_short_name() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        tops = {name.split(".")[0] for name in imports_of(PurePosixPath("tests/x.py"), path.read_text())}
+        assert not tops & set(PACKAGED), path

@@ -28,15 +28,15 @@ def test_every_command_says_that_the_hub_cannot_be_reached(
     pytest.importorskip("datasets")  # conftest.py is offline, with an empty cache
     small = "drafter.layers=1 drafter.taps=2"
     commands = {
-        f"train.cli --target {target_dir} --output {tmp_path}/a {small}": "dataset mlabonne/open-perfectblend cannot "
-        "be loaded without a network, and the hub cannot be reached; give a file",
-        f"train.cli --target no/such --output {tmp_path}/b": "target no/such: ",
-        f"train.data_cli --target {target_dir} --data no/such --output {tmp_path}/c.jsonl": "dataset no/such cannot be "
-        "loaded without a network, and the hub cannot be reached; give a file",
+        f"dflash_toolkit.train.cli --target {target_dir} --output {tmp_path}/a {small}": "dataset "
+        "mlabonne/open-perfectblend cannot be loaded without a network, and the hub cannot be reached; give a file",
+        f"dflash_toolkit.train.cli --target no/such --output {tmp_path}/b": "target no/such: ",
+        f"dflash_toolkit.train.data_cli --target {target_dir} --data no/such --output {tmp_path}/c.jsonl": "dataset "
+        "no/such cannot be loaded without a network, and the hub cannot be reached; give a file",
         f"dflash_toolkit.evaluation.cli --target {target_dir} --drafter no/such --prompts "
         f"a={ROOT}/scripts/demo/prompts/count_report.jsonl": "drafter no/such: ",
         f"dflash_toolkit.doctor.cli --target {target_dir} --drafter no/such": "drafter no/such: ",
-        "serve.cli --target no/such --port 0": "target no/such: ",
+        "dflash_toolkit.serve.cli --target no/such --port 0": "target no/such: ",
     }
     for command, expected in commands.items():
         module, *argv = command.split()

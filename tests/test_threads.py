@@ -12,9 +12,9 @@ from paths import ROOT
 from dflash_toolkit.threads import SPINS, WAITING
 
 PROGRAMS = [
-    "train.cli --target ./no",
-    "train.data_cli --target ./no --data x --output x.jsonl",
-    "serve.cli --target ./no --port 0",
+    "dflash_toolkit.train.cli --target ./no",
+    "dflash_toolkit.train.data_cli --target ./no --data x --output x.jsonl",
+    "dflash_toolkit.serve.cli --target ./no --port 0",
     "dflash_toolkit.evaluation.cli --target ./no --drafter ./no --prompts a=scripts/demo/prompts/count_report.jsonl",
     "dflash_toolkit.doctor.cli --target ./no --drafter ./no",
 ]
@@ -25,7 +25,9 @@ def run(script: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("package", ["train", "serve", "dflash_toolkit.evaluation", "dflash_toolkit.doctor"])
+@pytest.mark.parametrize(
+    "package", ["dflash_toolkit.train", "dflash_toolkit.serve", "dflash_toolkit.evaluation", "dflash_toolkit.doctor"]
+)
 def test_idle_threads_sleep_which_is_said_before_torch_is_there(package: str) -> None:
     script = f"import os, sys, {package}; print('torch' in sys.modules, *map(os.environ.get, {WAITING}))"
     assert run(script).stdout == f"False PASSIVE {SPINS} None\n"
@@ -47,11 +49,11 @@ def test_every_command_computes_in_as_many_threads_as_asked_for(
 
 @pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "1"}])
 def test_the_users_own_way_of_waiting_is_kept(own: dict[str, str]) -> None:
-    script = f"import os, train; print({{k: v for k, v in os.environ.items() if k in {WAITING}}})"
+    script = f"import os, dflash_toolkit.train; print({{k: v for k, v in os.environ.items() if k in {WAITING}}})"
     assert run(script, **own).stdout == f"{own}\n"
 
 
 def test_without_a_number_there_are_as_many_threads_as_the_environment_says() -> None:
-    script = "import train; from dflash_toolkit.threads import use_threads; use_threads(None)\n"
+    script = "import dflash_toolkit.train; from dflash_toolkit.threads import use_threads; use_threads(None)\n"
     script += "import torch; print(torch.get_num_threads())"
     assert run(script, OMP_NUM_THREADS="1").stdout == "1\n"

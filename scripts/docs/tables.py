@@ -943,7 +943,7 @@ def models(table: Table) -> None:
     from dflash_toolkit.models.dflash.serving import READ, SERVED
     from dflash_toolkit.models.quantized import FORM
     from dflash_toolkit.models.spec import ModelSpec
-    from serve.external import BY_NAME, Draft
+    from dflash_toolkit.serve.external import BY_NAME, Draft
 
     def yes(works: Callable[..., object], *given: object) -> str:
         try:

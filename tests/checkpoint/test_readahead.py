@@ -182,11 +182,12 @@ def test_a_few_cores_are_left_to_the_imports(tmp_path: Path, monkeypatch: pytest
 def test_packages_and_command_lines_are_imported_without_torch() -> None:
     program = """
 import sys
-import dflash_toolkit, dflash_toolkit.evaluation, dflash_toolkit.evaluation.cli, dflash_toolkit.runtime, serve.cli
+import dflash_toolkit, dflash_toolkit.evaluation, dflash_toolkit.evaluation.cli, dflash_toolkit.runtime
+import dflash_toolkit.serve.cli
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.options import PromptSetOptions
-SamplingParams(), EngineOptions(), serve.cli.ServeConfig(target="x")
+SamplingParams(), EngineOptions(), dflash_toolkit.serve.cli.ServeConfig(target="x")
 dflash_toolkit.evaluation.cli.EvalConfig(target="x", drafter="y", sets=PromptSetOptions(prompts=("a=b",)))
 print(sys.modules.keys() & {"torch", "transformers"} or "neither")
 """
@@ -234,7 +235,7 @@ import json, sys
 from dflash_toolkit import UserError
 from dflash_toolkit.evaluation import cli as evaluation
 from dflash_toolkit.runtime import load, load_engine
-from serve import cli as serving
+from dflash_toolkit.serve import cli as serving
 
 def begin(*checkpoints):
     print(json.dumps([checkpoints, sorted(sys.modules.keys() & {"torch", "transformers"})]))

@@ -19,8 +19,8 @@ from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import read_prompt_sets, read_prompts
 from dflash_toolkit.data.sources import Malformed, Source
 from dflash_toolkit.models.dflash.checkpoint import read_config
-from train.config import TrainConfig
-from train.data_cli import DataConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_cli import DataConfig
 
 # ---- files -----------------------------------------------------------------------------------------------------
 

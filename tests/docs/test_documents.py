@@ -17,11 +17,11 @@ from dflash_toolkit.config import given_values, parse_cli
 from dflash_toolkit.doctor.cli import DoctorConfig
 from dflash_toolkit.evaluation import check, compare
 from dflash_toolkit.evaluation.cli import EvalConfig
-from serve.cli import ServeConfig
-from serve.external import split
-from serve.pasted import in_our_words
-from train.config import TrainConfig, configure
-from train.data_cli import DataConfig
+from dflash_toolkit.serve.cli import ServeConfig
+from dflash_toolkit.serve.external import split
+from dflash_toolkit.serve.pasted import in_our_words
+from dflash_toolkit.train.config import TrainConfig, configure
+from dflash_toolkit.train.data_cli import DataConfig
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCES = [found for page in PAGES for found in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.S)]

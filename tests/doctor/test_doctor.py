@@ -15,8 +15,8 @@ from architectures import ARCHITECTURES
 from conftest import MASK, PAD, TEMPLATE, make_drafter, make_target
 from safetensors.torch import load_file, save_file
 
-import train.loop
-import train.objective.blocks
+import dflash_toolkit.train.loop
+import dflash_toolkit.train.objective.blocks
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.doctor.cli import main
@@ -25,10 +25,10 @@ from dflash_toolkit.fingerprint import model_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.objective.blocks import Blocks
-from train.responses.rows import Row
-from train.run.definition import Run
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.objective.blocks import Blocks
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.definition import Run
 
 TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.")
 ALL_TEXTS = ("--limit", str(len(TEXTS)))  # else a drafter is examined on one of them
@@ -47,7 +47,7 @@ def fit(
         run=RunOptions(feature_cache_gb=1, log_every=1000),
     )  # fmt: skip
     drafter = make_drafter(target, **shape).train()
-    train.loop.train(Run(config, target, drafter, rows, [], work, {}, lambda trained, export: None))
+    dflash_toolkit.train.loop.train(Run(config, target, drafter, rows, [], work, {}, lambda trained, export: None))
     return drafter.eval()
 
 
@@ -268,7 +268,7 @@ def test_a_drafter_that_was_never_trained_is_told_by_its_weights(clinic: Clinic,
 
 @pytest.mark.slow
 def test_labels_one_off_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = train.loop.sample_blocks
+    honest = dflash_toolkit.train.loop.sample_blocks
 
     def shifted(*arguments: Any, **more: Any) -> Blocks:
         blocks = honest(*arguments, **more)
@@ -276,7 +276,7 @@ def test_labels_one_off_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         known[:, :, 0] = known[:, :, -1] = False
         return replace(blocks, labels=blocks.labels.roll(-1, 2), supervised=known)
 
-    monkeypatch.setattr(train.loop, "sample_blocks", shifted)
+    monkeypatch.setattr(dflash_toolkit.train.loop, "sample_blocks", shifted)
     target = make_target()
     drafter = fit(target, answered(target), tmp_path)
     faults = Clinic(tmp_path, target, drafter).examine(*ALL_TEXTS)["fault"]
@@ -285,9 +285,9 @@ def test_labels_one_off_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_a_trainer_that_shows_the_anchors_own_feature_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = train.objective.blocks.context_before_anchor
+    honest = dflash_toolkit.train.objective.blocks.context_before_anchor
     monkeypatch.setattr(
-        train.objective.blocks,
+        dflash_toolkit.train.objective.blocks,
         "context_before_anchor",
         lambda f, blocks: honest(f, replace(blocks, anchor=blocks.anchor + 1)),
     )

@@ -13,7 +13,7 @@ from test_doctor import ALL_TEXTS, BREAKS, Clinic, answered, config, edit, fit, 
 from test_doctor import clinic as clinic
 
 import dflash_toolkit.decode
-import train.loop
+import dflash_toolkit.train.loop
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.confidence import JudgedNode
 from dflash_toolkit.doctor.confidences import area, judged
@@ -22,7 +22,7 @@ from dflash_toolkit.doctor.probe import Scores
 from dflash_toolkit.doctor.symptoms import _cliff
 from dflash_toolkit.models.dflash.network import ContextKV, Drafter
 from dflash_toolkit.models.target import Target, load_config
-from train.objective.blocks import Blocks
+from dflash_toolkit.train.objective.blocks import Blocks
 
 # ---- training against serving ----------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def test_another_block_size_than_was_trained_is_named_alone(present: int, severi
 
 @pytest.mark.slow
 def test_slots_trained_otherwise_are_found_by_the_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = train.loop.sample_blocks
+    honest = dflash_toolkit.train.loop.sample_blocks
 
     def spoiled(*arguments: Any, **more: Any) -> Blocks:
         blocks = honest(*arguments, **more)
@@ -91,7 +91,7 @@ def test_slots_trained_otherwise_are_found_by_the_cliff(tmp_path: Path, monkeypa
         labels[:, :, 4:] = 5  # whatever the answer says
         return replace(blocks, labels=labels)
 
-    monkeypatch.setattr(train.loop, "sample_blocks", spoiled)
+    monkeypatch.setattr(dflash_toolkit.train.loop, "sample_blocks", spoiled)
     target = make_target()
     drafter = fit(target, answered(target), tmp_path)
     found = Clinic(tmp_path, target, drafter).examine()

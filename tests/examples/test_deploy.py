@@ -14,8 +14,8 @@ from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from test_documents import PROGRAMS
 
-from serve.cli import ServeConfig
-from serve.metrics import Metrics
+from dflash_toolkit.serve.cli import ServeConfig
+from dflash_toolkit.serve.metrics import Metrics
 
 DEPLOY = ROOT / "examples/deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())

@@ -11,7 +11,7 @@ import pytest
 from paths import ROOT
 from test_documents import PROGRAMS
 
-from train.cli import main as train
+from dflash_toolkit.train.cli import main as train
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
@@ -83,7 +83,7 @@ def test_a_drafter_is_trained_on_a_cpu_and_compared_with_another(
 
 @pytest.mark.slow
 def test_a_served_drafter_answers_the_question(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
-    for name, program in (("dflash-serve", "-m serve.cli"), ("python", "")):
+    for name, program in (("dflash-serve", "-m dflash_toolkit.serve.cli"), ("python", "")):
         (tmp_path / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
         (tmp_path / name).chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as free:

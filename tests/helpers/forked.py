@@ -23,8 +23,9 @@ from dflash_toolkit.files import append_lines
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # what is not there is left out
-IMPORTED = ["conftest", "train.cli", "train.data_cli", "train.distributed.fsdp", "deepspeed", "serve.front"]
-IMPORTED += ["dflash_toolkit.runtime.loop", "preloaded"]
+IMPORTED = ["conftest", "deepspeed", "preloaded"]
+IMPORTED += [f"dflash_toolkit.{name}" for name in ("train.cli", "train.data_cli", "train.distributed.fsdp")]
+IMPORTED += ["dflash_toolkit.serve.front", "dflash_toolkit.runtime.loop"]
 
 
 def start_server() -> None:

@@ -126,7 +126,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture
 def dflash_data(target_dir: Path, prompts: Path, tmp_path: Path, capsys: Any) -> Program:
     """Answers nine prompts into a.jsonl."""
-    from train.data_cli import main
+    from dflash_toolkit.train.data_cli import main
 
     return Program(main, data_argv, target_dir, prompts, tmp_path / "a.jsonl", capsys)
 
@@ -134,7 +134,7 @@ def dflash_data(target_dir: Path, prompts: Path, tmp_path: Path, capsys: Any) ->
 @pytest.fixture
 def dflash_train(target_dir: Path, data: Path, tmp_path: Path, capsys: Any) -> Program:
     """Trains on ten prompts, two of them held out, in the folder run."""
-    from train.cli import main
+    from dflash_toolkit.train.cli import main
 
     return Program(main, train_argv, target_dir, data, tmp_path / "run", capsys)
 

@@ -20,8 +20,8 @@ from dflash_toolkit import Target, UserError
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import fla
 from dflash_toolkit.models import packed
-from train.features.source import FeatureSource
-from train.responses.rows import Row
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.responses.rows import Row
 
 TAPS = (3, 1)
 

@@ -13,7 +13,7 @@ from test_target import in_fp8
 
 from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.decode import generate
-from train.distributed.parallel import Processes
+from dflash_toolkit.train.distributed.parallel import Processes
 
 TAPS = (1, 3)
 LENGTHS = [12, 5, 9]

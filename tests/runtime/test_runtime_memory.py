@@ -29,7 +29,7 @@ from dflash_toolkit.runtime.request import Request, StepShape
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
-from train.responses import backends
+from dflash_toolkit.train.responses import backends
 
 TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
 STEP = GIB // 5

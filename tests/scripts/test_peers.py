@@ -27,7 +27,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate, lo
 from dflash_toolkit.data.prompts import encode_chat, read_prompts
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.mix import LogitScale
-from train.cli import main as train
+from dflash_toolkit.train.cli import main as train
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

@@ -12,15 +12,15 @@ import torch
 from conftest import MASK, make_drafter, make_target
 
 from dflash_toolkit.models.rope import RopeScaling
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.objective import loss
+from dflash_toolkit.train.objective.blocks import sample_blocks
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.run.estimate import teacher_forced_length
 from scripts.bench import train_real as program
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.features.source import FeatureSource
-from train.loop import train
-from train.objective import loss
-from train.objective.blocks import sample_blocks
-from train.responses.rows import Row
-from train.run.definition import Run
-from train.run.estimate import teacher_forced_length
 
 SMALL = ["drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "optim.pack_tokens=256", "optim.pack_blocks=32",
          "prompts.max_length=128", "run.log_every=1"]  # fmt: skip

@@ -21,10 +21,10 @@ from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine
-from serve.app import create_app
-from serve.lanes import MAX_BODY
-from serve.protocol import IGNORED, ChatRequest, CompletionRequest, Cut
-from serve.server import Server, bind, url_of
+from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.lanes import MAX_BODY
+from dflash_toolkit.serve.protocol import IGNORED, ChatRequest, CompletionRequest, Cut
+from dflash_toolkit.serve.server import Server, bind, url_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
 LONG = {"ignore_eos": True}
@@ -436,7 +436,7 @@ def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
 def test_a_client_that_leaves_stops_its_decoding(
     engine: AsyncEngine, url: str, client: OpenAI, prompts: list[str], streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.app.STATS_S", 0.01)  # an engine that stands still answers no ping
+    monkeypatch.setattr("dflash_toolkit.serve.app.STATS_S", 0.01)  # an engine that stands still answers no ping
     body = {"model": "org/tiny", "prompt": prompts, "max_tokens": 400, "stream": streamed, **LONG}
     name = 'dflash_requests_total{outcome="disconnected"}'
     before, address = counters(url).get(name, 0), httpx.URL(url)

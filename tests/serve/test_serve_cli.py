@@ -13,9 +13,9 @@ from forked import Command
 from openai import APIError, OpenAI
 
 from dflash_toolkit.config import from_mapping, given_values
-from serve import cli
-from serve.pasted import in_our_words
-from serve.processes import EngineProcess
+from dflash_toolkit.serve import cli
+from dflash_toolkit.serve.pasted import in_our_words
+from dflash_toolkit.serve.processes import EngineProcess
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -129,7 +129,7 @@ def test_ctrl_c_while_it_loads_is_an_interruption(
 def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
     words = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--port", "0", "--device", "cpu"]
     words += ["--served-model-name", "tiny", "--max-num-seqs", "1", "--drain-timeout", "0.2", "--no-access-log"]
-    process = Command("serve.cli", words, tmp_path)
+    process = Command("dflash_toolkit.serve.cli", words, tmp_path)
     try:
         line = process.line()
         match = re.fullmatch(r"dflash-serve: (http://127.0.0.1:\d+)/v1 serves tiny \(.*, float32 on cpu\)", line)

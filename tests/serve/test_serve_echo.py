@@ -17,7 +17,7 @@ from test_serve_text import BYTES, PIECES, byte_ids, encode
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.data.prompts import encode_chat
-from serve.logprobs import Echo, TokenStrings
+from dflash_toolkit.serve.logprobs import Echo, TokenStrings
 
 TEXT = "Why é→<|end|> 😀?"  # 21 tokens, in chunks of 8
 FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -167,7 +167,7 @@ def test_what_does_not_go_together_is_refused(client: OpenAI, monkeypatch: pytes
     assert refusal(complete, client, max_tokens=0).param == "max_tokens"
     assert refusal(chat, client, extra_body={"echo": True}).param == "echo"
     assert refusal(complete, client, stream=True, extra_body={"prompt_logprobs": 0}).param == "prompt_logprobs"
-    monkeypatch.setattr("serve.app.MOST_SCORES", 60)
+    monkeypatch.setattr("dflash_toolkit.serve.app.MOST_SCORES", 60)
     complete(client, prompt=["abcde"] * 2, n=2, echo=True, logprobs=2, max_tokens=0)
     error = refusal(complete, client, prompt=["abcde", "abcdef"], n=2, echo=True, logprobs=2, max_tokens=0)
     assert (error.status_code, error.param) == (400, "echo") and "66 log-probabilities" in error.message

@@ -31,8 +31,8 @@ from dflash_toolkit.runtime import (
 from dflash_toolkit.runtime import loop as loop_module
 from dflash_toolkit.runtime.client import RequestFailedError
 from dflash_toolkit.runtime.wire import Channel
-from serve import processes
-from serve.app import EventResponse, create_app
+from dflash_toolkit.serve import processes
+from dflash_toolkit.serve.app import EventResponse, create_app
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 
@@ -231,7 +231,7 @@ def test_a_step_that_does_not_return_is_seen_from_outside(target: Target, monkey
                 await asyncio.sleep(0)  # it asks
                 await asyncio.to_thread(gate.wait)
                 with monkeypatch.context() as patch:
-                    patch.setattr("serve.app.ENGINE_TIMEOUT_S", 0.05)
+                    patch.setattr("dflash_toolkit.serve.app.ENGINE_TIMEOUT_S", 0.05)
                     hung = await statuses()
                 gate.open()
                 await asking

@@ -20,9 +20,9 @@ from forked import fork_processes
 from paths import ROOT
 
 from dflash_toolkit.config import UserError, from_mapping, given_values
-from serve import cli, external
-from serve.external import SGLANG, VLLM
-from serve.keys import VARIABLE
+from dflash_toolkit.serve import cli, external
+from dflash_toolkit.serve.external import SGLANG, VLLM
+from dflash_toolkit.serve.keys import VARIABLE
 
 NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23"}
 TARGET = {
@@ -428,8 +428,8 @@ def test_the_process_becomes_theirs(python: str | None, target: str, drafter: st
         (tmp_path / "bin/python").symlink_to(sys.executable)
         more = ["--engine-python", str(tmp_path / "bin/python")]
     command = [
-        sys.executable, "-m", "serve.cli", "--engine", "vllm", "--target", target, "--drafter", drafter, *more,
-        "--threads", "3", "--", "--enforce-eager", "--nnodes", "2",
+        sys.executable, "-m", "dflash_toolkit.serve.cli", "--engine", "vllm", "--target", target,
+        "--drafter", drafter, *more, "--threads", "3", "--", "--enforce-eager", "--nnodes", "2",
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", VARIABLE: "secret"}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from serve.parsing import OutputParser, joined
-from serve.parsing.forced import structural_tag
-from serve.parsing.forms import FORMS
+from dflash_toolkit.serve.parsing import OutputParser, joined
+from dflash_toolkit.serve.parsing.forced import structural_tag
+from dflash_toolkit.serve.parsing.forms import FORMS
 
 xgrammar = pytest.importorskip("xgrammar")
 

@@ -18,8 +18,8 @@ from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import TokenLogprobs
 from dflash_toolkit.runtime import Progress
-from serve.answer import Answer, AnswerOptions
-from serve.logprobs import FLOOR, AnswerToken, TokenStrings, chat_logprobs, text_logprobs
+from dflash_toolkit.serve.answer import Answer, AnswerOptions
+from dflash_toolkit.serve.logprobs import FLOOR, AnswerToken, TokenStrings, chat_logprobs, text_logprobs
 
 BYTE_OF = {BYTES.convert_tokens_to_ids(letter): bytes([byte]) for byte, letter in bytes_to_unicode().items()}
 ID_OF = {raw: i for i, raw in BYTE_OF.items()}

@@ -12,8 +12,8 @@ from starlette.routing import Route
 from test_serve_engine import make_engine
 from test_serve_tools import TOOLS, make_reciting
 
-from serve.app import create_app
-from serve.responses_api import LOGPROBS
+from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.responses_api import LOGPROBS
 
 MESSAGES = [{"role": "user", "content": "Please: h"}]
 CHAT = {"model": "m", "messages": MESSAGES, "max_tokens": 400}

@@ -15,8 +15,8 @@ from test_serve_engine import LATE_S, make_engine
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.runtime import AsyncEngine
-from serve.app import create_app
-from serve.page import FILES, FOLDER
+from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.page import FILES, FOLDER
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ASK: dict[str, Any] = {

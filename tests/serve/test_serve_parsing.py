@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve.parsing import Message, OutputParser, joined
-from serve.parsing.deltas import Delta, merged
-from serve.parsing.forms import FORMS
-from serve.parsing.schema import as_json, is_text
+from dflash_toolkit.serve.parsing import Message, OutputParser, joined
+from dflash_toolkit.serve.parsing.deltas import Delta, merged
+from dflash_toolkit.serve.parsing.forms import FORMS
+from dflash_toolkit.serve.parsing.schema import as_json, is_text
 
 PARAMETERS = {
     "type": "object",

@@ -20,9 +20,9 @@ from test_serve_api import error_of, serving
 from test_serve_engine import LATE_S, gated, make_engine, wait_until
 
 from dflash_toolkit import Target, UserError
-from serve import access
-from serve.keys import VARIABLE, matching, read_keys
-from serve.server import Connection, bind, raise_open_files
+from dflash_toolkit.serve import access
+from dflash_toolkit.serve.keys import VARIABLE, matching, read_keys
+from dflash_toolkit.serve.server import Connection, bind, raise_open_files
 
 LONG = {"model": "org/tiny", "prompt": [1], "max_tokens": 50, "ignore_eos": True, "temperature": 0}
 
@@ -205,7 +205,7 @@ def test_connections_are_looked_after_while_nothing_is_sent() -> None:
 def command(target_dir: Path, folder: Path, *options: str, **more: Any) -> Iterator[Command]:
     """A running `dflash-serve`, whose processes are forked from one that has imported everything."""
     argv = ["--target", str(target_dir), "--port", "0", "--device", "cpu", "--served-model-name", "org/tiny", *options]
-    process = Command("serve.cli", argv, folder, **more)
+    process = Command("dflash_toolkit.serve.cli", argv, folder, **more)
     try:
         yield process
     finally:

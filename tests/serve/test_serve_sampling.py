@@ -9,7 +9,7 @@ from test_serve_api import client_of, complete, serving, text_of
 from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
-from serve.defaults import sampling_defaults
+from dflash_toolkit.serve.defaults import sampling_defaults
 
 
 def test_what_a_request_does_not_say_the_checkpoint_does(target: Target, drafter: Drafter) -> None:

@@ -10,8 +10,8 @@ from test_serve_engine import make_engine, wait_until
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.runtime import AsyncEngine
-from serve.answer import Answer, AnswerOptions
-from serve.answer import usage as usage_of
+from dflash_toolkit.serve.answer import Answer, AnswerOptions
+from dflash_toolkit.serve.answer import usage as usage_of
 
 __all__ = ["client", "engine", "url"]  # fixtures
 USAGE = {"include_usage": True}

@@ -21,7 +21,7 @@ from dflash_toolkit.grammar import Grammars
 from dflash_toolkit.runtime import AsyncEngine
 from dflash_toolkit.runtime import client as client_module
 from dflash_toolkit.sampling import Grammar, GrammarError
-from serve.processes import _read_grammars
+from dflash_toolkit.serve.processes import _read_grammars
 
 COMPACT = {"logit_bias": {str(token): bias for token, bias in NO_SPACE}, "max_tokens": 120}
 NAMED = {"name": "person", "schema": PERSON, "strict": True}

@@ -13,8 +13,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import Progress
-from serve.answer import Answer, AnswerOptions, speculative_decoding
-from serve.text import Detokenizer, StopScanner
+from dflash_toolkit.serve.answer import Answer, AnswerOptions, speculative_decoding
+from dflash_toolkit.serve.text import Detokenizer, StopScanner
 
 BYTES = make_tokenizer()
 

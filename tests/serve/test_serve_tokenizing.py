@@ -14,10 +14,10 @@ from test_serve_engine import LATE_S, make_engine, wait_until
 
 from dflash_toolkit import Target, __version__
 from dflash_toolkit.data.prompts import encode_chat
-from serve.app import create_app
-from serve.lanes import MOST_STRINGS, SHORT_BODY
-from serve.protocol import MOST_MESSAGES, ApiError, ChatRequest, CompletionRequest
-from serve.tokenizing import DetokenizeRequest, Encoder
+from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.lanes import MOST_STRINGS, SHORT_BODY
+from dflash_toolkit.serve.protocol import MOST_MESSAGES, ApiError, ChatRequest, CompletionRequest
+from dflash_toolkit.serve.tokenizing import DetokenizeRequest, Encoder
 
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.runtime import AsyncEngine
-from serve.parsing import Parsers, joined
-from serve.parsing.forms import FORMS
-from serve.text import Detokenizer
+from dflash_toolkit.serve.parsing import Parsers, joined
+from dflash_toolkit.serve.parsing.forms import FORMS
+from dflash_toolkit.serve.text import Detokenizer
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {

@@ -11,8 +11,8 @@ from paths import ROOT
 from dflash_toolkit.config import UserError, read_yaml, to_mapping
 from dflash_toolkit.data.prompts import read_prompts
 from dflash_toolkit.models.dflash.shape import LAYERS, TAPS, default_target_layer_ids
-from train.config import PACK_TOKENS, TrainConfig, configure
-from train.optim.schedule import packing
+from dflash_toolkit.train.config import PACK_TOKENS, TrainConfig, configure
+from dflash_toolkit.train.optim.schedule import packing
 
 FILES = sorted((ROOT / "configs").glob("**/*.yaml"))
 

@@ -14,13 +14,13 @@ from damage import damage
 from programs import Program, altered, assistant, lines, says, user, write
 from servers import Fake, whole
 
-import train.data_cli
+import dflash_toolkit.train.data_cli
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.fingerprint import template_digest
-from train.config import DataOptions, TrainConfig
-from train.responses import collect
-from train.responses.file import Match, read_training_rows
+from dflash_toolkit.train.config import DataOptions, TrainConfig
+from dflash_toolkit.train.responses import collect
+from dflash_toolkit.train.responses.file import Match, read_training_rows
 
 
 def asked(target: Target, *texts: str) -> list[int]:
@@ -132,7 +132,7 @@ def test_kill_9_again_and_again_loses_and_doubles_nothing(dflash_data: Program, 
     sampled, output = ("temperature=1.2", "samples=2", "--batch-size", "4"), dflash_data.output
     dflash_data(*sampled, output="whole.jsonl")
     for answers in (3, 17):  # of 28
-        running = forked.start("train.data_cli", dflash_data.words(*sampled), until=(output, answers))
+        running = forked.start("dflash_toolkit.train.data_cli", dflash_data.words(*sampled), until=(output, answers))
         forked.wait_stopped(running)
         running.kill()
         running.join(60)
@@ -262,7 +262,7 @@ def test_a_mistake_is_one_line_and_leaves_no_answers(
 def test_what_answers_is_checked_before_prompts_are_read(
     more: list[str], named: str, dflash_data: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.data_cli, "_choose", None)
+    monkeypatch.setattr(dflash_toolkit.train.data_cli, "_choose", None)
     assert named in dflash_data.refuses(*more)
 
 

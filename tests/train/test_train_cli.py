@@ -16,8 +16,8 @@ from dflash_toolkit.evaluation.measure import held_out_acceptance
 from dflash_toolkit.models.dflash import shape
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, read_json
 from dflash_toolkit.record import export_record
-from train.config import DataOptions, TrainConfig
-from train.responses.corpus import Corpus
+from dflash_toolkit.train.config import DataOptions, TrainConfig
+from dflash_toolkit.train.responses.corpus import Corpus
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_prompt_without_an_answer_is_named_before_the_target_is_read(
     dflash_train: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("train.cli._loaded", None)
+    monkeypatch.setattr("dflash_toolkit.train.cli._loaded", None)
     bare = write(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
     said = dflash_train.refuses("--data", bare, "responses.regenerate=false")
     assert "without an answer; responses.regenerate=true" in said and not dflash_train.output.exists()

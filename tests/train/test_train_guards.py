@@ -15,12 +15,12 @@ from test_train_loop import rows
 
 from dflash_toolkit import Target, UserError, save_drafter
 from dflash_toolkit.files import locked, write_json
-from train import loop
-from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.optim.schedule import learning_rate_factor
-from train.run.definition import WORK, Run
-from train.run.provenance import OLD_NAMES, fingerprint
-from train.run.state import load_state
+from dflash_toolkit.train import loop
+from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.optim.schedule import learning_rate_factor
+from dflash_toolkit.train.run.definition import WORK, Run
+from dflash_toolkit.train.run.provenance import OLD_NAMES, fingerprint
+from dflash_toolkit.train.run.state import load_state
 
 
 @pytest.mark.parametrize("bad", [3, 4, 5])

@@ -27,14 +27,14 @@ from safetensors.torch import load_file
 
 from dflash_toolkit import UserError
 from dflash_toolkit.progress import Progress
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.loop import train
-from train.optim.schedule import PackedSchedule, learning_rate_factor
-from train.responses.rows import Row
-from train.run import report
-from train.run.definition import Run
-from train.run.metrics import MetricsLog
-from train.run.state import ResumePoint, first_difference, load_state, save_state
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.optim.schedule import PackedSchedule, learning_rate_factor
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run import report
+from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.run.metrics import MetricsLog
+from dflash_toolkit.train.run.state import ResumePoint, first_difference, load_state, save_state
 
 GOLDEN = ROOT / "tests/golden/loss_curve.json"
 
@@ -113,7 +113,7 @@ def kill_after(count: int, pid: int, metrics: Path) -> None:
 
 def run_killed_after(count: int, arguments: list[str], path: Path) -> None:
     """A real process, killed with SIGKILL once `path` has so many lines."""
-    process = forked.start("train.cli", arguments, until=(path, count))
+    process = forked.start("dflash_toolkit.train.cli", arguments, until=(path, count))
     forked.wait_stopped(process)
     process.kill()
     process.join(60)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.target import load_tokenizer
-from train.config import TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 
 # ---- runs that go on -------------------------------------------------------------------------------------------
 

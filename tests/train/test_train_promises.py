@@ -23,10 +23,10 @@ from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights
-from train.config import OptimOptions, TrainConfig
-from train.optim.optimizers import make_optimizer
-from train.responses import backends
-from train.run.cost import resume_bytes
+from dflash_toolkit.train.config import OptimOptions, TrainConfig
+from dflash_toolkit.train.optim.optimizers import make_optimizer
+from dflash_toolkit.train.responses import backends
+from dflash_toolkit.train.run.cost import resume_bytes
 
 # ---- progress --------------------------------------------------------------------------------------------------
 

@@ -27,16 +27,16 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing import subprocess_handler
 
 from dflash_toolkit import UserError
-from train.cli import main
-from train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.distributed.parallel import Processes, without_local_rank
-from train.distributed.zero import deepspeed_config
-from train.features.source import FeatureSource
-from train.features.store import GIB
-from train.loop import train
-from train.objective.blocks import Features, sample_blocks
-from train.objective.loss import compute_loss
-from train.responses.rows import Row
+from dflash_toolkit.train.cli import main
+from dflash_toolkit.train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.distributed.parallel import Processes, without_local_rank
+from dflash_toolkit.train.distributed.zero import deepspeed_config
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.features.store import GIB
+from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.objective.blocks import Features, sample_blocks
+from dflash_toolkit.train.objective.loss import compute_loss
+from dflash_toolkit.train.responses.rows import Row
 
 # 8 answers: of two processes each has 4, in micro batches of 3 and 1
 SHORT = [
@@ -165,7 +165,9 @@ def test_processes_of_a_launcher_are_one_run(way: str, dflash_train: Program, tm
         launcher = "torch.distributed.run"
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
         words = [*meeting, "--nnodes=2", "--nproc-per-node=1", "-m"]
-    launchers = [call(_launch, launcher, [*words, "train.cli", *arguments], log) for _ in range(machines)]
+    launchers = [
+        call(_launch, launcher, [*words, "dflash_toolkit.train.cli", *arguments], log) for _ in range(machines)
+    ]
     assert ended(launchers) == [0] * machines, log.read_text()
     said = log.read_text()
     assert said.count("vllm serve") == said.count("2 processes") == 1, "only the first process speaks"

@@ -17,8 +17,8 @@ from paths import ROOT
 from test_train_loop import argv, losses
 from torch import Tensor, nn
 
-from train.config import OptimOptions
-from train.optim.optimizers import FlatMuon, Optimizers, deal, make_optimizer, rows_of
+from dflash_toolkit.train.config import OptimOptions
+from dflash_toolkit.train.optim.optimizers import FlatMuon, Optimizers, deal, make_optimizer, rows_of
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 8), (5, 7)]
 
@@ -173,7 +173,7 @@ def test_gpus_learn_what_one_learns(
         output = tmp_path / f"on{gpus}"
         taken = [option for option in options if gpus > 1 or "target_tensor" not in option]
         arguments = argv(target_dir, data, output, *taken, f"optim.accumulate={world // gpus}")
-        torchrun = [f"--nproc-per-node={gpus}", f"--master-port={free_port()}", "-m", "train.cli"]
+        torchrun = [f"--nproc-per-node={gpus}", f"--master-port={free_port()}", "-m", "dflash_toolkit.train.cli"]
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *torchrun, *arguments],
             cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,

@@ -12,13 +12,13 @@ from forked import run_several
 from test_train_loop import rows
 from test_train_several import flat
 
-from train.config import OptimOptions, RunOptions, TrainConfig
-from train.distributed.parallel import Processes
-from train.distributed.zero import make_learner
-from train.features.source import FeatureSource
-from train.objective.blocks import sample_blocks
-from train.objective.loss import compute_loss
-from train.run.state import ResumePoint
+from dflash_toolkit.train.config import OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.distributed.parallel import Processes
+from dflash_toolkit.train.distributed.zero import make_learner
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.objective.blocks import sample_blocks
+from dflash_toolkit.train.objective.loss import compute_loss
+from dflash_toolkit.train.run.state import ResumePoint
 
 KINDS = ("full_attention", "sliding_attention")
 FSDP = RunOptions(fsdp=True)

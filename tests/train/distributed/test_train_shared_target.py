@@ -13,10 +13,10 @@ from test_train_loop import rows
 from test_train_parallel import SHORT, _one, assert_same_run, whole  # noqa: F401 - a fixture
 
 from dflash_toolkit import Target
-from train.cli import main
-from train.distributed.parallel import Processes
-from train.features.source import FeatureSource
-from train.features.store import MemoryStore
+from dflash_toolkit.train.cli import main
+from dflash_toolkit.train.distributed.parallel import Processes
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.features.store import MemoryStore
 
 SHARED = "run.target_tensor_parallel_size=2"
 

@@ -20,12 +20,12 @@ from test_train_loop import largest_file, losses
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.config import from_mapping
 from dflash_toolkit.fingerprint import TOKENS_BYTES
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.features.source import FeatureSource, fitting, open_features
-from train.features.store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
-from train.loop import train
-from train.responses.rows import Row
-from train.run.definition import Run
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.features.source import FeatureSource, fitting, open_features
+from dflash_toolkit.train.features.store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
+from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.definition import Run
 
 TAPS = (1, 3)
 
@@ -333,7 +333,7 @@ def test_features_that_fit_only_in_part_are_announced(
     target = make_target()
     needed = source_in(tmp_path, target).nbytes(rows(10))
     for room, expected in ((needed, False), (needed - 1, True)):
-        monkeypatch.setattr("train.features.source.device_room", lambda *_, room=room: room)
+        monkeypatch.setattr("dflash_toolkit.train.features.source.device_room", lambda *_, room=room: room)
         source_in(tmp_path, target)
         said = capsys.readouterr().err
         assert ("features of 10 rows" in said and "run.feature_dtype=float8" in said) == expected

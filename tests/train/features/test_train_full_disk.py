@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from test_train_features import TAPS, rows
 from test_train_parallel import SHORT, _one, assert_same_run, whole  # noqa: F401  # a run to compare with
 
-import train.features.store
+import dflash_toolkit.train.features.store
 from dflash_toolkit import UserError
-from train.cli import main
-from train.features.source import FeatureSource
-from train.features.store import DiskStore
+from dflash_toolkit.train.cli import main
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.features.store import DiskStore
 
 
 def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -30,7 +30,7 @@ def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, arguments: list[str], log: Path) -> None:
     DiskStore.__init__.__defaults__ = (shard_bytes,)
     if rank == full:
-        train.features.store.save_file = no_space  # type: ignore[assignment]
+        dflash_toolkit.train.features.store.save_file = no_space  # type: ignore[assignment]
     _one(rank, arguments, log)
 
 
@@ -82,12 +82,12 @@ def test_after_a_failed_write_rows_are_still_there_and_no_more_are_kept(
     source = FeatureSource(target, TAPS, 3072, store=store)
     source(texts[:2])
     source.flush()
-    monkeypatch.setattr(train.features.store, "save_file", no_space)
+    monkeypatch.setattr(dflash_toolkit.train.features.store, "save_file", no_space)
     for i, row in [*enumerate(texts)] * 2:
         assert torch.equal(source([row]).hidden[0], direct.hidden[i, : len(row.tokens)])
     assert not source.missing(texts[:2]) and source.missing(texts[-1:])
     for tell in (source.check, source.flush):
         with pytest.raises(UserError, match="No space left"):
             tell()
-    monkeypatch.setattr(train.features.store, "save_file", save_file)
+    monkeypatch.setattr(dflash_toolkit.train.features.store, "save_file", save_file)
     assert len(list(tmp_path.iterdir())) == 3, "the index and the two shards before"

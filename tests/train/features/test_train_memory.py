@@ -12,17 +12,17 @@ from forked import run_several
 from test_train_features import config, forwards, rows, run_of
 from test_train_loop import losses
 
-import train.features.source
-import train.loop
+import dflash_toolkit.train.features.source
+import dflash_toolkit.train.loop
 from dflash_toolkit import UserError
 from dflash_toolkit.config import from_mapping, to_mapping
-from train.config import TrainConfig
-from train.distributed.parallel import Processes
-from train.features.memory import MARGIN, MemoryUse, room_behind_step
-from train.features.source import FeatureSource
-from train.objective.blocks import Features
-from train.responses.rows import Row
-from train.run.provenance import fingerprint
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.distributed.parallel import Processes
+from dflash_toolkit.train.features.memory import MARGIN, MemoryUse, room_behind_step
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.objective.blocks import Features
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.provenance import fingerprint
 
 
 def test_features_take_a_share_of_what_a_step_at_its_peak_leaves() -> None:
@@ -49,20 +49,20 @@ def test_memory_is_taken_and_filled_behind_a_step_that_finds_the_optimisers_stat
         peak = 1000 if asked[1:] else 0  # nothing has run when the source is opened
         return MemoryUse(0, needed + aside + 1000 - (not fits), 0, peak)
 
-    monkeypatch.setattr(train.features.source, "memory_use", measured)
+    monkeypatch.setattr(dflash_toolkit.train.features.source, "memory_use", measured)
     # when nothing but the target is there
-    monkeypatch.setattr(train.features.source, "device_room", lambda *_: needed + 1000)
+    monkeypatch.setattr(dflash_toolkit.train.features.source, "device_room", lambda *_: needed + 1000)
     begun: list[int] = []
-    monkeypatch.setattr(train.loop, "begin_peak", lambda device: begun.append(len(computed)))
+    monkeypatch.setattr(dflash_toolkit.train.loop, "begin_peak", lambda device: begun.append(len(computed)))
     exported: list[object] = []
     run = run_of(config(features=mode, feature_gpu_share=1.0), target, texts, tmp_path)
     run = replace(run, export=lambda trained, made: exported.append(made))
     if mode == "memory" and not fits:
         with pytest.raises(UserError, match=r"run.features=memory: .*run.feature_gpu_share"):
-            train.loop.train(run)
+            dflash_toolkit.train.loop.train(run)
         assert not exported
         return
-    train.loop.train(run)
+    dflash_toolkit.train.loop.train(run)
     assert asked == [0, 8], "a step is of four rows; the first one ends with the optimiser's state, and begins without"
     assert begun == [4]
     said = capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_out_of_memory_is_one_line_with_the_options_and_the_run_goes_on(
     target = make_target()
     names = r"run.feature_gpu_share .* optim.recompute=true .* loss.head_rows .* in a new run .* optim.pack_tokens"
     with pytest.raises(UserError, match=rf"^{said}: .*{names}[^\n]*$"):
-        train.loop.train(run_of(config(), target, rows(10), tmp_path))
+        dflash_toolkit.train.loop.train(run_of(config(), target, rows(10), tmp_path))
     assert torch.load(tmp_path / "state.pt")["step"] == 4
     named = {"loss": {"head_rows": 8}, "optim": {"recompute": True}, "run": {"feature_gpu_share": 0.1}}
     before, after, other = (
@@ -104,7 +104,7 @@ def test_out_of_memory_is_one_line_with_the_options_and_the_run_goes_on(
         for values in ({}, named, {"optim": {"pack_tokens": 256}})
     )
     assert before == after != other, "the run may go on with what the line says, and only with that"
-    train.loop.train(run_of(config(), target, rows(10), tmp_path))
+    dflash_toolkit.train.loop.train(run_of(config(), target, rows(10), tmp_path))
     assert torch.load(tmp_path / "state.pt")["step"] == 9
 
 
@@ -113,7 +113,7 @@ def _second_without_memory(rank: int, folder: Path) -> None:
     if rank == 1:
         out_of_memory(pytest.MonkeyPatch(), 4, "CUDA out of memory.")
     with Processes.started("cpu") as processes:
-        train.loop.train(run_of(config(), make_target(), rows(12), folder), processes)
+        dflash_toolkit.train.loop.train(run_of(config(), make_target(), rows(12), folder), processes)
 
 
 def test_a_process_without_memory_says_so_itself_and_does_not_wait_for_the_others(tmp_path: Path) -> None:
@@ -125,12 +125,14 @@ def test_a_process_without_memory_says_so_itself_and_does_not_wait_for_the_other
 
 
 def _first_without_room(rank: int, folder: Path) -> None:
-    train.features.source.device_room = lambda *_: 1 << 30 if rank else 0  # type: ignore[assignment]
+    dflash_toolkit.train.features.source.device_room = lambda *_: 1 << 30 if rank else 0  # type: ignore[assignment]
     target = make_target()
     taps = make_drafter(target).config.target_layer_ids
     with Processes.started("cpu") as processes:
         mine = range(rank, 10, 2)
-        source = train.features.source.open_features(config(), target, taps, rows(10), folder, mine, processes)
+        source = dflash_toolkit.train.features.source.open_features(
+            config(), target, taps, rows(10), folder, mine, processes
+        )
         assert processes.all_gather(rank) == [0, 1]
         assert len(source.missing(rows(10))) == 10, "auto keeps all or says that it does not"
 

@@ -21,7 +21,7 @@ from test_train_loop import weights
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.record import target_signature
-from train.features.served import ServedTarget
+from dflash_toolkit.train.features.served import ServedTarget
 
 
 class Server:

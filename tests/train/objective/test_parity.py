@@ -12,12 +12,12 @@ from test_train_features import run_of
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.decode import propose
-from train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.features.source import FeatureSource
-from train.loop import train
-from train.objective.blocks import Blocks, Features, sample_blocks
-from train.objective.loss import masks_of
-from train.responses.rows import Row
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.loop import train
+from dflash_toolkit.train.objective.blocks import Blocks, Features, sample_blocks
+from dflash_toolkit.train.objective.loss import masks_of
+from dflash_toolkit.train.responses.rows import Row
 
 PROMPT = list(range(40, 60))
 Masks = dict[str, torch.Tensor]

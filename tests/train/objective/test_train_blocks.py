@@ -12,8 +12,16 @@ from test_drafter import make_config
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from dflash_toolkit import Drafter
-from train.objective.blocks import PADDING, Blocks, Features, anchor_candidates, dense_mask, flex_mask, sample_blocks
-from train.objective.loss import masks_of
+from dflash_toolkit.train.objective.blocks import (
+    PADDING,
+    Blocks,
+    Features,
+    anchor_candidates,
+    dense_mask,
+    flex_mask,
+    sample_blocks,
+)
+from dflash_toolkit.train.objective.loss import masks_of
 
 S = 4
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from train.config import DrafterOptions, LossOptions, TrainConfig
-from train.objective.blocks import Blocks
-from train.objective.loss import DraftLoss, decay_weights, dpace_weights, draft_loss
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, TrainConfig
+from dflash_toolkit.train.objective.blocks import Blocks
+from dflash_toolkit.train.objective.loss import DraftLoss, decay_weights, dpace_weights, draft_loss
 
 B, A, S, D, V = 2, 3, 5, 8, 37
 

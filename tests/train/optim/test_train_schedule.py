@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.optim.schedule import PackedSchedule, Schedule, rng_for
+from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, rng_for
 
 
 def a_schedule(lengths: list[int], room: int, *more: Any) -> Schedule | PackedSchedule:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_toolkit.data.conversations import Conversation, conversation
-from train.prompts import dedup
-from train.prompts.dedup import Duplicates, shingles, similarity
+from dflash_toolkit.train.prompts import dedup
+from dflash_toolkit.train.prompts.dedup import Duplicates, shingles, similarity
 
 LONG = " ".join(f"word{i}" for i in range(60))
 

@@ -12,9 +12,9 @@ from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.decoders import Chat, Response
 from dflash_toolkit.generation import Generation
-from train.responses.conversation import LiveConversation
-from train.responses.generate import seed_of, submit_all
-from train.responses.rows import Row
+from dflash_toolkit.train.responses.conversation import LiveConversation
+from dflash_toolkit.train.responses.generate import seed_of, submit_all
+from dflash_toolkit.train.responses.rows import Row
 
 PARAMS = SamplingParams(max_tokens=30)
 WORDS = make_tokenizer()

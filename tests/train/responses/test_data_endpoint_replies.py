@@ -18,8 +18,8 @@ from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.conversations import with_call_ids
 from dflash_toolkit.data.prompts import encode_chat, read_chat
 from dflash_toolkit.evaluation.decoders import Chat
-from train.responses.chat_endpoint import chat_fields
-from train.responses.conversation import likeliest_end_first, recorded_rows
+from dflash_toolkit.train.responses.chat_endpoint import chat_fields
+from dflash_toolkit.train.responses.conversation import likeliest_end_first, recorded_rows
 
 EXTRAS = {"top_k", "min_p", "repetition_penalty", "return_token_ids"}
 

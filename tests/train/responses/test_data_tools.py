@@ -13,13 +13,13 @@ from test_data_conversation import PARAMS, WORDS, answer, said
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
 from dflash_toolkit.data.prompts import Message, encode_chat, read_chat, template_variables
-from train.config import DataOptions, ResponseOptions, TrainConfig
-from train.prompts.split import PROMPTS, Reading, choose_prompts
-from train.responses.build_corpus import write_recorded
-from train.responses.conversation import REFUSED, LiveConversation, recorded_rows
-from train.responses.corpus import Corpus
-from train.responses.file import Match, read_training_rows
-from train.responses.rows import Row
+from dflash_toolkit.train.config import DataOptions, ResponseOptions, TrainConfig
+from dflash_toolkit.train.prompts.split import PROMPTS, Reading, choose_prompts
+from dflash_toolkit.train.responses.build_corpus import write_recorded
+from dflash_toolkit.train.responses.conversation import REFUSED, LiveConversation, recorded_rows
+from dflash_toolkit.train.responses.corpus import Corpus
+from dflash_toolkit.train.responses.file import Match, read_training_rows
+from dflash_toolkit.train.responses.rows import Row
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(

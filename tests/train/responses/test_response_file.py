@@ -9,7 +9,7 @@ from conftest import VOCAB
 from programs import lines, write
 
 from dflash_toolkit import UserError
-from train.responses.file import Match, read_training_rows, resume
+from dflash_toolkit.train.responses.file import Match, read_training_rows, resume
 
 MINE = Match("t", None, VOCAB, "h")
 NO_ROW = "not a row that dflash-data wrote"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit import UserError
-from train.responses.corpus import Corpus, CorpusWriter
-from train.responses.file import _lines, _parsed, _row_of
-from train.responses.rows import Row
+from dflash_toolkit.train.responses.corpus import Corpus, CorpusWriter
+from dflash_toolkit.train.responses.file import _lines, _parsed, _row_of
+from dflash_toolkit.train.responses.rows import Row
 
 
 @st.composite

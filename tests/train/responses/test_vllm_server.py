@@ -66,7 +66,17 @@ def server(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        *(sys.executable, "-m", "serve.cli", "--engine", "vllm", "--target", str(pair[0]), "--drafter", str(pair[1])),
+        *(
+            sys.executable,
+            "-m",
+            "dflash_toolkit.serve.cli",
+            "--engine",
+            "vllm",
+            "--target",
+            str(pair[0]),
+            "--drafter",
+            str(pair[1]),
+        ),
         *("--port", str(port), "--max-model-len", "512", "--max-num-seqs", "4", "--no-prefix-cache"),
         *("--", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28)),
     ]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from programs import Program
 
-from train.run import publish
+from dflash_toolkit.train.run import publish
 
 SHORT = ("optim.steps=2", "run.evaluate_every=0", "run.evaluate_prompts=1", "run.evaluate_tokens=6")
 

@@ -18,18 +18,18 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.batched import BatchedDecoder
 from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.runtime import EngineOptions, load_engine
-from train.config import DataOptions, ResponseOptions, RunOptions, TrainConfig
-from train.features.source import FeatureSource
-from train.features.store import GIB, MemoryStore
-from train.objective.blocks import PADDING
-from train.prompts.choosing import chosen
-from train.prompts.split import PROMPTS, Reading, choose_prompts, data_digest
-from train.responses.build_corpus import write_recorded
-from train.responses.corpus import Corpus
-from train.responses.file import resume
-from train.responses.generate import ResponsePlan, respond
-from train.responses.rows import Row
-from train.run.provenance import asked
+from dflash_toolkit.train.config import DataOptions, ResponseOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.features.store import GIB, MemoryStore
+from dflash_toolkit.train.objective.blocks import PADDING
+from dflash_toolkit.train.prompts.choosing import chosen
+from dflash_toolkit.train.prompts.split import PROMPTS, Reading, choose_prompts, data_digest
+from dflash_toolkit.train.responses.build_corpus import write_recorded
+from dflash_toolkit.train.responses.corpus import Corpus
+from dflash_toolkit.train.responses.file import resume
+from dflash_toolkit.train.responses.generate import ResponsePlan, respond
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.provenance import asked
 
 OPTIONS = ResponseOptions(batch_size=3, max_tokens=20, samples=1, temperature=0.0)
 
@@ -340,7 +340,7 @@ def test_features_are_the_tapped_outputs_of_each_row_alone(cache_gb: float, whol
 @pytest.mark.gpu
 def test_vllm_answers_like_the_target_itself(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from train.responses.vllm_backend import VllmBackend
+    from dflash_toolkit.train.responses.vllm_backend import VllmBackend
 
     torch.manual_seed(0)
     config = Qwen3Config(

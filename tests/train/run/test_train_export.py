@@ -18,16 +18,16 @@ from programs import Program
 from test_train_loop import rows
 
 from dflash_toolkit import Drafter, UserError, load_drafter
-from train import loop
-from train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
-from train.features.source import open_features
-from train.optim.schedule import joined_factor, learning_rate_factor
-from train.responses.corpus import Corpus
-from train.run import budget, save
-from train.run.cost import before_training
-from train.run.definition import Export, Outcome, Run
-from train.run.held_out import Evaluation, HeldOut, HeldOutPrompt
-from train.run.state import ResumePoint, Writer, load_state
+from dflash_toolkit.train import loop
+from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.features.source import open_features
+from dflash_toolkit.train.optim.schedule import joined_factor, learning_rate_factor
+from dflash_toolkit.train.responses.corpus import Corpus
+from dflash_toolkit.train.run import budget, save
+from dflash_toolkit.train.run.cost import before_training
+from dflash_toolkit.train.run.definition import Export, Outcome, Run
+from dflash_toolkit.train.run.held_out import Evaluation, HeldOut, HeldOutPrompt
+from dflash_toolkit.train.run.state import ResumePoint, Writer, load_state
 
 HELD_OUT = [HeldOutPrompt([20 + i, 30], "ab"[i % 2]) for i in range(4)]
 STEPS = 10  # tokens committed there by 10 verification steps of each of the four prompts

@@ -9,12 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_toolkit import Drafter, Target
-from train.config import LossOptions, TrainConfig
-from train.features.source import FeatureSource
-from train.objective.blocks import sample_blocks
-from train.objective.loss import compute_loss, masks_of
-from train.responses.rows import Row
-from train.run.flops import drafter_step_flops, visible_pairs
+from dflash_toolkit.train.config import LossOptions, TrainConfig
+from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.objective.blocks import sample_blocks
+from dflash_toolkit.train.objective.loss import compute_loss, masks_of
+from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.run.flops import drafter_step_flops, visible_pairs
 
 
 @pytest.mark.parametrize("make", [make_drafter, make_dflash2])

@@ -18,8 +18,8 @@ from dflash_toolkit.confidence import LIKELY, JudgedNode, calibrate, judged_node
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
-from train.config import RunOptions
-from train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
+from dflash_toolkit.train.config import RunOptions
+from dflash_toolkit.train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
 

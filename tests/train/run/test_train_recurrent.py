@@ -14,7 +14,7 @@ from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.doctor.cli import main as dflash_doctor
 from dflash_toolkit.runtime import EngineOptions, load_engine
-from train.cli import main
+from dflash_toolkit.train.cli import main
 
 SENTENCES = {
     "Why is the sky blue?": "Air scatters blue light more than red light.",

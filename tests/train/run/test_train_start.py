@@ -21,12 +21,12 @@ from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.models.spec import ModelSpec
-from train.config import DataOptions, DrafterOptions, TrainConfig
-from train.optim.optimizers import update_average
-from train.responses import backends
-from train.run import save
-from train.run.start import load_start
-from train.run.state import ResumePoint, save_state
+from dflash_toolkit.train.config import DataOptions, DrafterOptions, TrainConfig
+from dflash_toolkit.train.optim.optimizers import update_average
+from dflash_toolkit.train.responses import backends
+from dflash_toolkit.train.run import save
+from dflash_toolkit.train.run.start import load_start
+from dflash_toolkit.train.run.state import ResumePoint, save_state
 
 STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that moves no weight of fp32
 
