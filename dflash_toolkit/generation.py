@@ -58,15 +58,25 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class Generation:
-    """A finished (or, from `stream`, a growing) answer."""
+    """A finished answer, or a growing one from `stream`.
 
-    tokens: list[int] = field(default_factory=list)  # stop token included
-    steps: list[Step] = field(default_factory=list)  # the first token comes from the prefill and is no step
+    Attributes:
+        tokens: of the answer, the stop token included.
+        steps: one `Step` for each verification. The first token comes from the prefill and belongs to no step.
+        finish_reason: stop or length; None while the answer grows.
+        prefill_s: seconds until the first token.
+        decode_s: seconds after it.
+        logprobs: one entry for each token, if requested.
+        prompt_logprobs: of the prompt's tokens, if requested.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token, if asked for
-    prompt_logprobs: PromptLogprobs | None = None  # if asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def acceptance_length(self) -> float:

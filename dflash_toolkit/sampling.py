@@ -56,29 +56,48 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How a request picks tokens and when it ends.
+    """How a request samples tokens, and when its answer ends.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: nucleus sampling; 1 keeps every token.
+        top_k: keep the most probable tokens; 0 keeps every token.
+        min_p: keep tokens at least this probable, relative to the most probable one.
+        seed: of the random numbers; one seed gives the same answer with and without a drafter.
+        repetition_penalty: on tokens of the prompt and the answer (Keskar et al. 2019); 1 is none.
+        presence_penalty: subtracted once from the logit of a token that the answer contains.
+        frequency_penalty: subtracted for each time that the answer contains a token.
+        logit_bias: pairs of a token and what is added to its logit; -inf bans it.
+        logprobs: return the log-probabilities of each chosen token and of this many best ones; None returns none.
+        prompt_logprobs: the same for the tokens of the prompt.
+        max_tokens: longest answer; 0 only with `prompt_logprobs`.
+        min_tokens: no token that ends the answer is chosen before it has this many tokens.
+        stop_token_ids: end the answer, in addition to the target's own end-of-sequence tokens.
+        ignore_eos: do not stop at the target's end-of-sequence tokens.
+        drafting: False drafts nothing for this request; with draft blocks the whole batch then decodes plainly.
+        grammar: only tokens that it allows are chosen; the answer may end where it is complete.
 
     Raises:
         ValueError: a value outside its range.
     """
 
-    temperature: float = 0.0  # 0 is greedy
+    temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 keeps all
+    top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
-    repetition_penalty: float = 1.0  # on tokens of the prompt and the answer (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # once for a token that the answer holds
-    frequency_penalty: float = 0.0  # times its count in the answer
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
-    logprobs: int | None = None  # so many best tokens beside each chosen one; None: no log-probabilities at all
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    max_tokens: int = 512  # 0: none, of a request for the prompt's log-probabilities
-    min_tokens: int = 0  # no token that ends the answer is chosen before it has so many
-    stop_token_ids: tuple[int, ...] = ()  # besides the target's own end-of-sequence ids
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: int = 512
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    drafting: bool = True  # False: nothing is drafted for it, nor blocks for others meanwhile
-    grammar: Grammar | None = None  # only tokens that it allows are chosen, the end where it is complete
+    drafting: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0.0 or COLDEST <= self.temperature <= HOTTEST):

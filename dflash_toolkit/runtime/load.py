@@ -40,7 +40,17 @@ def load_engine(
     dtype: str = "auto",
     options: EngineOptions | None = None,
 ) -> "tuple[Engine, Any]":
-    """An engine and the target's tokenizer, see `load_parts`. Raises UserError."""
+    """Loads a target and its drafter, and returns an engine and the target's tokenizer.
+
+    Args:
+        target: Hugging Face id or directory, or a `Target` in memory.
+        drafter: the same for the drafter; None decodes plainly.
+        device: auto, cpu, cuda, cuda:1, ...
+        dtype: auto is bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        UserError: no such model, a target or GPU that the engine does not support, too little memory.
+    """
     options = options or EngineOptions()
     if not isinstance(target, str):
         return load_parts(target, drafter, device, dtype, options).engine(options, target.tokenizer), target.tokenizer

@@ -1,10 +1,11 @@
-"""What mkdocs runs while it builds the site: a page for each command, made from the dataclass of its options.
+"""Writes the pages of the commands and checks names while mkdocs builds the site.
 
-A file of this repository, or an option of a command, that a page names in backticks must exist; otherwise
-`mkdocs build --strict` fails.
+Each command gets a page made from the dataclass of its options. A file of this repository, or an option of a command,
+that a page names in backticks must exist; otherwise `mkdocs build --strict` fails.
 """
 
 import dataclasses
+import importlib
 import logging
 import re
 import types
@@ -17,14 +18,29 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from dflash_toolkit.config import list_options
+from dflash_toolkit.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = re.compile(r"`((?:dflash_toolkit|train|serve|scripts|tests|docs|configs|examples)/[\w./-]*\w/?)`")
+FIELDS = re.compile(r"<!-- fields: ([\w.]+)\.(\w+) -->")  # replaced by a table of the options of that dataclass
+OPTION = re.compile(r"<code>(--[a-z][^<\s]*(?: [^<\s]{1,20})?|[a-z_]+\.[a-z_]+(?:=[^<\s]*)?)</code>")
+OPENINGS = {  # of commands whose module has no DESCRIPTION
+    "dflash-train": "Trains a drafter for a target: the target answers prompts, the drafter learns from the responses, "
+    "and is exported as a checkpoint that `dflash-serve`, vLLM, SGLang and z-lab's client load.",
+    "dflash-data": "Writes the target's responses to prompts into a JSONL file, for `dflash-train --responses`.",
+}
+LONGEST = 48  # characters that stay on one line; a longer one would not fit on a phone
 log = logging.getLogger("mkdocs.hooks.names")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Shows the version in the header of every page."""
+    config.site_name = f"{config.site_name} {__version__}"
+    return config
+
+
 def commands() -> dict[str, tuple[type, str]]:
-    """Of each command its options and what it is for."""
+    """Returns the options and the purpose of each command."""
     from dflash_toolkit.doctor import cli as doctor
     from dflash_toolkit.evaluation import check, compare
     from dflash_toolkit.evaluation import cli as evaluate
@@ -43,22 +59,29 @@ def commands() -> dict[str, tuple[type, str]]:
         "dflash-doctor": (doctor, doctor.DoctorConfig),
     }
     return {
-        name: (
-            options,
-            getattr(module, "DESCRIPTION", None) or (module.__doc__ or "").partition(": ")[2].partition("\n\n")[0],
-        )
+        name: (options, getattr(module, "DESCRIPTION", None) or OPENINGS[name])
         for name, (module, options) in found.items()
     }
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds a page for each command."""
     for name, (options, description) in commands().items():
         page = command_page(name, options, description)
         files.append(File.generated(config, f"commands/{name.replace(' ', '-')}.md", content=page))
     return files
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Marks option names, which must not wrap (docs/assets/site.css)."""
+    return OPTION.sub(
+        lambda found: f'<code class="option">{found[1]}</code>' if len(found[1]) <= LONGEST else found[0], html
+    )
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fills in tables of fields, and warns of files and options that do not exist."""
+    markdown = FIELDS.sub(lambda found: fields_table(found[1], found[2]), markdown)
     text = re.sub(r"^```.*?^```", "", markdown, flags=re.M | re.S)
     for path in sorted(set(FILE.findall(text))):
         if not (ROOT / path).exists():
@@ -74,6 +97,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if wrong or (name.startswith("--") and name not in flags and name.replace("--no-", "--") not in flags):
             log.warning("%s names the option `%s`, which no command has", page.file.src_uri, name)
     return markdown
+
+
+def fields_table(module: str, name: str) -> str:
+    """Returns a table of the options of a dataclass."""
+    rows = [
+        f"| `{key}` | {kind_of(hint)} | {default_of(field)} | {field.metadata['help'].replace('|', chr(92) + '|')} |"
+        for key, (field, hint) in list_options(getattr(importlib.import_module(module), name))
+    ]
+    return "\n".join(["| field | type | default | |", "|---|---|---|---|", *rows])
 
 
 def command_page(name: str, options: type, description: str) -> str:
