@@ -50,6 +50,7 @@ wheel:           ## build the wheel, and run the five commands from it in an env
 
 tables: $(READY) ## write the tables of README.md and docs/ from scripts/results
 	$(BIN)/python scripts/docs/tables.py
+	$(BIN)/python scripts/docs/generated.py
 
 format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

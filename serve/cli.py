@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dflash_toolkit.checkpoint.readahead import read_ahead
 from dflash_toolkit.config import UserError, from_mapping, given_values, option, options, run_command
+from dflash_toolkit.models.published import named_for
 from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
 
@@ -130,6 +131,9 @@ def _dispatch(argv: Sequence[str]) -> int:
     if isinstance(name := given.get("served_model_name"), str):  # of a file, where a list of one is seldom written
         given["served_model_name"] = [name]
     config = from_mapping(ServeConfig, given, source)
+    if config.drafter is None and (names := named_for(config.target)):
+        line = f"{PROG}: no drafter is given, so it decodes plainly; published for {config.target}: {names} (--drafter)"
+        print(line, file=sys.stderr)
     if config.external.engine != OWN:
         start(config, given, passed)
     check_own(config, given, passed)

@@ -15,6 +15,7 @@ from ..config import UserError, option, options, parse_cli, run_command, to_mapp
 from ..data.prompts import Prompt, encode_chat
 from ..files import write_json
 from ..fingerprint import model_digest
+from ..models.published import hint_for
 from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
 from ..options import ModelOptions, PromptSetOptions
 from ..progress import Progress
@@ -70,7 +71,7 @@ class DoctorConfig(ModelOptions):
     """The options of `dflash-doctor`."""
 
     renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
-    drafter: str = option(help="the drafter: Hugging Face id or directory")
+    drafter: str = option("", "the drafter: Hugging Face id or directory; required")
     sets: DoctorPrompts = options(DoctorPrompts, flat=True)
     output: str | None = option(None, "also write everything to this JSON file")
     max_tokens: int = option(128, "longest answer, in tokens")
@@ -78,6 +79,8 @@ class DoctorConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
+        if not self.drafter:
+            raise ValueError(f"drafter is missing; give --drafter{hint_for(self.target)}")
         if self.max_tokens < 8:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 8")
 

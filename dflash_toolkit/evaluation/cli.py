@@ -13,6 +13,7 @@ from ..config import UnsupportedModel, UserError, option, options, parse_cli, ru
 from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
 from ..files import locked
+from ..models.published import hint_for
 from ..options import DRAFT_TREE, MOST_TREE_NODES, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
@@ -178,7 +179,8 @@ class EvalConfig(ModelOptions):
         if not self.sets.prompts:
             raise ValueError("prompts is empty; give at least one NAME=SOURCE")
         if self.drafter is None and self.server.endpoint is None:
-            raise ValueError("drafter is missing; give --drafter, or --endpoint of a server that has one")
+            known = hint_for(self.target)
+            raise ValueError(f"drafter is missing; give --drafter{known}, or --endpoint of a server that has one")
         if self.server.endpoint is None and self.server.plain_endpoint is not None:
             raise ValueError("plain_endpoint is given without endpoint; give both")
         if self.server.endpoint is not None:
