@@ -9,7 +9,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -
 # the tests start some fifty processes: each would compile the project anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast check kernels docs wheel tables format test-gpu test-peers test-long mutate bench clean
+.PHONY: help demo test test-fast check kernels docs wheel tables format test-gpu test-peers test-long mutate clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -65,9 +65,6 @@ test-long: $(READY) ## recurrent targets with 10,000 random events, and targets 
 
 mutate: $(READY) ## plant faults in the core modules: do the tests catch them? (about an hour; goes on where it was)
 	$(BIN)/python scripts/mutate.py
-
-bench: $(READY)  ## time of a training step and of decoding on this machine's device
-	$(BIN)/python scripts/bench/hf_path.py
 
 # z-lab's client pins its own transformers: it gets an environment of its own and runs as a subprocess
 # vLLM and SGLang read the command lines of `dflash-serve --engine`, and vLLM loads drafters for every architecture: the

@@ -14,6 +14,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
 import gc
 import hashlib
 import importlib
@@ -298,11 +299,17 @@ class _Chosen(_FirstFailure):
             items[:] = sorted(chosen, key=lambda item: self._order[item.nodeid])
 
 
+@functools.cache
+def _resolved(path: str) -> str:
+    """The path without symbolic links: dflash_toolkit/train is one."""
+    return os.path.realpath(path)
+
+
 class _Traced(_FirstFailure):
     """A plugin of pytest that runs all tests and notes which lines of a module each of them comes to."""
 
     def __init__(self, path: Path) -> None:
-        self._path = str(path)
+        self._path = str(path.resolve())
         self.always = self._lines = set[int]()  # when it is imported
         self._fixtures = dict[str, set[int]]()
         self.tests: list[Test] = []
@@ -310,7 +317,7 @@ class _Traced(_FirstFailure):
         sys.settrace(self._call)
 
     def _call(self, frame: Any, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename == self._path else None
+        return self._line if _resolved(frame.f_code.co_filename) == self._path else None
 
     def _line(self, frame: Any, event: str, argument: object) -> Any:
         self._lines.add(frame.f_lineno)

@@ -1,5 +1,4 @@
-"""Record what a drafter thinks behind every token of the target's own greedy answers, for `budget.py` and
-`replay_drafts.py`.
+"""Records a drafter's predictions after every token of the target's own greedy answers, for `replay_drafts.py`.
 
     python scripts/bench/record_drafts.py --target MODEL --drafter OUT/drafter-dflash --output trace.pt \
         --prompts gsm8k=gsm8k_test.jsonl mt_bench=mt_bench.jsonl --limit 40

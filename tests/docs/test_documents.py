@@ -1,10 +1,8 @@
 """What the documents show is so: tables are those of scripts/results, commands parse, Python imports what exists."""
 
 import importlib.util
-import random
 import re
 import shlex
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,29 +55,33 @@ def tables() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("requests", "k", "accept"), [(1, 3, 0.8), (5, 7, 0.865), (40, 2, 0.3), (3, 0, 0.5)])
-def test_the_longest_of_some_requests_takes_as_many_steps_as_dice_say(
-    tables: ModuleType, requests: int, k: int, accept: float
-) -> None:
-    dice = random.Random(0)
-
-    def steps() -> int:
-        written = count = 0
-        while written < 30:
-            written, count = written + 1 + next((i for i in range(k) if dice.random() >= accept), k), count + 1
-        return count
-
-    thrown = [max(steps() for _ in range(requests)) for _ in range(2000)]
-    error = statistics.stdev(thrown) / len(thrown) ** 0.5
-    assert tables.steps_of_longest(requests, 30, k, accept) == pytest.approx(
-        statistics.mean(thrown), abs=4 * error + 1e-9
-    )
+def test_tables_and_charts_match_the_results(tables: ModuleType) -> None:
+    written = [(path, text) for path, text in tables.files() if not path.is_file() or path.read_text() != text]
+    assert [path for path, _ in written] == [], "run `make tables`"
 
 
-def test_tables_are_those_of_the_results(tables: ModuleType) -> None:
-    assert [page for page in tables.pages() if tables.rewritten(page) != page.read_text()] == [], "run `make tables`"
-    shown = {name for page in tables.pages() for _, name, _ in tables.MARKED.findall(page.read_text())}
-    assert shown == set(tables.TABLES), "every table stands on a page"
+def test_every_result_is_published(tables: ModuleType) -> None:
+    pages = "".join(page.read_text() for page in tables.pages())
+    kept = {path.stem for path in tables.RESULTS.glob("*.json")} - {"tests-gpu"}  # which docs/correctness.md names
+    assert kept == {name for _, name, _ in tables.MARKED.findall(pages)} - {"models", "measured"}
+    charts = {name for name in kept if "chart" in tables.load(name)}
+    assert charts == {name for name in kept if f"assets/{name}.svg" in pages}
+
+
+def test_published_commands_name_programs_that_exist(tables: ModuleType) -> None:
+    commands = [
+        command
+        for path in tables.RESULTS.glob("*.json")
+        for run in tables.load(path.stem).get("runs", [])
+        for command in run.get("commands", [])
+    ]
+    programs = {word for command in commands for word in shlex.split(command) if word.startswith("scripts/")}
+    assert programs and [name for name in programs if not (ROOT / name).is_file()] == []
+
+
+def test_a_reference_must_match_one_row(tables: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="matches 0 rows"):
+        tables.resolved("=requests-8b; requests=7: trees")
 
 
 @pytest.mark.parametrize("line", LINES)

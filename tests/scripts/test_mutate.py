@@ -33,9 +33,9 @@ from pathlib import Path
 sys.path[:0] = sys.argv[1:3]
 from scripts import mutate
 root, journal = Path(sys.argv[3]), Path(sys.argv[4])
-found = mutate.run(root, {"small/core.py": ["test_core.py"]}, journal, 0, 0, int(sys.argv[5]), least_s=0.5)
+found = mutate.run(root, {"part/core.py": ["test_core.py"]}, journal, 0, 0, int(sys.argv[5]), least_s=0.5)
 print(json.dumps([asdict(result) for result in found]))
-print(mutate.report(found, ["small/core.py"]))
+print(mutate.report(found, ["part/core.py"]))
 """
 
 
@@ -63,9 +63,10 @@ def test_a_sample_is_the_same_every_time_and_part_of_a_larger_one() -> None:
 
 def test_what_tests_catch_is_caught_loops_end_and_an_interrupted_call_goes_on(tmp_path: Path) -> None:
     root, journal = tmp_path / "project", tmp_path / "out/journal.jsonl"
-    for path, text in {"small/__init__.py": "", "small/core.py": MODULE, "tests/test_core.py": CATCHES}.items():
+    for path, text in {"part/__init__.py": "", "part/core.py": MODULE, "tests/test_core.py": CATCHES}.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
+    (root / "small").symlink_to("part")  # as dflash_toolkit/train
     command = [sys.executable, "-c", PROGRAM, str(ROOT), str(ROOT / "dflash_toolkit"), str(root), str(journal)]
 
     def results(processes: int) -> tuple[dict[tuple[str, str], str], str]:
@@ -79,8 +80,8 @@ def test_what_tests_catch_is_caught_loops_end_and_an_interrupted_call_goes_on(tm
     assert {change for change, outcome in found.items() if outcome == "survived"} == {
         ("value < 0", "value <= 0"), ("0", "1"), ("0", "-1"),
     }  # fmt: skip
-    assert "| small/core.py | 11 | 8 | 73% |" in table and "small/core.py:6\n  - 0\n  + -1" in table
-    assert (root / "small/core.py").read_text() == MODULE
+    assert "| part/core.py | 11 | 8 | 73% |" in table and "part/core.py:6\n  - 0\n  + -1" in table
+    assert (root / "part/core.py").read_text() == MODULE
 
     lines = sorted(journal.read_text().splitlines(keepends=True), key=lambda line: '"loops"' not in line)
     journal.write_text("".join(lines[:8]) + lines[8][:20])
