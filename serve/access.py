@@ -21,14 +21,15 @@ REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 DRAINING = b'{"error":{"message":"the server is shutting down","type":"server_error","param":null,' + (
     b'"code":"server_shutting_down"}}'
 )
+POLLED = frozenset({"/metrics", "/health", "/ready"})  # asked every few seconds; a line for each would hide the others
 log = logging.getLogger("dflash_toolkit.access")
 
 
 class Access:
     """ASGI middleware.
 
-    Every response carries `x-request-id`: the client's own, if it sent a plain one. The access line has no query,
-    header or text of anybody.
+    Every response carries `x-request-id`: the client's own, if it sent a plain one. The access line contains no query,
+    header or text of a request. Successful requests to the routes in `POLLED` have no line.
     """
 
     def __init__(self, app: App, state: ServerState, responded: Callable[[int], None] = lambda status: None) -> None:
@@ -60,7 +61,8 @@ class Access:
                 await self._app(scope, receive, sending)
         finally:
             self._responded(status or 499)  # nobody was there to answer any more
-            if log.isEnabledFor(logging.INFO):
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if log.isEnabledFor(logging.INFO) and not (status == 200 and path in POLLED):
                 client = scope.get("client")
                 log.info(
                     "request",

@@ -154,21 +154,33 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: 
         read_keys(None)
 
 
-def test_every_response_has_a_request_id_and_a_line_without_anybodys_words(
-    target: Target, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_responses_have_an_id_and_a_line_without_request_text(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, access.log.name)
     with serving(make_engine(target, None)) as url:
-        own = httpx.get(f"{url}/health?secret=1", headers={"X-Request-Id": "mine-1", "Authorization": "Bearer abc"})
+        own = httpx.get(f"{url}/version?secret=1", headers={"X-Request-Id": "mine-1", "Authorization": "Bearer abc"})
         assert own.headers["x-request-id"] == "mine-1"
         wild = httpx.get(f"{url}/nowhere", headers={"X-Request-Id": "a\tb"})
         assert wild.headers["x-request-id"] not in ("", "a\tb")
     lines = [json.loads(access.JsonLines().format(record)) for record in caplog.records]
     assert [(line["path"], line["status"], line["request_id"]) for line in lines] == [
-        ("/health", 200, "mine-1"),
+        ("/version", 200, "mine-1"),
         ("/nowhere", 404, wild.headers["x-request-id"]),
     ]
     assert not any(word in access.PlainLines().format(r) for r in caplog.records for word in ("secret", "abc"))
+
+
+@pytest.mark.parametrize("root_path", ["", "/proxied"])
+def test_successful_polls_are_not_logged_and_failures_are(
+    target: Target, caplog: pytest.LogCaptureFixture, root_path: str
+) -> None:
+    caplog.set_level(logging.INFO, access.log.name)
+    key = {"Authorization": "Bearer right"}
+    with serving(make_engine(target, None), api_keys=["right"], root_path=root_path) as url:
+        for path in ("/metrics", "/health", "/ready", "/v1/models"):
+            assert httpx.get(f"{url}{path}", headers=key).status_code == 200
+        assert httpx.get(f"{url}/metrics").status_code == 401
+    lines = [(record.__dict__["path"], record.__dict__["status"]) for record in caplog.records]
+    assert lines == [("/v1/models", 200), ("/metrics", 401)]
 
 
 def test_a_client_that_does_not_read_is_given_up(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
