@@ -4,13 +4,16 @@ import importlib.util
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from paths import ROOT
 
+import dflash_toolkit
 from dflash_toolkit.config import given_values, parse_cli
 from dflash_toolkit.doctor.cli import DoctorConfig
 from dflash_toolkit.evaluation import check, compare
@@ -20,7 +23,9 @@ from dflash_toolkit.serve.external import split
 from dflash_toolkit.serve.pasted import in_our_words
 from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.data_cli import DataConfig
+from dflash_toolkit.version import __version__
 
+PACKAGES = ("dflash_toolkit", "train", "serve")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCES = [found for page in PAGES for found in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.S)]
 EVALUATION = {"check": check, "compare": compare}
@@ -35,6 +40,9 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
     "dflash-serve": lambda words: parse_cli(ServeConfig, in_our_words(split(words)[0]), "dflash-serve", ""),
     "dflash-doctor": lambda words: parse_cli(DoctorConfig, words, "dflash-doctor", ""),
 }
+
+
+ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
 
 
 def shell_lines() -> list[str]:
@@ -128,3 +136,42 @@ def test_a_worked_diff_changes_lines_that_are_there(diff: str) -> None:
             source = " ".join(path.read_text().split()) if path.is_file() else ""
         elif source and not line.startswith("+"):
             assert [part for part in line[1:].split("...") if " ".join(part.split()) not in source] == []
+
+
+def test_every_link_of_readme_works_on_a_package_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)", text, flags=re.M)
+    assert links and [link for link in links if not link.startswith("https://")] == []
+    files = [re.sub(f"^{re.escape(ADDRESS)}/(blob|raw)/main/", "", link) for link in links if link.startswith(ADDRESS)]
+    assert len(files) > 20 and [file for file in files if not (ROOT / file).exists()] == []
+    named = set(re.findall(r"\]\[(\w+)\]", text))
+    assert named == set(re.findall(r"^\[(\w+)\]: ", text, flags=re.M))
+
+
+def test_the_address_of_the_repository_is_one() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
+    assert site["repo_url"] == yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"] == ADDRESS
+    owner = ADDRESS.removeprefix("https://").rpartition("/")[0]
+    for page in [*PAGES, ROOT / "SECURITY.md", ROOT / "CODE_OF_CONDUCT.md", *(ROOT / ".github").rglob("*.yml")]:
+        assert set(re.findall(rf"{owner}/[\w-]+", page.read_text())) <= {ADDRESS.removeprefix("https://")}, page
+
+
+def test_versions_of_code_and_citation_are_equal() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+
+
+@pytest.mark.parametrize("body", [body for kind, body in FENCES if kind == "python" and "tokenizer" in body])
+def test_python_examples_ask_through_the_chat_template(body: str) -> None:
+    assert not re.search(r"tokenizer\(", body)
+    assert ("generate(" in body) == ("add_generation_prompt=True" in body)
+
+
+@pytest.mark.parametrize("name", sorted({*dflash_toolkit.__all__, "runtime.load_engine"}))
+def test_the_reference_has_every_public_name(name: str) -> None:
+    assert f"::: dflash_toolkit.{name}\n" in (ROOT / "docs/api.md").read_text()
+
+
+def test_the_map_names_every_package() -> None:
+    text = (ROOT / "docs/structure.md").read_text()
+    folders = {path.parent.relative_to(ROOT) for top in PACKAGES for path in (ROOT / top).rglob("__init__.py")}
+    assert [folder for folder in folders if f"`{folder}/`" not in text] == []
