@@ -1,11 +1,11 @@
-"""Run the kernels' tests under compute-sanitizer's memcheck: no access outside an allocation, on this GPU.
+"""Runs the kernels' tests under compute-sanitizer's memcheck and reports accesses outside an allocation.
 
     python scripts/memcheck.py --jobs 10 --output memcheck.json -- -n 4
 
-Only the project's own kernels are watched: the references they are compared with would take hours. Every tensor gets an
-allocation of its own, so that an access just behind it is seen, but for `graphs`, the tests that capture one: there
-memory cannot be allocated one by one. `engine` is the engine's largest passes. What is said while it runs is in
-memcheck-NAME.log beside the result. Exit code 1: an error was found.
+Memcheck watches only this project's kernels; the references would take hours. Every tensor has its own allocation,
+so an access past its end is found. The exception is `graphs`, the tests that capture CUDA graphs. `engine` runs the
+engine's largest passes. The output of each run is in memcheck-NAME.log next to the result. Exit code 1: an error
+was found.
 """
 
 import argparse
@@ -34,10 +34,10 @@ OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 def main() -> int:
     """Returns 0 when the tests pass and memcheck is silent, 2 when it cannot run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", nargs="+", choices=TESTS, default=TESTS, help="which (default: all)")
+    parser.add_argument("--tests", nargs="+", choices=TESTS, default=TESTS, help="which tests (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="files of tests at a time (default: 1)")
-    parser.add_argument("--output", type=Path, help="write the result here as JSON, as far as it is known")
-    parser.add_argument("rest", nargs="*", help="more arguments for pytest, behind --")
+    parser.add_argument("--output", type=Path, help="write the result here as JSON")
+    parser.add_argument("rest", nargs="*", help="more arguments for pytest, after --")
     args = parser.parse_args()
     if not shutil.which("compute-sanitizer"):
         print("memcheck: no compute-sanitizer on the path; it comes with the CUDA toolkit", file=sys.stderr)

@@ -1,13 +1,13 @@
-"""Plant faults in the core modules, one at a time, and see which of them the modules' tests catch (`make mutate`).
+"""Plants faults in the core modules, one at a time, and counts those that the modules' tests catch (`make mutate`).
 
-A fault is one changed operator, constant, condition, return value or a statement left out. Every worker has a copy of
-the project, imports torch and the other packages once, and traces which lines of the module each test runs. For every
-fault it forks: that process imports the changed module and runs the tests that come to the fault's statement, the
-quickest of a file first, up to the first failure. Where a test takes five times its processor time (at least ten
-seconds) the fault loops, and counts as caught. The sample depends on --seed and on the module.
+A fault is one changed operator, constant, condition or return value, or one removed statement. Every worker has a
+copy of the project, imports torch and the other packages once, and traces which lines of the module each test runs.
+For every fault it forks; the fork imports the changed module and runs the tests that reach the fault's statement,
+fastest first, up to the first failure. A test that takes five times its usual processor time (at least ten seconds)
+loops, and the fault counts as caught. The sample depends on --seed and on the module.
 
-What was found stands in --journal, one JSON line a fault. A later call goes on where one was interrupted; it tries what
-survived again once the tests have changed, and everything once the module has.
+Results are in --journal, one JSON line per fault. Run the same command again to resume. It repeats survivors if the
+tests have changed, and everything if the module has changed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.progress import Progress
 
 ROOT = Path(__file__).parents[1]
-TABLE = {  # a module and the tests that answer for it, the quickest first; none of them starts programs
+TABLE = {  # modules and their tests, fastest first; none of them starts programs
     "dflash_toolkit/decode.py": ["test_decode.py"],
     "dflash_toolkit/generation.py": ["test_decode.py"],
     "dflash_toolkit/sampling.py": ["test_decode.py", "kernels/test_kernels_sample.py"],
@@ -139,7 +139,7 @@ def _line(text: str) -> str:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[Any, str | int, Any, Any]]:
-    """(holder, field or index, node, what stands there instead), from the outside in."""
+    """Yields (holder, field or index, node, replacement), from the outside in."""
     for field, value in ast.iter_fields(tree):
         if field in UNTOUCHED:
             continue
@@ -343,7 +343,7 @@ class _Traced(_FirstFailure):
 
 @dataclass(frozen=True)
 class Unchanged:
-    """What is known of the tests of a module without a fault."""
+    """The tests of a module without a fault."""
 
     always: frozenset[int]  # lines that run when it is imported
     tests: tuple[Test, ...]
@@ -369,9 +369,9 @@ def _forked(work: Callable[[], object]) -> tuple[Any, int]:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
-        told = pickle.dumps(work())
+        result = pickle.dumps(work())
         with os.fdopen(writer, "wb") as pipe:
-            pipe.write(told)
+            pipe.write(result)
             pipe.flush()
             os._exit(0)
 
@@ -436,7 +436,7 @@ def _with_fault(tests: list[Test], seed: int, least_s: float) -> tuple[str, str]
 
 
 def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: float, queue: Any) -> None:
-    """Try faults in a copy of the project, and tell of each."""
+    """Tries faults in a copy of the project and reports each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     shutil.copytree(root, place, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
     os.chdir(place)
@@ -514,13 +514,13 @@ def run(
     try:
         with Progress("faults", sum(len(job.faults) for job in jobs), unit="fault") as bar:
             while working:
-                told = queue.get()
-                if isinstance(told, UserError):
-                    raise told
-                if told is None:
+                report = queue.get()
+                if isinstance(report, UserError):
+                    raise report
+                if report is None:
                     working -= 1
                     continue
-                module, fault, outcome, by = told
+                module, fault, outcome, by = report
                 result = Result(
                     module, fault.line, fault.column, fault.before, fault.after, outcome, by, *hashes[module]
                 )
@@ -564,11 +564,13 @@ def report(results: list[Result], modules: list[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=int, default=40, help="faults of a module (default: %(default)s; 0: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="at a time (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", default=list(TABLE), metavar="MODULE", help="some of the modules")
-    parser.add_argument("--journal", type=Path, default=ROOT / "out/mutate.jsonl", help="(default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=40, help="faults per module (default: %(default)s; 0: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="concurrent workers (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=list(TABLE), metavar="MODULE", help="only these modules")
+    parser.add_argument(
+        "--journal", type=Path, default=ROOT / "out/mutate.jsonl", help="file with the results (default: %(default)s)"
+    )
     given = parser.parse_args(arguments)
     began = time.monotonic()
     try:

@@ -1,13 +1,13 @@
-"""Thousands of mixed requests to a server that is killed and stopped meanwhile: what leaks, and whose answer changes.
+"""Sends thousands of mixed requests to a server that is killed and restarted; finds leaks and changed answers.
 
     python scripts/soak.py --target DIR --drafter DIR --requests 10000 --output soak.json
 
-Whatever is decided by its request alone (greedy, or with a seed) is first asked alone, without drafts: twice, for a
-prompt of which the cache has the beginning is cut elsewhere, which may resolve a near tie otherwise on a GPU. Then
-clients ask all of it at once, whole and streamed, read slowly, leave in the middle, send half a request, garbage and
-what must be refused. After a quarter of the requests the engine's process is killed, after half the server is told to
-stop and started again. It ends with 1 if an answer differs from the one given alone, a status is not the expected one,
-or pages, open files, threads or processes are left.
+First each deterministic request (greedy or seeded) runs alone, without drafts. It runs twice, because a prefix hit
+cuts the prompt elsewhere, which may break a near-tie differently on a GPU. Then clients send all of them
+concurrently: whole and streamed, with slow readers, disconnects, incomplete requests, garbage and invalid requests.
+After a quarter of the requests the engine's process is killed; after half of them the server is stopped and
+restarted. Exit code 1: an answer differs from the one given alone, a status is unexpected, or pages, files, threads
+or processes leak.
 """
 
 import argparse
@@ -112,11 +112,11 @@ def _parent(pid: int) -> int:
     return _status(pid, "PPid")
 
 
-# ---- what is asked ---------------------------------------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 def decided(dice: random.Random, count: int, max_tokens: int = 48) -> list[tuple[str, dict[str, Any]]]:
-    """Requests whose answers nothing else decides."""
+    """Requests with deterministic answers."""
 
     def words(least: int, most: int) -> str:
         return " ".join(dice.choice(TALE.split()) for _ in range(dice.randint(least, most)))
@@ -315,7 +315,7 @@ async def soak(args: argparse.Namespace, server: Server, result: dict[str, Any])
                     await state.one(client)
                     bar.advance()
                     if time.monotonic() < state.disturbed_until:
-                        await asyncio.sleep(1.0)  # nobody hammers a server that is away
+                        await asyncio.sleep(1.0)  # clients wait while the server is down
 
             async def disturbances() -> None:
                 while left > 0.75 * args.requests:
@@ -362,9 +362,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--distinct", type=int, default=84, help="requests that are asked alone first")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of the longest answers")
-    parser.add_argument("--max-num-seqs", type=int, default=8, help="whose results are the same bits in any company")
+    parser.add_argument("--distinct", type=int, default=84, help="distinct requests, each first sent alone")
+    parser.add_argument("--max-tokens", type=int, default=48, help="length limit of answers")
+    parser.add_argument("--max-num-seqs", type=int, default=8, help="batch size (default: 8, which is batch-invariant)")
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,11 +1,10 @@
-"""What the token ids of a run cost: an answers file read into a corpus once, and the corpus mapped by every process.
+"""Measures the cost of reading a large file of responses into a corpus, and of mapping the corpus in every process.
 
-    python scripts/bench/corpus.py --tokens 100000000 --output scripts/results/corpus_cpu.json
+    python scripts/bench/corpus.py --tokens 100000000 --output corpus.json
 
-Rows of 2000 tokens with messages of as many words are written as `dflash-data` writes them (a pool of 200 distinct
-rows, again and again), read into a corpus as `dflash-train --responses` reads them, and mapped by a process of its own,
-which asks what a run asks at its start: lengths, cuts, rows with anchors, supervised tokens. Then it reads every token
-once.
+Writes rows of 2000 tokens as `dflash-data` does (a pool of 200 distinct rows, repeated), reads them into a corpus
+as `dflash-train --responses` does, and maps the corpus in a new process. That process asks what a run asks at its
+start: lengths, cuts, rows with anchors, supervised tokens. Then it reads every token once.
 """
 
 import argparse
@@ -83,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         answers, folder = Path(name) / "a.jsonl", Path(name) / "corpus"
         write_answers(answers, args.tokens // LENGTH)
-        # every prompt of the pool stands there many times, so none is held out
+        # every prompt of the pool occurs many times, so none is held out
         config = TrainConfig(target="t", response_files=(str(answers),), prompts=DataOptions(held_out=0, max_prompts=0))
         began, cpu = time.perf_counter(), time.process_time()
         write_given(Reading(config, None, ""), "", Match("t", "d", WORDS, "h"), folder, {})

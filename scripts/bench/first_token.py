@@ -1,11 +1,11 @@
-"""Time the way to the first token, by the length of the prompt: as captured graphs, and launched kernel by kernel.
+"""Measures prefill by prompt length: captured graphs, and kernels launched one by one.
 
     python scripts/bench/first_token.py --shape qwen3-8b --output first_token.json
 
-For each length: milliseconds from a request to its token when nothing else runs (the median), and prompts a second when
-many wait; short ones are then prefilled in batches. Random weights, a drafter of the usual size, nothing cached.
-With `--prefix-cache` prompts are new to a prefix cache, for which those of a recurrent target are cut at their last
-page; `again_ms` is what they take once they are not new.
+For each length: the median of the milliseconds from a request to its first token on an idle engine, and prompts per
+second with many waiting prompts; short ones are then prefilled in batches. Weights are random, the drafter has the
+usual size, nothing is cached. With `--prefix-cache` the engine keeps prefixes, and cuts prompts of a recurrent
+target at their last page; `again_ms` is the time of a repeated prompt.
 """
 
 import argparse
@@ -58,9 +58,9 @@ def measure(engine: Engine, length: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--length", type=int, nargs="+", default=LENGTHS, help="tokens of a prompt")
-    parser.add_argument("--prefix-cache", action="store_true", help="have one, and captured graphs only")
-    parser.add_argument("--one-by-one", action="store_true", help="prefill no prompts in batches")
+    parser.add_argument("--length", type=int, nargs="+", default=LENGTHS, help="prompt lengths in tokens")
+    parser.add_argument("--prefix-cache", action="store_true", help="use a prefix cache; measures captured graphs only")
+    parser.add_argument("--one-by-one", action="store_true", help="do not prefill prompts in batches")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device, dtype, config = torch.device("cuda"), torch.bfloat16, named_shape(args.shape)

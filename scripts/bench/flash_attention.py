@@ -1,12 +1,12 @@
-"""Time attention with FlashAttention-3 and -4, where they are installed, beside what runs without them.
+"""Measures attention with the installed versions of FlashAttention, and without it.
 
     python scripts/bench/flash_attention.py --output flash_attention.json
 
-Two uses: a chunk of a prompt over the cache's pages (`prefill`), and a training row of documents that stand one behind
-the other (`packed_row`). Device time of one layer, microseconds, the median of 20 graphs of ten. Beside them run this
-project's kernel and PyTorch's `scaled_dot_product_attention` with gathering the pages (prefill), PyTorch's
-`varlen_attn`, which packed rows take without the extra, and, once, a compiled `flex_attention` over the same documents.
-`difference` is the largest from the first way of the row.
+Two uses: a chunk of a prompt over the pages of the cache (`prefill`), and a training row of packed documents
+(`packed_row`). Times are microseconds of one layer on the device, the median of 20 graphs of ten. Prefill is
+compared with this project's kernel and with PyTorch's `scaled_dot_product_attention`, which gathers the pages
+first. Packed rows are compared with PyTorch's `varlen_attn` and, once, with a compiled `flex_attention`.
+`difference` is the largest difference from the first implementation of the row.
 """
 
 import argparse

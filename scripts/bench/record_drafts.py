@@ -35,7 +35,7 @@ class Recorder(Probe):
         return best.values.half(), best.indices.int()
 
     def record(self, prompt: Sequence[int], answer: Sequence[int], best: int) -> dict[str, object] | None:
-        """None of an answer of one token, which has no anchor."""
+        """Returns None for an answer of one token, which has no anchor."""
         tokens = torch.tensor([[*prompt, *answer]], device=self.target.device)
         taps = self.drafter.config.target_layer_ids
         with torch.inference_mode():
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> None:
     target = Target.load(args.target, args.device, args.dtype)
     drafter = load_drafter(args.drafter, target.device, target.dtype)
     if drafter.selector is not None:
-        raise UserError(f"drafter {args.drafter}: it has a selector, and what is recorded takes slots as independent")
+        raise UserError(
+            f"drafter {args.drafter} has a selector; recorded slots must be independent, so use plain DFlash"
+        )
     options = EngineOptions(max_num_seqs=args.batch, max_model_len=args.max_model_len, draft_tree=0)
     engine, tokenizer = load_engine(target, drafter, options=options)
     recorder, found = Recorder(target, drafter, args.max_tokens), list[dict[str, object]]()
@@ -74,10 +76,10 @@ def main() -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=SOURCE")
-    parser.add_argument("--limit", type=int, default=40, help="prompts of a set")
+    parser.add_argument("--limit", type=int, default=40, help="prompts per set")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--best", type=int, default=8, help="tokens of a slot")
+    parser.add_argument("--best", type=int, default=8, help="best tokens recorded per slot")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")

@@ -1,16 +1,16 @@
-"""Tokens a second of a model's shape with the drafts of another drafter: what was recorded is drafted and accepted.
+"""Measures tokens per second at the shape of a model with the recorded drafts of another pair.
 
     python scripts/bench/replay_drafts.py trace.pt --shape qwen3-8b --requests 1 4 8 16 32 64 --output replay.json
     python scripts/bench/replay_drafts.py trace.pt --requests 8 32 --failing 1 --output failing.json
 
-The trace is that of `record_drafts.py`. Weights are random and all of their work is done; then what the drafter thinks,
-and what the target chooses, is taken from the trace, request by request, so that which node of a tree is accepted goes
-with its probability as it does in life. Answers of one set follow one another in a row of `--length` tokens. A round
-begins with as many rows as requests and is timed from where all of them have a token to where the first one ends, so it
-is steps alone, of all of them; every way decodes the same rows, after a round that does not count. With
-`--failing` so many requests of every batch have drafts that are never right, and their pace stands beside the others':
-to plain decoding, and to the same batch without them. The file has the mean length of a step in blocks of each length,
-too: with the times of another engine's steps these are its tokens a second.
+`record_drafts.py` writes the trace. The model has random weights and does all of its work; then the drafter's
+predictions and the target's tokens are replaced by those of the trace, so that a node of a tree is accepted as
+often as in real use. Answers of one set are concatenated to rows of `--length` tokens. A round starts with one row
+per request. It is timed from the first token of the last request to the end of the first request, so every timed
+step has all requests. Each way of drafting decodes the same rows, after one round that does not count. `--failing`
+also runs batches in which that many requests accept no draft, and reports their speed and that of the others. The
+file also has the mean tokens per step of blocks of each length, to convert the step times of another engine into
+tokens per second.
 """
 
 import argparse
@@ -51,9 +51,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def in_rows(recorded: Sequence[dict[str, Any]], length: int, seed: int) -> list[dict[str, Any]]:
-    """Answers of a set behind one another, without prompts, in rows of so many tokens; too few for one are left out.
+    """Concatenates the answers of each set, without prompts, to rows of `length` tokens; drops incomplete rows.
 
-    Behind the end of an answer nothing right is drafted.
+    After the end of an answer every draft is wrong.
     """
     dice, rows = random.Random(seed), list[dict[str, Any]]()
     for name in dict.fromkeys(each["set"] for each in recorded):
@@ -62,7 +62,7 @@ def in_rows(recorded: Sequence[dict[str, Any]], length: int, seed: int) -> list[
         tokens, ids, log_probs = list[Tensor](), list[Tensor](), list[Tensor]()
         for each in answers:
             tokens.append(each["tokens"][each["prompt"] :])
-            # behind its last token there is no draft: a token that hardly follows, and hardly likely
+            # no draft follows the last token: use an unlikely token with a low probability
             ids += [each["ids"], torch.full_like(each["ids"][:1], -1)]
             log_probs += [each["lp"], torch.full_like(each["lp"][:1], -20)]
             if sum(map(len, tokens)) >= length:
@@ -74,7 +74,7 @@ def in_rows(recorded: Sequence[dict[str, Any]], length: int, seed: int) -> list[
 
 
 class Trace:
-    """Recorded answers on the device, each twice: behind them all stand those whose drafts are never right."""
+    """Recorded answers on the device, then the same answers again with drafts that are always wrong."""
 
     def __init__(self, recorded: Sequence[dict[str, Any]], slots: int, vocabulary: int, device: torch.device) -> None:
         self.count, shape = len(recorded), recorded[0]["ids"].shape[1:]
@@ -95,7 +95,7 @@ class Trace:
         failing = self.ids[self.count :]
         failing += 1
         slot = 1 + torch.arange(longest, device=device)[:, None] + torch.arange(slots, device=device)
-        right = failing == self.truth[self.count :, slot][..., None]  # what stood beside it may be the truth
+        right = failing == self.truth[self.count :, slot][..., None]  # another candidate may be the true token
         failing[right] += vocabulary // 2
         failing %= vocabulary
 
@@ -109,8 +109,10 @@ def in_blocks(recorded: Sequence[dict[str, Any]], block: int) -> tuple[int, int]
     for each in recorded:
         text, ids, at = each["tokens"][each["prompt"] :].tolist(), each["ids"][:, : block - 1, 0].tolist(), 0
         while at < len(ids):
-            behind = text[at + 1 : at + block]
-            at += 1 + next((i for i, (a, b) in enumerate(zip(ids[at], behind, strict=False)) if a != b), len(behind))
+            following = text[at + 1 : at + block]
+            at += 1 + next(
+                (i for i, (a, b) in enumerate(zip(ids[at], following, strict=False)) if a != b), len(following)
+            )
             steps += 1
         tokens += len(text) - 1
     return tokens, steps
@@ -132,7 +134,7 @@ def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], in
         move(source, target)
 
     def truth(rows: Tensor, positions: Tensor) -> Tensor:
-        """What stands at those positions of the requests in those rows."""
+        """Returns the recorded values at these positions of the requests in these rows."""
         at = (positions.long() - prompt).clamp(0, trace.truth.shape[1] - 1)
         return trace.truth[which[rows], at]
 
@@ -260,16 +262,16 @@ def run(args: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--sets", nargs="+", help="take answers of these alone")
+    parser.add_argument("--sets", nargs="+", help="only answers of these sets")
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="at a time")
-    parser.add_argument("--failing", type=int, default=0, metavar="N", help="beside that, batches with so many of them")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="concurrent requests")
     parser.add_argument(
-        "--answers", type=int, default=32, help="rows of a load, at least; one round where no draft counts"
+        "--failing", type=int, default=0, metavar="N", help="also measure batches in which N requests accept no draft"
     )
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--prompt", type=int, default=512, help="prompt length in tokens")
+    parser.add_argument("--length", type=int, default=512, help="row length in tokens")
+    parser.add_argument("--answers", type=int, default=32, help="minimum rows per load; one round without drafts")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

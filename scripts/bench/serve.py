@@ -1,12 +1,11 @@
-"""What an OpenAI server adds to its engine: tokens a second, time to first token, gaps between chunks.
+"""Measures what an OpenAI server adds to its engine: tokens per second, time to first token, gaps between chunks.
 
     python scripts/bench/serve.py --target model --drafter drafter --prompts gsm8k=gsm8k_test.jsonl --output ours.json
     python scripts/bench/serve.py --url http://127.0.0.1:8001 --prompts gsm8k=gsm8k_test.jsonl --output peer.json
 
-The first starts dflash-serve, and before it the engine alone, which decodes the same prompts with as many requests at
-a time in this process. Every client asks one question behind the other, of chats, greedily, `--tokens` long whatever
-the answer says. Clients run in processes of their own and read HTTP by hand: a client library would take longer than
-the server.
+The first command measures the engine alone, in this process with as many concurrent requests, and then
+dflash-serve. Every client sends one chat after another, greedy, with exactly `--tokens` tokens per answer. Clients
+run in their own processes and parse HTTP by hand, because a client library would be slower than the server.
 """
 
 import argparse
@@ -78,7 +77,7 @@ async def ask(address: tuple[str, int], body: dict[str, Any]) -> dict[str, Any]:
 
 
 def clients(address: tuple[str, int], bodies: list[dict[str, Any]], count: int, start: Any, results: Any) -> None:
-    """A process: `count` clients share out the bodies, once all processes stand at the start."""
+    """Runs `count` clients in a process, which start together with those of the other processes."""
 
     async def run() -> list[dict[str, Any]]:
         left = iter(bodies)
@@ -211,17 +210,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--drafter")
-    parser.add_argument("--url", help="of a server that runs already; then --model is its name there")
+    parser.add_argument("--url", help="URL of a running server; --model is then its model name")
     parser.add_argument("--model", default="model")
-    parser.add_argument("--prompts", required=True, help="a set of questions, e.g. gsm8k=gsm8k_test.jsonl")
+    parser.add_argument("--prompts", required=True, help="a prompt set, e.g. gsm8k=gsm8k_test.jsonl")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--requests", type=int, default=8, help="of every client")
+    parser.add_argument("--requests", type=int, default=8, help="requests per client")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--processes", type=int, default=4, help="that the clients are shared out to")
+    parser.add_argument("--processes", type=int, default=4, help="processes that run the clients")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--server", nargs="*", default=[], metavar="WORD", help="more options of dflash-serve")
+    parser.add_argument("--server", nargs="*", default=[], metavar="WORD", help="more options for dflash-serve")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     if (args.target is None) == (args.url is None):

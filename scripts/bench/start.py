@@ -1,11 +1,11 @@
-"""Time how long the engine takes from nothing to its first answer, from a random checkpoint of a named shape on disk.
+"""Measures the time from process start to the first answer, from a random checkpoint of a named shape on disk.
 
     python scripts/bench/start.py --shape qwen3-8b --folder /tmp/start --output start.json
 
-Writes the checkpoint once (an 8B target in bf16 is 16 GB), then starts a fresh process for each case: the first
-compiles every kernel, the second finds them compiled; the third also has to read the files from the disk instead of
-the system's file cache, and so does the fourth, without reading ahead. That goes on while load_engine imports torch and
-transformers; so `load_s` has the imports in it.
+Writes the checkpoint once (16 GB for an 8B target in bf16), then starts a new process for each case. The first
+compiles every kernel; the second finds them compiled; the third also reads the files from disk, not from the file
+cache; the fourth does the same without reading ahead. load_engine reads ahead while it imports torch and
+transformers, so `load_s` includes the imports.
 """
 
 import argparse
@@ -103,9 +103,9 @@ def start(target: Path, drafter: Path, caches: Path, ahead: bool, blocks: bool) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint goes")
-    parser.add_argument("--repeats", type=int, default=1, help="of all starts but the first")
-    parser.add_argument("--no-draft-tree", action="store_true", help="verify blocks alone")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--repeats", type=int, default=1, help="repeats of every start except the first")
+    parser.add_argument("--no-draft-tree", action="store_true", help="verify blocks only")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()

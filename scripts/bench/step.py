@@ -1,15 +1,14 @@
-"""Time the runtime's decoding step on random weights of a named shape, plain and with a drafter.
+"""Measures the engine's decoding steps with random weights of a named shape, plain and with a drafter.
 
     python scripts/bench/step.py --shape qwen3-8b --batch 1 8 32 --accept 0.865 --output step.json
 
-Every row runs real requests through the engine: milliseconds a step and tokens a second are the difference between a
-long and a short answer, so the prefill cancels out; the tail, when only the slowest requests are left, does not.
-Acceptance is synthetic (each position with the given conditional probability, or steps of a given mean length); the
-work is not. Where tokens choose experts, every row verifies random ones of its own, as what a random drafter drafts is
-much the same everywhere, and the random target's rows choose experts as independent draws would. Several
-`--drafter-kind` take turns with the same target, so that what a part of DFlash 2 costs is the difference between two
-rows. With `--zero-acceptance N` nothing that is drafted for N requests of every batch is accepted; how long a token of
-theirs and of the others takes is told apart.
+Every row runs real requests through the engine. Milliseconds per step and tokens per second are the difference
+between long and short answers, so prefill cancels out; the tail, with only the slowest requests left, does not.
+Acceptance is synthetic (a conditional probability per position, or a mean step length); the work is real. For
+mixtures of experts every row verifies random tokens, because a random drafter drafts nearly the same tokens
+everywhere, and the rows then choose experts independently. Several `--drafter-kind` take turns with the same
+target. With `--zero-acceptance N` no draft of N requests per batch is accepted; the result has the time per token
+of these and of the others.
 """
 
 import argparse
@@ -185,7 +184,7 @@ def _part(name: str) -> str:
 
 
 def _head_start(kernels: list[tuple[float, str]], argmax: int, before: int) -> int:
-    """The first kernel of the head that ends with that choice, in a step that begins behind `before`."""
+    """Returns the first kernel of the head that ends with that choice, in a step that begins after `before`."""
     names = [name for _, name in kernels]
     parted = (i for i in range(argmax - 1, before, -1) if _part(names[i]) != "rest" and "splitKreduce" not in names[i])
     last = next(parted, before)  # of a part: a layer's norm, or the head's own GEMM
@@ -200,7 +199,7 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
     Every kernel waits for the one before it, but starts while that one ends; so each is charged from there to its own
     end. A step ends with its acceptance; the context's keys and values, which the next step begins with, are `context`,
     and what comes then, up to the first of two heads, is `draft`. What precedes the first acceptance is left out.
-    A head is what comes behind the last layer, up to a choice: our own kernels, or a GEMM and PyTorch's argmax of it,
+    A head is everything after the last layer, up to a choice: our own kernels, or a GEMM and PyTorch's argmax of it,
     or GEMMs of parts of the head and the top logits of each.
     """
     ends = [i for i, (_, name) in enumerate(kernels) if END in name]
@@ -259,24 +258,28 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--prompt", type=int, nargs="+", default=[512])
     acceptance = parser.add_mutually_exclusive_group()
     acceptance.add_argument("--accept", type=float, help=f"conditional probability of every position ({ACCEPT})")
-    acceptance.add_argument("--mean-length", type=float, help="instead: tokens of a step on average, bonus included")
-    parser.add_argument(
-        "--zero-acceptance", type=int, default=0, metavar="N", help="requests of a batch that accept nothing"
+    acceptance.add_argument(
+        "--mean-length", type=float, help="mean tokens per step, bonus token included, instead of --accept"
     )
-    parser.add_argument("--logprobs", type=int, metavar="N", help="every request asks for so many best tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the synthetic acceptance")
+    parser.add_argument(
+        "--zero-acceptance", type=int, default=0, metavar="N", help="requests per batch that accept no draft"
+    )
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="every request asks for the log-probabilities of N best tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic acceptance")
     parser.add_argument("--short", type=int, default=64)
     parser.add_argument("--long", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--first", action="store_true", help="an engine's first requests, all of them")
-    parser.add_argument("--prefix-cache", action="store_true", help="keep what requests leave behind, as when serving")
+    parser.add_argument("--first", action="store_true", help="measure the first requests of an engine only")
+    parser.add_argument("--prefix-cache", action="store_true", help="keep prefixes in the cache, as when serving")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
     parser.add_argument("--drafter-kind", nargs="+", choices=list(DRAFTERS), default=["dflash"])
     parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
     parser.add_argument(
-        "--no-dependent-launches", action="store_true", help="kernels in Triton begin when those before have ended"
+        "--no-dependent-launches", action="store_true", help="start each Triton kernel after the previous one has ended"
     )
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--output", type=Path)
@@ -376,7 +379,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 for prompt in args.prompt:
                     row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                     result["rows"].append(row | measured(args, engine, target, batch, block, prompt))
-                    if args.output:  # what is there, should the next one fail
+                    if args.output:  # keeps the rows so far if the next one fails
                         write_json(args.output, result)
                     show(result["rows"][-1])
             del engine

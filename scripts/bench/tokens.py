@@ -1,10 +1,11 @@
-"""Digests of the tokens that the engine decodes greedily: equal ones say that two versions of it are the same.
+"""Writes digests of the tokens that the engine decodes greedily, to compare two versions of it.
 
     python scripts/bench/tokens.py --output before.json                       # in one checkout
     python scripts/bench/tokens.py --output after.json --expect before.json   # in another: exit 1 if tokens differ
 
-320 prompts of 8 to 200 tokens for a random model of each architecture (a named shape's first layers), at batch 1 and 8:
-plainly, with a random drafter, and with drafts that dice accept, so that blocks of every length are taken over.
+320 prompts of 8 to 200 tokens for a random model of each architecture (the first layers of a named shape), at batch
+1 and 8: plain, with a random drafter, and with randomly accepted drafts, so that blocks of every length are
+committed.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=320)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--expect", type=Path, help="a result to compare with")
+    parser.add_argument("--expect", type=Path, help="earlier result to compare with")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {**setting("bench/tokens.py"), "digests": {}}

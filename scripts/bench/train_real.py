@@ -1,21 +1,21 @@
-"""From prompts to measured drafters: a real target answers, drafters learn for some minutes each, all are decoded.
+"""Trains drafters for some minutes each on a real target's responses, then decodes prompt sets with each.
 
     python scripts/bench/train_real.py --target DIR --minutes 2 4 8 --output OUT --samples 2 \
         --prompts-train gsm8k=gsm8k_train.jsonl mbpp='mbpp.jsonl[:800]' \
         --prompts gsm8k=gsm8k_test.jsonl mbpp='mbpp.jsonl[800:]' humaneval=humaneval.jsonl.gz --baseline
 
-Every number of minutes is a run of its own, with a learning-rate schedule of that length. `--variant NAME key=value
-...`, again and again, trains each variant so instead, and measures a teacher-forced length on held-out answers: an
-ablation. Runs share the target, the answers, the compiled step and, where they tap the same layers, the features.
+Each number of minutes is one run with a learning-rate schedule of that length. Each `--variant NAME key=value ...`
+trains with these options instead and measures a teacher-forced length on held-out responses: an ablation. Runs
+share the target, the responses, the compiled step and, if they tap the same layers, the features.
 
-The toolkit's engine answers, as `dflash-data` does (`--samples`: the first greedy, the others drawn), or answers are
-given (`--answers`: files of dflash-data, or JSONL with `prompt_ids` and `output_ids`). The drafters are decoded
-greedily on that engine, one prompt at a time, as `dflash-eval` does. The same command goes on behind the last training
-or decoding that ended.
+The engine writes the responses as `dflash-data` does (`--samples`: the first greedy, the others sampled), or
+`--answers` gives them: files of dflash-data, or JSONL with `prompt_ids` and `output_ids`. Drafters decode greedily
+on that engine, one prompt at a time, as `dflash-eval` does. Run the same command again to resume after the last
+finished stage.
 
-Writes OUT/answers.jsonl, OUT/drafter-NAME, OUT/report-NAME and, behind every run, OUT/result.json. The minutes are of
-training alone: the features and compiling are timed by themselves, and the total covers all parts. Training options may
-follow: key=value.
+Writes OUT/answers.jsonl, OUT/drafter-NAME, OUT/report-NAME and, after every run, OUT/result.json. The minutes are
+those of training alone; features and compilation are timed separately, and the total covers everything. Training
+options may follow as key=value.
 """
 
 import argparse
@@ -64,7 +64,7 @@ from dflash_toolkit.train.run.estimate import teacher_forced_length
 from dflash_toolkit.train.run.identity import target_digest
 from dflash_toolkit.train.run.prepare import drafter_config
 
-# a 0.5B target on one large GPU; what is given on the command line comes later and wins
+# a 0.5B target on one large GPU; options of the command line override these
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
             "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
 OPTIONS = ("drafter", "prompts", "loss", "optim", "run")  # what else there is, this program sees to itself
@@ -84,7 +84,7 @@ class Job(NamedTuple):
 
 
 class Journal:
-    """Figures of the stages that are done: the same command goes on behind them, as after a kill.
+    """Figures of the finished stages; the same command resumes after them.
 
     Raises:
         UserError: the file is of another command.
@@ -113,22 +113,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", required=True)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--answers", nargs="+", metavar="FILE", help="answers of the target that are there already")
+    source.add_argument("--answers", nargs="+", metavar="FILE", help="existing responses of the target")
     source.add_argument(
-        "--prompts-train", nargs="+", metavar="NAME=FILE", help="answered first; FILE[a:b] is rows a..b-1"
+        "--prompts-train",
+        nargs="+",
+        metavar="NAME=FILE",
+        help="prompts that the target answers first; FILE[a:b] is rows a..b-1",
     )
-    add("--samples", type=int, default=1, help="answers to every prompt: one greedy, the others drawn")
-    add("--temperature", type=float, default=1.0, help="of the answers that are drawn")
-    add("--answer-tokens", type=int, default=512, help="longest answer to train on")
-    add("--batch", type=int, default=128, help="answers written at a time")
-    add("--minutes", type=float, nargs="+", default=[8.0], help="of training, a run each")
+    add("--samples", type=int, default=1, help="responses per prompt: one greedy, the others sampled")
+    add("--temperature", type=float, default=1.0, help="temperature of sampled responses")
+    add("--answer-tokens", type=int, default=512, help="length limit of responses")
+    add("--batch", type=int, default=128, help="responses written concurrently")
+    add("--minutes", type=float, nargs="+", default=[8.0], help="minutes of training, one run each")
     add("--variant", nargs="+", action="append", default=[], metavar="NAME [key=value ...]")
     add("--held-out", type=int, help="prompts kept out of training (default: 256 with variants, else 0)")
-    add("--prompts", nargs="+", default=[], metavar="NAME=FILE", help="sets to decode; FILE[a:b] as above")
-    add("--limit", type=int, default=80, help="prompts of each of these sets")
-    add("--tokens", type=int, default=512, help="longest answer there")
-    add("--pool", nargs="+", metavar="NAME", help="sets whose steps are pooled (default: all)")
-    add("--baseline", nargs="*", metavar="NAME", help="sets the last run also decodes plainly (default: all)")
+    add("--prompts", nargs="+", default=[], metavar="NAME=FILE", help="sets to decode; FILE[a:b] is rows a..b-1")
+    add("--limit", type=int, default=80, help="prompts per set")
+    add("--tokens", type=int, default=512, help="length limit of decoded answers")
+    add("--pool", nargs="+", metavar="NAME", help="sets in the pooled figures (default: all)")
+    add(
+        "--baseline",
+        nargs="*",
+        metavar="NAME",
+        help="sets that the last run also decodes without drafts (default: all)",
+    )
     add("--output", type=Path, required=True)
     add("overrides", nargs="*", metavar="key=value", help="training options")
     return parser.parse_intermixed_args(argv)
@@ -156,7 +164,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
 
 def regenerated(args: argparse.Namespace, config: TrainConfig) -> list[str]:
-    """Let the target answer the training prompts; goes on where an earlier call stopped. Raises UserError."""
+    """Lets the target answer the training prompts; resumes an earlier call. Raises UserError."""
     prompts, answers = args.output / "prompts.jsonl", args.output / "answers.jsonl"
     with open(prompts, "w", encoding="utf-8") as handle:
         for name, rows in read_prompt_sets(args.prompts_train).items():
@@ -392,7 +400,7 @@ def run(args: argparse.Namespace) -> None:
     args.pool = args.pool or list(asked)
     plain = set(asked if args.baseline == [] else args.baseline or ())
     if unknown := [name for name in [*args.pool, *plain] if name not in asked]:
-        raise UserError(f"{unknown[0]!r} is none of the sets to decode: {', '.join(asked)}")
+        raise UserError(f"{unknown[0]!r} is not a set to decode: {', '.join(asked)}")
     if (written := output / "result.json").exists() and len(json.loads(written.read_text())["runs"]) == len(jobs):
         raise UserError(f"{written} is there already; choose another --output or remove it")
     work = output / "work"

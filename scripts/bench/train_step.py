@@ -1,16 +1,16 @@
-"""Time training steps on random weights of a named shape: sequences a second, model FLOPs utilisation, peak memory.
+"""Measures training steps with random weights of a named shape: sequences per second, MFU, peak memory.
 
     python scripts/bench/train_step.py --shape qwen3-8b --anchors 512 2048 --output train.json
     python scripts/bench/train_step.py --shape qwen2.5-0.5b --anchors 384 --kind dflash dflash2 convolution selector
     python scripts/bench/train_step.py --shape qwen3-8b --gpus 2       # starts itself again under torchrun
     python scripts/bench/train_step.py --shape qwen3-8b --gpus 2 --anchors 512 --compare --output sharded.json
 
-Steps are the trainer's own, with the target's forward in every one of them: packed rows, anchors, drafter, frozen head,
-backward, optimiser. FLOPs are those of `train/run/flops.py`, drafter and head only; their utilisation is over the
-step's time without the target's forward.
+Steps are the trainer's own and include the target's forward pass: packed rows, anchors, drafter, frozen head,
+backward, optimiser. FLOPs are those of `train/run/flops.py`, drafter and head only; MFU uses the time without the
+target's forward.
 
-`--compare` times one way to share the work after another (an optimiser, `+`, how it is sharded), then prints a table.
-A way that fails, hangs or leaves memory behind costs a new start of the processes, not the others' results.
+`--compare` times ways to share the work one after another (an optimiser, `+`, how it is sharded) and prints a
+table. A way that fails, hangs or leaks memory restarts the processes; the other results are kept.
 """
 
 import argparse
@@ -194,27 +194,29 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--anchors", type=int, nargs="+", default=[512, 2048], help="per sequence")
+    parser.add_argument("--anchors", type=int, nargs="+", default=[512, 2048], help="anchors per sequence")
     parser.add_argument("--batch", type=int, default=0, help=f"sequences a micro step (default: {BLOCKS} blocks)")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--taps", type=int, default=5)
-    parser.add_argument("--window", type=int, help="tokens that every layer sees (default: all)")
-    parser.add_argument("--kind", nargs="+", default=["dflash"], choices=list(KINDS), help="drafters, one by one")
+    parser.add_argument("--window", type=int, help="sliding window of every layer in tokens (default: none)")
+    parser.add_argument(
+        "--kind", nargs="+", default=["dflash"], choices=list(KINDS), help="kinds of drafters, measured in turn"
+    )
     parser.add_argument("--optimizer", default="auto", choices=["auto", "adamw", "muon"])
     parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--shard", default="", choices=list(SHARDED))
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--gpus", type=int, default=1, help="processes; more than one are started by torchrun")
+    parser.add_argument("--gpus", type=int, default=1, help="number of processes, started by torchrun if more than one")
     parser.add_argument(
-        "--compare", nargs="*", metavar="WAY", help="time these, e.g. muon muon+fsdp adamw+zero2 (default: eleven)"
+        "--compare", nargs="*", metavar="WAY", help="ways to compare, e.g. muon muon+fsdp adamw+zero2 (default: eleven)"
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="no other WAY is begun after so many")
+    parser.add_argument("--minutes", type=float, default=5.0, help="start no other WAY after this time")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--peak-tflops", type=float, help="dense bf16; default: this GPU's")
+    parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak (default: that of this GPU)")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     for way in args.compare or ():
@@ -224,7 +226,7 @@ def arguments() -> argparse.Namespace:
 
 
 def free(device: torch.device) -> float:
-    """Let go of what nobody holds; bytes that are still held."""
+    """Frees unused memory; returns the bytes still in use."""
     gc.collect()
     if device.type != "cuda":
         return 0
@@ -244,7 +246,7 @@ def note(journal: Path, row: dict[str, Any]) -> None:
 
 
 def measure_ways(args: argparse.Namespace, target: Target, processes: Processes, result: dict[str, Any]) -> None:
-    """What is left of `--compare`, until one fails; in processes that `compare` started."""
+    """Runs the rest of `--compare` until one fails, in processes that `compare` started."""
     journal, device = Path(os.environ[JOURNAL]), target.device
     before = free(device)
     for at, way in enumerate(left(args, journal)):

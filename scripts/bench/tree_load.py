@@ -1,14 +1,13 @@
-"""Tokens a second of the engine with blocks of one length, chains of their own and draft trees, at several loads.
+"""Measures tokens per second with blocks, chains and draft trees, at several numbers of requests, for a real pair.
 
     python scripts/bench/tree_load.py --target MODEL --drafter OUT/drafter-dflash --output tree_load.json \
         --prompts gsm8k=gsm8k_test.jsonl mbpp=mbpp.jsonl[800:] --limit 64 --requests 1 4 8 16 32 64
 
-Answers are greedy. So many requests are decoded at a time, of one set and of all sets in turn; whoever ends makes room
-for the next. Of what is running when none is left to follow only the first part counts: the clock stops there. Every
-way has an engine, over the same weights. Each of them decodes a load once for nothing, so that it knows what is
-accepted, as one that has served for a while, and then the ways take turns, `--repeats` times, of which the fastest
-counts: what else the machine does falls on all of them. With `--first` the first time counts, and there is no other.
-`same` is the share of answers that are those of plain decoding at that load.
+Answers are greedy. A load keeps the given number of requests running, of one set or of all sets in turn; the clock
+stops when no request is left to start. Every way of drafting has its own engine over the same weights. Each engine
+decodes a load once without counting, to learn the acceptance. Then the ways take turns `--repeats` times, and the
+fastest run counts. With `--first` the first run counts and is the only one. `same` is the share of answers equal to
+plain decoding at that load.
 """
 
 import argparse
@@ -37,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chains": {"draft_tree": 15, "draft_tree_width": 1},
     "trees": {"draft_tree": 63},
 }
-BEHIND = 128  # tokens that steps in flight write behind an answer, at most: a block of 64 and a tree
+OVERRUN = 128  # tokens that steps in flight may write after an answer: a block of 64 and a tree
 
 
 class Ours(StepEngine):
@@ -65,7 +64,7 @@ def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
     ways = ["plain", *(way for way in args.ways if way != "plain")]
     parts, engines = load_parts(args.target, args.drafter), dict[str, Engine]()
     for way in ways:
-        room = most * (args.max_model_len + BEHIND)
+        room = most * (args.max_model_len + OVERRUN)
         engines[way] = parts.engine(EngineOptions(**common, kv_cache_tokens=room, **WAYS[way]))
         while engines[way].prepare():
             pass
@@ -115,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_loads(parser)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--first", action="store_true", help="an engine's first requests, all of them")
+    parser.add_argument("--first", action="store_true", help="measure the first requests of an engine only")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     return run_command(lambda: run(args))

@@ -1,10 +1,10 @@
-"""What vLLM's or SGLang's own parser makes of command lines; neither needs a GPU for it.
+"""Parses command lines with vLLM's or SGLang's own parser, without a GPU.
 
     PYTHONPATH=SITE python scripts/peers/parse.py vllm|sglang < COMMAND_LINES
 
-SITE holds the package (`make test-peers` fills it). COMMAND_LINES is a JSON list of command lines, each a list of the
-words behind `vllm serve` or `python -m sglang.launch_server`. Prints a JSON list with the options of each, as far as
-JSON has them.
+SITE holds the package (`make test-peers` fills it). COMMAND_LINES is a JSON list of command lines, each a list of
+the words after `vllm serve` or `python -m sglang.launch_server`. Prints a JSON list with the options of each that
+JSON can express.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`vllm bench serve` without the rest of vLLM's command, which would want a device.
+"""Runs `vllm bench serve` without the rest of vLLM's command, which needs a device.
 
     PYTHONPATH=SITE python scripts/peers/vllm_bench.py --base-url URL --model NAME ...
 

@@ -1,18 +1,17 @@
-"""Decode prompt sets with vLLM and one of our drafters, and compare with what our own engine measured on them.
+"""Decodes prompt sets with vLLM and one of our drafters, and compares with our engine's results on them.
 
     python scripts/peers/vllm_decode.py --target MODEL --drafter OUT/drafter-8m --limit 80 --plain gsm8k \
         --prompts gsm8k=gsm8k_test.jsonl 'mbpp=mbpp.jsonl[800:]' --ours OUT/result.json --output peer.json
 
-One request at a time, greedy, to the same token ids and with the same stop tokens as in `dflash-eval` and
-`bench/train_real.py`; a result of either is compared with, if its prompts are these. `--plain` decodes one set without
-the drafter too, in an engine of its own. Wants an environment with vllm (0.26 or 0.33) and this project.
+One request at a time, greedy, with the same token ids and stop tokens as `dflash-eval` and `bench/train_real.py`.
+It compares with a result of either, if that has the same prompts. `--plain` also decodes one set without the
+drafter, in another engine. Needs an environment with vllm (0.26 or 0.33) and this project.
 
-Of each set: `seconds` and `tokens_per_second` are of the clock, prefills included; `decode_tokens_per_second` leaves
-prefills and first tokens out, as our reports do. `tau` is by vLLM's counters, 1 + accepted / drafts: they also count
-drafts that were accepted behind an answer's end. `tau_pooled` is what our reports call so, tokens that steps committed
-by steps, and what `tau_of_ours` divides by ours. Behind a near tie that rounding decides otherwise the engines write
-different texts, so `same_answers` compares those that are the same in both. The result file is written after
-every set, so what ends early keeps the sets before.
+For each set, `seconds` and `tokens_per_second` include prefill; `decode_tokens_per_second` excludes prefill and
+first tokens, as our reports do. `tau` is from vLLM's counters, 1 + accepted / drafts, and counts drafts accepted
+after the end of an answer. `tau_pooled` is the figure of our reports: committed tokens by steps; `tau_of_ours`
+divides it by ours. After a near-tie the engines may write different texts, so `same_answers` compares only equal
+answers. The result file is written after every set.
 """
 
 import argparse
@@ -48,7 +47,7 @@ from dflash_toolkit.models.target import (
 )
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
-WARM_UP = 3  # requests that nobody times
+WARM_UP = 3  # untimed requests
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 COMPARED = ("tau_pooled", "tokens_per_second", "plain_tokens_per_second")  # of our report
 Sets = dict[str, list[EncodedPrompt]]
@@ -103,15 +102,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", required=True)
     add("--drafter", required=True)
-    add("--prompts", nargs="+", required=True, metavar="NAME=FILE", help="FILE[a:b] takes its rows a..b-1")
-    add("--limit", type=int, help="prompts of each set")
+    add("--prompts", nargs="+", required=True, metavar="NAME=FILE", help="prompt sets; FILE[a:b] is rows a..b-1")
+    add("--limit", type=int, help="prompts per set")
     add("--max-tokens", type=int, default=512)
-    add("--plain", metavar="NAME", help="the set to decode without the drafter too")
+    add("--plain", metavar="NAME", help="set to decode also without the drafter")
     add("--ours", type=Path, metavar="FILE", help="result.json of bench/train_real.py, or report.json of dflash-eval")
-    add("--run", metavar="NAME", help="of that result.json (default: as in drafter-NAME, else the last)")
+    add("--run", metavar="NAME", help="run in that result.json (default: as in drafter-NAME, else the last)")
     add("--gpu-memory-utilization", type=float, default=0.5)
-    add("--kv-cache-memory-bytes", type=int, help="instead of a share; measures no memory, so others may use the GPU")
-    add("--enforce-eager", action="store_true", help="start sooner, without graphs: for acceptance")
+    add(
+        "--kv-cache-memory-bytes",
+        type=int,
+        help="fixed cache size instead of a share; other programs may then use the GPU",
+    )
+    add("--enforce-eager", action="store_true", help="no CUDA graphs: faster start, for acceptance only")
     add("--output", type=Path, required=True)
     return parser.parse_args(argv)
 
@@ -150,7 +153,7 @@ def one_section(path: Path) -> dict[str, Any]:
 
 
 def check_same(ours: Ours, sets: Sets, max_tokens: int) -> None:
-    """Raises UserError unless ours decoded these prompts, as far as can be told, and as long answers."""
+    """Raises UserError if the prompts or answer lengths of ours are known to differ."""
     for name, prompts in sets.items():
         if name not in ours.sets:
             raise UserError(f"--ours has no set {name!r}: {', '.join(ours.sets)}")
@@ -294,7 +297,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--output {args.output}: no such directory")
     sets = encoded(args.target, args.prompts, args.limit)
     if args.plain is not None and args.plain not in sets:
-        raise UserError(f"--plain {args.plain}: none of the sets: {', '.join(sets)}")
+        raise UserError(f"--plain {args.plain}: not one of the sets: {', '.join(sets)}")
     ours = read_ours(args.ours, args.drafter, args.run) if args.ours else None
     if ours:
         check_same(ours, sets, args.max_tokens)
@@ -302,7 +305,7 @@ def run(args: argparse.Namespace) -> None:
     block = read_config(drafter).block_size
     config = load_config(args.target)
     longest = max(len(prompt.token_ids) for prompts in sets.values() for prompt in prompts)
-    # vLLM schedules ahead of what it knows to be accepted, whole blocks, and cuts none if there is room behind the end
+    # vLLM schedules whole blocks ahead of what is accepted; it cuts none if there is room after the end
     room = min(longest + args.max_tokens + 4 * block, context_limit(config))
     options = {
         "model": args.target, "dtype": "bfloat16", "max_num_seqs": 1, "max_model_len": room,

@@ -1,11 +1,11 @@
-"""Compare the hidden states that a vLLM server leaves in files (`run.feature_endpoint`) with transformers'.
+"""Compares the hidden states that a vLLM server writes (`run.feature_endpoint`) with those of transformers.
 
     python scripts/peers/vllm_features.py --target MODEL --endpoint URL --taps 1 6 11 --prompts gsm8k=gsm8k_test.jsonl
 
-Start the server as docs/scale.md shows, with layer ids one above `--taps`. Of every tapped layer there is the relative
-error (norm of the difference over that of transformers' hidden states) over all tokens, and the same between
-transformers in float32 and in the target's own dtype: what rounding alone is worth. `neighbour` is the smallest error
-against another tapped layer's states: a server that counts layers otherwise would be near one of them.
+Start the server as docs/scale.md shows, with layer ids one above `--taps`. For every tapped layer the result has
+the relative error over all tokens (norm of the difference by the norm of transformers' states), and the same
+between transformers in float32 and in the target's dtype, which is the error of rounding. `neighbour` is the
+smallest error against another tapped layer; it is small if the server counts layers differently.
 """
 
 import argparse
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--taps", type=int, nargs="+", required=True, help="0-based ids of layers")
+    parser.add_argument("--taps", type=int, nargs="+", required=True, help="0-based layer ids")
     parser.add_argument("--prompts", nargs="+", required=True, metavar="NAME=SOURCE")
-    parser.add_argument("--limit", type=int, default=16, help="prompts of each set")
+    parser.add_argument("--limit", type=int, default=16, help="prompts per set")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     return run_command(lambda: run(args))

@@ -1,12 +1,12 @@
-"""What vLLM's own code makes of exported drafters, on a CPU and without its compiled parts.
+"""Loads exported drafters with vLLM's own code, on a CPU and without its compiled parts.
 
     PYTHONPATH=SITE python scripts/peers/vllm_load.py OUT PAIR...
 
-SITE holds the package (`make test-peers` fills it). A PAIR is a folder with a target's config.json, in `target`, and a
-drafter, in `drafter`. vLLM's engine arguments read both, its registry finds the drafter's class, which is built and
-loads the weights. Of the target only width, depth and vocabulary reach the drafter, so any architecture with those will
-do. Writes OUT/PAIR.safetensors, the drafter's parameters under vLLM's names, and as `rows` what it makes of the first
-three tokens where the embedding counts up modulo 97; prints a JSON list with what was found of each pair.
+SITE holds the package (`make test-peers` fills it). A PAIR is a folder with a target's config.json in `target` and
+a drafter in `drafter`. vLLM's engine arguments read both; its registry finds the drafter's class, which loads the
+weights. Only the target's width, depth and vocabulary reach the drafter, so any architecture with those works.
+Writes OUT/PAIR.safetensors: the drafter's parameters under vLLM's names, and as `rows` its output for the first
+three tokens of an embedding that counts up modulo 97. Prints a JSON list with the findings of each pair.
 """
 
 import argparse

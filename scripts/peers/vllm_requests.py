@@ -1,13 +1,12 @@
-"""Tokens a second of vLLM with one of our drafters at several loads: the other half of `bench/tree_load.py`, to be run
-on the same GPU.
+"""Measures tokens per second of vLLM with one of our drafters; the counterpart of `bench/tree_load.py`.
 
     python scripts/peers/vllm_requests.py --target MODEL --drafter OUT/drafter-dflash --k 15 7 3 --output peer.json \
         --prompts gsm8k=gsm8k_test.jsonl 'mbpp=mbpp.jsonl[800:]' --limit 64 --requests 1 4 8 16 32 64
 
-The same prompts, loads and clock as there. Every k, tokens that are drafted in a step, has an engine in a process of
-its own. All of them start at once and wait for each other and, with `--after`, for a file that somebody makes; then
-they are measured in turn. As there, every load is decoded once more than counts. The file is written after every row.
-Wants an environment with vllm (0.33) and this project.
+Prompts, loads and clock are those of `tree_load.py`. Every k (tokens drafted per step) has its own engine in its
+own process. All engines start together and wait for each other and, with `--after`, for a file; then they are
+measured in turn. Every load is decoded once without counting. The file is written after every row. Needs an
+environment with vllm (0.33) and this project.
 """
 
 import argparse
@@ -165,7 +164,7 @@ def run(args: argparse.Namespace) -> None:
         except queue.Empty:
             if not ended:
                 continue
-            started.abort()  # nobody waits for one that was killed
+            started.abort()  # a killed process never reaches the barrier
             k, row = ended[0], f"its process ended with {processes[ended[0]].exitcode}"
         if row is None or isinstance(row, str):
             processes.pop(k, None)
@@ -188,9 +187,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program. Exit codes: 0 done, 2 a mistake (one line)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_loads(parser)
-    parser.add_argument("--k", type=int, nargs="+", default=[15, 7, 3], help="drafted tokens of a step; 0: plainly")
-    parser.add_argument("--kv-gib", type=float, default=4.0, help="memory of every engine's KV cache")
-    parser.add_argument("--after", type=Path, metavar="FILE", help="measure nothing before it is there")
+    parser.add_argument(
+        "--k", type=int, nargs="+", default=[15, 7, 3], help="tokens drafted per step; 0 decodes without drafts"
+    )
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="KV cache of each engine in GiB")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="wait for this file before measuring")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     args.argv, args.k = list(sys.argv[1:] if argv is None else argv), list(dict.fromkeys(args.k))

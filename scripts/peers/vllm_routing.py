@@ -1,10 +1,10 @@
-"""Lets every row of vLLM's made-up mixtures of experts choose experts of its own. Wants vllm 0.33; see vllm_step.py.
+"""Makes every row of vLLM's random mixtures of experts choose its own experts. Needs vllm 0.33; see vllm_step.py.
 
-vLLM fills every matrix with numbers of one seed: layers of equal shape have equal routers, rows with equal tokens equal
-experts, and as a made-up drafter drafts one token everywhere, drafted rows would wake hardly any expert. vLLM's own
-simulation of routing draws experts anew in every step, by kernels that a real model has not. Here its own kernel
-chooses among random logits that stand in memory, each row of each layer among others: as many launches as with real
-weights.
+vLLM fills every matrix with numbers of one seed. Layers of equal shape then have equal routers, and equal tokens
+choose equal experts; a random drafter drafts one token everywhere, so drafted rows would use hardly any experts.
+vLLM's own routing simulation samples experts in every step with kernels that a real model does not have. Here
+vLLM's own kernel chooses among random logits stored in memory, different for each row of each layer, with as many
+launches as for real weights.
 """
 
 import torch

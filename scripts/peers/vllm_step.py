@@ -1,14 +1,13 @@
-"""Time vLLM on random weights of a named shape, plainly and with DFlash drafts of given lengths: the other half of
-`bench/step.py`, to be run on the same GPU.
+"""Measures vLLM with random weights of a named shape, plain and with DFlash drafts; the counterpart of `bench/step.py`.
 
     python scripts/peers/vllm_step.py --shape qwen3-8b --batch 1 8 32 --k 0 15 7 --accept 0.865 --output peer.json
 
-Like there, milliseconds a step and tokens a second are the difference between a long and a short answer, every position
-is accepted with the given conditional probability by both engines' own dice, prompts are random and no prefix is
-cached. Every k has an engine of its own, in a process of its own, and the file is written after every row. Wants an
+Run it on the same GPU. As there, milliseconds per step and tokens per second are the difference between long and
+short answers, each engine accepts every position with the given conditional probability, prompts are random and no
+prefix is cached. Every k has its own engine in its own process, and the file is written after every row. Needs an
 environment with vllm (0.33, or 0.26 for dense shapes) and this project. Mixtures of experts and gated delta nets
-(`--shape qwen3.8-27b-fp8`) run vLLM's Triton kernels: they want no package beside it. Rows of experts choose their own
-ones, as in our bench (`vllm_routing.py`): the result says so under "routing".
+(`--shape qwen3.8-27b-fp8`) run vLLM's Triton kernels, so no other package is needed. Rows choose their own experts,
+as in our benchmark (`vllm_routing.py`); the result has this under "routing".
 """
 
 import argparse
@@ -71,14 +70,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", default="qwen3-8b")
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
-    add("--k", type=int, nargs="+", default=[0, 15, 7], help="drafted tokens of a step; 0 decodes plainly")
-    add("--accept", type=float, default=0.865, help="conditional probability of every position")
+    add("--k", type=int, nargs="+", default=[0, 15, 7], help="tokens drafted per step; 0 decodes without drafts")
+    add("--accept", type=float, default=0.865, help="conditional acceptance probability of every position")
     add("--prompt", type=int, default=512)
     add("--short", type=int, default=64)
     add("--long", type=int, default=384)
     add("--repeats", type=int, default=3)
     add("--gpu-memory-utilization", type=float, default=0.5)
-    add("--no-compile", action="store_true", help="CUDA graphs without torch.compile: starts sooner, decodes slower")
+    add("--no-compile", action="store_true", help="CUDA graphs without torch.compile: faster start, slower decoding")
     add("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     if not 0.0 < args.accept < 1.0:

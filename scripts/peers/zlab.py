@@ -1,4 +1,4 @@
-"""Decode requests with z-lab's own client and say what it did. Runs in that client's environment, not in ours.
+"""Decodes requests with z-lab's own client and prints what it did. Runs in that client's environment.
 
 usage: python -I scripts/peers/zlab.py TARGET DRAFTER REQUEST.json LOGITS.safetensors  (see tests/scripts/test_peers.py)
 
@@ -28,7 +28,7 @@ class RecordingDrafter(dflash.model.DFlashDraftModel):
 
 
 class RecordingDrafter2(dflash.model.DFlash2DraftModel, RecordingDrafter):
-    """DFlash 2's, whose tokens the selector chooses."""
+    """DFlash 2: the selector chooses the tokens."""
 
     def propose(self, *arguments: Any) -> Any:
         found = super().propose(*arguments)

@@ -1,4 +1,4 @@
-"""The breakdown of a step, from the ends of its kernels, whose experts it reads, and the script's command line."""
+"""scripts/bench/step.py: the breakdown of a step by kernels, the experts that it reads, and the command line."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def ends(step: list[tuple[str, float]], count: int) -> list[tuple[float, str]]:
     return found
 
 
-def test_a_drafted_step_is_charged_kernel_by_kernel() -> None:
+def test_step_breakdown_attributes_each_kernel() -> None:
     draft, verify = LAYER * 2, LAYER * 3
     step = [("embedding", 2.0), *draft, *HEAD, ("cat", 1.0), *verify, *HEAD, ("_accept_kernel", 1.0), *CONTEXT]
     found = bench_step.attribute(ends(step, 4))
@@ -45,7 +45,7 @@ def test_a_drafted_step_is_charged_kernel_by_kernel() -> None:
     assert sum(found.values()) == pytest.approx(sum(took for _, took in step))
 
 
-def test_a_selectors_head_ends_with_its_walk() -> None:
+def test_selector_walk_counts_as_head() -> None:
     layer = [*LAYER[:3], ("_linear_kernel", 90.0), ("_conv_add_rms_norm_kernel", 2.0), ("_block_conv_kernel", 2.0)]
     head = [("_linear_kernel", 3.0), ("_top_kernel", 25.0), ("_merge_top_kernel", 2.0), ("_walk_kernel", 5.0)]
     step = [("embedding", 2.0), *layer * 2, *head, *LAYER * 3, *HEAD, ("_accept_kernel", 1.0), *CONTEXT]
@@ -54,7 +54,7 @@ def test_a_selectors_head_ends_with_its_walk() -> None:
     )
 
 
-def test_a_head_may_be_multiplied_part_by_part() -> None:
+def test_partial_head_gemms_count_as_head() -> None:
     part = [("nvjet_tst_256x128_TNT", 50.0), ("_tile_top_kernel", 8.0)]
     top = [*part * 3, ("_merge_top_kernel", 3.0), ("_walk_kernel", 5.0)]
     argmax = [("nvjet_tst_256x128_TNT", 400.0), (PYTORCHS_ARGMAX, 70.0)]
@@ -64,7 +64,7 @@ def test_a_head_may_be_multiplied_part_by_part() -> None:
     )
 
 
-def test_a_plain_step_has_no_draft() -> None:
+def test_plain_step_has_no_draft_part() -> None:
     step = [("embedding", 2.0), *LAYER, *HEAD, ("_accept_kernel", 1.0)]
     assert bench_step.attribute(ends(step, 3)) == pytest.approx(
         {"gemms": 100.0, "head": 22.0, "attention": 6.0, "rest": 3.0}
@@ -77,7 +77,7 @@ def test_a_plain_step_has_no_draft() -> None:
     ids=["nothing between", "cleared memory", "split"],
 )
 @pytest.mark.parametrize("gemm", ["nvjet_tst_256x128_TNT", "nvjet_tst_splitK_TNT", "sm90_xmma_gemm_bf16", "cutlass_80"])
-def test_the_gemm_before_an_argmax_of_pytorch_is_the_heads(gemm: str, between: list[tuple[str, float]]) -> None:
+def test_gemm_before_pytorch_argmax_counts_as_head(gemm: str, between: list[tuple[str, float]]) -> None:
     head = [(gemm, 400.0), *between, (PYTORCHS_ARGMAX, 70.0)]
     step = [("embedding", 2.0), *WIDE_LAYER, *head, ("cat", 1.0), *WIDE_LAYER * 2, *head, ("_accept_kernel", 1.0)]
     found = bench_step.attribute(ends([*step, *CONTEXT], 4))
@@ -87,7 +87,7 @@ def test_the_gemm_before_an_argmax_of_pytorch_is_the_heads(gemm: str, between: l
     )
 
 
-def test_of_experts_a_step_reads_those_that_its_rows_likely_have() -> None:
+def test_roofline_counts_experts_that_rows_choose() -> None:
     spec = ModelSpec.of_target(make_target("qwen3_moe", layers=2).config)  # two of five experts, then a dense layer
     weights = random_target(spec, torch.device("cpu"), torch.float32)
     read = [bench_step.step_bytes(weights, None, batch, block) for batch, block in ((1, 1), (2, 1), (1, 2), (64, 8))]
@@ -97,7 +97,7 @@ def test_of_experts_a_step_reads_those_that_its_rows_likely_have() -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_one_block_wake_as_many_experts_as_independent_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_block_choose_experts_independently(monkeypatch: pytest.MonkeyPatch) -> None:
     experts, top, layers, wide = 32, 4, 12, 4.0
     config = Qwen3MoeConfig(
         vocab_size=1024, hidden_size=128, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
@@ -162,7 +162,7 @@ def test_acceptance_is_a_rate_or_a_mean_length(given: list[str], expected: dict[
         (["--prompt", "8000"], "--prompt and --long are 8384 tokens; raise --max-model-len"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
+def test_invalid_options_are_rejected(capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         bench_step.parse(given)
     assert stopped.value.code == 2
@@ -170,17 +170,17 @@ def test_what_cannot_be_timed_is_refused(capsys: pytest.CaptureFixture[str], giv
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_step.main([]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_rows_for_timing_write_and_replay_states_of_their_own() -> None:
+def test_timed_rows_use_their_own_recurrent_states() -> None:
     target = make_target("qwen3_5")
     engine = load_engine(target, make_drafter(target), options=EngineOptions(max_num_seqs=3, kv_cache_tokens=400))[0]
     runner = engine.runner
     with runner.any_tokens(), runner.busy():
-        runner.state.states.zero_()  # as behind requests, whose rows are free again
+        runner.state.states.zero_()  # as after requests that have ended
         bench_step.fill(engine, 3, 20)
         step = runner.launcher(3, StepShape(4))
         step()

@@ -39,7 +39,7 @@ print(mutate.report(found, ["part/core.py"]))
 """
 
 
-def test_faults_are_one_change_each_and_leave_words_and_annotations_alone() -> None:
+def test_faults_change_one_thing_but_no_text_or_annotation() -> None:
     found = [(fault.line, fault.before, fault.after) for fault in faults(MODULE)]
     assert found == [
         (4, "10", "11"), (4, "10", "9"),
@@ -54,14 +54,14 @@ def test_faults_are_one_change_each_and_leave_words_and_annotations_alone() -> N
         assert len(changed) == len(plain) and sum(a != b for a, b in zip(plain, changed, strict=True)) == 1
 
 
-def test_a_sample_is_the_same_every_time_and_part_of_a_larger_one() -> None:
+def test_sample_is_stable_and_part_of_a_larger_sample() -> None:
     source = "\n".join(MODULE.replace("clamp", name) for name in "abcde")
     few, more = sample("a", source, 10, 3), sample("a", source, 30, 3)
     assert len(few) == 10 and few == sample("a", source, 10, 3) != sample("a", source, 10, 4)
     assert set(few) < set(more) < set(sample("a", source, 0, 3)) == set(faults(source))
 
 
-def test_what_tests_catch_is_caught_loops_end_and_an_interrupted_call_goes_on(tmp_path: Path) -> None:
+def test_mutation_run_finds_survivors_and_resumes(tmp_path: Path) -> None:
     root, journal = tmp_path / "project", tmp_path / "out/journal.jsonl"
     for path, text in {"part/__init__.py": "", "part/core.py": MODULE, "tests/test_core.py": CATCHES}.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)

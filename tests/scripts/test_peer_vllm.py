@@ -1,4 +1,4 @@
-"""scripts/peers/vllm_decode.py without vllm: what it makes of counters, and what it compares with."""
+"""scripts/peers/vllm_decode.py without vllm: figures from counters, and comparison with our results."""
 
 import json
 import sys
@@ -45,8 +45,8 @@ def result(tmp_path: Path) -> Path:
 # ---- counters ----------------------------------------------------------------------------------------------------
 
 
-def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answers_end() -> None:
-    # of blocks of 4, the last step of the first answer accepts two drafts behind the stop token, which is cut off
+def test_tau_pooled_ignores_drafts_after_the_end_of_an_answer() -> None:
+    # of blocks of 4, the last step of the first answer accepts two drafts after the stop token, which are cut off
     stopped = Generation([1, 2, 3, 4, 9], [Step(3, 2, (2, 3, 4)), Step(3, 1, (9,))], "stop", 0.5, 1.0)
     whole = Generation([1, 2, 3, 4], [Step(3, 0, (2,)), Step(3, 1, (3, 4))], "length", 0.5, 2.0)
     ours = Acceptance.of([stopped, whole], 4)
@@ -59,20 +59,20 @@ def test_tau_pooled_is_that_of_our_reports_where_the_counters_go_beyond_an_answe
     assert found["ours"] == {"tau_pooled": 7 / 4, "tokens_per_second": 7.0}
 
 
-def test_without_a_drafter_nothing_is_said_of_drafts() -> None:
+def test_figures_without_drafter_have_no_drafts() -> None:
     found = program.figures(program.Counts(2, 9, 3.0, 2.0, None, None, []))
     assert set(found) == {
         "requests", "tokens", "seconds", "decode_seconds", "tokens_per_second", "decode_tokens_per_second",
     }  # fmt: skip
 
 
-def test_what_could_not_be_measured_is_null() -> None:
+def test_missing_figures_are_null() -> None:
     found = program.figures(program.Counts(2, 2, 3.0, 0.0, 0, 0, []), {"tau_pooled": None, "tokens_per_second": None})
     assert found["tau"] is None and found["tau_pooled"] is None and found["decode_tokens_per_second"] is None
     assert found["ours"] == {} and "tau_of_ours" not in found
 
 
-def test_answers_that_are_the_same_are_compared_by_themselves() -> None:
+def test_equal_answers_are_compared_separately() -> None:
     theirs = [program.Answer("x", 9, 4), program.Answer("y", 101, 10), program.Answer("z", 5, 2)]
     ours = [program.Answer("x", 9, 2), program.Answer("other", 50, 1), program.Answer("z", 5, 2)]
     counts = program.Counts(3, 115, 4.0, 3.0, 16, 99, theirs)
@@ -93,7 +93,7 @@ def test_answers_that_are_the_same_are_compared_by_themselves() -> None:
     ("drafter", "name", "chosen"),
     [("out/drafter-2m", None, "2m"), ("elsewhere/mine", None, "8m"), ("out/drafter-8m", "2m", "2m")],
 )
-def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
+def test_run_is_the_named_or_the_drafters_or_the_last(
     drafter: str, name: str | None, chosen: str, result: Path
 ) -> None:
     ours = program.read_ours(result, drafter, name)
@@ -102,7 +102,7 @@ def test_the_run_is_the_one_named_or_the_drafters_or_the_last(
     assert len(ours.reports) == (2 if chosen == "2m" else 0) and ours.answers("a") == []
 
 
-def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(tmp_path: Path) -> None:
+def test_reports_of_dflash_eval_can_be_compared(tmp_path: Path) -> None:
     target = make_target()
     runtime = ReferencePair(target, make_drafter(target))
     report = evaluate(runtime, {"a": PROMPTS}, SamplingParams(max_tokens=4), baseline=False).to_json()
@@ -122,7 +122,7 @@ def test_a_report_of_dflash_eval_will_do_and_has_the_hash_of_these_prompts(tmp_p
         program.read_ours(tmp_path / "report.json", "mine", None)
 
 
-def test_a_result_over_other_prompts_is_refused(result: Path) -> None:
+def test_result_with_other_prompts_is_rejected(result: Path) -> None:
     last = program.read_ours(result, "mine", None)
     first = program.read_ours(result, "mine", "2m")
     program.check_same(last, {"a": PROMPTS}, 512)
@@ -135,7 +135,7 @@ def test_a_result_over_other_prompts_is_refused(result: Path) -> None:
             program.check_same(ours, sets, 512)
 
 
-def test_what_is_no_result_is_said_in_one_line(result: Path) -> None:
+def test_invalid_result_is_one_line(result: Path) -> None:
     with pytest.raises(UserError, match=r"--run 4m: .* has 2m, 8m"):
         program.read_ours(result, "mine", "4m")
     for content in ("{", "[]", "{}", '{"runs": []}', '{"runs": [{}]}'):
@@ -150,7 +150,7 @@ def test_what_is_no_result_is_said_in_one_line(result: Path) -> None:
         program.read_ours(result.with_name("none.json"), "mine", None)
 
 
-def test_what_ends_in_the_second_set_has_written_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_sets_are_kept_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of vllm what `decode` calls: it cannot run here."""
 
     def generate(prompts: list[dict[str, list[int]]], *_: Any, **__: Any) -> list[Any]:
@@ -176,7 +176,7 @@ def test_what_ends_in_the_second_set_has_written_the_first(tmp_path: Path, monke
 # ---- the program -------------------------------------------------------------------------------------------------
 
 
-def test_without_vllm_it_ends_in_one_line_before_anything_is_read(
+def test_missing_vllm_is_one_line_before_reading_files(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -185,7 +185,7 @@ def test_without_vllm_it_ends_in_one_line_before_anything_is_read(
     assert error.startswith("error: vllm is not installed here: pip install") and error.count("\n") == 1
 
 
-def test_prompts_are_encoded_as_the_target_wants_them_and_the_plain_set_is_one_of_them(
+def test_prompts_use_the_chat_template_and_plain_names_a_set(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -199,10 +199,10 @@ def test_prompts_are_encoded_as_the_target_wants_them_and_the_plain_set_is_one_o
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: name)
     arguments = ["--target", str(target_dir), "--drafter", "none", "--prompts", f"a={path}", "--plain", "c"]
     assert program.main([*arguments, "--output", str(tmp_path / "x.json")]) == 2
-    assert capsys.readouterr().err == "error: --plain c: none of the sets: a\n"
+    assert capsys.readouterr().err == "error: --plain c: not one of the sets: a\n"
 
 
-def test_its_own_command_parses() -> None:
+def test_command_in_docstring_parses() -> None:
     args = program.parse(
         ["--target", "/m/model", "--drafter", "/o/drafter-8m", "--prompts", "a=/w/a.jsonl", "b=b.jsonl[8:]",
          "--ours", "/o/result.json", "--output", "/o/peer.json"]

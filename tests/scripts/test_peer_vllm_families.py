@@ -36,16 +36,16 @@ def test_vllm_accepts_as_many_drafts_as_we_do(name: str, dflash_train: Program, 
     how = ["--runtime", "reference", "--no-baseline", "--max-tokens", "24", "--output", str(report)]
     assert evaluation.main([*asked, *how]) == 0
     theirs = tmp_path / "vllm.json"
-    # measuring memory would fail beside other tests on the same GPU
+    # measuring memory would fail next to other tests on the same GPU
     options = ["--max-tokens", "24", "--gpu-memory-utilization", "0.1", "--enforce-eager"]
     options += ["--kv-cache-memory-bytes", str(2**30)]
     assert vllm_decode.main([*asked, *options, "--ours", str(report / "report.json"), "--output", str(theirs)]) == 0
 
-    # behind a near tie the texts part, so of the answers that are the same in both
+    # texts may differ after a near-tie, so compare equal answers only
     found = json.loads(theirs.read_text())["sets"]["seen"]
     same = found["same_answers"]
     assert same["requests"] >= 3, found
     assert same["ours"] > 1.25, f"the drafter has learned too little: {found}"
-    # vLLM schedules ahead: it may count a step behind an answer's end
+    # vLLM schedules ahead: it may count a step after the end of an answer
     assert same["drafts_of_ours"] <= same["drafts"] * 1.05, found
     assert same["drafts"] <= same["drafts_of_ours"] * 1.05 + same["requests"], found

@@ -41,7 +41,7 @@ def site() -> Path:
 
 @pytest.fixture(scope="module")
 def drafters() -> dict[str, Drafter]:
-    """One for the tiny target of every architecture, one whose layers see a window, and some of DFlash 2."""
+    """A drafter for the tiny target of every architecture, one with sliding windows, and some of DFlash 2."""
     found = {}
     for number, (name, each) in enumerate(ARCHITECTURES.items()):
         shape = drafter_shape(each.config().get_text_config(decoder=True), taps=3, layers=2)
@@ -67,7 +67,7 @@ def loaded(
     for name, drafter in drafters.items():
         shape, pair = drafter.config, folder / re.sub(r"\W", "_", name)
         save_drafter(drafter, pair / "drafter")
-        # the target's own class may need what is not here (torchvision); of its numbers these are read
+        # the target's class may need a missing package (torchvision); only these numbers are read
         stand_in = Qwen3Config(
             hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, num_hidden_layers=shape.num_target_layers,
             max_position_embeddings=shape.max_position_embeddings, num_attention_heads=4, num_key_value_heads=2,
@@ -88,7 +88,7 @@ def loaded(
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
-def test_the_configuration_is_read_as_it_was_meant(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
+def test_vllm_reads_the_drafter_configuration(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
     config, (found, tensors) = drafters[name].config, loaded[name]
     assert found["class"] == ("DFlash2Qwen3ForCausalLM" if config.is_dflash2 else "DFlashQwen3ForCausalLM")
     if config.is_dflash2:
@@ -106,7 +106,7 @@ def test_the_configuration_is_read_as_it_was_meant(name: str, drafters: dict[str
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
-def test_every_weight_is_where_it_belongs(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
+def test_vllm_loads_every_weight(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
     ours = {key: value.detach().bfloat16() for key, value in drafters[name].named_parameters()}
     theirs: dict[str, Tensor] = loaded[name][1]
     fused = {"self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -119,7 +119,7 @@ def test_every_weight_is_where_it_belongs(name: str, drafters: dict[str, Drafter
         assert torch.equal(theirs[f"model.{key}"], value), key
 
 
-# ---- who serves what ---------------------------------------------------------------------------------------------
+# ---- served targets ---------------------------------------------------------------------------------------------
 
 
 def classes(folder: Path) -> dict[str, tuple[list[str], set[str]]]:
@@ -141,7 +141,7 @@ def has(found: dict[str, tuple[list[str], set[str]]], name: str, sign: str) -> b
     return sign in methods or any(has(found, base, sign) for base in bases if base != name)
 
 
-def test_the_table_of_who_serves_a_target_is_that_of_the_wheels() -> None:
+def test_served_targets_match_the_wheels() -> None:
     vllm, sglang = site() / "vllm/model_executor/models", site() / "sglang/srt/models"
     registry = dict(re.findall(r'"(\w+)":\s*\(\s*"[\w.]+",\s*"(\w+)",?\s*\)', (vllm / "registry.py").read_text()))
     theirs, others = classes(vllm), classes(sglang)

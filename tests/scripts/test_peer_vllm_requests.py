@@ -1,4 +1,4 @@
-"""scripts/peers/vllm_requests.py without vllm: so many requests at a time, and what it tells of them."""
+"""scripts/peers/vllm_requests.py without vllm: loads and their figures."""
 
 import multiprocessing
 import time
@@ -69,15 +69,13 @@ def work_on(monkeypatch: pytest.MonkeyPatch, model: str, after: Path | None = No
     work = program.Work(3, {"model": model, "max_num_seqs": 2}, {"max_tokens": 12}, loads, 2, after)
     (turn := context.Event()).set()
     program.work_on(work, said, context.Barrier(1), turn)
-    told = [said.get(timeout=60)]
-    while isinstance(told[-1][1], dict):  # the end is None, or what went wrong
-        told.append(said.get(timeout=60))
-    return told, started
+    reports = [said.get(timeout=60)]
+    while isinstance(reports[-1][1], dict):  # the last is None or an error
+        reports.append(said.get(timeout=60))
+    return reports, started
 
 
-def test_loads_are_decoded_in_turn_and_told_of_with_their_acceptance(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_loads_are_decoded_in_turn_with_acceptance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     go = tmp_path / "go"
     go.touch()
     (version, *rows, end), (llm,) = work_on(monkeypatch, "one", go)
@@ -92,11 +90,11 @@ def test_loads_are_decoded_in_turn_and_told_of_with_their_acceptance(
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(counted, rel=0.2)
 
 
-def test_an_engine_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_start_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert work_on(monkeypatch, "none") == ([(3, "vllm cannot start: no such model")], [])
 
 
-def test_without_vllm_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_vllm_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--target", "t", "--drafter", "d", "--prompts", "a=b", "--output", str(tmp_path / "o.json")]
     assert program.main(words) == 2
     assert "vllm" in capsys.readouterr().err

@@ -18,7 +18,7 @@ def fused_topk(x: Tensor, logits: Tensor, count: int, renormalize: bool, indices
     return weights / weights.sum(-1, keepdim=True), experts.to(indices_type), None
 
 
-def test_equal_rows_choose_experts_as_independent_draws_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rows_choose_experts_independently(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies: dict[str, object] = {}
     names = ROUTER.split(".")
     modules = {".".join(names[: i + 1]): ModuleType(names[i]) for i in range(len(names))}

@@ -12,11 +12,11 @@ from dflash_toolkit.models.quantized import FORM
 from scripts.peers import vllm_step as program
 
 
-def test_an_engine_is_asked_for_the_shape_and_our_acceptance(tmp_path: Path) -> None:
+def test_engine_options_have_shape_and_acceptance(tmp_path: Path) -> None:
     args = program.parse(["--output", "x.json", "--batch", "1", "4", "--accept", "0.5"])
     options = program.options_of(args, tmp_path, 3)
     drafts = options["speculative_config"]
-    assert drafts["synthetic_acceptance_rates"] == [0.5, 0.25, 0.125], "each position behind those before it"
+    assert drafts["synthetic_acceptance_rates"] == [0.5, 0.25, 0.125], "each position given the earlier ones"
     assert drafts["num_speculative_tokens"] == 3 and options["max_num_seqs"] == 4
     target = AutoConfig.from_pretrained(options["model"])
     assert (target.num_hidden_layers, target.hidden_size, target.architectures) == (36, 4096, ["Qwen3ForCausalLM"])
@@ -35,7 +35,7 @@ def test_an_engine_is_asked_for_the_shape_and_our_acceptance(tmp_path: Path) -> 
         ("qwen3.6-35b-a3b-fp8", "Qwen3_5MoeForCausalLM", True, True),
     ],
 )
-def test_other_kinds_of_layers_run_on_triton(
+def test_experts_and_delta_nets_use_triton(
     shape: str, architecture: str, experts: bool, recurrent: bool, tmp_path: Path
 ) -> None:
     args = program.parse(["--output", "x.json", "--shape", shape, "--no-compile"])
@@ -52,12 +52,12 @@ def test_other_kinds_of_layers_run_on_triton(
     assert read_config(Path(options["speculative_config"]["model"])).hidden_size == target.hidden_size
 
 
-def test_a_run_is_timed_from_where_all_have_a_token_to_the_last_one() -> None:
+def test_run_is_timed_after_all_first_tokens() -> None:
     times = [Namespace(first_token_ts=first, last_token_ts=last) for first, last in ((1.0, 4.0), (2.5, 3.5))]
     assert program.decoding_s([Namespace(metrics=each) for each in times]) == 1.5
 
 
-def test_figures_are_the_long_answers_less_the_short_ones() -> None:
+def test_figures_are_long_answers_minus_short_ones() -> None:
     short = [program.Run(seconds, 128, 10.0, 30.0) for seconds in (0.3, 0.2, 0.9)]
     long = [program.Run(seconds, 768, 110.0, 330.0) for seconds in (1.4, 1.2, 1.5)]
     found = program.figures(2, short, long)
@@ -79,13 +79,13 @@ def test_figures_are_the_long_answers_less_the_short_ones() -> None:
         (["--prompt", "8000"], "--prompt and --long are 8384 tokens; vllm is started for 8192"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         program.parse(["--output", "x.json", *words])
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_without_vllm_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_vllm_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("vllm"):
         pytest.skip("vllm is here")
     assert program.main(["--output", str(tmp_path / "x.json")]) == 2

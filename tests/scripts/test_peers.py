@@ -144,13 +144,13 @@ def full_steps(run: Run, block_size: int, limit: int = MAX_NEW_TOKENS) -> int:
     return len(run.committed)
 
 
-def test_the_answers_are_equal(pairs: list[tuple[Run, Run]]) -> None:
+def test_answers_are_equal(pairs: list[tuple[Run, Run]]) -> None:
     assert len(pairs) == PROMPTS
     for own, peer in pairs:
         assert own.tokens == peer.tokens
 
 
-def test_every_whole_block_drafts_and_commits_the_same(drafter: Drafter, pairs: list[tuple[Run, Run]]) -> None:
+def test_full_blocks_draft_and_commit_the_same(drafter: Drafter, pairs: list[tuple[Run, Run]]) -> None:
     steps, accepted = 0, 0
     for own, peer in pairs:
         count = full_steps(peer, drafter.config.block_size)
@@ -160,14 +160,14 @@ def test_every_whole_block_drafts_and_commits_the_same(drafter: Drafter, pairs: 
     assert accepted > steps > PROMPTS, "a drafter that is never right would hide a misplaced context"
 
 
-def test_the_first_blocks_logits_are_equal(pairs: list[tuple[Run, Run]]) -> None:
+def test_first_block_logits_are_equal(pairs: list[tuple[Run, Run]]) -> None:
     for own, peer in pairs:
         torch.testing.assert_close(own.logits, peer.logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if not each.recurrent])
-def test_with_a_target_of_every_architecture_both_draft_the_same(name: str, tmp_path: Path) -> None:
-    """Not with recurrent targets, whose state that client does not take back."""
+def test_every_architecture_drafts_the_same(name: str, tmp_path: Path) -> None:
+    """Without recurrent targets: that client does not roll back their states."""
     if not PEER:
         pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
     target, limit = tiny(name), 24
@@ -185,7 +185,7 @@ def test_with_a_target_of_every_architecture_both_draft_the_same(name: str, tmp_
     assert [logits.argmax(-1).tolist() for logits in blocks[:count]] == peer.drafted[:count]
     scale = LogitScale(drafter.config.output_multiplier, drafter.config.final_logit_softcapping)
     logits = blocks[0].clone()
-    scale.apply_(logits)  # theirs have it behind the head
+    scale.apply_(logits)  # their client scales after the head
     torch.testing.assert_close(logits, peer.logits, rtol=1e-4, atol=1e-4)
 
 
@@ -195,7 +195,7 @@ SCALES = {"output_multiplier": 0.2, "final_logit_softcapping": 2.0, "input_embed
 @pytest.mark.parametrize(
     "changes", [{}, SCALES, {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9}], ids=str
 )
-def test_of_a_dflash_2_drafter_both_draft_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_dflash2_drafts_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
     if not PEER:
         pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
     target, limit = make_target("qwen3"), 40

@@ -1,4 +1,4 @@
-"""Drafts of one drafter in an engine of another shape: what is recorded is what is drafted and accepted."""
+"""scripts/bench/replay_drafts.py drafts and accepts what was recorded, in an engine of another shape."""
 
 import itertools
 import sys
@@ -9,17 +9,29 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from paths import ROOT
-from test_budget_replay import recorded
 
 from dflash_toolkit.runtime import EngineOptions, load_engine
+
+
+def recorded(dice: torch.Generator, sure: float, answer: int, slots: int, best: int = 4) -> dict[str, Any]:
+    """Returns a recorded answer whose tokens are among the drafts as often as their probabilities say."""
+    tokens = torch.randint(100, (5 + answer,), generator=dice)
+    first = (sure + 0.15 * torch.randn(answer - 1, slots, generator=dice)).clamp(0.05, 0.95)
+    p = torch.stack([first, *((1 - first) * 0.6 * 0.4**rank for rank in range(best - 1))], dim=-1)
+    sampled = torch.multinomial(torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1).flatten(0, 1), 1, generator=dice)
+    ids = 100 + torch.arange(best).expand(answer - 1, slots, best).clone()  # tokens that no answer has
+    for i, rank in enumerate(sampled.flatten().tolist()):
+        anchor, slot = divmod(i, slots)
+        if rank < best and (at := 5 + 1 + anchor + slot) < len(tokens):
+            ids[anchor, slot, rank] = tokens[at]
+    return {"set": "made", "prompt": 5, "tokens": tokens.int(), "ids": ids.int(), "lp": p.log().half()}
+
 
 WAYS: list[dict[str, Any]] = [{}, {"draft_tree": 15, "draft_tree_width": 1}, {"draft_tree": 20}]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["blocks", "chains", "trees"])
-def test_answers_are_those_that_were_recorded_and_drafts_fail_where_they_should(
-    way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_commits_recorded_answers(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     import replay_drafts as script
 
@@ -33,7 +45,7 @@ def test_answers_are_those_that_were_recorded_and_drafts_fail_where_they_should(
     while engine.step():
         pass
     for answer, request in zip((0, 1, 2, 0), requests, strict=True):
-        text = made[answer]["tokens"][5:].tolist()  # type: ignore[index]
+        text = made[answer]["tokens"][5:].tolist()
         assert request.tokens[1:] == text[1 : len(request.tokens)] and len(request.tokens) == 29
     steps = [request.generation.steps for request in requests]
     if not way:
@@ -42,11 +54,11 @@ def test_answers_are_those_that_were_recorded_and_drafts_fail_where_they_should(
     assert max(map(len, steps[:3])) < 20 and len(steps[3]) == 28 and all(step.accepted == 0 for step in steps[3])
 
 
-def test_drafts_that_are_to_fail_are_never_right_even_where_the_next_id_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_drafts_are_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     import replay_drafts as script
 
-    tokens, slots = torch.arange(40, 60), 3  # behind every token stands the next id
+    tokens, slots = torch.arange(40, 60), 3  # every token is followed by the next id
     at = torch.arange(19 - slots)[:, None] + torch.arange(slots)
     ids = torch.stack([tokens[at + 1] - 1, tokens[at + 1], tokens[at + 1] + 5], dim=-1)
     made: dict[str, Any] = {"tokens": tokens, "prompt": 0, "ids": ids, "lp": torch.zeros(ids.shape)}
@@ -56,7 +68,7 @@ def test_drafts_that_are_to_fail_are_never_right_even_where_the_next_id_is(monke
     assert int(trace.ids.min()) >= 0 and int(trace.ids.max()) < 100
 
 
-def test_rows_hold_answers_of_one_set_behind_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_concatenate_answers_of_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     import replay_drafts as script
 
@@ -80,7 +92,7 @@ def test_rows_hold_answers_of_one_set_behind_one_another(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_load_is_timed_in_rounds_of_the_same_rows(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_decodes_the_same_rows(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     import replay_drafts as script
 
@@ -92,17 +104,17 @@ def test_a_load_is_timed_in_rounds_of_the_same_rows(failing: int, monkeypatch: p
     source = script.Requests(engine, trace, 6, seed=3)
     answers = itertools.cycle(range(3))
     found = source.load(2, failing, 3, answers)
-    assert next(answers) == 0 and engine.scheduler.idle, "three rounds of two, and nobody is left"
+    assert next(answers) == 0 and engine.scheduler.idle, "three rounds of two, and no request is left"
     both = [found["of_each"], found.get("of_each_failing", found["of_each"])]
     assert found["tokens_per_second"] == pytest.approx(sum(both))
-    # of a round at most all that the two write behind their first tokens, and the one that fails a token a step
+    # at most all tokens of the two after their first ones, and one token per step of the failing one
     assert 3 * 28 <= found["tokens_per_second"] * found["seconds"] <= 3 * 2 * 29
     assert both[1] < both[0] / 2 if failing else "of_each_failing" not in found
 
 
-def test_what_is_recorded_is_what_the_drafter_thinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path,
+def test_recorded_drafts_are_the_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path,
                                                      drafter_dir: Path) -> None:  # fmt: skip
-    """Its best tokens behind an anchor are those that it drafts there."""
+    """Its best tokens after an anchor are those that it drafts there."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     import record_drafts as script
 

@@ -23,7 +23,7 @@ for path in sys.argv[1:]:
 """
 
 
-def test_every_script_finds_what_it_imports_and_says_how_it_is_called(tmp_path: Path) -> None:
+def test_every_script_prints_help(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     try:
         distribution("dflash-toolkit")

@@ -39,7 +39,7 @@ def result_of(output: Path) -> dict[str, Any]:
     return json.loads(text)
 
 
-def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
+def test_prompts_are_answered_trained_on_and_decoded(
     target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
@@ -77,7 +77,7 @@ def test_prompts_are_answered_trained_on_for_several_budgets_and_decoded(
     assert len({tuple(row["tokens"]) for row in rows if row["index"] == 0}) > 1, "the others are not"
     assert program.main(arguments) == 2 and "result.json is there already" in capsys.readouterr().err
     (output / "result.json").write_text(json.dumps(result | {"runs": result["runs"][:1]}))
-    assert program.main(arguments) == 0, "all is done but the result, which is written behind every run"
+    assert program.main(arguments) == 0, "only the result is missing, which is written after every run"
     assert result_of(output)["runs"] == result["runs"]
     assert program.main([*arguments, "run.seed=1"]) == 2 and "is there already" in capsys.readouterr().err
     (output / "result.json").unlink()
@@ -113,14 +113,14 @@ def test_variants_are_compared_on_held_out_answers(
     [
         (["--prompts", "a=FILE[90:]"], "no such rows"),
         (["--prompts", "=FILE"], "expected NAME=SOURCE"),
-        (["--prompts", "a=FILE", "--pool", "c"], "'c' is none of the sets"),
+        (["--prompts", "a=FILE", "--pool", "c"], "'c' is not a set to decode"),
         (["--minutes", "1", "1"], "two runs have one name"),
         (["optim.learning_rat=1"], "learning_rate"),
         (["responses.temperature=1.0"], "responses.temperature=1.0: only options of drafter"),
         (["--variant", "x", "loss.weights=no"], "is not one of"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_is_loaded(
+def test_mistakes_are_one_line_before_loading(
     wrong: list[str], said: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [item.replace("FILE", str(prompts)) for item in wrong]
@@ -134,7 +134,7 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_commands_of_its_own_text_parse() -> None:
+def test_commands_in_docstring_parse() -> None:
     commands = re.findall(r"python scripts/bench/train_real\.py(.*?)\n\n", program.__doc__ or "", flags=re.S)
     assert commands
     for command in commands:
@@ -145,14 +145,14 @@ def test_the_commands_of_its_own_text_parse() -> None:
 # ---- what it is made of ----------------------------------------------------------------------------------------
 
 
-def test_rows_are_kept_once_and_never_from_what_is_measured() -> None:
+def test_training_rows_exclude_duplicates_and_evaluation() -> None:
     texts = [[1, 2, 3, 4, 5], [1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 9, 9], [1, 2, 3]]
     kept, left_out = program.usable([Row(10 + i, 2, tokens) for i, tokens in enumerate(texts)], 4, {(5, 6)})
     assert kept == [Row(0, 2, [1, 2, 3, 4]), Row(1, 2, [1, 2, 9, 9])], "cut, and numbered anew"
     assert left_out == {"repeated": 1, "in_evaluation": 1, "too_short": 1}
 
 
-def test_all_rows_of_a_held_out_prompt_are_kept_out() -> None:
+def test_held_out_prompts_have_no_training_rows() -> None:
     rows = [Row(i, 2, [i // 3, 1, *range(10 + i)]) for i in range(12)]
     training, held_out = program.hold_out(rows, 2, seed=0)
     assert len(training) == 6 and len(held_out) == 2
@@ -160,7 +160,7 @@ def test_all_rows_of_a_held_out_prompt_are_kept_out() -> None:
     assert all(row.index % 3 == 0 for row in held_out), "the first answer of each"
 
 
-def test_the_teacher_forced_length_is_the_mean_over_all_blocks_however_they_are_batched(tmp_path: Path) -> None:
+def test_teacher_forced_length_ignores_batching(tmp_path: Path) -> None:
     target = make_target()
     drafter = make_drafter(target, block_size=4).train()
     rows = [Row(i, 3, [i, 1, 2] + [i, 5, 6, 7] * (i + 3)) for i in range(6)]
@@ -176,9 +176,7 @@ def test_the_teacher_forced_length_is_the_mean_over_all_blocks_however_they_are_
 
 
 @pytest.mark.parametrize("scaling", [None, RopeScaling(rope_type="linear", factor=4.0)], ids=str)
-def test_a_second_drafter_of_the_same_shape_is_not_compiled_again(
-    scaling: RopeScaling | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_shapes_compile_once(scaling: RopeScaling | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     compiled = torch.compile(loss._forward, backend="eager", fullgraph=True)  # its guards are those of every backend
     monkeypatch.setattr(loss, "_compiled_forward", lambda: compiled)

@@ -1,4 +1,4 @@
-"""Blocks, chains and trees at a load: what is measured is the answers, and the time while the load lasts."""
+"""scripts/bench/tree_load.py: answers of blocks, chains and trees, and the time of full loads."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from paths import ROOT
 
 
-def test_all_ways_answer_alike_and_the_clock_runs_until_none_is_left_to_follow(
+def test_all_ways_give_equal_answers_and_time_full_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path, drafter_dir: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
