@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,14 +14,13 @@ from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
 from .budget import row_buckets
 from .capture import no_collection
+from .options import EngineOptions
 from .parts import Part
+from .prefill_job import PrefillJob, ScoredTokens
 from .runner import StepRunner
 from .sampler import Mode
 from .scheduler import cut_of
 from .weights import TargetWeights
-
-if TYPE_CHECKING:
-    from .engine import EngineOptions
 
 GIB = 1 << 30
 CPU_TOKENS = 16384  # on a CPU, unless one request needs more
@@ -51,7 +50,7 @@ class Workspace(NamedTuple):
 def room_for_cache(
     runner: Callable[[Room], StepRunner],
     specs: list[ModelSpec],
-    options: "EngineOptions",
+    options: EngineOptions,
     context: int,
 ) -> Room:
     """Pages for the cache, and the scratch of the largest step.
@@ -93,13 +92,13 @@ def room_for_cache(
     return Room(1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
 
 
-def _without_trees(options: "EngineOptions") -> str:
+def _without_trees(options: EngineOptions) -> str:
     """The end of a way out."""
     return ", or set draft_tree to 0" if options.draft_tree else ""
 
 
 @contextlib.contextmanager
-def beside_the_weights(options: "EngineOptions") -> Iterator[None]:
+def beside_the_weights(options: EngineOptions) -> Iterator[None]:
     """Raises UserError, naming the options that help, where what an engine makes of loaded weights finds no memory."""
     try:
         yield
@@ -168,7 +167,7 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
         )
 
 
-def _free_beside(probe: StepRunner, options: "EngineOptions", share: float) -> tuple[float, int]:
+def _free_beside(probe: StepRunner, options: EngineOptions, share: float) -> tuple[float, int]:
     """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes, and those
     of the largest step."""
     cut = cut_of(options.max_num_batched_tokens or 0)
@@ -211,7 +210,8 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
             return torch.cuda.max_memory_allocated() - held
 
     pages = [1] * -(-chunk // probe.page_size)
-    prefill = peak(lambda: probe.prefill_eagerly([0] * chunk, 0, pages, [0] * chunk, MAX_LOGPROBS))
+    job = PrefillJob([0] * chunk, 0, pages, scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
+    prefill = peak(lambda: probe.prefill_eagerly(job))
     # has all logits in memory, several times
     step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
     for chunks in probe.prefill_batch_shapes:  # of short ones keys may be split, which takes more

@@ -42,33 +42,6 @@ class StepShape(NamedTuple):
     rows: int = 0  # of draft trees, all requests together and their anchors included; 0: a block of every request
 
 
-class Chunk(NamedTuple):
-    """Of one request's prompt, as in `Device.prefill`."""
-
-    ids: Sequence[int]
-    start: int
-    pages: Sequence[int]
-    state: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillLimits:
-    """Which chunks may be prefilled in one batch: so many at most, each padded to one of the sizes."""
-
-    most: int = 1
-    sizes: tuple[int, ...] = ()  # tokens
-    rows: int = 0  # of all of them at most, padding too
-
-    def size(self, tokens: int) -> int | None:
-        """What so many are padded to; None: too many."""
-        return next((size for size in self.sizes if size >= tokens), None)
-
-    def fits(self, chunks: Sequence[int]) -> bool:
-        """Whether chunks of so many tokens go into one pass."""
-        size = self.size(max(chunks))
-        return size is not None and len(chunks) <= self.most and len(chunks) * size <= self.rows
-
-
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What one row got from a prefill (one token) or a step (1..S tokens)."""

@@ -28,9 +28,10 @@ from .batch_state import BatchState
 from .budget import EXACT_BATCH, ROWS, row_buckets
 from .capture import Captures, PinnedBuffers, bucket_of, buckets_up_to, to_device, upload
 from .parts import Between, Block, Part
+from .prefill_job import PrefillJob, PrefillLimits, ScoredTokens
 from .prompt_logprobs import packed, score
 from .proposer import Draft, Proposer, head_of
-from .request import Chunk, Committed, PrefillLimits, Request, StepShape
+from .request import Committed, Request, StepShape
 from .sampler import Mode, Sampler, mode_of, unpack_logprobs
 from .stack import Rows, Stack, States
 from .tree_step import Told, TreeSteps
@@ -199,66 +200,50 @@ class StepRunner:
     # ---- prefill -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        ids: Sequence[int],
-        start: int,
-        pages: Sequence[int],
-        following: Sequence[int] = (),
-        best: int = 0,
-        state: int = 0,
-    ) -> Tensor | None:
-        """Write keys and values of target and drafter for `ids`, which stand at `start`, `start` + 1, ...; recurrent
-        layers take them into the states in slot `state`.
+    def prefill(self, job: PrefillJob) -> Tensor | None:
+        """Write the keys and values of target and drafter, and update the recurrent states.
 
-        A short chunk is a captured graph, padded: launching its hundreds of kernels would take the host longer than
-        they take the device.
+        A short chunk is padded and replays a captured graph: launching its hundreds of kernels would take the host
+        longer than they take the device.
 
         Returns:
-            What `score` makes of `following`, on its way to the host; None if there are none.
+            The scores of `job.scores`, see `score`, on their way to the host; None if none are asked for.
         """
-        size = next((s for s in PREFILL_SIZES if s >= len(ids)), None)
-        if self.device.type != "cuda" or size is None or start + size > self.reach:
-            return self.prefill_eagerly(ids, start, pages, following, best, state)
-        self.place(ids, start, pages, state)
+        size = next((s for s in PREFILL_SIZES if s >= len(job.ids)), None)
+        if self.device.type != "cuda" or size is None or job.start + size > self.reach:
+            return self.prefill_eagerly(job)
+        self.place(job)
         graph, self._last_hidden = self._prefill_graph(size)
         graph.replay()
-        return self._score(self._states, following, best)
+        return self._score(self._states, job.scores)
 
     @torch.inference_mode()
-    def prefill_eagerly(
-        self,
-        ids: Sequence[int],
-        start: int,
-        pages: Sequence[int],
-        following: Sequence[int] = (),
-        best: int = 0,
-        state: int = 0,
-    ) -> Tensor | None:
+    def prefill_eagerly(self, job: PrefillJob) -> Tensor | None:
         """The same without a graph, unpadded."""
-        tokens = to_device(ids, torch.int64, self.device)
-        table = to_device(pages, torch.int32, self.device)[None]
-        place = to_device([start, len(ids), state], torch.int32, self.device)
+        tokens = to_device(job.ids, torch.int64, self.device)
+        table = to_device(job.pages, torch.int32, self.device)[None]
+        place = to_device([job.start, len(job.ids), job.state], torch.int32, self.device)
         rows = Rows(place[:1], table, self.page_size, states=self._states_of(place))
         hidden, self._last_hidden = self._prefill(tokens, rows, place[1:2])
-        return self._score(hidden, following, best)
+        return self._score(hidden, job.scores)
 
-    def _score(self, hidden: Tensor, following: Sequence[int], best: int) -> Tensor | None:
+    def _score(self, hidden: Tensor, scores: ScoredTokens | None) -> Tensor | None:
         """Outside of graphs: few requests ask for it, and its rows are many."""
-        if not following:
+        if scores is None:
             return None
-        tokens = to_device(following, torch.int64, self.device)
-        found = score(hidden[: len(tokens)], self.target.head, tokens, best, self.ops)
+        tokens = to_device(scores.ids, torch.int64, self.device)
+        found = score(hidden[: len(tokens)], self.target.head, tokens, scores.top, self.ops)
         return self._on_host(found) if self.device.type == "cuda" else found
 
     def _states_of(self, place: Tensor) -> States | None:
         return States(slots=place[2:3], counts=place[1:2]) if self.state.recurrent else None
 
-    def place(self, ids: Sequence[int], start: int, pages: Sequence[int], state: int = 0) -> None:
+    def place(self, job: PrefillJob) -> None:
         """Put a chunk where `padded_prefill` finds it."""
-        self._prompt[: len(ids)].copy_(to_device(ids, torch.int64, self.device))
-        rest = [0] * (self.pages_per_request - len(pages))
-        self._place.copy_(to_device([start, len(ids), state, *pages, *rest], torch.int32, self.device))
+        self._prompt[: len(job.ids)].copy_(to_device(job.ids, torch.int64, self.device))
+        rest = [0] * (self.pages_per_request - len(job.pages))
+        place = [job.start, len(job.ids), job.state, *job.pages, *rest]
+        self._place.copy_(to_device(place, torch.int32, self.device))
 
     def padded_prefill(self, size: int) -> Tensor:
         """Prefill the placed chunk, padded to `size` tokens. Returns the state [1, D] of its last token."""
@@ -292,7 +277,7 @@ class StepRunner:
         return self._prefills[size]
 
     @torch.inference_mode()
-    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
+    def prefill_batch(self, chunks: Sequence[PrefillJob]) -> None:
         """`prefill` of several requests' chunks in one pass, padded to one length and one of PREFILL_COUNTS."""
         size = self.prefill_limits.size(max(len(chunk.ids) for chunk in chunks))
         assert size is not None
@@ -310,15 +295,15 @@ class StepRunner:
         graph, self._last_hidden = self._batch_prefills[size, count]
         graph.replay()
 
-    def _prefill_in_turn(self, chunks: Sequence[Chunk]) -> None:
+    def _prefill_in_turn(self, chunks: Sequence[PrefillJob]) -> None:
         last = []
-        for ids, start, pages, state in chunks:
-            self.prefill(ids, start, pages, state=state)
+        for chunk in chunks:
+            self.prefill(chunk)
             assert self._last_hidden is not None
             last.append(self._last_hidden.clone())  # a graph's own is written by the next
         self._last_hidden = torch.cat(last)
 
-    def place_batch(self, chunks: Sequence[Chunk], size: int, count: int) -> None:
+    def place_batch(self, chunks: Sequence[PrefillJob], size: int, count: int) -> None:
         """Put chunks where `padded_prefills` finds them; what is none goes into the null block."""
         most, wide = self.prefill_limits.most, self.pages_per_request
         tokens = [token for chunk in chunks for token in (*chunk.ids, *[0] * (size - len(chunk.ids)))]

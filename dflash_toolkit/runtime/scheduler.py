@@ -19,7 +19,8 @@ from ..generation import Step
 from .budget import EXACT_BATCH
 from .line import Line
 from .pages import PagePool
-from .request import Chunk, Committed, NotFiniteError, PrefillLimits, Request, StepShape
+from .prefill_job import PrefillJob, PrefillLimits, ScoredTokens
+from .request import Committed, NotFiniteError, Request, StepShape
 
 
 class Device(Protocol):
@@ -29,25 +30,14 @@ class Device(Protocol):
     prefill_limits: PrefillLimits  # of a batch
     pages_per_request: int  # at most, overshoot included
 
-    def prefill(
-        self,
-        ids: Sequence[int],
-        start: int,
-        pages: Sequence[int],
-        following: Sequence[int] = (),
-        best: int = 0,
-        state: int = 0,
-    ) -> Any | None:
-        """Write keys and values of `ids`, which stand at `start`..., into `pages` of their request, and change its
-        recurrent states, in slot `state`, where the target has any. Tokens from 0 on begin with none.
+    def prefill(self, job: PrefillJob) -> Any | None:
+        """Write keys and values of the chunk into its pages, and update the recurrent states.
 
-        Args:
-            following: tokens behind the first of `ids`, the second..., whose log-probabilities are returned, pending;
-                `add` finds them in the request.
-            best: most probable tokens beside each of them.
+        Returns:
+            The pending scores that `job.scores` asks for; `add` reads them from the request. None without `scores`.
         """
 
-    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
+    def prefill_batch(self, chunks: Sequence[PrefillJob]) -> None:
         """`prefill` of several requests in one pass; `add` finds what they leave by their places here."""
 
     def copy_states(self, source: int, target: int) -> None:
@@ -292,13 +282,12 @@ class Scheduler:
         for request in batch:
             start = request.prefilled
             ids = request.known_ids[start : start + self._next_chunk(request)]
-            chunks.append(Chunk(ids, start, request.pages, request.state))
+            chunks.append(PrefillJob(ids, start, request.pages, request.state))
         try:
             if len(batch) > 1:
                 self._device.prefill_batch(chunks)
             else:
-                one = chunks[0]
-                self._device.prefill(one.ids, one.start, one.pages, (), 0, one.state)
+                self._device.prefill(chunks[0])
             for place, (request, chunk) in enumerate(zip(batch, chunks, strict=True)):
                 try:
                     self._computed(request, len(chunk.ids), place)
@@ -384,8 +373,8 @@ class Scheduler:
         if chunk:
             start = request.prefilled
             following = ids[start + 1 : start + 1 + len(chunk)] if request.scores_prompt else ()
-            best = request.params.prompt_logprobs or 0
-            scored = self._device.prefill(chunk, start, request.pages, following, best, request.state)
+            scores = ScoredTokens(following, request.params.prompt_logprobs or 0) if following else None
+            scored = self._device.prefill(PrefillJob(chunk, start, request.pages, request.state, scores))
             if scored is not None:
                 request.scored.append(scored)
             self.waiting.charge(request, prompt=len(chunk))
@@ -697,4 +686,4 @@ class Scheduler:
         """Bring recurrent states, which a fault may have left anywhere, to where so many tokens leave them."""
         ids = request.known_ids[:tokens] if self._recurrent else []
         for start in range(0, len(ids), self._cut):
-            self._device.prefill(ids[start : start + self._cut], start, request.pages, (), 0, request.state)
+            self._device.prefill(PrefillJob(ids[start : start + self._cut], start, request.pages, request.state))

@@ -25,7 +25,7 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.request import PrefillLimits
+from dflash_toolkit.runtime.prefill_job import PrefillLimits
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 
 LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)

@@ -13,6 +13,7 @@ from test_runtime_engine import make_engine, pair, prompts_of
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.runner import StepRunner
@@ -29,7 +30,7 @@ def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.T
 def written_at_once(ids: Sequence[int]) -> torch.Tensor:
     engine = make_engine(*pair(), page_size=PAGE)
     pages = range(1, 2 + len(ids) // PAGE)
-    engine.runner.prefill(ids, 0, pages)
+    engine.runner.prefill(PrefillJob(ids, 0, pages))
     return context_of(engine.runner, pages, len(ids))
 
 
@@ -136,7 +137,7 @@ def test_captured_steps_write_the_same() -> None:
     fresh = gpu.make_engine(target, drafter)
     for ids, context in found:
         pages = range(1, 2 + len(ids) // fresh.runner.page_size)
-        fresh.runner.prefill_eagerly(ids, 0, pages)
+        fresh.runner.prefill_eagerly(PrefillJob(ids, 0, pages))
         expected = context_of(fresh.runner, pages, len(ids)).float()
         distance = (context.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert distance.max() < 0.1, f"{len(ids)} tokens: {distance.max():.3f}"

@@ -19,8 +19,8 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, g
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.capture import no_collection
+from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft
-from dflash_toolkit.runtime.request import Chunk
 from dflash_toolkit.runtime.runner import StepRunner
 
 SAMPLINGS = [
@@ -386,11 +386,11 @@ def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() ->
         return hidden, [cache[:, :, page > 0] for cache in both]  # padding may go into the null block
 
     def unpadded(runner: Any, ids: list[int], start: int) -> Tensor:
-        runner.prefill(ids, start, pages)
+        runner.prefill(PrefillJob(ids, start, pages))
         return runner._last_hidden
 
     def padded(runner: Any, ids: list[int], start: int) -> Tensor:
-        runner.place(ids, start, pages)
+        runner.place(PrefillJob(ids, start, pages))
         return runner.padded_prefill(64)
 
     (one, kept), (other, written) = caches(unpadded), caches(padded)
@@ -406,26 +406,27 @@ def test_a_pass_over_several_chunks_writes_what_each_alone_does_and_nothing_else
     pages, states = [[7, 3, 9, 5, 8, 6, 2], [10, 11, 12], [13, 14, 15, 16]], [1, 3, 2]
     begun = 8  # tokens of the first prompt that are there
 
-    def caches(run: Callable[[Any, list[Chunk]], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def caches(run: Callable[[Any, list[PrefillJob]], Tensor]) -> tuple[Tensor, list[Tensor]]:
         runner = make_engine(target, drafter, max_num_seqs=4).runner
         both = [runner.verifier.stack.cache, runner.proposer.stack.cache]
         for kept in (*both, *(part for memory in runner._memories for part in (memory.state, memory.window))):
             kept.fill_(math.nan)
-        runner.prefill(prompts[0][:begun], 0, pages[0], state=states[0])
+        runner.prefill(PrefillJob(prompts[0][:begun], 0, pages[0], states[0]))
         starts = [begun, 0, 0]
-        hidden = run(runner, [Chunk(p[n:], n, *at) for p, n, *at in zip(prompts, starts, pages, states, strict=True)])
+        each = zip(prompts, starts, pages, states, strict=True)
+        hidden = run(runner, [PrefillJob(prompt[start:], start, *at) for prompt, start, *at in each])
         page = torch.arange(both[0].shape[2]) // runner.page_size
         found = [cache[:, :, page > 0] for cache in both]  # padding may go into the null block
         return hidden, found + [part[1:] for memory in runner._memories for part in (memory.state, memory.window)]
 
-    def each(runner: Any, chunks: list[Chunk]) -> Tensor:
+    def each(runner: Any, chunks: list[PrefillJob]) -> Tensor:
         found = []
-        for ids, start, at, state in chunks:
-            runner.prefill(ids, start, at, state=state)
+        for chunk in chunks:
+            runner.prefill(chunk)
             found.append(runner._last_hidden)
         return torch.cat(found)
 
-    def together(runner: Any, chunks: list[Chunk]) -> Tensor:
+    def together(runner: Any, chunks: list[PrefillJob]) -> Tensor:
         runner.prefill_batch(chunks)
         return runner._last_hidden[: len(chunks)]
 
@@ -443,13 +444,13 @@ def test_chunks_near_the_end_of_a_context_are_not_padded_beyond_it() -> None:
     alone, length = list[Tensor](), 116
     for prompt, at in zip(prompts, pages, strict=True):
         for start in range(0, len(prompt), length):
-            runner.prefill(prompt[start : start + length], start, at)
+            runner.prefill(PrefillJob(prompt[start : start + length], start, at))
         assert runner._last_hidden is not None
         alone.append(runner._last_hidden.clone())
     assert length + 64 > runner.reach
     chunks = [
-        Chunk(prompts[0][length:], length, pages[0], 0),
-        *(Chunk(p, 0, at, 0) for p, at in zip(prompts[1:], pages[1:], strict=True)),
+        PrefillJob(prompts[0][length:], length, pages[0]),
+        *(PrefillJob(p, 0, at) for p, at in zip(prompts[1:], pages[1:], strict=True)),
     ]
     runner.prefill_batch(chunks)
     assert runner._last_hidden is not None
@@ -461,7 +462,7 @@ def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pyte
     passes = list[int]()
     real = StepRunner.prefill_batch
 
-    def counted(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
+    def counted(runner: StepRunner, chunks: Sequence[PrefillJob]) -> None:
         passes.append(len(chunks))
         real(runner, chunks)
 

@@ -39,8 +39,9 @@ from dflash_toolkit.models.quantized import FORM
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
+from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft, Proposer, head_of
-from dflash_toolkit.runtime.request import Chunk, Request
+from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.stack import Stack
@@ -648,7 +649,7 @@ def test_answers_to_prompts_of_one_pass_part_from_the_model_at_near_ties_alone(m
     target, drafter = pair()
     prompts, passes, real = prompts_of(24, seed=11), list[int](), StepRunner.prefill_batch
 
-    def counted(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
+    def counted(runner: StepRunner, chunks: Sequence[PrefillJob]) -> None:
         passes.append(len(chunks))
         real(runner, chunks)
 

@@ -25,6 +25,7 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, Request, load_engine
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.draft_length import measure_steps
+from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.weights import TargetWeights
 
@@ -222,10 +223,10 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
             memory.window.fill_(torch.nan)
         for chunk, start in ((ids, 0), (more, len(ids))):
             if padded:
-                runner.place(chunk, start, pages, 2)
+                runner.place(PrefillJob(chunk, start, pages, 2))
                 runner.padded_prefill(64)
             else:
-                runner.prefill(chunk, start, pages, state=2)
+                runner.prefill(PrefillJob(chunk, start, pages, 2))
         return found
 
     for one, other in zip(memories(True), memories(False), strict=True):

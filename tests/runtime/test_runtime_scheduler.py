@@ -17,7 +17,8 @@ from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import scheduler as module
 from dflash_toolkit.runtime.line import Line
 from dflash_toolkit.runtime.pages import PagePool
-from dflash_toolkit.runtime.request import Chunk, Committed, NotFiniteError, PrefillLimits, Request, StepShape
+from dflash_toolkit.runtime.prefill_job import PrefillJob, PrefillLimits
+from dflash_toolkit.runtime.request import Committed, NotFiniteError, Request, StepShape
 from dflash_toolkit.runtime.scheduler import Scheduler
 
 SIZE, BLOCK, PLACES = 4, 8, 21  # tokens of a page, and that a step commits and writes at most
@@ -84,26 +85,19 @@ class TableDevice:
             self.mistakes.append((slot, text))
             raise AssertionError(f"slot {slot} holds {self.states[slot]} and not {text}")
 
-    def prefill(
-        self,
-        ids: Sequence[int],
-        start: int,
-        pages: Sequence[int],
-        following: Sequence[int] = (),
-        best: int = 0,
-        state: int = 0,
-    ) -> Any:
+    def prefill(self, job: PrefillJob) -> Any:
+        ids, start, pages, state, scores = job
         self.calls.append(("prefill", ids[0], start, len(ids)))
         self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
         self._prefilled = [self._text(pages, start + len(ids))]
-        return [(start + 1 + i, token) for i, token in enumerate(following)] or None
+        return [(start + 1 + i, token) for i, token in enumerate(scores.ids)] if scores else None
 
-    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
+    def prefill_batch(self, chunks: Sequence[PrefillJob]) -> None:
         self.calls.append(("prefill_batch", *(len(chunk.ids) for chunk in chunks)))
         prefilled = []
-        for ids, start, pages, state in chunks:
+        for ids, start, pages, state, _ in chunks:
             self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
             for i, token in enumerate(ids):
                 self._write(pages, start + i, token)
@@ -202,10 +196,10 @@ class FaultyDevice(TableDevice):
     def _finite(self, pages: Sequence[int], length: int) -> bool:
         return not any((pages[p // SIZE], p % SIZE) in self.nan for p in range(length))
 
-    def prefill(self, ids: Sequence[int], *rest: Any) -> Any:
-        return self._strike("prefill", lambda: super(FaultyDevice, self).prefill(ids, *rest), IN_PREFILL in ids)
+    def prefill(self, job: PrefillJob) -> Any:
+        return self._strike("prefill", lambda: super(FaultyDevice, self).prefill(job), IN_PREFILL in job.ids)
 
-    def prefill_batch(self, chunks: Sequence[Chunk]) -> None:
+    def prefill_batch(self, chunks: Sequence[PrefillJob]) -> None:
         always = any(IN_PREFILL in chunk.ids for chunk in chunks)
         self._strike("prefill_batch", lambda: super(FaultyDevice, self).prefill_batch(chunks), always)
 
@@ -305,7 +299,7 @@ def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(
 ) -> None:
     passes, real = list[int](), TableDevice.prefill_batch
 
-    def counted(device: TableDevice, chunks: Sequence[Chunk]) -> None:
+    def counted(device: TableDevice, chunks: Sequence[PrefillJob]) -> None:
         passes.append(len(chunks))
         real(device, chunks)
 
@@ -454,7 +448,7 @@ def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatc
     """Nobody else notices, and it was not given to anybody."""
     failed, charged, real = list[int](), list[int](), Line.charge
 
-    def fails(device: TableDevice, chunks: Sequence[Chunk]) -> None:
+    def fails(device: TableDevice, chunks: Sequence[PrefillJob]) -> None:
         failed.append(len(chunks))
         raise RuntimeError("a pass of its own")
 

@@ -26,6 +26,7 @@ from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.budget import BudgetChooser, row_buckets, tree_shapes
 from dflash_toolkit.runtime.feedback import CalibrationFeed
+from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.tree_step import Told
@@ -273,7 +274,7 @@ def test_pages_behind_trees_hold_what_a_prefill_writes() -> None:
     assert len(kept) == 4 and stack.cache.isfinite().all()
     for ids, found, context in kept:
         fresh = make_engine(target, drafter)
-        fresh.runner.prefill(ids, 0, pages := range(1, 2 + len(ids) // 4))
+        fresh.runner.prefill(PrefillJob(ids, 0, pages := range(1, 2 + len(ids) // 4)))
         torch.testing.assert_close(found, held(fresh.runner, pages, len(ids)), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(context, context_of(fresh.runner, pages, len(ids)), rtol=1e-3, atol=1e-4)
 

@@ -18,6 +18,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate,
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
+from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.shapes import SHAPES, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import TargetWeights
 
@@ -45,7 +46,7 @@ def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Draft
     runner = load_engine(target, drafter, options=replace(OPTIONS, page_size=64, max_model_len=70))[0].runner
     positions = runner.pages_per_request * 64
     assert positions > 70 + 2 * 8
-    runner.prefill_eagerly([1] * positions, 0, [1] * runner.pages_per_request)
+    runner.prefill_eagerly(PrefillJob([1] * positions, 0, [1] * runner.pages_per_request))
 
 
 def test_an_engine_starts_without_importing_the_networks_of_transformers(target_dir: Path, drafter_dir: Path) -> None:
