@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .capture import to_device
+from .graphs import to_device
 from .request import Request
 from .sampler import Sampler
 from .stack import Rows, States

@@ -1,16 +1,9 @@
 """How long a block to draft: what measured step times and each request's recent acceptance promise."""
 
-import contextlib
-import itertools
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from .capture import buckets_up_to
-from .request import Request, StepShape
-from .timing import Shape, Times, measured_times, seconds_of
-
-if TYPE_CHECKING:
-    from .runner import StepRunner
+from .request import Request
+from .timing import Times
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -76,34 +69,3 @@ def expected_tokens(rate: float, block: int) -> float:
     """Tokens that a block commits on average, the bonus token included."""
     rate = min(max(rate, 0.0), 1.0)
     return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)
-
-
-def measure_steps(
-    runner: "StepRunner", sizes: Sequence[int], max_num_seqs: int, trees: Collection[Shape] = ()
-) -> Times:
-    """Seconds of every (bucket, block) and of those steps over trees; captures the graphs on the way, unless what a
-    step reads depends on the requests, which are random ones then.
-
-    The batch is empty. Beside trees, of which an empty one would have none, and where steps write recurrent states,
-    it is one of requests without a context.
-    """
-    on_gpu, lengths = runner.device.type == "cuda", runner.state.lengths
-    blocks: list[Shape] = list(itertools.product(buckets_up_to(max_num_seqs), sizes))
-
-    def clock(step: Callable[[], object]) -> float:
-        lengths.zero_()
-        return seconds_of(step, runner.device)
-
-    with contextlib.ExitStack() as around:
-        if runner.target.spec.depends_on_requests:
-            around.enter_context(runner.any_tokens())
-        if trees or runner.state.recurrent:
-            around.enter_context(runner.busy())
-        steps: dict[Shape, Callable[[], object]] = {
-            (bucket, *shape): runner.launcher(bucket, StepShape(shape[-1], *shape[:-1]))
-            for bucket, *shape in (*blocks, *trees)
-        }
-        for step in steps.values():
-            clock(step)
-        samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)
-        return measured_times(steps, clock, samples, again_s)

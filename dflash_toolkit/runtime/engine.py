@@ -15,18 +15,19 @@ from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..sampling import GrammarError, SamplingParams
-from .budget import BudgetChooser, completed, row_buckets, rows_of_trees, tree_shapes
-from .capture import buckets_up_to
-from .draft_length import BlockChooser, block_sizes, measure_steps
-from .feedback import CalibrationFeed
+from .draft_length import BlockChooser, block_sizes
+from .graphs import buckets_up_to
 from .memory import Room, beside_the_weights, check_heads, room_for_cache
 from .options import EngineOptions
 from .pages import PagePool
 from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
 from .scheduler import Scheduler
+from .step_times import measure_steps
 from .timing import Shape, Times, cached_times, place_of
-from .tree_step import Told
+from .trees.budget import completed, tree_shapes
+from .trees.chooser import TreeChooser
+from .trees.result import TreeStepResult
 from .weights import DrafterWeights, TargetWeights
 
 log = logging.getLogger(__name__)
@@ -50,14 +51,14 @@ class EngineStats:
     tree_nodes: list[int] = field(default_factory=list)  # [S - 1] of draft trees, verified, by their depth
     tree_nodes_accepted: list[int] = field(default_factory=list)  # [S - 1] of them, also behind an answer's end
 
-    def add_trees(self, told: Told) -> None:
-        """A step over trees, as it was read."""
-        more = [0] * (len(told.nodes) - len(self.tree_nodes))
+    def add_trees(self, result: TreeStepResult) -> None:
+        """Counts the nodes of a step over trees."""
+        more = [0] * (len(result.nodes) - len(self.tree_nodes))
         self.tree_nodes += more
         self.tree_nodes_accepted += more
-        for depth, count in enumerate(told.nodes.tolist()):
+        for depth, count in enumerate(result.nodes.tolist()):
             self.tree_nodes[depth] += count
-            self.tree_nodes_accepted[depth] += int((told.judged.taken > depth).sum())
+            self.tree_nodes_accepted[depth] += int((result.outcomes.accepted_nodes > depth).sum())
 
     def add(self, step: Step) -> None:
         self.steps += 1
@@ -168,7 +169,7 @@ class Engine:
                 kept_states=kept_states,
                 tree_nodes=tree_nodes if drafter and max_block > 1 else 0,
                 tree_width=tree_width,
-                tell_trees=options.tell_trees,
+                report_offered=options.tell_trees,
                 tree_blocks=[size for size in self._sizes if size > 1 and 4 * size >= max_block],
                 chain_blocks=[size for size in self._sizes if size > 1],
             )
@@ -272,7 +273,7 @@ class Engine:
             raise ValueError("reset_acceptance needs an idle engine")
         self._expected = expected_of_first_requests()
         if self.runner.trees is not None:
-            self.runner.trees.forget()
+            self.runner.trees.reset_calibration()
         self.scheduler.choose_shape = self._chooser()
 
     def cancel(self, request: Request) -> None:
@@ -333,66 +334,32 @@ class Engine:
         return [request.generation for request in requests]
 
     def _chooser(self) -> Callable[[Sequence[Request]], StepShape]:
-        choose, over_trees, counts = self._choose_drafted(), self._over_trees(), self.stats.draft_lengths
-        bucket = self.runner.bucket
+        choose, counts = self._choose_drafted(), self.stats.draft_lengths
+        trees = self._trees = self._tree_chooser()
 
         def chosen(requests: Sequence[Request]) -> StepShape:
             drafts = [request.drafts for request in requests]
-            masked = any(request.matcher for request in requests)  # behind a node the host would have to tell what may
-            if any(drafts) and over_trees is not None and not masked and row_buckets(bucket(len(requests))):
-                shape = over_trees(requests)
-            else:
-                shape = StepShape(1)
-            if not shape.rows:  # what each request accepted says more of blocks than what their drafts promise
+            over_trees = trees is not None and any(drafts) and trees.available(requests)
+            shape = trees(requests) if trees is not None and over_trees else StepShape(1)
+            if not shape.rows:  # past acceptance predicts blocks better than the promises of drafts do
                 shape = StepShape(choose(requests) if all(drafts) else 1)  # a block is drafted for all or for none
             counts[shape.block - 1] = counts.get(shape.block - 1, 0) + 1
             return shape
 
         return chosen
 
-    def _over_trees(self) -> Callable[[Sequence[Request]], StepShape] | None:
-        """What picks steps for requests without a grammar, of trees or not; None: there are no trees."""
-        trees, bucket, block = self.runner.trees, self.runner.bucket, self._sizes[-1]
-        if trees is None:
+    def _tree_chooser(self) -> TreeChooser | None:
+        """Returns what picks steps over trees, or None without trees."""
+        runner = self.runner
+        if runner.trees is None:
             return None
-        feed = CalibrationFeed(trees.calibration)
-        budget = BudgetChooser((1, *trees.promised), self._times, bucket) if len(self._sizes) > 1 else None
-
-        def observe(requests: Sequence[Request], told: Told) -> None:
-            for request, promised, taken in zip(requests, told.judged.promised, told.judged.taken, strict=False):
-                request.trust.observe(float(promised), int(taken))
-            self.stats.add_trees(told)
-            feed.observe(told.judged)
-            if feed.calibration is not trees.calibration:
-                trees.calibrate(feed.calibration)
-            if budget is not None:
-                budget.observe(told.promise)
-
-        self.runner.observe = observe
-
-        def whole(requests: Sequence[Request]) -> StepShape:
-            """All nodes of all trees, or as many as there are rows for."""
-            needed = len(requests) * (trees.nodes + 1)
-            if self.runner.device.type != "cuda":
-                return StepShape(block, needed)
-            rows = row_buckets(bucket(len(requests)))
-            return StepShape(block, next((each for each in rows if each >= needed), rows[-1]))
-
-        def chosen(requests: Sequence[Request]) -> StepShape:
-            assert budget is not None
-            untried = sum(request.drafts and not request.acceptance.tried for request in requests)
-            awaited = any(size > 1 for request in requests for size in request.blocks_in_flight)
-            return budget(len(requests), untried, awaited, chains=all(request.drafts for request in requests))
-
-        return whole if budget is None else chosen
+        on_gpu = runner.device.type == "cuda"
+        trees = TreeChooser(runner.trees, self._sizes, self._times, runner.bucket, on_gpu, self.stats.add_trees)
+        runner.observe = trees.observe
+        return trees
 
     def _tree_shapes(self, batch: int) -> list[StepShape]:
-        """Those of steps over trees, of a batch that is computed."""
-        trees = self.runner.trees
-        if trees is None:
-            return []
-        blocks = trees.blocks if len(self._sizes) > 1 else self._sizes
-        return [StepShape(block, rows) for block in blocks for rows in rows_of_trees(batch, trees.nodes)]
+        return self._trees.shapes(batch) if self._trees is not None else []
 
     def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
         sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs

@@ -12,14 +12,15 @@ from ..config import UnsupportedModel, UserError
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
-from .budget import row_buckets
-from .capture import no_collection
+from .graphs import no_collection
 from .options import EngineOptions
-from .parts import Part
 from .prefill_job import PrefillJob, ScoredTokens
+from .programs.context import Part
 from .runner import StepRunner
 from .sampler import Mode
 from .scheduler import cut_of
+from .step_times import run_all_parts
+from .trees.budget import row_buckets
 from .weights import TargetWeights
 
 GIB = 1 << 30
@@ -211,12 +212,12 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
 
     pages = [1] * -(-chunk // probe.page_size)
     job = PrefillJob([0] * chunk, 0, pages, scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
-    prefill = peak(lambda: probe.prefill_eagerly(job))
+    prefill = peak(lambda: probe.prefills.launch_unpadded(job))
     # has all logits in memory, several times
-    step = peak(lambda: probe.run_eagerly(probe.max_num_seqs, probe.max_block, Mode.FULL))
-    for chunks in probe.prefill_batch_shapes:  # of short ones keys may be split, which takes more
-        step = max(step, peak(functools.partial(probe.run_batch_eagerly, *chunks)))
+    step = peak(lambda: run_all_parts(probe, probe.max_num_seqs, probe.max_block, Mode.FULL))
+    for chunks in probe.prefills.batch_shapes:  # of short ones keys may be split, which takes more
+        step = max(step, peak(functools.partial(probe.prefills.run_empty_batch, *chunks)))
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])
-        step = max(step, peak(lambda: probe.run_part_eagerly(largest)))
+        step = max(step, peak(lambda: probe.run_part(largest)))
     return Workspace(step, prefill)

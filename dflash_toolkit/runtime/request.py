@@ -1,7 +1,6 @@
 """A request on its way through the runtime."""
 
 import copy
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from ..config import UserError
 from ..generation import Generation, Offered, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
 from .line import Place
+from .trees.trust import Trust
 
 if TYPE_CHECKING:
     from ..grammar import Matcher  # which needs torch, as those who ask an engine do not
@@ -50,7 +50,7 @@ class Committed:
     logprobs: list[TokenLogprobs] | None = None  # one a token, if the request asked for them
     prompt: PromptLogprobs | None = None  # with the first token, if the request asked for them
     finite: bool = True  # so are the target's states that chose the tokens
-    spoils: bool = False  # keys and values that are NaN or infinite may be left in the request's pages
+    poisons: bool = False  # keys and values that are NaN or infinite may be left in the request's pages
     depth: int | None = None  # of the request's draft tree; None: a block was drafted
     offered: Offered = ()  # see `Step`
 
@@ -103,37 +103,6 @@ class RollingAcceptance:
         self._judged = self._decay * self._judged + min(accepted + 1, drafted)
 
 
-class Trust:
-    """Of one request: whether what its drafts promise comes true.
-
-    One calibration serves all requests. Where a drafter is sure and wrong about one of them, less than half of what was
-    promised is accepted, and its paths are discounted by how much less. Without any row it is slowly forgiven.
-    """
-
-    WEIGHT = 1.0  # tokens that are taken for promised and accepted before anything is known
-    DECAY, FORGIVEN = 0.95, 0.99  # of what came before, at a step with and one without nodes of it
-    HALF = 0.5
-
-    def __init__(self) -> None:
-        self._promised = self._accepted = 0.0
-
-    @property
-    def log_discount(self) -> float:
-        """<= 0; for the log-probabilities of the first slot, `values[b, 0]` of `draft_children`."""
-        came_true = (self._accepted + self.WEIGHT) / (self._promised + self.WEIGHT)
-        return math.log(min(1.0, came_true / self.HALF))
-
-    def observe(self, promised: float, accepted: int) -> None:
-        """A drafted step.
-
-        Args:
-            promised: path probabilities of those of its nodes that were verified, summed, without discount.
-        """
-        decay = self.DECAY if promised else self.FORGIVEN
-        self._promised = decay * self._promised + promised
-        self._accepted = decay * self._accepted + accepted
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt, its answer so far and what it holds. Only the scheduler writes the last group of fields."""
@@ -166,7 +135,7 @@ class Request:
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of blocks launched and not yet read
     cancelled: bool = False
     error: Exception | None = None  # what ended it alone; its answer stays as far as it was read
-    spoilt: bool = False  # its pages must not be read by others
+    poisoned: bool = False  # its pages must not be read by others
     again: bool = False  # it is computed once more, as something was not finite
     prefilled_alone: bool = False  # in no batch, as one that it was in failed
     matcher: "Matcher | None" = None  # of its grammar, behind `tokens`

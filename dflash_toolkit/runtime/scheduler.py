@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..generation import Step
-from .budget import EXACT_BATCH
+from .exact import EXACT_BATCH
 from .line import Line
 from .pages import PagePool
 from .prefill_job import PrefillJob, PrefillLimits, ScoredTokens
@@ -521,7 +521,7 @@ class Scheduler:
         for (request, epoch), committed in zip(launch.requests, found, strict=True):
             if request.epoch != epoch or request.finished:
                 continue  # cancelled, preempted or finished since
-            request.spoilt |= committed.spoils
+            request.poisoned |= committed.poisons
             if committed.finite:
                 request.again = False
                 step = self._add(request, launch.block, committed)
@@ -566,7 +566,7 @@ class Scheduler:
             return request.add_step(block, committed)
         except Exception as error:
             log.error("the answer of request %s cannot go on", request.name or "without a name", exc_info=error)
-            request.error, request.spoilt = error, True
+            request.error, request.poisoned = error, True
             return None
 
     def _take(self, request: Request) -> None:
@@ -576,15 +576,15 @@ class Scheduler:
         self.waiting.leave(request, ended=ended)
         if ended and request in self._without_pages:
             self._without_pages.remove(request)
-        spoilt, row, pages = request.spoilt, request.row, request.pages
+        poisoned, row, pages = request.poisoned, request.row, request.pages
         if request.state:
             self._free_states.append(request.state)
-        request.state, request.pages, request.prefilled, request.row, request.spoilt = 0, [], 0, None, False
+        request.state, request.pages, request.prefilled, request.row, request.poisoned = 0, [], 0, None, False
         request.goes_on_from, request.kept_at = 0, ()
         request.scored = []
         request.blocks_in_flight.clear()
         request.epoch += 1
-        if spoilt:
+        if poisoned:
             self._pool.drop_states(request.prompt_ids + request.tokens)
             self._pool.discard(pages)
         elif self._prefix_cache and pages:
@@ -597,14 +597,14 @@ class Scheduler:
                 self.running[row], moved.row = moved, row
                 self._device.move(len(self.running), row)
             self._device.remove(len(self.running))
-        if spoilt and free:
+        if poisoned and free:
             self._device.clean(free)
 
     # ---- what fails ------------------------------------------------------------------------------------
 
     def _fail(self, request: Request, error: Exception) -> None:
         """It ends with an error; what it wrote is not for others."""
-        request.error, request.spoilt = error, True
+        request.error, request.poisoned = error, True
         self._news.append((request, None))
         self._take(request)
         self._tell()

@@ -16,9 +16,9 @@ import torch
 
 Shape = tuple[int, ...]  # of a step: batch and block; of one that verifies trees batch, rows and the drafter's block
 Times = dict[Shape, float]  # seconds of a step
-KERNELS = Path(__file__).parents[1] / "kernels"  # other ones take other times, as do other
-OTHERS = ("runner", "stack", "proposer", "verifier", "sampler", "tree_step", "budget", "timing", "draft_length")
-PASSES = [Path(__file__).with_name(f"{name}.py") for name in OTHERS]  # and how they are measured
+# the code whose changes make measured times void: kernels, and the passes that are measured
+KERNELS = Path(__file__).parents[1] / "kernels"
+PASSES = ("graphs", "runner", "stack", "proposer", "verifier", "sampler", "batch_state", "step_times", "timing")
 NOISE = 1.02  # a step of more rows may have been faster by so much
 AGAIN = 3  # rounds in which times are measured again, at most
 
@@ -38,7 +38,9 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
         anew: measure, whatever is there.
     """
     written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
-    for path in [*sorted(KERNELS.rglob("*.py")), *PASSES]:
+    here = Path(__file__).parent
+    programs = [*sorted((here / "programs").glob("*.py")), *sorted((here / "trees").glob("*.py"))]
+    for path in [*sorted(KERNELS.rglob("*.py")), *programs, *(here / f"{name}.py" for name in PASSES)]:
         written.update(path.read_bytes())
     digest = written.hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))

@@ -74,7 +74,7 @@ def main() -> None:
         row: dict[str, Any] = {"length": length}
         if not args.prefix_cache:
             runner = engine.runner
-            with patch.multiple(runner, prefill=runner.prefill_eagerly, prefill_limits=PrefillLimits()):
+            with patch.multiple(runner, prefill=runner.prefills.launch_unpadded, prefill_limits=PrefillLimits()):
                 row["launched"] = measure(engine, length)
         row["captured"] = measure(engine, length)
         result["rows"].append(row)

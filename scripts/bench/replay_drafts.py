@@ -36,8 +36,8 @@ from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.capture import no_collection
 from dflash_toolkit.runtime.draft_length import block_sizes
+from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
@@ -169,7 +169,7 @@ def plant(engine: Engine, trace: Trace, prompt: int) -> dict[tuple[int, ...], in
             return *ops.draft_children(log_probs, none, ids, calibration, width), ids
 
         proposer.propose, proposer.children = proposed, grown  # type: ignore[method-assign,assignment]
-    runner._graphs.clear()  # those that were captured for their times hold the random drafter
+    runner.graphs.captured.clear()  # those that were captured for their times hold the random drafter
     return owners
 
 

@@ -40,6 +40,7 @@ from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
+from dflash_toolkit.runtime.step_times import full_batch, launcher, random_tokens
 from dflash_toolkit.runtime.weights import AttentionWeights, DrafterWeights, LayerWeights, MoeWeights, TargetWeights
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -225,7 +226,7 @@ def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
 
 def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str, float]:
     """Microseconds of a step by part; they add up to the step."""
-    step = engine.runner.launcher(rows, StepShape(block))
+    step = launcher(engine.runner, rows, StepShape(block))
     step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -320,7 +321,7 @@ def measured(
         row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}
     if args.breakdown and block:
         # rows are idle and advance nothing; where there are states they are busy: these are replayed and written then
-        with engine.runner.busy() if target.spec.recurrent else contextlib.nullcontext():
+        with full_batch(engine.runner) if target.spec.recurrent else contextlib.nullcontext():
             fill(engine, batch, prompt)
             row["graph_ms"] = graph_ms(engine, batch, block)
             row["mbu_graph"] = row["roofline_ms"] / row["graph_ms"]
@@ -375,7 +376,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
             if args.zero_acceptance:  # the first requests get the first rows, and stay there until they end
                 engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
             start_s = time.perf_counter() - began
-            with engine.runner.any_tokens() if target.spec.depends_on_requests else contextlib.nullcontext():
+            with random_tokens(engine.runner) if target.spec.depends_on_requests else contextlib.nullcontext():
                 for prompt in args.prompt:
                     row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                     result["rows"].append(row | measured(args, engine, target, batch, block, prompt))
@@ -389,7 +390,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
 
 def graph_ms(engine: Engine, rows: int, block: int) -> float:
     """The captured step alone, back to back."""
-    step = engine.runner.launcher(rows, StepShape(block))
+    step = launcher(engine.runner, rows, StepShape(block))
     times = []
     for _ in range(3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -26,7 +26,7 @@ from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.capture import no_collection
+from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.runtime.request import Request
 

@@ -31,7 +31,7 @@ from dflash_toolkit.evaluation.tables import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
-from dflash_toolkit.runtime.capture import no_collection
+from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, grow_trees, promise_trees
-from dflash_toolkit.runtime.budget import (
+from dflash_toolkit.runtime.request import StepShape, Trust
+from dflash_toolkit.runtime.timing import Times
+from dflash_toolkit.runtime.trees.budget import (
     EXACT_ROWS,
     ROWS,
     BudgetChooser,
@@ -25,8 +27,6 @@ from dflash_toolkit.runtime.budget import (
     rows_of_trees,
     tree_shapes,
 )
-from dflash_toolkit.runtime.request import StepShape, Trust
-from dflash_toolkit.runtime.timing import Times
 
 BLOCKS = (1, 2, 4, 8, 16)
 DRAFTED = BLOCKS[1:]

@@ -79,7 +79,7 @@ def test_rows_of_nobody_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompts = make_engine(target, drafter, draft_tree=7, max_num_seqs=5, prefix_states=0), prompts_of(6, 19)
     for memory in engine.runner._memories:
         memory.state.fill_(float("nan"))
-    monkeypatch.setattr(engine.runner, "_rows", lambda count: 5)
+    monkeypatch.setattr(engine.runner.context, "computed_rows", lambda count: 5)
     engine.scheduler.choose_shape = lambda requests: StepShape(8, 48)
     texts = plain(target, prompts, [GREEDY] * 2)
     knowing(engine, texts, lambda position: position % 5 == 0)

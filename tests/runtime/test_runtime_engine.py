@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
-from dflash_toolkit.runtime.capture import no_collection
+from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
@@ -387,11 +387,11 @@ def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() ->
 
     def unpadded(runner: Any, ids: list[int], start: int) -> Tensor:
         runner.prefill(PrefillJob(ids, start, pages))
-        return runner._last_hidden
+        return runner.prefills.last_hidden
 
     def padded(runner: Any, ids: list[int], start: int) -> Tensor:
-        runner.place(PrefillJob(ids, start, pages))
-        return runner.padded_prefill(64)
+        runner.prefills.place(PrefillJob(ids, start, pages))
+        return runner.prefills.padded(64)
 
     (one, kept), (other, written) = caches(unpadded), caches(padded)
     torch.testing.assert_close([one, kept], [other, written], rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -423,12 +423,12 @@ def test_a_pass_over_several_chunks_writes_what_each_alone_does_and_nothing_else
         found = []
         for chunk in chunks:
             runner.prefill(chunk)
-            found.append(runner._last_hidden)
+            found.append(runner.prefills.last_hidden)
         return torch.cat(found)
 
     def together(runner: Any, chunks: list[PrefillJob]) -> Tensor:
         runner.prefill_batch(chunks)
-        return runner._last_hidden[: len(chunks)]
+        return runner.prefills.last_hidden[: len(chunks)]
 
     one, other = caches(each), caches(together)
     torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4, equal_nan=True)
@@ -445,16 +445,16 @@ def test_chunks_near_the_end_of_a_context_are_not_padded_beyond_it() -> None:
     for prompt, at in zip(prompts, pages, strict=True):
         for start in range(0, len(prompt), length):
             runner.prefill(PrefillJob(prompt[start : start + length], start, at))
-        assert runner._last_hidden is not None
-        alone.append(runner._last_hidden.clone())
+        assert runner.prefills.last_hidden is not None
+        alone.append(runner.prefills.last_hidden.clone())
     assert length + 64 > runner.reach
     chunks = [
         PrefillJob(prompts[0][length:], length, pages[0]),
         *(PrefillJob(p, 0, at) for p, at in zip(prompts[1:], pages[1:], strict=True)),
     ]
     runner.prefill_batch(chunks)
-    assert runner._last_hidden is not None
-    torch.testing.assert_close(runner._last_hidden, torch.cat(alone), rtol=0, atol=0)
+    assert runner.prefills.last_hidden is not None
+    torch.testing.assert_close(runner.prefills.last_hidden, torch.cat(alone), rtol=0, atol=0)
 
 
 def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:

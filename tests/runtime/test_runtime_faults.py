@@ -67,7 +67,7 @@ def test_whoever_makes_the_device_raise_ends_alone(
 
     def raising(first: Any, *rest: Any) -> Any:
         found = real(first, *rest)  # what was done before it raised must not be seen
-        asked = [first] if place == "prefill" else [r.prompt_ids for r in (first if place == "decode" else rest)
+        asked = [first.ids] if place == "prefill" else [r.prompt_ids for r in (first if place == "decode" else rest)
                                                     if isinstance(r, Request)]  # fmt: skip
         if any(BAD in ids for ids in asked):
             raise RuntimeError("a kernel's own")
@@ -193,7 +193,7 @@ def test_nan_in_a_rejected_draft_is_cleaned_away(models: tuple[Target, Drafter])
             if len(request.tokens) == 7 and request.pages[-1] not in spoilt:
                 spoilt.append(request.pages[-1])
                 cache[:, :, engine.runner.page_size * request.pages[-1] + 3] = math.nan
-                found[row] = replace(found[row], spoils=True)
+                found[row] = replace(found[row], poisons=True)
         return found
 
     engine.runner.read = read  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from test_runtime_engine import make_engine, pair
 from dflash_toolkit import Drafter
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.kernels.reference_tree import accept_trees, cut_trees, draft_children, grow_trees
-from dflash_toolkit.runtime.feedback import CalibrationFeed, Judged, judged
+from dflash_toolkit.runtime.trees.feedback import CalibrationFeed, NodeOutcomes, node_outcomes
 
 BATCH, SLOTS, COUNT, VOCABULARY = 4, 5, 4, 9
 CALIBRATION = Calibration(0.7, (0.4, 0.0, -0.3, -0.6, -0.8))
@@ -38,7 +38,7 @@ def test_a_step_tells_what_the_drafter_thought_of_every_judged_node() -> None:
     active = torch.tensor([True, True, True, True])
     counts, _, path = accept_trees(rows, choice, active, lengths, last, SLOTS + 1)
     of_rows = (part.numpy() for part in (rows.starts, rows.parents, rows.depths, rows.log_probs))
-    step = judged(*of_rows, path.numpy(), counts.numpy(), CALIBRATION, discounts.numpy())
+    step = node_outcomes(*of_rows, path.numpy(), counts.numpy(), CALIBRATION, discounts.numpy())
 
     expected = list[tuple[int, float, bool]]()
     promised = np.zeros(BATCH)
@@ -56,7 +56,7 @@ def test_a_step_tells_what_the_drafter_thought_of_every_judged_node() -> None:
     assert step.slots.tolist() == slots and step.accepted.tolist() == accepted
     np.testing.assert_allclose(step.odds, odds, atol=1e-4)
     np.testing.assert_allclose(step.promised, promised, rtol=1e-5)
-    assert step.taken.tolist() == (counts - 1).tolist() and step.promised[2] == 0
+    assert step.accepted_nodes.tolist() == (counts - 1).tolist() and step.promised[2] == 0
 
 
 @pytest.mark.parametrize("broken", [float("nan"), -float("inf")])
@@ -65,7 +65,7 @@ def test_a_request_whose_drafts_are_nan_teaches_nothing(broken: float) -> None:
     starts, parents, depths = np.array([0, 3, 6]), np.array([0, 0, 1, 3, 3, 4]), np.array([0, 1, 2, 0, 1, 2])
     log_probs = np.array([0.0, -0.5, -1.0, broken, broken, broken], dtype=np.float32)
     path, counts = np.array([[0, 1, 0], [3, 4, 5]]), np.array([2, 3])
-    step = judged(starts, parents, depths, log_probs, path, counts, CALIBRATION)
+    step = node_outcomes(starts, parents, depths, log_probs, path, counts, CALIBRATION)
     assert step.slots.tolist() == [1, 2] and step.accepted.tolist() == [True, False]
     assert np.isfinite(step.odds).all() and step.promised.tolist() == pytest.approx([np.exp(-0.5) + np.exp(-1.0), 0.0])
     found = CalibrationFeed(CALIBRATION)
@@ -84,14 +84,14 @@ def test_an_engine_begins_with_what_was_measured_of_its_drafter() -> None:
         assert trees is not None and trees.calibration == Calibration(0.7, bias)
 
 
-def step(planted: Calibration, dice: torch.Generator, count: int = 100) -> Judged:
+def step(planted: Calibration, dice: torch.Generator, count: int = 100) -> NodeOutcomes:
     odds = 2 * torch.randn(count, generator=dice, dtype=torch.float64)
     slots = torch.randint(1, SLOTS + 1, (count,), generator=dice)
     accepted = torch.rand(count, generator=dice) < planted(odds.sigmoid(), slots)
-    return Judged(slots.numpy(), odds.numpy(), accepted.numpy(), np.zeros(1), np.zeros(1, dtype=np.int64))
+    return NodeOutcomes(slots.numpy(), odds.numpy(), accepted.numpy(), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
-def fed(steps: list[Judged]) -> list[Calibration]:
+def fed(steps: list[NodeOutcomes]) -> list[Calibration]:
     """The calibration before every step."""
     feed, found = CalibrationFeed(Calibration.cold(SLOTS), window=4000), list[Calibration]()
     for each in steps:

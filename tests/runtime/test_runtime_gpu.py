@@ -40,11 +40,13 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import workspace_of
 from dflash_toolkit.runtime.prefill_job import PrefillJob
+from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES, PrefillPrograms
 from dflash_toolkit.runtime.proposer import Draft, Proposer, head_of
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
+from dflash_toolkit.runtime.runner import StepRunner
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.stack import Stack
+from dflash_toolkit.runtime.step_times import run_all_parts
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import Grammar
 
@@ -153,7 +155,7 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
 
     runner.add, runner.move, runner.proposer.propose = added, moved, propose  # type: ignore[method-assign]
     runner.proposer.children = children  # type: ignore[method-assign]
-    runner._graphs.clear()  # those that were captured for their times hold the random drafter
+    runner.graphs.captured.clear()  # those that were captured for their times hold the random drafter
 
 
 @pytest.mark.parametrize(("kind", "few"), [*((kind, 4) for kind in KINDS), ("qwen2", 5)])  # 5: pairs
@@ -172,7 +174,9 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
         steps = sum(len(g.steps) for g in drafted)
         assert steps < 320 * 47 / (1.5 if block in (2, None) else 2.5), "drafts were accepted"  # None: as it pays
         engine.pool.check()
-        buffers = len(engine.runner._results._free)  # first tokens of a whole batch are on their way at one time
+        buffers = len(
+            engine.runner.context.results.buffers._free
+        )  # first tokens of a whole batch are on their way at one time
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
@@ -350,7 +354,7 @@ def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_d
     engine = make_engine(target, drafter, prefix_cache=True, draft_dtype=draft_dtype)
     assert engine.options.draft_dtype == draft_dtype and make_engine(target, drafter).options.draft_dtype == "fp8"
     assert [g.tokens for g in engine.generate(prompts, params)] == plain
-    assert len(engine.runner._graphs) >= 4, "the batch grew and shrank through its buckets"
+    assert len(engine.runner.graphs.captured) >= 4, "the batch grew and shrank through its buckets"
     again = engine.generate(prompts, params)  # now with prefix hits: a prefill cut elsewhere resolves ties otherwise
     assert engine.stats.cached_prompt_tokens > 1000
     assert sum(a.tokens == b for a, b in zip(again, plain, strict=True)) >= 28
@@ -434,9 +438,9 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(
     least = len(PREFILL_SIZES) + 6 * 4 * 5 + 4 * 4  # prefills; steps and parts of them, buckets up to 8, blocks
     assert prepared > least if draft_tree else prepared == least
     assert not engine.prepare() and engine.scheduler.idle
-    there = set(engine.runner._graphs)
+    there = set(engine.runner.graphs.captured)
     answers = engine.generate(prompts, params)
-    assert set(engine.runner._graphs) == there
+    assert set(engine.runner.graphs.captured) == there
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
 
 
@@ -493,9 +497,9 @@ def test_grammars_are_followed_in_every_kind_of_batch() -> None:
         assert answer.finish_reason == "stop" and re.fullmatch(regex, text)
     while engine.prepare():
         pass
-    there = set(engine.runner._graphs)
+    there = set(engine.runner.graphs.captured)
     assert [a.tokens for a in engine.generate(prompts, params)] == [a.tokens for a in drafted]
-    assert set(engine.runner._graphs) == there, "once a grammar was seen, its parts are captured in advance too"
+    assert set(engine.runner.graphs.captured) == there, "once a grammar was seen, its parts are captured in advance too"
 
 
 def bytes_of() -> dict[str, int]:
@@ -532,12 +536,12 @@ def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytes
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     captured = make_engine(target, drafter, max_num_batched_tokens=1024)
     found = [g.tokens for g in captured.generate(prompts, params)]
-    assert {64, 128, 512} < set(captured.runner._prefills) <= set(PREFILL_SIZES)
-    monkeypatch.setattr(StepRunner, "_prefill_graph", lambda runner, size: (Eagerly(), runner.padded_prefill(size)))
+    assert {64, 128, 512} < set(captured.runner.prefills.captured) <= set(PREFILL_SIZES)
+    monkeypatch.setattr(PrefillPrograms, "graph", lambda prefills, size: (Eagerly(), prefills.padded(size)))
     eager = make_engine(target, drafter, max_num_batched_tokens=1024)
     assert [g.tokens for g in eager.generate(prompts, params)] == found
     # unpadded: longer products add up otherwise
-    monkeypatch.setattr("dflash_toolkit.runtime.runner.PREFILL_SIZES", (0,))
+    monkeypatch.setattr("dflash_toolkit.runtime.programs.prefill.PREFILL_SIZES", (0,))
     plain = [g.tokens for g in make_engine(target, drafter, max_num_batched_tokens=1024).generate(prompts, params)]
     assert sum(a == b for a, b in zip(found, plain, strict=True)) >= len(prompts) - 2
 
@@ -681,7 +685,7 @@ def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
     workspace = workspace_of(runner, 512).total
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    runner.run_eagerly(64, 16, Mode.FULL)
+    run_all_parts(runner, 64, 16, Mode.FULL)
     torch.cuda.synchronize()
     assert 64 * 16 * VOCAB * 4 < torch.cuda.max_memory_allocated() - held <= workspace
 
@@ -692,7 +696,7 @@ def test_the_largest_passes_stay_inside_their_memory() -> None:
         runner: StepRunner = make_engine(pair()[0], drafting, max_num_seqs=3, max_model_len=LIMIT - 25).runner
         workspace_of(runner, 4096)
         for mode in Mode:
-            runner.run_eagerly(3, 16 if drafting else 1, mode)
+            run_all_parts(runner, 3, 16 if drafting else 1, mode)
         runner.check()
 
 

@@ -14,7 +14,7 @@ from test_runtime_engine import check, knowing, make_engine, pair, prompts_of, s
 
 from dflash_toolkit import SamplingParams, UserError, generate
 from dflash_toolkit.runtime import Engine, SyntheticAcceptance
-from dflash_toolkit.runtime.parts import Part
+from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.sampling import Grammar, GrammarError
 
@@ -140,13 +140,13 @@ def test_a_dead_end_ends_its_request_with_an_error_and_nobody_elses(late: bool) 
 
 def parts_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, Mode]]:
     ran: set[tuple[str, Mode]] = set()
-    real = engine.runner.run_part_eagerly
+    real = engine.runner.blocks.run
 
     def run(part: Part) -> Any:
         ran.add((part.kind, part.mode))
         return real(part)
 
-    monkeypatch.setattr(engine.runner, "run_part_eagerly", run)
+    monkeypatch.setattr(engine.runner.blocks, "run", run)
     engine.generate(prompts_of(*range(4, 4 + len(params))), params)
     return ran
 

@@ -24,10 +24,12 @@ from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engi
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
-from dflash_toolkit.runtime.parts import Part
+from dflash_toolkit.runtime.programs.context import Part
+from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES
 from dflash_toolkit.runtime.request import Request, StepShape
-from dflash_toolkit.runtime.runner import PREFILL_SIZES, StepRunner
+from dflash_toolkit.runtime.runner import StepRunner
 from dflash_toolkit.runtime.shapes import named_shape
+from dflash_toolkit.runtime.step_times import launcher
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.train.responses import backends
 
@@ -356,7 +358,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
         runner.graph(Part("step", runner.bucket(len(requests)), shape.block))
         return StepRunner.decode(runner, requests, shape)
 
-    monkeypatch.setattr(runner, "_captured", captured)
+    monkeypatch.setattr(runner.graphs, "capture", captured)
     monkeypatch.setattr(runner, "decode", decode)
     request = engine.submit([1, 2, 3], params)
     while not request.finished:
@@ -396,13 +398,13 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16, trees=None)
-    probe.prefill_batch_shapes = []
-    probe.prefill_eagerly, probe.run_eagerly = takes(20), takes(60)
+    probe.prefills = SimpleNamespace(batch_shapes=[], launch_unpadded=takes(20))
+    monkeypatch.setattr(memory, "run_all_parts", takes(60))
     gc.collect()
     Block(1000)
     assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20)
-    probe.prefill_batch_shapes = [(64, 2), (64, 8), (256, 4)]
-    probe.run_batch_eagerly = lambda size, count: takes(70 if (size, count) == (64, 8) else 50)()
+    probe.prefills.batch_shapes = [(64, 2), (64, 8), (256, 4)]
+    probe.prefills.run_empty_batch = lambda size, count: takes(70 if (size, count) == (64, 8) else 50)()
     assert memory.workspace_of(probe, 512) == Workspace(step=70, prefill=20), "graphs share their memory"
     gc.collect()
     assert held == 0
@@ -414,8 +416,8 @@ def test_graphs_find_their_scratch_allocated() -> None:
 
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_seqs=32)
-    engine.runner.launcher(1, StepShape(1))
-    first = engine.runner._captured._first
+    launcher(engine.runner, 1, StepShape(1))
+    first = engine.runner.graphs.capture._first
     assert first is not None, "the first capture takes the scratch"
 
     def held() -> int:
@@ -429,6 +431,6 @@ def test_graphs_find_their_scratch_allocated() -> None:
     while engine.prepare():
         captured += 1
     parts = 2 * 6 + 1  # plain, and with a draft: a step, to read, to end, to choose in three modes; to propose
-    prefills = len(PREFILL_SIZES) + len(engine.runner.prefill_batch_shapes)
+    prefills = len(PREFILL_SIZES) + len(engine.runner.prefills.batch_shapes)
     assert captured == prefills + parts * 7 - 1, "buckets up to 32; one was there"
     assert held() - taken <= 16 << 20, "what is smaller than a MiB, and what graphs return"

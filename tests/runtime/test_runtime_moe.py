@@ -16,8 +16,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from dflash_toolkit.checkpoint.reader import load_weights
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.models.spec import MlpSpec, ModelSpec, MoeSpec
-from dflash_toolkit.runtime.draft_length import measure_steps
+from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.stack import Moe
+from dflash_toolkit.runtime.step_times import measure_steps
 from dflash_toolkit.runtime.weights import MoeWeights, TargetWeights
 
 CPU = torch.device("cpu")
@@ -90,5 +91,5 @@ def test_steps_are_timed_with_rows_that_have_experts_of_their_own(monkeypatch: p
     plain = [ids for ids in read if len(ids) == 4]
     assert all(len(ids.unique()) == 4 for ids in plain)
     read.clear()
-    runner.run_eagerly(4, 8)
+    runner.run_part(Part("step", 4, 8))
     assert read[0].view(4, 8)[:, 0].tolist() == [0] * 4 and not torch.equal(read[0], largest), "as before"

@@ -34,17 +34,17 @@ def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return SimpleNamespace(replay=replay), result
 
-    def run(part: Any) -> Any:
-        graph, result = runner.graph(part)
+    def run(part: Any, eager: Callable[[Any], Any]) -> Any:
+        graph, result = runner.graphs.graph(part, eager)
         for spoilt in shared:
             spoilt.fill_(-(1 << 40))
         graph.replay()
         # what ends a step goes to the host before anything else runs
         return result if result is None or part.kind == "choose" else result.clone()
 
-    monkeypatch.setattr(runner, "_captured", capture)
-    monkeypatch.setattr(runner, "_run", run)
-    monkeypatch.setattr(runner, "_rows", runner.bucket)
+    monkeypatch.setattr(runner.graphs, "capture", capture)
+    monkeypatch.setattr(runner.graphs, "run", run)
+    monkeypatch.setattr(runner.context, "computed_rows", runner.bucket)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

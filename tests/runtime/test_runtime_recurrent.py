@@ -24,9 +24,9 @@ from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, Request, load_engine
 from dflash_toolkit.runtime import engine as engine_module
-from dflash_toolkit.runtime.draft_length import measure_steps
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.request import StepShape
+from dflash_toolkit.runtime.step_times import measure_steps
 from dflash_toolkit.runtime.weights import TargetWeights
 
 LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
@@ -223,8 +223,8 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
             memory.window.fill_(torch.nan)
         for chunk, start in ((ids, 0), (more, len(ids))):
             if padded:
-                runner.place(PrefillJob(chunk, start, pages, 2))
-                runner.padded_prefill(64)
+                runner.prefills.place(PrefillJob(chunk, start, pages, 2))
+                runner.prefills.padded(64)
             else:
                 runner.prefill(PrefillJob(chunk, start, pages, 2))
         return found
@@ -240,7 +240,7 @@ def test_padded_rows_of_a_step_touch_no_state(monkeypatch: pytest.MonkeyPatch) -
     engine, prompts = make_engine(target, drafter, max_num_seqs=5, prefix_states=0), prompts_of(6, 19)
     for memory in engine.runner._memories:
         memory.state.fill_(torch.nan)
-    monkeypatch.setattr(engine.runner, "_rows", lambda count: 5)  # as steps that were captured for five
+    monkeypatch.setattr(engine.runner.context, "computed_rows", lambda count: 5)  # as steps that were captured for five
     check(engine, (target, drafter), prompts, SHORT)
     for memory in engine.runner._memories:
         untouched = memory.state.isnan().flatten(1).all(1).tolist()

@@ -209,7 +209,7 @@ class FaultyDevice(TableDevice):
     def add(self, row: int, request: Request, place: int = 0) -> Any:
         found = self._strike("add", lambda: super(FaultyDevice, self).add(row, request, place))
         if found and not self._finite(request.pages, len(request.prompt_ids)):
-            return [replace(found[0], finite=False, spoils=True)]
+            return [replace(found[0], finite=False, poisons=True)]
         return found
 
     def decode(self, requests: Sequence[Request], shape: StepShape) -> Any:
@@ -221,7 +221,7 @@ class FaultyDevice(TableDevice):
                     self.struck.add(request)
                     self.nan.add((row.pages[(row.length - 1) // SIZE], (row.length - 1) % SIZE))
                 if not self._finite(row.pages, row.length):
-                    found[i] = replace(found[i], finite=False, spoils=True)
+                    found[i] = replace(found[i], finite=False, poisons=True)
             return found
 
         return self._strike("decode", run, any(IN_DECODE in request.prompt_ids for request in requests))

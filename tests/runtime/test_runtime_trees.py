@@ -24,12 +24,14 @@ from dflash_toolkit.kernels.tree import MOST_NODES
 from dflash_toolkit.options import MOST_TREE_NODES
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import engine as engine_module
-from dflash_toolkit.runtime.budget import BudgetChooser, row_buckets, tree_shapes
-from dflash_toolkit.runtime.feedback import CalibrationFeed
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import StepShape
-from dflash_toolkit.runtime.tree_step import Told
+from dflash_toolkit.runtime.step_times import full_batch, launcher
+from dflash_toolkit.runtime.trees import chooser
+from dflash_toolkit.runtime.trees.budget import BudgetChooser, row_buckets, tree_shapes
+from dflash_toolkit.runtime.trees.feedback import CalibrationFeed
+from dflash_toolkit.runtime.trees.result import TreeStepResult
 
 Texts = dict[tuple[int, ...], list[int]]  # answers by prompts
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True)
@@ -217,7 +219,7 @@ def test_few_rows_go_to_the_likeliest_nodes_and_change_no_answer() -> None:
     prompts, params = prompts_of(4, 19, 7), [GREEDY] * 3
     texts, taken = plain(target, prompts, params), []
     for rows in (4, 9, 40, 200):
-        engine, told = make_engine(target, drafter, draft_tree=30), list[Told]()
+        engine, told = make_engine(target, drafter, draft_tree=30), list[TreeStepResult]()
         engine.scheduler.choose_shape = lambda requests, rows=rows: StepShape(8, rows)
         engine.runner.observe = lambda requests, each, told=told: told.append(each)
         with planting(engine, texts):
@@ -225,9 +227,9 @@ def test_few_rows_go_to_the_likeliest_nodes_and_change_no_answer() -> None:
         assert [got.tokens for got in answers] == list(texts.values())
         steps = [step for got in answers for step in got.steps]
         assert all(step.accepted <= step.drafted <= 7 for step in steps)
-        assert sum(int(each.judged.accepted.sum()) for each in told) >= sum(step.accepted for step in steps)
+        assert sum(int(each.outcomes.accepted.sum()) for each in told) >= sum(step.accepted for step in steps)
         for each in told:
-            assert len(each.judged.slots) <= rows - each.promise.requests
+            assert len(each.outcomes.slots) <= rows - each.promise.requests
             ((chain, *trees),) = each.promise.accepted
             assert len(trees) == len(row_buckets(each.promise.batch)) and sorted(trees) == trees and chain <= trees[-1]
         taken.append(len(steps))
@@ -238,16 +240,16 @@ def test_what_a_step_tells_of_its_nodes_is_what_was_accepted() -> None:
     """Of one request: the walk's nodes are accepted, their siblings are not, and nothing behind those is judged."""
     target, drafter = pair()
     (prompt,) = prompts_of(9)
-    engine, told = make_engine(target, drafter, draft_tree=30, max_num_seqs=1), list[Told]()
+    engine, told = make_engine(target, drafter, draft_tree=30, max_num_seqs=1), list[TreeStepResult]()
     engine.runner.observe = lambda requests, each: told.append(each)
     with planting(engine, plain(target, [prompt], [GREEDY])):
         (got,) = engine.generate([prompt], GREEDY)
     assert len(told) >= len(got.steps) and walked(got.steps)
     for each, step in zip(told, got.steps, strict=False):
-        judged = each.judged
+        judged = each.outcomes
         if step is not got.steps[-1]:
             assert sorted(judged.slots[judged.accepted].tolist()) == list(range(1, step.accepted + 1))
-            assert judged.taken.tolist() == [step.accepted]
+            assert judged.accepted_nodes.tolist() == [step.accepted]
         assert judged.slots.max(initial=0) <= step.accepted + 1 and np.isfinite(judged.odds).all()
 
 
@@ -346,7 +348,7 @@ def test_blocks_between_trees_are_as_long_as_what_was_accepted_promises(monkeypa
     engine, shapes = make_engine(target, drafter, draft_tree=12, num_speculative_tokens=None), list[StepShape]()
     watch(engine, engine.scheduler.choose_shape, shapes)
     knowing(engine, {prompt: list(text) for prompt, text in texts.items()}, lambda position: False)
-    monkeypatch.setattr(engine_module.CalibrationFeed, "observe", lambda self, step: None)
+    monkeypatch.setattr(CalibrationFeed, "observe", lambda self, step: None)
     assert [got.tokens for got in engine.generate(prompts, params)] == list(texts.values())
     blocks = [shape.block for shape in shapes[3:] if not shape.rows]
     assert len(blocks) > 5 and set(blocks) == {8}, shapes
@@ -382,7 +384,7 @@ def test_who_wants_no_drafts_is_no_reason_to_try_some_and_takes_chains_from_the_
     times: dict[tuple[int, ...], float] = {(b, s): 1.0 for b in (1, 2, 3) for s in (1, 2, 4, 8)}
     monkeypatch.setattr(engine_module, "cached_times", lambda *args: times | dict.fromkeys(
         tree_shapes((1, 2, 3), (1, 2, 4, 8)), 1.1))  # fmt: skip
-    monkeypatch.setattr(engine_module, "BudgetChooser", Noting)
+    monkeypatch.setattr(chooser, "BudgetChooser", Noting)
     engine = make_engine(*pair(), draft_tree=12, num_speculative_tokens=None)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     cold = engine.runner.trees.calibration
@@ -399,12 +401,12 @@ def test_who_wants_no_drafts_is_no_reason_to_try_some_and_takes_chains_from_the_
 def test_times_are_those_of_whole_trees_and_leave_no_trace() -> None:
     engine = make_engine(*pair(), draft_tree=6)
     runner, shape = engine.runner, StepShape(8, 21)
-    before = [field.clone() for field in (*runner._mutable(), runner.state.active, runner.state.sampler.ends_at)]
-    with torch.inference_mode(), runner.busy():
-        told = runner.launcher(3, shape)()
-    found = runner.trees.read(told, 3, 3, shape, runner.trees.calibration, [0.0] * 3)
-    assert all(depth > 0 for _, depth, *_ in found.answers) and (found.judged.promised > 0).all()
-    after = [*runner._mutable(), runner.state.active, runner.state.sampler.ends_at]
+    before = [field.clone() for field in (*runner.advanced(), runner.state.active, runner.state.sampler.ends_at)]
+    with torch.inference_mode(), full_batch(runner):
+        told = launcher(runner, 3, shape)()
+    found = TreeStepResult.parse(told, 3, 3, shape, runner.trees.calibration, [0.0] * 3)
+    assert all(depth > 0 for _, depth, *_ in found.answers) and (found.outcomes.promised > 0).all()
+    after = [*runner.advanced(), runner.state.active, runner.state.sampler.ends_at]
     assert all(map(torch.equal, before, after))
     assert not runner.state.active.any() and not runner.state.lengths.any()
 

@@ -14,6 +14,7 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.shapes import random_drafter, random_target
+from dflash_toolkit.runtime.step_times import full_batch, launcher, random_tokens
 from dflash_toolkit.sampling import SamplingParams
 from scripts.bench import step as bench_step
 
@@ -122,7 +123,7 @@ def test_rows_of_a_block_choose_experts_independently(monkeypatch: pytest.Monkey
         return routing
 
     monkeypatch.setattr(reference, "top_experts", top_experts)
-    with engine.runner.any_tokens():
+    with random_tokens(engine.runner):
         request = engine.submit(list(range(300, 556)), SamplingParams(max_tokens=40, ignore_eos=True))
         while not request.finished:
             engine.step()
@@ -179,10 +180,10 @@ def test_timed_rows_use_their_own_recurrent_states() -> None:
     target = make_target("qwen3_5")
     engine = load_engine(target, make_drafter(target), options=EngineOptions(max_num_seqs=3, kv_cache_tokens=400))[0]
     runner = engine.runner
-    with runner.any_tokens(), runner.busy():
+    with random_tokens(runner), full_batch(runner):
         runner.state.states.zero_()  # as after requests that have ended
         bench_step.fill(engine, 3, 20)
-        step = runner.launcher(3, StepShape(4))
+        step = launcher(runner, 3, StepShape(4))
         step()
         assert (runner.state.states[1] >= 1).all() and (runner.state.lengths > 20).all()
         step()

@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..calibration import EXTREME, Calibration
+from ...calibration import EXTREME, Calibration
 
 LEAST_SLOPE = 0.05  # with less nothing could be told from calibrated probabilities
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class NodeOutcomes:
     """Of one step the n nodes whose parents were accepted, and of each of B requests all its nodes together."""
 
     slots: np.ndarray  # int64 [n], 1..K
     odds: np.ndarray  # fp64 [n], the drafter's log-odds of the node behind its parent
     accepted: np.ndarray  # bool [n]
     promised: np.ndarray  # fp64 [B], path probabilities of the nodes that were verified, without discounts
-    taken: np.ndarray  # int64 [B], nodes that were accepted
+    accepted_nodes: np.ndarray  # int64 [B], nodes that were accepted
 
 
-def judged(
+def node_outcomes(
     starts: np.ndarray,
     parents: np.ndarray,
     depths: np.ndarray,
@@ -35,7 +35,7 @@ def judged(
     counts: np.ndarray,
     calibration: Calibration,
     discounts: np.ndarray | None = None,
-) -> Judged:
+) -> NodeOutcomes:
     """What a step says. Of a request whose drafts are NaN it says nothing.
 
     Args:
@@ -58,7 +58,7 @@ def judged(
     slots = depths[found]
     odds = (np.log(p) - np.log1p(-p) - np.array(calibration.bias)[slots - 1]) / calibration.slope
     promised = np.bincount(of, np.where(depths > 0, np.exp(paths), 0.0), batch)
-    return Judged(slots, odds, accepted[found], promised, np.maximum(counts - 1, 0))
+    return NodeOutcomes(slots, odds, accepted[found], promised, np.maximum(counts - 1, 0))
 
 
 class CalibrationFeed:
@@ -81,13 +81,13 @@ class CalibrationFeed:
 
     def __init__(self, start: Calibration, window: int = 8192) -> None:
         self.calibration = start
-        self._window, self._pairs, self._held = window, deque[Judged](), 0
+        self._window, self._pairs, self._held = window, deque[NodeOutcomes](), 0
         self._new, self._wanted = 0, self.FIRST  # pairs since the last fit began, and those that the next waits for
         self._taken = 0  # steps since it began
         self._fit: Future[Calibration] | None = None
         self._thread = ThreadPoolExecutor(1, "calibration")
 
-    def observe(self, step: Judged) -> None:
+    def observe(self, step: NodeOutcomes) -> None:
         """What the next step said; in their order."""
         if len(step.slots):
             self._pairs.append(step)
@@ -103,7 +103,7 @@ class CalibrationFeed:
             self._fit = self._thread.submit(_fitted, self.calibration, list(self._pairs))
 
 
-def _fitted(before: Calibration, steps: list[Judged]) -> Calibration:
+def _fitted(before: Calibration, steps: list[NodeOutcomes]) -> Calibration:
     slots, odds, accepted = (
         np.concatenate([getattr(step, name) for step in steps]) for name in ("slots", "odds", "accepted")
     )

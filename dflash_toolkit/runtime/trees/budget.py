@@ -11,13 +11,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..kernels.tree import MOST_NODES
-from .draft_length import BlockChooser
-from .request import StepShape
-from .timing import Shape, Times
+from ...kernels.tree import MOST_NODES
+from ..draft_length import BlockChooser
+from ..exact import EXACT_BATCH, EXACT_ROWS
+from ..request import StepShape
+from ..timing import Shape, Times
 
 ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
-EXACT_BATCH, EXACT_ROWS = 8, 128  # products of more rows are computed in another way
 NODES = np.array([0.0, *np.geomspace(1 / 16, MOST_NODES, 64)])  # a request, at which promises are kept
 
 

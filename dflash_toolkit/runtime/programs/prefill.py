@@ -1,0 +1,254 @@
+"""Prefills: of one chunk (without a graph, or padded and captured) and of a batch of chunks; and first tokens."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...grammar import masks_of
+from ..exact import EXACT_BATCH
+from ..graphs import Captures, download, to_device, upload
+from ..prefill_job import PrefillJob, PrefillLimits, ScoredTokens
+from ..prompt_logprobs import score
+from ..proposer import Draft
+from ..request import Request
+from ..stack import Rows, States
+from .context import StepContext
+from .results import PendingResult
+
+# sizes that a chunk is padded to; a longer chunk takes the device more time than the host needs for its launches
+PREFILL_SIZES = tuple(range(64, 513, 64))
+PREFILL_LIMITS = PrefillLimits(most=8, sizes=(64, 128, 256), rows=1024)
+PREFILL_COUNTS = (2, 4, 8)  # batches of chunks are padded to these counts
+
+
+class PrefillPrograms:
+    """Computes chunks of prompts: keys, values and recurrent states of target and drafter.
+
+    Args:
+        reach: tokens of a request that the page table has room for.
+
+    Attributes:
+        last_hidden: [chunks, D], states of the last tokens of the newest prefill.
+        captured: graphs of single chunks, by size.
+        captured_batches: graphs of batches, by size and count.
+    """
+
+    def __init__(self, context: StepContext, capture: Captures, page_size: int, pages: int, reach: int) -> None:
+        self._context, self._capture = context, capture
+        self._page_size, self._pages, self._reach = page_size, pages, reach
+        device, target = context.device, context.target
+        self.limits = PREFILL_LIMITS
+        self.last_hidden: Tensor | None = None
+        self._numbers = torch.arange(len(context.modes), device=device)
+        # inputs of a captured prefill: tokens; start, count, slot of states, pages
+        self._tokens = torch.zeros(PREFILL_SIZES[-1], dtype=torch.int64, device=device)
+        self._place = torch.zeros(3 + pages, dtype=torch.int32, device=device)
+        width, dtype = target.spec.hidden_size, target.embedding.dtype
+        self._hidden = torch.zeros(PREFILL_SIZES[-1], width, dtype=dtype, device=device)  # its output
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # inputs of a captured batch: tokens of all chunks; starts, counts, slots and pages of all chunks
+        self._batch_tokens = torch.zeros(PREFILL_LIMITS.rows, dtype=torch.int64, device=device)
+        kinds = [*3 * [PREFILL_LIMITS.most], PREFILL_LIMITS.most * pages]
+        self._batch_places = torch.zeros(sum(kinds), dtype=torch.int32, device=device)
+        *self._starts_counts_slots, tables = self._batch_places.split(kinds)
+        self._tables = tables.view(PREFILL_LIMITS.most, -1)
+        self.captured_batches: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def capture_next(self) -> bool:
+        """Captures one prefill that has no graph yet; returns False if there is none."""
+        for size in PREFILL_SIZES:
+            if size not in self.captured and size <= self._reach:
+                self.graph(size)
+                return True
+        for shape in self.batch_shapes:
+            if shape not in self.captured_batches:
+                self._capture_batch(*shape)
+                return True
+        return False
+
+    # ---- one chunk ---------------------------------------------------------------------------------------
+
+    def launch(self, job: PrefillJob) -> Tensor | None:
+        """Prefills a chunk.
+
+        A short chunk is padded and replays a captured graph: launching its hundreds of kernels would take the host
+        longer than they take the device.
+
+        Returns:
+            The scores of `job.scores`, see `score`, on their way to the host; None if none are asked for.
+        """
+        size = next((s for s in PREFILL_SIZES if s >= len(job.ids)), None)
+        if self._context.device.type != "cuda" or size is None or job.start + size > self._reach:
+            return self.launch_unpadded(job)
+        self.place(job)
+        graph, self.last_hidden = self.graph(size)
+        graph.replay()
+        return self._score(self._hidden, job.scores)
+
+    @torch.inference_mode()
+    def launch_unpadded(self, job: PrefillJob) -> Tensor | None:
+        """Prefills a chunk without a graph."""
+        device = self._context.device
+        tokens = to_device(job.ids, torch.int64, device)
+        table = to_device(job.pages, torch.int32, device)[None]
+        place = to_device([job.start, len(job.ids), job.state], torch.int32, device)
+        rows = Rows(place[:1], table, self._page_size, states=self._states(place[2:3], place[1:2]))
+        hidden = self._forward(tokens, rows, place[1:2])
+        self.last_hidden = _last_of(hidden, place[1:2])
+        return self._score(hidden, job.scores)
+
+    def place(self, job: PrefillJob) -> None:
+        """Copies a chunk to the inputs of `padded`."""
+        device = self._context.device
+        self._tokens[: len(job.ids)].copy_(to_device(job.ids, torch.int64, device))
+        rest = [0] * (self._pages - len(job.pages))
+        self._place.copy_(to_device([job.start, len(job.ids), job.state, *job.pages, *rest], torch.int32, device))
+
+    def padded(self, size: int) -> Tensor:
+        """Prefills the placed chunk, padded to `size` tokens. Returns the state [1, D] of its last token."""
+        count = self._place[1:2]
+        states = self._states(self._place[2:3], count)
+        rows = Rows(self._place[:1], self._place[None, 3:], self._page_size, count, states)
+        hidden = self._forward(self._tokens[:size], rows, count)
+        last = _last_of(hidden, count)
+        self._hidden[:size].copy_(hidden)
+        return last
+
+    def graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Returns the graph of a chunk of that size and the state it writes; captures it first if necessary."""
+        if size not in self.captured:
+            placed = self._place.clone()
+            self._place.zero_()  # the chunk runs twice: into the null block and the states of no request
+            self._place[1:2].fill_(1)
+            try:
+                self.captured[size] = self._capture(lambda: self.padded(size))
+            finally:
+                self._place.copy_(placed)
+        return self.captured[size]
+
+    def _forward(self, tokens: Tensor, rows: Rows, counts: Tensor) -> Tensor:
+        """Prefills tokens, of which the first `counts` of each row are text. Returns their states [M, D]."""
+        hidden, features = self._context.verifier.forward(tokens, rows)
+        if (proposer := self._context.proposer) and features is not None:
+            proposer.write_context(features, rows, counts)
+        return hidden
+
+    def _states(self, slots: Tensor, counts: Tensor) -> States | None:
+        return States(slots=slots, counts=counts) if self._context.state.recurrent else None
+
+    def _score(self, hidden: Tensor, scores: ScoredTokens | None) -> Tensor | None:
+        """Runs without a graph: few requests ask for scores, and they have many rows."""
+        if scores is None:
+            return None
+        context = self._context
+        tokens = to_device(scores.ids, torch.int64, context.device)
+        found = score(hidden[: len(tokens)], context.target.head, tokens, scores.top, context.ops)
+        return download(found) if context.device.type == "cuda" else found
+
+    # ---- several chunks ----------------------------------------------------------------------------------
+
+    @property
+    def batch_shapes(self) -> list[tuple[int, int]]:
+        """Tokens of a chunk and number of chunks of the batches that are captured."""
+        if len(self._context.modes) <= EXACT_BATCH:
+            return []
+        shapes = itertools.product(self.limits.sizes, PREFILL_COUNTS)
+        return [(size, n) for size, n in shapes if self.limits.fits([size] * n) and size <= self._reach]
+
+    def launch_batch(self, jobs: Sequence[PrefillJob]) -> None:
+        """Prefills chunks of several requests in one pass, padded to one length and to one of PREFILL_COUNTS."""
+        size = self.limits.size(max(len(job.ids) for job in jobs))
+        assert size is not None
+        if max(job.start for job in jobs) + size > self._reach:  # the padding would have no pages
+            self._launch_in_turn(jobs)
+            return
+        count = next(each for each in PREFILL_COUNTS if each >= len(jobs))
+        self.place_batch(jobs, size)
+        if self._context.device.type != "cuda":
+            self.last_hidden = self.padded_batch(size, count)
+            return
+        if (size, count) not in self.captured_batches:
+            self._capture_batch(size, count)
+            self.place_batch(jobs, size)
+        graph, self.last_hidden = self.captured_batches[size, count]
+        graph.replay()
+
+    def _launch_in_turn(self, jobs: Sequence[PrefillJob]) -> None:
+        last = []
+        for job in jobs:
+            self.launch(job)
+            assert self.last_hidden is not None
+            last.append(self.last_hidden.clone())  # the next replay overwrites a graph's own
+        self.last_hidden = torch.cat(last)
+
+    def place_batch(self, jobs: Sequence[PrefillJob], size: int) -> None:
+        """Copies chunks to the inputs of `padded_batch`; the padding goes to the null block."""
+        device, unused = self._context.device, self.limits.most - len(jobs)
+        tokens = [token for job in jobs for token in (*job.ids, *[0] * (size - len(job.ids)))]
+        places = [*[job.start for job in jobs], *[0] * unused]
+        places += [*[len(job.ids) for job in jobs], *[1] * unused]
+        places += [*[job.state for job in jobs], *[0] * unused]
+        for job in jobs:
+            places += [*job.pages, *[0] * (self._pages - len(job.pages))]
+        places += [0] * (unused * self._pages)
+        self._batch_tokens[: len(tokens)].copy_(to_device(tokens, torch.int64, device))
+        self._batch_places.copy_(to_device(places, torch.int32, device))
+
+    def padded_batch(self, size: int, count: int) -> Tensor:
+        """Prefills the placed chunks. Returns the states [count, D] of their last tokens."""
+        starts, counts, slots = (each[:count] for each in self._starts_counts_slots)
+        rows = Rows(starts, self._tables[:count], self._page_size, counts, self._states(slots, counts))
+        hidden = self._forward(self._batch_tokens[: size * count], rows, counts)
+        last = torch.arange(count, device=self._context.device) * size + counts.long() - 1
+        return hidden.index_select(0, last)
+
+    @torch.inference_mode()
+    def run_empty_batch(self, size: int, count: int) -> None:
+        """Runs a batch of no request's chunks, without a graph."""
+        self._place_empty_batch()
+        self.padded_batch(size, count)
+
+    def _place_empty_batch(self) -> None:
+        """All chunks write to the null block and to the states of no request."""
+        self._batch_places.zero_()
+        self._starts_counts_slots[1].fill_(1)
+
+    def _capture_batch(self, size: int, count: int) -> None:
+        self._place_empty_batch()
+        self.captured_batches[size, count] = self._capture(lambda: self.padded_batch(size, count))
+
+    # ---- the first token ---------------------------------------------------------------------------------
+
+    def first_token(self, row: int, request: Request, place: int) -> PendingResult:
+        """Chooses the first token of a request, which is in the batch.
+
+        Args:
+            place: of its chunk in the newest prefill.
+        """
+        context, state, sampler = self._context, self._context.state, self._context.state.sampler
+        assert self.last_hidden is not None
+        rows, last, mode = slice(row, row + 1), self.last_hidden[place : place + 1], context.modes[row]
+        before = state.lengths[rows] - 1  # the token follows the last one of the prompt
+        no_draft = Draft(state.last_token.new_empty(1, 0))
+        masks = None
+        if request.matcher:
+            allowed, at = masks_of([request.matcher], [[]], context.words)
+            masks = upload(allowed, context.device), upload(at, context.device)
+        head = context.target.head
+        choice, logprobs = sampler.choose(last, head, self._numbers[rows], no_draft, before, mode, masks)
+        state.last_token[rows] = choice[0]
+        counts = torch.ones_like(before)
+        if mode.full:
+            sampler.count(rows, choice, counts)
+        tokens = torch.cat([counts[:, None], context.mark_finite(choice, last[None])], dim=1)
+        top = request.params.logprobs
+        wanted = {} if top is None else {0: (0, top)}
+        scored = request.scored if request.scores_prompt else None
+        return context.results.send(tokens, logprobs if wanted else None, wanted, scored=scored)
+
+
+def _last_of(hidden: Tensor, count: Tensor) -> Tensor:
+    """Returns the state [1, D] of the last of the first `count` [1] tokens."""
+    return hidden.index_select(0, (count.long() - 1).clamp(min=0))

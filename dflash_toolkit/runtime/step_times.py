@@ -1,0 +1,100 @@
+"""Measures the steps of a runner on an empty batch."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+
+from .graphs import buckets_up_to
+from .programs.context import Part
+from .request import StepShape
+from .runner import StepRunner
+from .sampler import Mode
+from .timing import Shape, Times, measured_times, seconds_of
+from .trees.budget import ROWS
+
+
+def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int, trees: Collection[Shape] = ()) -> Times:
+    """Returns the seconds of every (bucket, block) and of those steps over trees.
+
+    The graphs that it captures are kept, unless what a step reads depends on the requests: then it measures random
+    requests. The batch is empty. For trees, which an empty batch would not have, and where steps write recurrent
+    states, it is a batch of requests without a context.
+    """
+    on_gpu, lengths = runner.device.type == "cuda", runner.state.lengths
+    blocks: list[Shape] = list(itertools.product(buckets_up_to(max_num_seqs), sizes))
+
+    def clock(step: Callable[[], object]) -> float:
+        lengths.zero_()
+        return seconds_of(step, runner.device)
+
+    with contextlib.ExitStack() as around:
+        if runner.target.spec.depends_on_requests:
+            around.enter_context(random_tokens(runner))
+        if trees or runner.state.recurrent:
+            around.enter_context(full_batch(runner))
+        steps: dict[Shape, Callable[[], object]] = {
+            (bucket, *shape): launcher(runner, bucket, StepShape(shape[-1], *shape[:-1]))
+            for bucket, *shape in (*blocks, *trees)
+        }
+        for step in steps.values():
+            clock(step)
+        samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)
+        return measured_times(steps, clock, samples, again_s)
+
+
+def launcher(runner: StepRunner, rows: int, shape: StepShape) -> Callable[[], object]:
+    """Returns a function that runs a greedy step of that shape; on an empty batch it changes nothing."""
+    part = Part.whole_step(rows, shape)
+    if runner.device.type == "cuda":
+        return runner.graph(part)[0].replay
+    return lambda: runner.run_part(part)
+
+
+def run_all_parts(runner: StepRunner, rows: int, block: int, mode: Mode) -> None:
+    """Runs a step over blocks in which all rows choose in one mode, without a graph."""
+    runner.run_part(Part("propose", rows, block))
+    runner.run_part(Part("read", rows, block))
+    runner.run_part(Part("choose", rows, block, mode))
+    runner.run_part(Part("end", rows, block))
+
+
+@contextlib.contextmanager
+def random_tokens(runner: StepRunner) -> Iterator[None]:
+    """Within the block, steps of an empty batch start with random tokens and verify random tokens.
+
+    Equal rows would all go to the same experts and share one state. Graphs of such steps are dropped at the end.
+    """
+    generator = torch.Generator(runner.device).manual_seed(0)
+    state, rows, vocab = runner.state, runner.max_num_seqs, runner.target.spec.vocab_size
+    shape = (rows + max(rows * runner.max_block, ROWS[-1]),)
+    tokens = torch.randint(vocab, shape, generator=generator, device=runner.device)
+    with runner.graphs.set_aside():
+        runner.context.random_tokens = tokens[rows:]
+        state.last_token.copy_(tokens[:rows])
+        state.states[0].copy_(torch.arange(1, 1 + rows, device=runner.device))
+        try:
+            yield
+        finally:
+            state.last_token.zero_()
+            state.states.zero_()
+            runner.context.random_tokens = None
+
+
+@contextlib.contextmanager
+def full_batch(runner: StepRunner) -> Iterator[None]:
+    """Within the block, an empty batch is full of greedy requests without a context, with room for whole trees.
+
+    They write to the null block. At the end, everything that steps have advanced is restored.
+    """
+    state = runner.state
+    fields = [*runner.advanced(), state.active, state.sampler.ends_at]
+    saved = [field.clone() for field in fields]
+    state.active.fill_(True)
+    state.sampler.ends_at.fill_(runner.reach)
+    try:
+        yield
+    finally:
+        for field, value in zip(fields, saved, strict=True):
+            field.copy_(value)
