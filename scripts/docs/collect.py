@@ -1,0 +1,214 @@
+"""Puts the results of a release benchmark into scripts/results, one file per published table.
+
+    python scripts/docs/collect.py RAW --commit 0123abc --date 2026-11-28
+    make tables
+
+RAW is a folder with the JSON files that the programs under scripts/bench and scripts/peers wrote, named as below.
+Only rows and runs are replaced: columns, formats and charts stay as they are in scripts/results. A table is skipped if
+one of its files is not in RAW.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SETS = ("gsm8k", "mbpp", "humaneval", "mt_bench", "math500")
+Row = dict[str, Any]
+
+
+class Raw:
+    """The raw files of one table, and the runs that they are from."""
+
+    def __init__(self, folder: Path, commit: str, date: str) -> None:
+        self.folder, self.stamp = folder, {"commit": commit, "date": date}
+        self.runs: list[Row] = []
+
+    def __call__(self, name: str, gpus: int = 1) -> Row:
+        found: Row = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        versions = {
+            key: version.partition("+")[0]
+            for key, version in found["versions"].items()
+            if key in ("torch", "triton", "vllm")
+        }
+        gpu = found["gpu"] if gpus == 1 else f"{gpus} x {found['gpu']}"
+        machine = {"gpu": gpu, "versions": versions} | self.stamp
+        command = shlex.join(found["command"])
+        for run in self.runs:
+            if run.items() >= machine.items():
+                run["commands"] += [command] if command not in run["commands"] else []
+                break
+        else:
+            self.runs.append(machine | {"commands": [command]})
+        return found
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def decode(raw: Raw) -> Iterable[Row]:
+    """Real weights, one request at a time, by train_real.py and vllm_decode.py."""
+    for file, label in (("05", "0.5B"), ("15", "1.5B")):
+        ours, theirs = raw(f"train{file}.json")["runs"][-1]["sets"], raw(f"vllm{file}.json")
+        plain = {theirs["plain"]["set"]: theirs["plain"]["decode_tokens_per_second"]} if "plain" in theirs else {}
+        for name in SETS:
+            yield {
+                "target": label, "set": name, "length": ours[name]["tau_pooled"],
+                "plain": ours[name].get("plain_tokens_per_second"), "ours": ours[name]["tokens_per_second"],
+                "vllm_plain": plain.get(name),
+                "vllm": theirs["sets"].get(name, {}).get("decode_tokens_per_second"),
+            }  # fmt: skip
+
+
+def requests_8b(raw: Raw) -> Iterable[Row]:
+    """Recorded drafts in blocks and trees, and vLLM's steps with the tokens per step of blocks of their length."""
+    ours = raw("replay8b.json")
+    speed = {(row["way"], row["requests"]): row["tokens_per_second"] for row in ours["rows"] if not row["failing"]}
+    (plain,) = raw("vllm8b_k0.json")["engines"].values()
+    alone = {row["batch"]: row["tokens_per_second"] for row in plain["rows"]}
+    steps = {k: full_steps(raw(f"vllm8b_k{k}.json"), k) for k in (15, 7, 3)}
+    for requests in sorted({requests for _, requests in speed}):
+        vllm, k = max(
+            (1e3 * requests * ours["tokens_per_step_of_blocks"][str(k + 1)] / ms[requests], k)
+            for k, ms in steps.items()
+            if requests in ms
+        )
+        ways = {way: speed.get((way, requests)) for way in ("plain", "blocks", "trees")}
+        yield {"requests": requests, **ways, "vllm_plain": alone.get(requests), "vllm": vllm, "k": k}
+
+
+def requests_fp8(raw: Raw) -> Iterable[Row]:
+    """Steps with equal acceptance, as tokens per second at the mean length that this acceptance gives."""
+    for shape, label in (("qwen3.8-27b-fp8", "Qwen3.8-27B"), ("qwen3.6-35b-a3b-fp8", "Qwen3.6-35B-A3B")):
+        ours = raw(f"ours_{shape}.json")
+        ms = {("ours", row["block"], row["batch"]): row["ms_per_step"] for row in ours["rows"]}
+        for k in (0, 7):
+            (engine,) = raw(f"vllm_{shape}_k{k}.json")["engines"].values()
+            ms |= {("vllm", k + 1, row["batch"]): row["ms_per_step"] for row in engine["rows"]}
+        for batch in sorted({batch for _, _, batch in ms}):
+            found: Row = {"target": label, "requests": batch}
+            for engine_name in ("ours", "vllm"):
+                for block, way in ((1, "plain"), (8, "drafts")):
+                    mean = sum(ours["accept"] ** i for i in range(block))
+                    took = ms.get((engine_name, block, batch))
+                    found[f"{engine_name}_{way}"] = 1e3 * batch * mean / took if took else None
+            yield found
+
+
+def server(raw: Raw) -> Iterable[Row]:
+    """The engine alone, dflash-serve, and the faster of two ways to run vllm serve, by streaming clients."""
+    ours = raw("serve_ours.json")
+    vllm = [streamed(raw(f"serve_vllm_{way}.json")) for way in ("k15", "adaptive")]
+    for engine in ours["engine"]:
+        clients = engine["clients"]
+        best = max((rows[clients] for rows in vllm if clients in rows), key=lambda row: row["tokens_per_second"])
+        row = streamed(ours)[clients]
+        yield {
+            "clients": clients, "engine": engine["tokens_per_second"], "ours": row["tokens_per_second"],
+            "vllm": best["tokens_per_second"], "first": row["first_ms"], "vllm_first": best["first_ms"],
+        }  # fmt: skip
+
+
+def streamed(found: Row) -> dict[int, Row]:
+    return {row["clients"]: row for row in found["server"] if row["streamed"]}
+
+
+TABLES: dict[str, Callable[[Raw], Iterable[Row]]] = {
+    "decode": decode,
+    "requests-8b": requests_8b,
+    "requests-fp8": requests_fp8,
+    "server": server,
+}
+
+
+# ---- vLLM's steps ----------------------------------------------------------------------------------------------------
+
+
+def full_steps(found: Row, k: int) -> dict[int, float]:
+    """Returns milliseconds of vLLM's steps by number of requests, as if all requests took part in every step.
+
+    vllm_step.py times up to the last token of the last request and divides by the steps of a mean request. Here the
+    time is divided by the steps of the longest request instead. This makes vLLM's steps too short, if anything.
+    """
+
+    def more(requests: int) -> float:
+        """Steps of long answers minus those of short ones, without the first token, which prefill makes."""
+        long, short = (steps_of_longest(requests, found[key] - 1, k, found["accept"]) for key in ("long", "short"))
+        return long - short
+
+    (engine,) = found["engines"].values()
+    return {row["batch"]: row["ms_per_step"] * more(1) / more(row["batch"]) for row in engine["rows"]}
+
+
+def steps_of_longest(requests: int, tokens: int, k: int, accept: float) -> float:
+    """Returns the mean steps of the slowest of some requests.
+
+    Args:
+        tokens: that each request writes.
+        k: tokens drafted per step.
+        accept: probability that a drafted token is accepted if those before it were.
+    """
+    committed = np.array([*(accept**i * (1 - accept) for i in range(k)), accept**k])  # probabilities of 1, 2, ... k + 1
+    written, steps = np.eye(1, tokens)[0], 0.0  # probabilities of 0, 1, ... tokens of an unfinished request
+    while (unfinished := written.sum()) > 1e-12:
+        steps += 1 - (1 - unfinished) ** requests
+        written = np.convolve(np.append(0.0, committed), written)[:tokens]
+    return float(steps)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def compact(table: Row) -> str:
+    """Returns JSON with one line per row, column and command."""
+
+    def lines(items: Iterable[Any], indent: str) -> str:
+        return ",\n".join(indent + json.dumps(item, ensure_ascii=False) for item in items)
+
+    parts = []
+    for key, found in table.items():
+        if key == "runs":
+            runs = []
+            for run in found:
+                head = json.dumps({name: each for name, each in run.items() if name != "commands"}, ensure_ascii=False)
+                runs.append(f'  {head[:-1]}, "commands": [\n{lines(run["commands"], "   ")}\n  ]}}')
+            parts.append(' "runs": [\n' + ",\n".join(runs) + "\n ]")
+        elif isinstance(found, list):
+            parts.append(f' "{key}": [\n{lines(found, "  ")}\n ]')
+        else:
+            parts.append(f' "{key}": {json.dumps(found, ensure_ascii=False)}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def rounded(row: Row) -> Row:
+    return {key: float(f"{each:.5g}") if isinstance(each, float) else each for key, each in row.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("raw", type=Path, help="folder with the raw results")
+    parser.add_argument("--commit", required=True, help="commit that was measured")
+    parser.add_argument("--date", required=True, help="day of the measurement")
+    args = parser.parse_args()
+    for name, rows in TABLES.items():
+        raw = Raw(args.raw, args.commit, args.date)
+        path = RESULTS / f"{name}.json"
+        try:
+            found = [rounded(row) for row in rows(raw)]
+        except FileNotFoundError as missing:
+            print(f"{name}: skipped, {missing.filename} does not exist")
+            continue
+        table = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(compact({"runs": raw.runs} | table | {"runs": raw.runs, "rows": found}), encoding="utf-8")
+        print(f"{name}: written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

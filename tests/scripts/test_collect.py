@@ -1,0 +1,58 @@
+"""scripts/docs/collect.py: raw results become published rows."""
+
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.docs import collect
+
+MACHINE = {"gpu": "H", "versions": {"torch": "2.11.0+cu130"}, "command": ["python", "a b.py"]}
+
+
+@pytest.mark.parametrize(("requests", "k", "accept"), [(1, 3, 0.8), (5, 7, 0.865), (40, 2, 0.3), (3, 0, 0.5)])
+def test_steps_of_slowest_request_match_simulation(requests: int, k: int, accept: float) -> None:
+    dice = random.Random(0)
+
+    def steps() -> int:
+        written = count = 0
+        while written < 30:
+            written, count = written + 1 + next((i for i in range(k) if dice.random() >= accept), k), count + 1
+        return count
+
+    thrown = [max(steps() for _ in range(requests)) for _ in range(2000)]
+    error = statistics.stdev(thrown) / len(thrown) ** 0.5
+    found = collect.steps_of_longest(requests, 30, k, accept)
+    assert found == pytest.approx(statistics.mean(thrown), abs=4 * error + 1e-9)
+
+
+def test_server_rows_use_the_faster_vllm(tmp_path: Path) -> None:
+    def served(speeds: dict[int, float]) -> list[dict[str, Any]]:
+        rows = [
+            {"clients": n, "streamed": True, "tokens_per_second": speed, "first_ms": n} for n, speed in speeds.items()
+        ]
+        return rows + [row | {"streamed": False, "tokens_per_second": 1e9} for row in rows]
+
+    files = {
+        "serve_ours": {"engine": [{"clients": n, "tokens_per_second": 9.0} for n in (1, 8)]}
+        | {"server": served({1: 7, 8: 8})},
+        "serve_vllm_k15": {"server": served({1: 3, 8: 4})},
+        "serve_vllm_adaptive": {"server": served({1: 2, 8: 6})},
+    }
+    for name, found in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(MACHINE | found))
+    raw = collect.Raw(tmp_path, "abc", "day")
+    assert [(row["engine"], row["ours"], row["vllm"]) for row in collect.server(raw)] == [(9, 7, 3), (9, 8, 6)]
+    assert raw.runs == [
+        {"gpu": "H", "versions": {"torch": "2.11.0"}, "commit": "abc", "date": "day", "commands": ["python 'a b.py'"]}
+    ]
+
+
+def test_compact_files_hold_the_same_json() -> None:
+    run = {"gpu": "H", "commands": ["a", "b"]}
+    table = {"runs": [run, run], "columns": [["µs", "a"]], "rows": [{"a": 1.5}, {"a": None}], "chart": {"x": "a"}}
+    text = collect.compact(table)
+    assert json.loads(text) == table and text.count("\n") < 25
