@@ -54,12 +54,12 @@ def separable(model: "PreTrainedModel") -> bool:
     windows = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
     nets = _delta_nets(decoder)
     return (
-        bool(model._supports_flash_attn)
+        bool(decoder._supports_flash_attn)  # a part that reads images may not
         and model._can_set_attn_implementation()
         and {*kinds} <= {"full_attention", "sliding_attention", "linear_attention"}
         and kinds.count("linear_attention") == len(nets)
         and len(nets) == sum(isinstance(module, nn.Conv1d) for module in decoder.modules())
-        and (bool(nets) or not model._is_stateful)
+        and (bool(nets) or not decoder._is_stateful)
         and (not windows or "sliding_window=" in _source(type(decoder).__module__))
     )
 

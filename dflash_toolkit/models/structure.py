@@ -11,6 +11,8 @@ from ..config import UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+CACHE_ARGUMENTS = ("cache", "past_key_values")  # the name in transformers from 5.24 on, and the one before
+
 
 @dataclass(frozen=True, slots=True)
 class Structure:
@@ -20,14 +22,18 @@ class Structure:
     layers: nn.ModuleList
     norm: nn.Module  # the final one
     head: nn.Linear
+    cache_argument: str  # of the model's `forward`
 
     @classmethod
     def of_model(cls, model: "PreTrainedModel", name: str) -> "Structure":
         """Find the parts. Raises UnsupportedModel naming the first that is missing."""
 
+        import transformers  # seconds, and the runtime needs none of it
+
         def lacks(part: str) -> UnsupportedModel:
             return UnsupportedModel(
-                f"target {name}: architecture {model.config.model_type!r} is not supported: it has no {part}"
+                f"target {name}: architecture {model.config.model_type!r} is not supported with transformers "
+                f"{transformers.__version__}: it has no {part}"
             )
 
         config = text_config(model.config)
@@ -46,10 +52,13 @@ class Structure:
             raise lacks("embedding of its input")
         if head is None:
             raise lacks("LM head")
-        for argument in ("past_key_values", "logits_to_keep"):
-            if argument not in inspect.signature(type(model).forward).parameters:
-                raise lacks(f"forward that takes {argument!r}")
-        return cls(embedding, layers[0], norms[-1], head)
+        arguments = inspect.signature(type(model).forward).parameters
+        cache = next((name for name in CACHE_ARGUMENTS if name in arguments), None)
+        if cache is None:
+            raise lacks("forward that takes a cache of keys and values")
+        if "logits_to_keep" not in arguments:
+            raise lacks("forward that computes the logits of chosen positions ('logits_to_keep')")
+        return cls(embedding, layers[0], norms[-1], head, cache)
 
 
 def _is_norm(module: nn.Module, size: int) -> bool:

@@ -503,7 +503,8 @@ class Target:
             try:
                 # a tensor, not 1: Gemma 4 runs its last layers on the last token alone where a number asks for it
                 keep = torch.tensor([ids.shape[1] - 1], device=ids.device) if logits == "last" else 0
-                out = self.model(ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=keep, **extra)
+                extra |= {self.structure.cache_argument: cache, "use_cache": cache is not None}
+                out = self.model(ids, logits_to_keep=keep, **extra)
             except _EnoughLayers:
                 out = None
         features = torch.cat([found[layer] for layer in tapped], dim=-1) if taps else None
