@@ -54,7 +54,7 @@ class Acceptance:
                     judged[slot] += 1
                     reached[slot] += verdict.accepted >= slot - 1
                     accepted[slot] += verdict.accepted >= slot
-        taus = [g.acceptance_length for g in generations if g.steps]
+        taus = [tau for g in generations if (tau := g.acceptance_length) is not None]
         return cls(
             answers=len(generations),
             tokens=sum(len(g.tokens) for g in generations),

@@ -79,9 +79,9 @@ class Generation:
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
-    def acceptance_length(self) -> float:
-        """tau: committed tokens per verify step, bonus included; NaN before the first step."""
-        return sum(len(s.tokens) for s in self.steps) / len(self.steps) if self.steps else float("nan")
+    def acceptance_length(self) -> float | None:
+        """tau: committed tokens per verify step, bonus included; None before the first step."""
+        return sum(len(s.tokens) for s in self.steps) / len(self.steps) if self.steps else None
 
 
 class PromptError(UserError):

@@ -271,9 +271,9 @@ def test_time_is_counted_from_where_a_forward_pass_began(clock: Clock, monkeypat
     assert (found.prefill_s, found.decode_s) == (3, 3 * 4)
 
 
-def test_the_acceptance_length_of_an_answer_without_steps_is_nan() -> None:
+def test_acceptance_length_without_steps_is_none() -> None:
     generation = generate(pair()[0], None, PROMPT, SamplingParams(max_tokens=1))
-    assert generation.steps == [] and math.isnan(generation.acceptance_length)
+    assert generation.steps == [] and generation.acceptance_length is None
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Answer:
 def worst_and_best(report: Report) -> tuple[list[Answer], list[Answer]]:
     """By acceptance length, least first and most first, of the first section; no request is in both."""
     found = [(name, m) for name, s in report.sets.items() for m in s.measurements if m.drafted.steps]
-    found.sort(key=lambda item: item[1].drafted.acceptance_length)
+    found.sort(key=lambda item: item[1].drafted.acceptance_length or 0.0)
     count = min(SHOWN, len(found) // 2)
     worst, best = found[: max(count, min(1, len(found)))], found[len(found) - count :][::-1]
     return [_answer(*item) for item in worst], [_answer(*item) for item in best]
