@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from .measure import Measurement
 from .report import Report
-from .tables import number, percent, times
+from .table import number, percent, times
 
 SHOWN = 3  # of the worst and of the best
 SIBLINGS = 3  # of a token, the likeliest
@@ -61,10 +61,17 @@ def _answer(name: str, measurement: Measurement) -> Answer:
         figures += f", {times(rates[0] / rates[1])}"
     # what decodes without giving texts is shown by its ids
     texts = measurement.token_texts or tuple(f"{token} " for token in drafted.tokens)
-    text = measurement.prompt_text
+    text = measurement.asked or measurement.prompt_text
     prompt = text if len(text) <= PROMPT else f"{text[: PROMPT // 2]} … {text[-PROMPT // 2 :]}"
     shown = _steps(measurement, texts[:ANSWER])
-    return Answer(f"{name}: {measurement.id}{category}{turn}", figures, prompt, shown, max(0, len(texts) - ANSWER))
+    return Answer(
+        f"{own_name(name, measurement.id)}{category}{turn}", figures, prompt, shown, max(0, len(texts) - ANSWER)
+    )
+
+
+def own_name(set_name: str, request: str) -> str:
+    """Names a request of a set; an id that begins with the set's name does not repeat it."""
+    return request if request.startswith(f"{set_name}/") else f"{set_name}: {request}"
 
 
 def _steps(measurement: Measurement, texts: tuple[str, ...]) -> tuple[ShownStep, ...]:

@@ -123,8 +123,8 @@ def _speed(generations: Sequence[Generation]) -> Array:
 
 
 def _taus(generations: Sequence[Generation]) -> Array:
-    """An answer's own tau, and whether it has one [requests, 2]."""
-    return np.array([(g.acceptance_length, 1.0) if g.steps else (0.0, 0.0) for g in generations])
+    """Returns each answer's own tau, and whether it has one [requests, 2]."""
+    return np.array([(g.acceptance_length or 0.0, 1.0) if g.steps else (0.0, 0.0) for g in generations])
 
 
 def _slots(generation: Generation, slots: int) -> Array:

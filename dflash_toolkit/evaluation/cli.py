@@ -152,7 +152,7 @@ class EvalConfig(ModelOptions):
     drafter: str | None = option(None, "the drafter: Hugging Face id or directory; the server has it with --endpoint")
     sets: PromptSetOptions = options(PromptSetOptions, flat=True)
     protocol: str | None = option(
-        None, "measure as a published comparison was, which gives prompts and sampling; prints ours beside it", NAMES
+        None, "measure as a published comparison was, which gives prompts and sampling; compares ours with it", NAMES
     )
     output: str = option("report", "directory for the report")
     runtime: str = option(
@@ -258,12 +258,10 @@ def _run(config: EvalConfig) -> None:
     import transformers
 
     from .files import write_report
-    from .markdown import render_table
-    from .protocols import beside_published, doubts
-    from .publish import badge, find_card, log_report, shown_command, write_card
-    from .run import Setting, evaluate_all
+    from .publish import find_card, log_report, shown_command, write_card
+    from .run import Setting, evaluate_all, serving_command
     from .sweeps import Sweeps
-    from .tables import summary_table
+    from .terminal import show_report
 
     publish = config.publish
     card = find_card(config.drafter) if publish.write_model_card and config.drafter is not None else None
@@ -292,7 +290,7 @@ def _run(config: EvalConfig) -> None:
     partial = output / "partial.jsonl"
     told_elsewhere = {"output", *to_mapping(publish), *to_mapping(config.server)}
     arguments = {key: value for key, value in to_mapping(config).items() if key not in told_elsewhere}
-    with _alone(output):
+    with _only_run(output):
         report = evaluate_all(
             pair,
             settings,
@@ -316,24 +314,14 @@ def _run(config: EvalConfig) -> None:
             write_card(card, report, shown_command(config))
         if publish.wandb:
             log_report(report, output, publish.wandb)
-    for section in report.sections:
-        print(f"{section.name}:\n\n{render_table(summary_table(section))}\n")
-    if config.protocol is not None:
-        compared = beside_published(report, config.protocol)
-        print(f"{compared.caption}:\n\n{render_table(compared)}\n")
-        for doubt in doubts(report, config.protocol):
-            print(doubt)
-        print()
-    for warning in report.warnings:
-        print(f"warning: {warning}\n")
-    if report.recommendation:
-        print(f"{report.recommendation['reason']}\n")
-    print(f"Badge: {badge(report)}\n\nThe report is in {output / 'report.html'}")
+    served_here = config.server.endpoint is None
+    serve = serving_command(report.arguments, arguments) if served_here else ()
+    show_report(report, output, config.protocol, serve)
 
 
 @contextlib.contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """One process measures into a folder at a time."""
+def _only_run(output: Path) -> Iterator[None]:
+    """Lets one process at a time measure into a folder."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -394,7 +382,7 @@ def _load(config: EvalConfig) -> "Pair":
 
 
 def _encode(tokenizer: Any, name: str, row: Prompt, thinking: bool | None, multi_turn: bool) -> "EncodedPrompt":
-    from .measure import EncodedPrompt, Rest
+    from .measure import EncodedPrompt, Rest, last_question
 
     def encode(messages: Sequence[Message]) -> list[int]:
         try:
@@ -403,4 +391,5 @@ def _encode(tokenizer: Any, name: str, row: Prompt, thinking: bool | None, multi
             raise UserError(f"set {name!r}, prompt {row.id!r}: {error}") from error
 
     rest = Rest(row.messages, row.later, encode) if multi_turn and row.later else None
-    return EncodedPrompt(row.id, encode(row.messages), row.category, rest=rest)
+    asked = last_question(row.messages)
+    return EncodedPrompt(row.id, encode(row.messages), row.category, rest=rest, asked=asked)

@@ -10,7 +10,7 @@ from .files import readable, write_together
 from .markdown import escape, render_table
 from .page import Chart, template
 from .plots import COLOURS, Series, bars, curves, differences, swatch
-from .tables import MISSING, Table, between, number, percent, times
+from .table import MISSING, Table, between, number, percent, times
 
 SURE = 0.05  # a p-value below it is called a difference
 NAMES = {"tau_pooled": "τ pooled", "tau_mean": "τ mean", "tokens_per_second": "Tokens/s", "speedup": "Speed-up"}

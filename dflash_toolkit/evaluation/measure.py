@@ -30,6 +30,7 @@ class EncodedPrompt:
     category: str | None = None
     turn: int = 1  # of its conversation
     rest: "Rest | None" = None  # of the conversation
+    asked: str = ""  # the last message of the user, as readers know it
 
     def next(self, answer: str) -> "EncodedPrompt | None":
         """The next turn, behind this answer; None behind the last. Raises UserError: the chat template refuses it."""
@@ -40,7 +41,14 @@ class EncodedPrompt:
         said = () if asked[0]["role"] == "assistant" else ({"role": "assistant", "content": answer},)
         history = (*self.rest.history, *said, *asked)
         rest = replace(self.rest, history=history, turns=self.rest.turns[1:])
-        return EncodedPrompt(self.id, rest.encode(history), self.category, self.turn + 1, rest if rest.turns else None)
+        left, question = rest if rest.turns else None, last_question(asked)
+        return EncodedPrompt(self.id, rest.encode(history), self.category, self.turn + 1, left, question)
+
+
+def last_question(messages: Sequence[Message]) -> str:
+    """Returns the text of the user's last message."""
+    texts = [message.get("content") for message in messages if message["role"] == "user"]
+    return texts[-1] if texts and isinstance(texts[-1], str) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ class Measurement:
     category: str | None = None
     turn: int = 1
     prompt_text: str = ""
+    asked: str = ""  # the last message of the user; empty where only tokens are known
     token_texts: tuple[str, ...] = ()  # of the drafted answer, one a token; together they are its text
     offered_texts: tuple[tuple[int, str], ...] = ()  # of every token that `Step.offered` has, by its id
     step_s: tuple[float, ...] = ()  # seconds from each of its steps to the next, as who reads the stream sees them
@@ -127,7 +136,8 @@ def joined(
         difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens, params.temperature == 0.0)
     texts = _text(pair.tokenizer, prompt.token_ids), tuple(token_texts(pair.tokenizer, drafted.tokens))
     offered = tuple(_offered_texts(pair.tokenizer, drafted).items())
-    of_prompt, costs = (prompt.category, prompt.turn, *texts, offered), (gaps, plain_gaps, used, plain_used)
+    of_prompt = prompt.category, prompt.turn, texts[0], prompt.asked, texts[1], offered
+    costs = gaps, plain_gaps, used, plain_used
     return Measurement(prompt.id, len(prompt.token_ids), drafted, plain, difference, *of_prompt, *costs)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 from .bootstrap import Interval
-from .tables import percent
+from .table import percent
 from .verdict import judge
 
 WIDTH, HEIGHT = 440, 260

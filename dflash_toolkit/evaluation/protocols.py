@@ -1,4 +1,4 @@
-"""Measurements that people quote, by name: how they are made, what was published, and how ours stand beside it."""
+"""Measurements that people quote, by name: how they are made, what was published, and how ours compare."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .report import Report
-    from .tables import Table
+    from .table import Table
 
 QWEN3_8B = "Qwen/Qwen3-8B"
 
@@ -86,9 +86,9 @@ def fixed_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return fixed | {key: value for key, value in given.items() if key == "limit"}
 
 
-def beside_published(report: "Report", name: str) -> "Table":
-    """Our figures beside the published ones. Report: of a run with this protocol."""
-    from .tables import Table, number
+def published_table(report: "Report", name: str) -> "Table":
+    """Compares our figures with the published ones. The report is of a run with this protocol."""
+    from .table import Table, number
 
     protocol = PROTOCOLS[name]
     kind = report.arguments.get("drafter_kind") or "dflash"
@@ -103,11 +103,11 @@ def beside_published(report: "Report", name: str) -> "Table":
             low = protocol.share * theirs if theirs else None
             cells.append("-" if low is None else f"{number(low)}: {'yes' if ours >= low else 'no'}")
         rows.append(tuple(cells))
-    return Table(f"Beside {protocol.source}", header, tuple(rows))
+    return Table(f"Compared with {protocol.source}", header, tuple(rows))
 
 
-def doubts(report: "Report", name: str) -> list[str]:
-    """Why the comparison may not hold."""
+def caveats(report: "Report", name: str) -> list[str]:
+    """Returns the reasons why the comparison may not hold."""
     protocol, arguments = PROTOCOLS[name], report.arguments
     found = [f"It was measured with {protocol.engine}; another engine rounds otherwise, which moves some answers."]
     if arguments["target"] != protocol.target:

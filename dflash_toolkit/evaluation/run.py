@@ -127,7 +127,7 @@ def evaluate_all(
         warnings += (f"Sampled answers are distributed otherwise than without the drafter: p = {tested['p_value']}.",)
     advice = recommendation(sections[0], points, pair.concurrency)
     if advice and "draft_tree" in points:
-        drafting = drafting_advice(points["draft_tree"], _serving(noted, arguments or {}))
+        drafting = drafting_advice(points["draft_tree"], serving_command(noted, arguments or {}))
         advice |= {"drafting": drafting, "reason": f"{advice['reason']} {said_of(drafting)}"}
     return Report(environment, noted, sections, warnings, points, advice, ranked, tested)
 
@@ -418,8 +418,8 @@ def _points(*how: Any) -> dict[str, Any]:
     return {"points": drafting_points(*how)}
 
 
-def _serving(noted: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """The command that serves the pair as it was measured, but for the way to draft."""
+def serving_command(noted: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    """Returns the command that serves the pair as it was measured, without the way to draft."""
     words = ["dflash-serve", "--target", str(noted["target"]), "--drafter", str(noted.get("drafter", "DRAFTER"))]
     for name in ("device", "dtype", "draft_dtype"):
         if arguments.get(name, "auto") != "auto":

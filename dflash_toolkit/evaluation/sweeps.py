@@ -222,7 +222,9 @@ def recommendation(
         said.append(f"{length} drafted tokens are the fastest of {_listed(lengths, 'num_speculative_tokens')}")
     low, high = within or (speedup, speedup)
     use = True if low > 1 else False if high < 1 else None
-    said.append(f"{at_a_time(concurrency)} is {speedup:.2f}x as fast as without a drafter")
+    interval = f" (95 % interval {low:.2f}x to {high:.2f}x)" if within else ""
+    unsure = " shows no clear difference:" if use is None else " is"
+    said.append(f"{at_a_time(concurrency)}{unsure} {speedup:.2f}x as fast as without a drafter{interval}")
     most: int | None = None
     if loads := sweeps.get("concurrency", ()):
         paying = itertools.takewhile(

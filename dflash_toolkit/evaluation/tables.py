@@ -2,26 +2,16 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from .bootstrap import Interval
 from .drafting import drafts_of
 from .report import Report, Section, Summary
+from .table import MISSING, between, percent, times
+from .table import Table as Table
+from .table import number as number
 
 SHOWN_DIFFERENCES = 20
-MISSING = "-"  # nothing to count
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Plain text cells; whoever renders them escapes them. The first column names the row."""
-
-    caption: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numeric: bool = True  # the other columns hold figures, set flush right
-
 
 DEFINITIONS = (
     (
@@ -60,34 +50,14 @@ DEFINITIONS = (
 )
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    """A figure for people, a dash for what could not be measured."""
-    return MISSING if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    """A share for people."""
-    return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f} %"
-
-
-def times(value: float | None) -> str:
-    """A ratio for people."""
-    return MISSING if value is None or not math.isfinite(value) else f"{value:.2f}x"
-
-
-def between(figure: str, within: Interval | None) -> str:
-    """A figure and its interval."""
-    return figure if within is None else f"{figure} [{within[0]:.2f}, {within[1]:.2f}]"
-
-
 def identical(summary: Summary) -> str:
     """Answers equal to the plain ones, counted: a share would round one defect in thousands to 100 %."""
     return MISSING if summary.identical is None else f"{summary.identical:,} of {summary.drafted.answers:,}"
 
 
-def summary_table(report: Report | Section) -> Table:
-    """The figures people decide from; without a baseline the columns that need one are absent."""
-    return _summary_table("Results per prompt set", report.labelled, bool(report.overall.plain))
+def summary_table(report: Report | Section, caption: str = "Results per prompt set") -> Table:
+    """Returns the figures people decide from; without a baseline the columns that need one are absent."""
+    return _summary_table(caption, report.labelled, bool(report.overall.plain))
 
 
 def _summary_table(caption: str, labelled: Iterable[tuple[str, Summary]], baseline: bool) -> Table:
@@ -277,7 +247,14 @@ def differences_table(report: Report) -> Table | None:
         f"First differences from plain decoding{rest}",
         ("Set", "Request", "Position", "Plain token", "Drafted token", "Regret, nats"),
         tuple(
-            (name, request, str(d.position), repr(d.plain_text), repr(d.drafted_text), number(d.regret_nats, 4))
+            (
+                name,
+                request.removeprefix(f"{name}/"),
+                str(d.position),
+                repr(d.plain_text),
+                repr(d.drafted_text),
+                number(d.regret_nats, 4),
+            )
             for name, request, d in shown
         ),
     )

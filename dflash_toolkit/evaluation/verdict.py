@@ -8,7 +8,8 @@ from typing import Literal
 from .bootstrap import Interval
 from .distribution import SUSPICIOUS
 from .report import Report, Summary
-from .tables import SWEPT, times
+from .table import times
+from .tables import SWEPT
 
 TIE_NATS = 0.2  # a regret up to here is a tie that rounding can decide
 NAMED = 6  # places where it loses

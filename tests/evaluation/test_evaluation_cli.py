@@ -198,7 +198,7 @@ def test_every_temperature_and_mode_has_a_section(
     texts = [s["sets"]["sky"]["per_request"][0]["prompt_text"] for s in sections]
     assert texts[0] == texts[1] != texts[2] == texts[3]
     assert all(s["overall"]["identical_to_plain"] == 1.0 for s in sections)
-    assert "temperature 0.6, no thinking:" in capsys.readouterr().out
+    assert "temperature 0.6, no thinking\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

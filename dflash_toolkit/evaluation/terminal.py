@@ -1,0 +1,38 @@
+"""What `dflash-eval` prints at its end: tables, the verdict, where the report is, what to run next."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from .protocols import caveats, published_table
+from .report import Report
+from .table import COLOURS, say, show_table
+from .tables import summary_table
+from .verdict import verdict
+
+DETAILS = ("Tokens", "Steps", "τ mean")  # columns that only the report has
+
+
+def show_report(report: Report, output: Path, protocol: str | None = None, serve: Sequence[str] = ()) -> None:
+    """Prints a report that was written to `output`.
+
+    Args:
+        protocol: the published measurement to compare with.
+        serve: the command that serves this pair.
+    """
+    for section in report.sections:
+        show_table(summary_table(section, section.name).without(*DETAILS))
+    if protocol is not None:
+        show_table(published_table(report, protocol))
+        for caveat in caveats(report, protocol):
+            say(caveat)
+        say("")
+    found = verdict(report)
+    say(found.headline, f"bold {COLOURS[found.outcome]}")
+    for question, answer in found.points:
+        say(f"{question} {answer}")
+    for warning in report.warnings:
+        say(f"warning: {warning}", "yellow")
+    say(f"\nReport: {output / 'report.html'}")
+    if serve:
+        say(f"Next:   {shlex.join(serve)}")
