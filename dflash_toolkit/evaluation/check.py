@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from ..config import UserError, option, parse_cli, run_command
 from .schema import read_report, split_places
+from .table import Table, say, show_table
 
 PROG = "dflash-eval check REPORT"
 DESCRIPTION = """\
 See whether a report of dflash-eval (report.json, or its folder) keeps limits, each given as VALUE for all prompt sets
-pooled or as SET=VALUE. Says every miss in a line.
+pooled or as SET=VALUE, and print each with what was measured.
 
 Exit code: 0 all limits hold, 1 one is missed, 2 the command cannot be run as given."""
 
@@ -88,14 +89,31 @@ def parse(argv: Sequence[str]) -> tuple[Path, CheckConfig]:
 
 
 def _run(place: Path, config: CheckConfig) -> int:
-    misses = missed(read_report(place), config, str(place))
-    held = len(config.limits) - len(misses)
-    print("\n".join(misses) if misses else f"{place}: {held} of {held} limits hold")
-    return int(bool(misses))
+    results = checked(read_report(place), config, str(place))
+    rows = tuple((r.set, r.name, r.measured, r.wanted, "holds" if r.holds else "missed") for r in results)
+    header = ("Set", "Figure", "Measured", "Limit", "Result")
+    show_table(Table("", header, rows, numeric=False), ["" if r.holds else "red" for r in results])
+    held = sum(result.holds for result in results)
+    say(
+        f"{place}: {held} of {len(results)} limits hold ({results[0].section})",
+        "green" if held == len(results) else "red",
+    )
+    return int(held < len(results))
 
 
-def missed(report: dict[str, Any], config: CheckConfig, place: str) -> list[str]:
-    """A line for every limit that a report does not keep.
+class Checked(NamedTuple):
+    """A limit, what was measured, and whether the limit holds."""
+
+    set: str
+    name: str
+    measured: str
+    wanted: str
+    section: str
+    holds: bool
+
+
+def checked(report: dict[str, Any], config: CheckConfig, place: str) -> list[Checked]:
+    """Checks every limit.
 
     Args:
         place: of the report, for messages.
@@ -104,18 +122,16 @@ def missed(report: dict[str, Any], config: CheckConfig, place: str) -> list[str]
         UserError: a section or set that is not there, or a figure that was not measured.
     """
     section = named_section(report, config.section, place)
-    lines = []
+    results = []
     for limit in config.limits:
         figure = FIGURES[limit.figure]
         value = _value(report, section, limit, place)
-        if not (value >= limit.value if figure.least else value <= limit.value):  # so that NaN is a miss
-            within = _summary(section, limit.set, place).get(f"{figure.key}_ci95")
-            interval = f" [{within[0]:.3f}, {within[1]:.3f}]" if within else ""
-            wanted = f"at {'least' if figure.least else 'most'} {limit.value:g} wanted"
-            lines.append(
-                f"{limit.set or 'all sets'}: {figure.name} {value:.3f}{interval}, {wanted} ({section['name']})"
-            )
-    return lines
+        within = _summary(section, limit.set, place).get(f"{figure.key}_ci95")
+        measured = f"{value:.3f}" + (f" [{within[0]:.3f}, {within[1]:.3f}]" if within else "")
+        wanted = f"at {'least' if figure.least else 'most'} {limit.value:g}"
+        holds = value >= limit.value if figure.least else value <= limit.value  # False of NaN
+        results.append(Checked(limit.set or "all sets", figure.name, measured, wanted, section["name"], holds))
+    return results
 
 
 def named_section(report: dict[str, Any], name: str | None, place: str) -> dict[str, Any]:

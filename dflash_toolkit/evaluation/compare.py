@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ p-value of a paired permutation test. --output also writes compare.json, compare
 SCHEMA_VERSION = 1
 COMPARED = ("tau_pooled", "tau_mean", "tokens_per_second", "speedup", "accepted_per_position")
 SPEEDS = ("tokens_per_second", "speedup")
+LEAST_PAIRS = 6  # of fewer, no permutation test can have a p-value below 0.05
 SAMPLED = ("top_p", "top_k", "min_p", "seed", "draft_sample_method")  # nothing to greedy answers
 SAMPLING = ("max_tokens", "ignore_eos", "multi_turn", "chat_template_sha256", *SAMPLED)
 
@@ -42,6 +43,7 @@ class Run:
     name: str
     place: str
     report: dict[str, Any]
+    renamed: tuple[tuple[str, str], ...] = ()  # its own names of sets that the first run calls otherwise, and those
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -77,20 +79,36 @@ def parse(argv: Sequence[str]) -> tuple[list[Path], CompareConfig]:
 def _run(places: Sequence[Path], config: CompareConfig) -> None:
     comparison = compare(named_runs([(str(place), read_report(place)) for place in places]))
     # not above: this imports torch, which what is refused need not wait for
-    from .comparison import render_markdown, write_comparison
+    from .comparison import show_comparison, write_comparison
 
-    if config.output is not None:
-        write_comparison(comparison, Path(config.output))
-    print(render_markdown(comparison))
+    output = None if config.output is None else Path(config.output)
+    if output is not None:
+        write_comparison(comparison, output)
+    show_comparison(comparison, output)
 
 
 def named_runs(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Run]:
-    """Reports by the last part of their drafter's name, or by their places where that is the same for two."""
-    names = [Path(str(report["arguments"].get("drafter") or place)).name for place, report in reports]
-    unique = len(set(names)) == len(names)
-    if not unique and len({place for place, _ in reports}) < len(reports):
-        raise UserError(f"{', '.join(place for place, _ in reports)}: a report is given twice")
-    return [Run(n if unique else place, place, report) for n, (place, report) in zip(names, reports, strict=True)]
+    """Names each run by its drafter, or by its place where two runs have the same drafter.
+
+    Raises:
+        UserError: a report is given twice.
+    """
+    places = [place for place, _ in reports]
+    drafters = [str(report["arguments"].get("drafter") or place) for place, report in reports]
+    names = _short_names(drafters) or _short_names(places)
+    if names is None:
+        raise UserError(f"{', '.join(places)}: a report is given twice")
+    return [Run(name, place, report) for name, (place, report) in zip(names, reports, strict=True)]
+
+
+def _short_names(paths: Sequence[str]) -> list[str] | None:
+    """Returns the shortest endings, of two parts or more, that differ; None where two paths are the same."""
+    parts = [[part for part in Path(path).parts if part != "/"] for path in paths]
+    for length in range(2, max(2, *map(len, parts)) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return None
 
 
 def compare(runs: Sequence[Run]) -> dict[str, Any]:
@@ -108,6 +126,7 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
             "the runs have no way of decoding in common: "
             + "; ".join(f"{run.name}: {', '.join(s['name'] for s in run.report['sections'])}" for run in runs)
         )
+    runs = [first, *(_with_sets_of(first, run) for run in runs[1:])]
     warnings = [warning for run in runs[1:] for warning in _warnings(first, run)]
     same_machine = all((run.machine, run.load) == (first.machine, first.load) for run in runs)
     sections = [_compared(runs, name, same_machine, warnings) for name in names]
@@ -148,6 +167,24 @@ def _check_target(first: Run, run: Run) -> None:
         raise UserError(f"{run.name} was measured on {there[0]}, {first.name} on {here[0]}: compare runs of one target")
 
 
+def _with_sets_of(first: Run, run: Run) -> Run:
+    """Gives sets of a run the names that the first run has for the same prompt file, where that is not ambiguous."""
+    here, there = (r.arguments.get("prompt_file_sha256") or {} for r in (first, run))
+    free = {name: digest for name, digest in here.items() if name not in there}
+    renamed = {}
+    for own, digest in there.items():
+        same = [name for name, other in free.items() if other == digest]
+        if own not in here and len(same) == 1 and list(there.values()).count(digest) == 1:
+            renamed[own] = same[0]
+    if not renamed:
+        return run
+    sections = [
+        section | {"sets": {renamed.get(name, name): found for name, found in section["sets"].items()}}
+        for section in run.report["sections"]
+    ]
+    return replace(run, report=run.report | {"sections": sections}, renamed=tuple(renamed.items()))
+
+
 def _warnings(first: Run, run: Run) -> list[str]:
     """Why figures of two runs may part for other reasons than their drafters."""
     found = []
@@ -172,6 +209,8 @@ def _warnings(first: Run, run: Run) -> list[str]:
             f"{run.name} had {run.load} requests in flight, {first.name} {first.load}: speeds stand side by side, but "
             f"are not compared."
         )
+    for own, name in run.renamed:
+        found.append(f"Set {own!r} of {run.name} is set {name!r} of {first.name}: both were read from the same file.")
     return found + [f"{r.name}: {warning}" for r in (first, run) for warning in r.report["warnings"]]
 
 
@@ -214,8 +253,8 @@ def _compared(runs: Sequence[Run], name: str, same_machine: bool, warnings: list
     for run, found in zip(runs, requests, strict=True):
         if len(found) > len(shared):
             warnings.append(
-                f"{run.name} ({name}): {len(found) - len(shared)} of {len(found)} requests are left out, for not all "
-                f"runs have them."
+                f"{run.name} ({name}): {len(found) - len(shared)} of {len(found)} requests are left out, because "
+                f"not all runs have them."
             )
     by_set = {one: [key for key in shared if key[0] == one] for one in dict.fromkeys(key[0] for key in shared)}
     pooled = [(_section(run, name) or {})["overall"] for run in runs]
@@ -268,13 +307,21 @@ def _figures_of(
 
 
 def _difference(first: Array, second: Array, block_size: int, plain: bool, same_machine: bool) -> dict[str, Any]:
-    """By figure, the second run's less the first's; None for speeds of different machines."""
+    """Returns each figure of the second run less the first's; None for speeds of different machines.
+
+    Of fewer than LEAST_PAIRS requests there are neither intervals nor p-values.
+    """
     sums = first.sum(0, keepdims=True), second.sum(0, keepdims=True)
     apart = parted(*sums, block_size, plain)
-    within = difference_intervals(first, second, block_size, plain)
-    chance = p_values(first, second, block_size, plain)
+    enough = len(first) >= LEAST_PAIRS
+    within = (
+        difference_intervals(first, second, block_size, plain)
+        if enough
+        else {"accepted_per_position": (None,) * (block_size - 1)}
+    )
+    chance = p_values(first, second, block_size, plain) if enough else {}
     return {
-        key: {"value": _values(apart[key]), "ci95": within[key], "p_value": chance.get(key)}
+        key: {"value": _values(apart[key]), "ci95": within.get(key), "p_value": chance.get(key)}
         if key in apart and (same_machine or key not in SPEEDS)
         else None
         for key in COMPARED

@@ -1,18 +1,25 @@
-"""A comparison of runs for people: Markdown, and one self-contained page."""
+"""A comparison of runs for people: in the terminal, as Markdown, and as one self-contained page."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import compress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .compare import LEAST_PAIRS
 from .files import readable, write_together
 from .markdown import escape, render_table
 from .page import Chart, template
-from .plots import COLOURS, Series, bars, curves, differences, swatch
-from .table import MISSING, Table, between, number, percent, times
+from .plots import Series, bars, colour_of, curves, differences, swatch
+from .table import COLOURS, MISSING, Table, between, number, percent, say, show_table, times
+from .verdict import SIGNS, Outcome
 
 SURE = 0.05  # a p-value below it is called a difference
+# of the figures that a verdict may be about, the first that was compared: name, and what more and less of it are
+VERDICT = {
+    "speedup": ("Speed-up", "is faster than", "is slower than"),
+    "tokens_per_second": ("Tokens a second", "is faster than", "is slower than"),
+    "tau_pooled": ("Tokens a step", "accepts more than", "accepts less than"),
+}
 NAMES = {"tau_pooled": "τ pooled", "tau_mean": "τ mean", "tokens_per_second": "Tokens/s", "speedup": "Speed-up"}
 METHOD = (
     "All figures are of the requests that every run has: same set, id and text. In brackets are 95 % intervals by a "
@@ -22,6 +29,29 @@ METHOD = (
     "machine or load; of twenty sets without a difference one has p below 0.05 by chance. Speeds of two runs also "
     "differ by what else the machine did; a speed-up is over plain decoding of the same run."
 )
+
+FORMS: dict[str, Callable[[float | None], str]] = {
+    "tau_pooled": number,
+    "tau_mean": number,
+    "tokens_per_second": lambda value: number(value, 1),
+    "speedup": times,
+}
+
+
+def show_comparison(comparison: dict[str, Any], output: Path | None) -> None:
+    """Prints verdicts and tables."""
+    for section in comparison["sections"]:
+        name = section["name"]
+        for table in (results_table(section), differences_table(section)):
+            show_table(replace(table, caption=f"{table.caption} ({name})"))
+    for found in verdicts(comparison):
+        say(found.headline, f"bold {COLOURS[found.outcome]}")
+        for what, change in found.points:
+            say(f"{what}: {change}")
+    for warning in comparison["warnings"]:
+        say(f"warning: {warning}", "yellow")
+    if output is not None:
+        say(f"\nComparison: {output / 'compare.html'}")
 
 
 def write_comparison(comparison: dict[str, Any], output: Path) -> None:
@@ -36,7 +66,9 @@ def write_comparison(comparison: dict[str, Any], output: Path) -> None:
 
 def render_markdown(comparison: dict[str, Any]) -> str:
     """What was found, then the tables of every way of decoding."""
-    parts = ["# DFlash runs compared", *map(escape, verdicts(comparison))]
+    parts = ["# DFlash runs compared"]
+    for found in verdicts(comparison):
+        parts += [f"**{escape(found.headline)}**", *(f"{what}: {escape(change)}" for what, change in found.points)]
     parts += [f"**Mind:** {escape(warning)}" for warning in comparison["warnings"]]
     for section in comparison["sections"]:
         tables = [results_table(section), differences_table(section), slots_table(section)]
@@ -58,8 +90,9 @@ def render_page(comparison: dict[str, Any]) -> str:
     ]
     return template("compare.html.jinja").render(
         names=[run["name"] for run in comparison["runs"]],
-        marks=[(run["name"], swatch(f"c{place % COLOURS}")) for place, run in enumerate(comparison["runs"])],
+        marks=[(run["name"], swatch(colour_of(place))) for place, run in enumerate(comparison["runs"])],
         verdicts=verdicts(comparison),
+        signs=SIGNS,
         warnings=comparison["warnings"],
         sections=sections,
         runs=runs_table(comparison),
@@ -70,42 +103,61 @@ def render_page(comparison: dict[str, Any]) -> str:
 # ---- words --------------------------------------------------------------------------------------------------------
 
 
-def verdicts(comparison: dict[str, Any]) -> list[str]:
-    """A sentence for every way of decoding and every run behind the first."""
+@dataclass(frozen=True, slots=True)
+class RunVerdict:
+    """How one run does against the first, decoded one way."""
+
+    outcome: Outcome
+    headline: str
+    points: tuple[tuple[str, str], ...]  # a figure, and how it differs
+
+
+def verdicts(comparison: dict[str, Any]) -> list[RunVerdict]:
+    """Judges every run after the first, in every way of decoding."""
     found = []
     for section in comparison["sections"]:
         overall = section["overall"]
         first, *others = overall["runs"]
-        for run in others:
-            parts = [_verdict(run["difference"]["tau_pooled"], number, "tokens a step")]
-            faster = run["difference"]["speedup"], run["difference"]["tokens_per_second"]
-            for difference, form, what in zip(faster, (times, _whole), ("speed-up", "tokens a second"), strict=True):
-                if difference and difference["value"] is not None:
-                    parts.append(_verdict(difference, form, what))
-                    break
-            words = f"{run['name']} against {first['name']} ({section['name']}, {overall['requests']} requests)"
-            found.append(f"{words}: {'; '.join(parts)}.")
+        where = f"{section['name']}, {overall['requests']} requests"
+        found += [_judged(first, run, where, overall["requests"] < LEAST_PAIRS) for run in others]
     return found
 
 
-def _verdict(difference: dict[str, Any], form: Callable[[float], str], what: str) -> str:
+def _judged(first: dict[str, Any], run: dict[str, Any], where: str, few: bool) -> RunVerdict:
+    """Judges by speed where it can be compared, else by acceptance length."""
+    compared = run["difference"]
+    measured = [key for key in VERDICT if compared[key] and compared[key]["value"] is not None]
+    if measured == ["speedup", "tokens_per_second", "tau_pooled"]:
+        measured.remove("tokens_per_second")  # which the speed-up has, and plain decoding evens out
+    points = [(VERDICT[key][0], _change(first, run, key)) for key in measured]
+    if not measured:
+        return RunVerdict("unknown", f"{run['name']} and {first['name']}: nothing to compare ({where}).", ())
+    value, chance = compared[measured[0]]["value"], compared[measured[0]]["p_value"]
+    sure = chance is not None and chance < SURE
+    better, worse = VERDICT[measured[0]][1:]
+    outcome: Outcome = "unknown" if few else "unsure" if not sure else "good" if value > 0 else "bad"
+    said = {
+        "good": f"{run['name']} {better} {first['name']}",
+        "bad": f"{run['name']} {worse} {first['name']}",
+        "unsure": f"No clear difference between {run['name']} and {first['name']}",
+        "unknown": f"Too few requests to compare {run['name']} with {first['name']}; measure {LEAST_PAIRS} or more",
+    }[outcome]
+    return RunVerdict(outcome, f"{said} ({where}).", tuple(points))
+
+
+def _change(first: dict[str, Any], run: dict[str, Any], key: str) -> str:
+    """Writes a figure of both runs and their difference."""
+    form, difference = FORMS[key], run["difference"][key]
     value, within, chance = difference["value"], difference["ci95"], difference["p_value"]
-    if value is None:
-        return f"no {what} to compare"
-    sure = "" if chance is not None and chance < SURE else "; that may be chance"
-    digits = 0 if form is _whole else 2
-    interval = f"95 % interval {within[0]:+.{digits}f} to {within[1]:+.{digits}f}, " if within else ""
-    return f"{'-' if value < 0 else '+'}{form(abs(value))} {what} ({interval}{chance_of(chance)}{sure})"
+    share = f"{100 * value / first[key]:+.1f} %" if first[key] else f"{value:+.2f}"
+    digits = 1 if key == "tokens_per_second" else 2
+    sure = [f"95 % interval {within[0]:+.{digits}f} to {within[1]:+.{digits}f}"] if within else []
+    sure += [chance_of(chance)] if chance is not None else []
+    return f"{form(run[key])} against {form(first[key])}: {share}" + (f" ({', '.join(sure)})" if sure else "")
 
 
-def _whole(value: float) -> str:
-    return number(value, 0)
-
-
-def chance_of(p_value: float | None) -> str:
-    """A p-value for people."""
-    if p_value is None:
-        return f"p {MISSING}"
+def chance_of(p_value: float) -> str:
+    """Writes a p-value."""
     return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
 
 
@@ -137,25 +189,29 @@ def differences_table(section: dict[str, Any]) -> Table:
     rows = []
     for name, scope in _scopes(section):
         for run in scope["runs"][1:]:
-            figures = (_difference(run["difference"][key], key) for key in NAMES)
+            base = scope["runs"][0]
+            figures = (_difference(run["difference"][key], key, base[key]) for key in NAMES)
             rows.append((f"{name}: {run['name']}", *figures))
     first = section["overall"]["runs"][0]["name"]
-    return _without_empty(Table(f"Difference from {first}", ("Run", *NAMES.values()), tuple(rows)))
+    few = any(scope["requests"] < LEAST_PAIRS for _, scope in _scopes(section))
+    note = f"; intervals and p-values need {LEAST_PAIRS} requests or more" if few else ""
+    return _without_empty(Table(f"Difference from {first}{note}", ("Run", *NAMES.values()), tuple(rows)))
 
 
 def _without_empty(table: Table) -> Table:
-    """Without the columns that no run has a figure of."""
-    kept = [any(row[i] != MISSING for row in table.rows) for i in range(len(table.header))]
-    header, *rows = (tuple(compress(cells, kept)) for cells in (table.header, *table.rows))
-    return replace(table, header=header, rows=tuple(rows))
+    """Drops the columns that no run has a figure of."""
+    return table.without(*(name for i, name in enumerate(table.header) if all(r[i] == MISSING for r in table.rows)))
 
 
-def _difference(difference: dict[str, Any] | None, key: str) -> str:
+def _difference(difference: dict[str, Any] | None, key: str, base: float | None) -> str:
+    """Writes a difference; of tokens a second also the share of the first run's."""
     if difference is None or difference["value"] is None:
         return MISSING
     digits, within = 1 if key == "tokens_per_second" else 2, difference["ci95"]
+    share = f" ({100 * difference['value'] / base:+.1f} %)" if key == "tokens_per_second" and base else ""
     interval = f" [{within[0]:+.{digits}f}, {within[1]:+.{digits}f}]" if within else ""
-    return f"{difference['value']:+.{digits}f}{interval}, {chance_of(difference['p_value'])}"
+    chance = f", {chance_of(difference['p_value'])}" if difference["p_value"] is not None else ""
+    return f"{difference['value']:+.{digits}f}{share}{interval}{chance}"
 
 
 def slots_table(section: dict[str, Any]) -> Table:
@@ -169,9 +225,9 @@ def slots_table(section: dict[str, Any]) -> Table:
             apart = run["difference"]["accepted_per_position"] if "difference" in run else nothing
             rows.append((f"{name}: {run['name']}", *map(_slot, shares, apart["value"], apart["ci95"])))
     first = section["overall"]["runs"][0]["name"]
-    caption = (
-        f"Share of steps that accept at least k drafts, by slot k; in brackets points more than {first}, where sure"
-    )
+    caption = "Share of steps that accept at least k drafts, by slot k"
+    if section["overall"]["requests"] >= LEAST_PAIRS:
+        caption += f"; in brackets percentage points more than {first}, where the interval excludes 0"
     return Table(caption, ("Run", *(str(slot) for slot in range(1, slots + 1))), tuple(rows))
 
 
@@ -193,7 +249,7 @@ def runs_table(comparison: dict[str, Any]) -> Table:
 
 def _charts(section: dict[str, Any]) -> list[Chart]:
     runs = section["overall"]["runs"]
-    colours = [f"c{place % COLOURS}" for place in range(len(runs))]
+    colours = [colour_of(place) for place in range(len(runs))]
     charts, nothing = [], {"value": None}
     speeds = [("speedup", "Speed-up over plain decoding"), ("tokens_per_second", "Tokens per second")]
     faster = [

@@ -12,7 +12,7 @@ import jinja2
 
 from .answers import SIBLINGS, worst_and_best
 from .bootstrap import Interval
-from .plots import COLOURS, Series, bars, curves, histogram, swatch
+from .plots import Series, bars, colour_of, curves, histogram, swatch
 from .report import Report, Summary
 from .tables import (
     DEFINITIONS,
@@ -157,7 +157,7 @@ def _series(report: Report, values: Callable[[Summary], Sequence[float | None]],
     """One series a set, the last being all sets pooled if there are several; with the intervals of `figure`."""
     found = []
     for i, (name, summary) in enumerate(report.labelled):
-        colour = f"c{i % COLOURS}" if i < len(report.sets) else "pooled"
+        colour = colour_of(i) if i < len(report.sets) else "pooled"
         within = summary.intervals[figure] if figure else None
         # one interval is a pair of numbers, several are a tuple of such
         intervals = tuple(within) if within and not isinstance(within[0], float) else (within,) if within else ()

@@ -47,6 +47,11 @@ class Series:
                 yield i, value, self.intervals[i] if self.intervals else None
 
 
+def colour_of(place: int) -> str:
+    """Returns the class of the series at this place."""
+    return f"c{place % COLOURS}"
+
+
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """At most `most` multiples of 1, 2, 2.5 or 5 times a power of ten, the outer ones around `low` and `high`."""
     high = high if high > low else low + 1.0

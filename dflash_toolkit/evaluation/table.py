@@ -60,7 +60,9 @@ def show_table(table: Table, colours: Sequence[str] = ()) -> None:
         colours: one style a row (default: none).
     """
     console = Console()
-    grid = Grid(box=box.SIMPLE_HEAD, title=table.caption, title_justify="left", title_style="bold", pad_edge=False)
+    grid = Grid(
+        box=box.SIMPLE_HEAD, title=table.caption or None, title_justify="left", title_style="bold", pad_edge=False
+    )
     for place, name in enumerate(table.header):
         grid.add_column(Text(name), justify="right" if place and table.numeric else "left", overflow="fold")
     for place, row in enumerate(table.rows):  # no markup: a name may look like a style

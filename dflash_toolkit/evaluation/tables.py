@@ -261,10 +261,14 @@ def differences_table(report: Report) -> Table | None:
 
 
 def setup_table(report: Report) -> Table:
-    """Environment and arguments, one a row; of what both have (`device`, `dtype`) what was, not what was asked for."""
+    """Lists environment and arguments that have a value, one a row.
+
+    Of what both have (`device`, `dtype`) it is the value that was used, not the one that was asked for.
+    """
     found = asdict(report.environment)
     values = found | report.arguments | found
-    rows = tuple((name, _plain(_short(value) if "sha256" in name else value)) for name, value in values.items())
+    cells = ((name, _plain(_short(value) if "sha256" in name else value)) for name, value in values.items())
+    rows = tuple(row for row in cells if row[1] != MISSING)
     return Table("Environment and arguments", ("Name", "Value"), rows, numeric=False)
 
 

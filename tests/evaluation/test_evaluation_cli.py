@@ -490,3 +490,24 @@ def test_two_runs_do_not_write_into_one_folder(
     assert "is being written by another run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main([*arguments, "--output", str(tmp_path)]) == 0
+
+
+def test_the_end_is_a_table_the_verdict_and_what_to_run_next(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--output", str(tmp_path / "report"), "max_tokens=4", "limit=1"]) == 0
+    printed = capsys.readouterr().out
+    report = load(tmp_path / "report")
+    row = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["sky"])
+    assert row[2] == f"{report['sets']['sky']['tau_pooled']:.2f}" and "|" not in printed and "\\" not in printed
+    low, high = report["overall"]["speedup_ci95"]
+    (headline,) = (line for line in printed.splitlines() if f"95 % interval {low:.2f}x to {high:.2f}x) the" in line)
+    assert headline.startswith(("Faster", "Slower", "No clear difference"))
+    assert "tokens" not in headline and "shields.io" not in printed
+    *_, where, following = printed.splitlines()
+    assert where == f"Report: {tmp_path / 'report/report.html'}"
+    served = f"dflash-serve --target {arguments[1]} --drafter {arguments[3]} --device cpu --dtype float32"
+    assert following.split(maxsplit=1) == ["Next:", served]
+    page = (tmp_path / "report/report.html").read_text()
+    assert '<pre class="prompt">Why is the sky blue?</pre>' in page and "&lt;|user|&gt;" not in page
+    assert page.count("<details") == 1

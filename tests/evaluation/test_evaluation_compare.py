@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from dflash_toolkit.evaluation import EncodedPrompt, ReferencePair, Report, eval
 from dflash_toolkit.evaluation.bootstrap import columns, figures
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.compare import compare, named_runs
-from dflash_toolkit.evaluation.comparison import render_markdown
+from dflash_toolkit.evaluation.comparison import render_markdown, verdicts
 from dflash_toolkit.evaluation.paired import difference_intervals, p_values, parted
 from dflash_toolkit.evaluation.schema import compare_schema
 from dflash_toolkit.generation import Generation, Step
 
 SETS = {
-    "sky": [EncodedPrompt("a", [65, 66, 67]), EncodedPrompt("b", [68, 69])],
+    "sky": [EncodedPrompt(name, [65 + i, 66, 67 + 2 * i]) for i, name in enumerate("abdefg")],
     "<b>": [EncodedPrompt("c", [70]), EncodedPrompt("c", [70])],  # two of one id and text
 }
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -162,11 +163,11 @@ def test_figures_are_those_of_the_reports_and_differences_theirs(
     reports: list[dict[str, Any]], compared: Compared
 ) -> None:
     found = compared()
-    assert (found["schema_version"], [run["name"] for run in found["runs"]]) == (1, ["first", "second"])
+    assert (found["schema_version"], [run["name"] for run in found["runs"]]) == (1, ["out/first", "out/second"])
     (section,) = found["sections"]
     assert section["name"] == "greedy" and list(section["sets"]) == ["sky", "<b>"]
     for name, scope in [*section["sets"].items(), ("overall", section["overall"])]:
-        assert scope["requests"] == (4 if name == "overall" else 2)
+        assert scope["requests"] == {"overall": 8, "sky": 6, "<b>": 2}[name]
         own = [report["sections"][0] for report in reports]
         own = [one["overall"] if name == "overall" else one["sets"][name] for one in own]
         first, second = scope["runs"]
@@ -175,6 +176,9 @@ def test_figures_are_those_of_the_reports_and_differences_theirs(
             assert first[f"{key}_ci95"] == pytest.approx(own[0][f"{key}_ci95"])
             difference = second["difference"][key]
             assert difference["value"] == pytest.approx(second[key] - first[key], abs=1e-9)
+            if name == "<b>":
+                assert difference["ci95"] is difference["p_value"] is None, "of fewer than 6 requests"
+                continue
             assert difference["ci95"][0] <= difference["value"] <= difference["ci95"][1]
             assert 0 < difference["p_value"] <= 1
         assert second["accepted_per_position"] == own[1]["accepted_per_position"], "blocks of 4"
@@ -192,10 +196,12 @@ def test_only_requests_that_all_runs_have_are_compared(reports: list[dict[str, A
         rows[0]["prompt_text"] += "!"
 
     found = compared(change)
-    assert found["sections"][0]["sets"]["sky"]["requests"] == 1
-    row = reports[0]["sections"][0]["sets"]["sky"]["per_request"][1]
-    assert found["sections"][0]["sets"]["sky"]["runs"][0]["tau_pooled"] == pytest.approx(row["tau"])
-    assert "first (greedy): 1 of 4 requests are left out, for not all runs have them." in found["warnings"]
+    assert found["sections"][0]["sets"]["sky"]["requests"] == 5
+    rows = reports[0]["sections"][0]["sets"]["sky"]["per_request"][1:]
+    tau = sum(row["tau"] * row["steps"] for row in rows) / sum(row["steps"] for row in rows)
+    assert found["sections"][0]["sets"]["sky"]["runs"][0]["tau_pooled"] == pytest.approx(tau)
+    said = "out/first (greedy): 1 of 8 requests are left out, because not all runs have them."
+    assert said in found["warnings"]
 
 
 def test_turns_of_a_conversation_are_drawn_and_swapped_together(compared: Compared) -> None:
@@ -211,13 +217,13 @@ def test_turns_of_a_conversation_are_drawn_and_swapped_together(compared: Compar
 @pytest.mark.parametrize(
     ("change", "warning"),
     [
-        (lambda r: r["arguments"].update(max_tokens=7), "decoded with another max_tokens than first: 7, not 12."),
+        (lambda r: r["arguments"].update(max_tokens=7), "decoded with another max_tokens than out/first: 7, not 12."),
         (lambda r: r["arguments"].update(chat_template_sha256="0"), "decoded with another chat_template_sha256"),
         (
             lambda r: r["arguments"].update(target_sample_sha256="0"),
-            "other weights than that of first, or another dtype",
+            "other weights than that of out/first, or another dtype",
         ),
-        (lambda r: r.update(warnings=["A noisy machine."]), "second: A noisy machine."),
+        (lambda r: r.update(warnings=["A noisy machine."]), "out/second: A noisy machine."),
     ],
 )
 def test_what_else_may_part_runs_is_said(compared: Compared, change: Any, warning: str) -> None:
@@ -230,7 +236,10 @@ def test_weights_that_a_server_does_not_show_are_not_called_others(compared: Com
 
 
 def test_the_seed_is_a_difference_only_where_tokens_are_sampled(reports: list[dict[str, Any]]) -> None:
-    for temperature, warnings in ((0.0, []), (1.0, ["second was decoded with another seed than first: 5, not 0."])):
+    for temperature, warnings in (
+        (0.0, []),
+        (1.0, ["out/second was decoded with another seed than out/first: 5, not 0."]),
+    ):
         first, second = copy.deepcopy(reports)
         for report in (first, second):
             report["sections"][0]["temperature"] = temperature
@@ -243,9 +252,12 @@ def test_the_seed_is_a_difference_only_where_tokens_are_sampled(reports: list[di
     [
         (
             lambda report: report["environment"].update(device_name="H200"),
-            "second ran on another machine than first (H200, float32",
+            "out/second ran on another machine than out/first (H200, float32",
         ),
-        (lambda report: report["arguments"].update(max_concurrency=8), "second had 8 requests in flight, first 1: "),
+        (
+            lambda report: report["arguments"].update(max_concurrency=8),
+            "out/second had 8 requests in flight, out/first 1: ",
+        ),
     ],
 )
 def test_speeds_of_other_machines_and_loads_are_shown_and_not_compared(
@@ -256,7 +268,8 @@ def test_speeds_of_other_machines_and_loads_are_shown_and_not_compared(
     second = found["sections"][0]["overall"]["runs"][1]
     assert second["speedup"] > 0 and second["difference"]["speedup"] is None
     assert second["difference"]["tau_pooled"]["p_value"] is not None
-    assert "speed-up" not in render_markdown(found).partition("## greedy")[0]
+    (judged,) = verdicts(found)
+    assert judged.headline.startswith("out/second accepts more than out/first") and len(judged.points) == 1
 
 
 def test_one_target_may_have_two_names(compared: Compared) -> None:
@@ -276,14 +289,14 @@ def _other_texts(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_other_target, "second was measured on large, first on tiny-llama: compare runs of one target"),
+        (_other_target, "out/second was measured on large, out/first on tiny-llama: compare runs of one target"),
         (
             _other_texts,
-            "no request of one set, id and text in common; their sets are first: sky, <b>; second: sky, <b>",
+            "no request of one set, id and text in common; their sets are out/first: sky, <b>; out/second: sky, <b>",
         ),
         (
             lambda r: r["sections"][0].update(name="temperature 1"),
-            "no way of decoding in common: first: greedy; second: t",
+            "no way of decoding in common: out/first: greedy; out/second: t",
         ),
     ],
 )
@@ -300,7 +313,7 @@ def test_without_a_baseline_speed_is_compared_and_speed_up_is_not(target: Target
 
     found = compared(change)
     text, second = render_markdown(found), found["sections"][0]["overall"]["runs"][1]
-    assert "tokens a second (" in text and "Speed-up" not in text
+    assert "Tokens a second: " in text and "Speed-up" not in text
     assert "Speed-up" in render_markdown(compared())
     assert second["difference"]["speedup"] is None and second["difference"]["tokens_per_second"]["value"] is not None
     assert second["identical_to_plain"] is None
@@ -310,13 +323,63 @@ def test_answers_of_one_token_have_nothing_to_compare(target: Target) -> None:
     reports = [values(measured(target, 0, name, SamplingParams(max_tokens=1))) for name in ("a", "b")]
     found = compare(named_runs([("A", reports[0]), ("B", reports[1])]))
     assert found["sections"][0]["overall"]["runs"][1]["difference"]["tau_pooled"]["value"] is None
-    assert "no tokens a step to compare" in render_markdown(found)
+    assert verdicts(found)[0].headline == "b and a: nothing to compare (greedy, 8 requests)."
 
 
 def test_figures_of_sums_are_those_of_acceptance() -> None:
     table = planted(np.random.default_rng(0), np.full(3, 0.5), 0.0)
     assert parted(table, table, 5, False)["tau_pooled"].tolist() == [0.0] * 3
     assert figures(table, 5, False)["accepted_per_position"].shape == (4, 3)
+
+
+def test_few_requests_are_said_once_and_nothing_is_called_sure(reports: list[dict[str, Any]]) -> None:
+    few = copy.deepcopy(reports)
+    for report in few:
+        del report["sections"][0]["sets"]["sky"]
+    found = compare(named_runs([("A", few[0]), ("B", few[1])]))
+    (judged,) = verdicts(found)
+    assert judged.outcome == "unknown" and judged.headline.startswith("Too few requests to compare out/second with")
+    text = render_markdown(found).partition("## Runs")[0]
+    assert "p = " not in text and "95 %" not in text and "excludes 0" not in text
+    assert text.count("Too few requests") == 1
+
+
+def test_a_speed_that_differs_is_also_in_per_cent(compared: Compared) -> None:
+    first, second = compared()["sections"][0]["overall"]["runs"]
+    share = second["tokens_per_second"] / first["tokens_per_second"] - 1
+    assert f"({100 * share:+.1f} %)" in render_markdown(compared())
+
+
+@pytest.mark.parametrize(
+    ("drafters", "names"),
+    [
+        (["demo/drafter", "demo/other"], ["demo/drafter", "demo/other"]),
+        (["a/out/drafter", "b/out/drafter"], ["a/out/drafter", "b/out/drafter"]),
+        (["drafter", "/x/y/other"], ["drafter", "y/other"]),
+        (["same/drafter", "same/drafter"], ["A", "B"]),
+    ],
+)
+def test_a_run_has_the_shortest_path_that_differs(
+    reports: list[dict[str, Any]], drafters: list[str], names: list[str]
+) -> None:
+    told = [r["arguments"] | {"drafter": d} for r, d in zip(reports, drafters, strict=True)]
+    found = [report | {"arguments": arguments} for report, arguments in zip(reports, told, strict=True)]
+    assert [run.name for run in named_runs(list(zip("AB", found, strict=True)))] == names
+
+
+def test_sets_of_one_file_are_matched_whatever_their_names(reports: list[dict[str, Any]]) -> None:
+    first, second = copy.deepcopy(reports)
+    for report, name in ((first, "counting"), (second, "count")):
+        report["sections"][0]["sets"][name] = report["sections"][0]["sets"].pop("sky")
+        report["arguments"]["prompt_file_sha256"] = {name: "1" * 64, "<b>": "2" * 64}
+    found = compare(named_runs([("A", first), ("B", second)]))
+    assert found["sections"][0]["sets"]["counting"]["requests"] == 6
+    assert (
+        "Set 'count' of out/second is set 'counting' of out/first: both were read from the same file."
+        in (found["warnings"])
+    )
+    second["arguments"]["prompt_file_sha256"]["count"] = "3" * 64
+    assert list(compare(named_runs([("A", first), ("B", second)]))["sections"][0]["sets"]) == ["<b>"]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------
@@ -337,18 +400,21 @@ def test_the_command_writes_three_files(folders: list[str], tmp_path: Path, caps
     found = json.loads((output / "compare.json").read_text(), parse_constant=pytest.fail)
     second = found["sections"][0]["overall"]["runs"][1]
     markdown, page = (output / "compare.md").read_text(), (output / "compare.html").read_text()
-    assert capsys.readouterr().out == markdown
+    printed = capsys.readouterr().out
+    assert "\n| " not in printed and "## Method" not in printed and str(output / "compare.html") in printed
     for text in (f"{second['tau_pooled']:.2f}", f"{second['difference']['tau_pooled']['value']:+.2f}"):
-        assert text in markdown and text in page
-    assert "\\<i\\>1 against \\<i\\>0 (greedy, 4 requests): " in markdown
+        assert text in markdown and text in page and text in printed
+    (judged,) = verdicts(found)
+    assert judged.headline in printed and escape(judged.headline) in page and "out/<i>1" in judged.headline
+    assert f'class="card verdict {judged.outcome}"' in page
     assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)|<i>", page)
     assert page.count('role="img"') == 4  # tau, two differences, slots
 
 
 def test_three_runs_and_two_of_one_name(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *folders]) == 0
-    first, second = (line for line in capsys.readouterr().out.splitlines() if " against " in line)
-    assert "report1 against " in first and "report2 against " in second, "named by their places"
+    printed = capsys.readouterr().out
+    assert all(f"greedy: {name} " in printed or f"sky: {name} " in printed for name in ("out/<i>0", "old/<i>1"))
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,18 @@ def test_no_request_is_both_worst_and_best(requests: int, shown: tuple[int, int]
     assert tuple(map(len, worst_and_best(report_of({"a": (0.5, 0.1)}, requests=requests)))) == shown
 
 
+def test_a_request_is_named_once_and_shown_as_the_user_wrote_it(report: Report) -> None:
+    asked, unknown = (
+        replace(report.sets["chat"].measurements[0], id=f"count/{i}", prompt_text="<|user|>Count.<|end|>", asked=text)
+        for i, text in enumerate(("Count.", ""))
+    )
+    shown = replace(report, sections=(Section.of({"count": [asked, unknown]}, 0.0, None, SIZE),))
+    answers = [answer for found in worst_and_best(shown) for answer in found]
+    assert {a.name.partition(" (")[0]: a.prompt for a in answers} == {
+        "count/0": "Count.", "count/1": "<|user|>Count.<|end|>",
+    }  # fmt: skip
+
+
 # ---- the page ---------------------------------------------------------------------------------------------
 
 
@@ -354,6 +366,7 @@ def test_the_setup_tells_what_was_and_not_what_was_asked_for(report: Report) -> 
     """A server's report has the options that the client was given."""
     asked = replace(report, arguments=report.arguments | {"dtype": "bfloat16", "threads": None})
     rows = dict(setup_table(asked).rows)
+    assert "revision" not in dict(setup_table(replace(asked, arguments=asked.arguments | {"revision": None})).rows)
     assert rows["dtype"] == "float32" and rows["threads"] == "2" and rows["max_tokens"] == "64"
 
 

@@ -216,8 +216,9 @@ def test_the_fastest_length_and_the_last_load_that_pays_are_recommended(target: 
     found = recommendation(section, {"draft_length": lengths, "concurrency": loads})
     assert found == found | {"use_drafter": None, "num_speculative_tokens": 5, "max_concurrency": 2}
     assert found["reason"] == (
-        "5 drafted tokens are the fastest of 3, 5, 7; one request at a time shows no clear difference: 0.95x as fast as "
-        "without a drafter (95 % interval 0.90x to 1.10x); of 1, 2, 4, 8 requests at a time up to 2 are faster with it."
+        "5 drafted tokens are the fastest of 3, 5, 7; one request at a time shows no clear difference: 0.95x as fast "
+        "as without a drafter (95 % interval 0.90x to 1.10x); of 1, 2, 4, 8 requests at a time up to 2 are faster "
+        "with it."
     )
     assert recommendation(section, {"draft_length": lengths[:1]})["use_drafter"] is False
     found = recommendation(section, {"concurrency": loads[2:]})  # unsure, then faster
