@@ -73,7 +73,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Marks option names, which must not wrap (docs/assets/site.css)."""
+    """Marks what docs/assets/site.css lays out: option names, and tables of options."""
+    if page.file.generated_by is not None:
+        html = html.replace("<table>", '<div class="options"><table>').replace("</table>", "</table></div>")
     return OPTION.sub(
         lambda found: f'<code class="option">{found[1]}</code>' if len(found[1]) <= LONGEST else found[0], html
     )
