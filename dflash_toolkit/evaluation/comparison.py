@@ -149,11 +149,11 @@ def _change(first: dict[str, Any], run: dict[str, Any], key: str) -> str:
     """Writes a figure of both runs and their difference."""
     form, difference = FORMS[key], run["difference"][key]
     value, within, chance = difference["value"], difference["ci95"], difference["p_value"]
-    share = f"{100 * value / first[key]:+.1f} %" if first[key] else f"{value:+.2f}"
     digits = 1 if key == "tokens_per_second" else 2
-    sure = [f"95 % interval {within[0]:+.{digits}f} to {within[1]:+.{digits}f}"] if within else []
-    sure += [chance_of(chance)] if chance is not None else []
-    return f"{form(run[key])} against {form(first[key])}: {share}" + (f" ({', '.join(sure)})" if sure else "")
+    said = [f"{form(run[key])} against {form(first[key])}: {value:+.{digits}f}"]
+    said[0] += f" ({100 * value / first[key]:+.1f} %)" if first[key] else ""
+    said += [f"95 % interval {within[0]:+.{digits}f} to {within[1]:+.{digits}f}"] if within else []
+    return ", ".join([*said, *([chance_of(chance)] if chance is not None else [])])
 
 
 def chance_of(p_value: float) -> str:
