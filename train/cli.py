@@ -24,10 +24,13 @@ from .features.served import ServedTarget, layer_ids
 from .loop import train
 from .objective.loss import use_flex
 from .optim.schedule import packing
+from .prompts.dataset import described
 from .prompts.split import data_digest
+from .responses.build_corpus import CORPUS
 from .responses.collect import discard, gathered
 from .responses.corpus import Corpus
 from .run.definition import Export, Outcome, Run
+from .run.estimate import estimate_here, show
 from .run.metrics import WANDB_OPTION
 from .run.prepare import Prepared, prepare
 from .run.provenance import fingerprint, measured, now, origin, result
@@ -42,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             words = without_local_rank(sys.argv[1:] if argv is None else list(argv))
             values, source = given_values(TrainConfig, words, "dflash-train", description)
-            run(configure(values, source), given=values.get("drafter") or {})
+            config = configure(values, source)
+            if config.estimate:
+                show(config, words)
+                return
+            run(config, given=values.get("drafter") or {})
         except UserError:
             if not speaks():
                 raise SystemExit(2) from None
@@ -75,6 +82,8 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
         if config.run.wandb:
             processes.rank_zero(log_in, WANDB_OPTION, config.run.wandb)  # the first process alone will log
         processes.rank_zero(lambda: held.enter_context(locked(prepared.work)))
+        if not (prepared.work / CORPUS).exists():
+            processes.rank_zero(_say_what_it_takes, prepared.config, processes)
         try:
             answered = gathered(prepared, processes)
         except UserError:
@@ -82,6 +91,13 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
                 discard(prepared.work)
             raise
         _train(prepared, answered, processes)
+
+
+def _say_what_it_takes(config: TrainConfig, processes: Processes) -> None:
+    for line in estimate_here(config, processes.world).summary():
+        _say(processes, line)
+    if not config.data and not config.response_files:
+        _say(processes, f"prompts of {described(config.prompts.dataset)}")
 
 
 def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:

@@ -380,6 +380,9 @@ class TrainConfig(ModelOptions):
         "drafter to start from, with its shape: directory or Hugging Face id; a plain one gets the parts of DFlash 2 "
         "with drafter.kind=dflash2",
     )
+    estimate: bool = option(
+        False, "print what the run will take (hours, disk, memory) and a shorter command, and exit; needs no weights"
+    )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
     responses: ResponseOptions = options(ResponseOptions)

@@ -56,11 +56,12 @@ from dflash_toolkit.train.data_cli import DataConfig
 from dflash_toolkit.train.data_cli import run as answer
 from dflash_toolkit.train.features.source import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train
-from dflash_toolkit.train.optim.schedule import packing
+from dflash_toolkit.train.objective.blocks import sample_blocks
+from dflash_toolkit.train.objective.loss import compute_loss, use_flex
+from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, packing, rng_for
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Export, Run
-from dflash_toolkit.train.run.estimate import teacher_forced_length
 from dflash_toolkit.train.run.identity import target_digest
 from dflash_toolkit.train.run.prepare import drafter_config
 
@@ -448,6 +449,37 @@ def run(args: argparse.Namespace) -> None:
         }  # fmt: skip
         write_json(written, result)
     print(f"\n{table(result, list(sets))}\n\n{total:.0f} s in all; {written}")
+
+
+def teacher_forced_length(
+    drafter: Drafter, target: Target, source: FeatureSource, rows: list[Row], config: TrainConfig
+) -> float:
+    """Mean over blocks of `rows` of 1 + the slots drafted right before the first wrong one.
+
+    The blocks are drawn from the rows and the options of packing alone, so every drafter of one block size sees the
+    same ones. An estimate of tau: real decoding takes its anchors where the last block ended.
+
+    Args:
+        rows: with at least one anchor each.
+    """
+    tokens, count = packing(config, target.device)
+    flex = use_flex(config.run.attention, target.device)
+    schedule: Schedule | PackedSchedule = Schedule(len(rows), config.optim.batch_size, epochs=1, steps=0, seed=0)
+    if tokens:
+        schedule = PackedSchedule([min(len(row.tokens), tokens) for row in rows], tokens, epochs=1, steps=0, seed=0)
+    length, seen = 0.0, 0
+    for step in range(schedule.total):
+        features = source([rows[i] for i in schedule.indices(step)])
+        blocks = sample_blocks(
+            features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
+            rng_for(0, 2, step), fixed=bool(tokens),
+        )  # fmt: skip
+        # with gradients, which nobody uses: so the step that was compiled for training serves here too
+        result = compute_loss(drafter, target, features, blocks, config, flex)
+        valid = int(blocks.valid.sum())
+        length += valid * float(result.acceptance_length.detach())
+        seen += valid
+    return length / seen
 
 
 def main(argv: Sequence[str] | None = None) -> int:

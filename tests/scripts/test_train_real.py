@@ -19,7 +19,6 @@ from dflash_toolkit.train.objective import loss
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Run
-from dflash_toolkit.train.run.estimate import teacher_forced_length
 from scripts.bench import train_real as program
 
 SMALL = ["drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "optim.pack_tokens=256", "optim.pack_blocks=32",
@@ -171,7 +170,7 @@ def test_teacher_forced_length_ignores_batching(tmp_path: Path) -> None:
     for given in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 6}, {"pack_tokens": 128, "pack_blocks": 128}):
         batched = replace(config, optim=OptimOptions(**given))
         source = FeatureSource(target, drafter.config.target_layer_ids, 64, packed=given.get("pack_tokens", 0))
-        found.append(teacher_forced_length(drafter, target, source, rows, batched))
+        found.append(program.teacher_forced_length(drafter, target, source, rows, batched))
     assert 1.3 < found[0] < 4 and found == pytest.approx([found[0]] * 4)
 
 

@@ -17,11 +17,12 @@ GIB = 2**30
 LONG_H = 12.0  # hours, from which on a run is told how it would be shorter
 
 
-def resume_bytes(drafter: Drafter, config: TrainConfig) -> int:
+def resume_bytes(drafter: Drafter, config: TrainConfig, muon: bool | None = None) -> int:
     """Bytes of a resume point: fp32 weights and their average, the optimiser's averages (Muon one, AdamW two)."""
     optim = config.optim
-    auto = drafter.device.type == "cuda" and not config.run.zero
-    muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and auto)
+    if muon is None:
+        auto = drafter.device.type == "cuda" and not config.run.zero
+        muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and auto)
     averages = sum(p.numel() * (1 if muon and is_matrix(name, p) else 2) for name, p in drafter.named_parameters())
     weights = sum(p.numel() for p in drafter.parameters())
     return 4 * (weights * (2 if optim.ema else 1) + averages)

@@ -1,42 +1,524 @@
-"""Teacher-forced acceptance length on responses that were kept out of training: comparable at no cost of decoding."""
+"""Estimates what a run takes before anything runs: hours of every stage, disk, memory, and a shorter command.
 
-from dflash_toolkit.models.dflash.network import Drafter
-from dflash_toolkit.models.target import Target
+Everything comes from configurations: neither weights nor the network are needed. `rates.py` has what was measured.
+"""
 
-from ..config import TrainConfig
-from ..features.source import FeatureSource
-from ..objective.blocks import sample_blocks
-from ..objective.loss import compute_loss, use_flex
-from ..optim.schedule import PackedSchedule, Schedule, packing, rng_for
-from ..responses.rows import Row
+import importlib.util
+import itertools
+import json
+import math
+import os
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.data.prompts import open_text, template_variables
+from dflash_toolkit.data.sources import Source
+from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.shape import EXPERTS, drafter_shape
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.target import load_config, load_tokenizer
+
+from ..config import PACK_TOKENS, TrainConfig
+from ..prompts.dataset import ROWS as DATASET_ROWS
+from .cost import GIB, duration, resume_bytes, size
+from .definition import WORK
+from .flops import drafter_step_flops
+from .rates import (
+    ACCEPTANCE,
+    ADAMW_MS_PER_BILLION,
+    CPU_READ_TB_S_PER_CORE,
+    CPU_TFLOPS_PER_CORE,
+    DECODING,
+    FEATURE_SHARE,
+    FEATURE_SHARE_EXPERTS,
+    FEATURES,
+    FIXED_S,
+    H100,
+    MACHINES,
+    MUON_MS_PER_BILLION,
+    PROMPT_TOKENS,
+    READ_SHARE,
+    READ_SHARE_VLLM,
+    RECURRENT_ONE_BY_ONE,
+    REFERENCE_MS_PER_LAYER,
+    RESPONSE_TOKENS,
+    SMALL,
+    THINKING_TOKENS,
+    TRAIN_SHARE,
+    TRAIN_SHARE_SMALL,
+    Machine,
+    Shape,
+)
+
+CPU = "this CPU"
 
 
-def teacher_forced_length(
-    drafter: Drafter, target: Target, source: FeatureSource, rows: list[Row], config: TrainConfig
-) -> float:
-    """Mean over blocks of `rows` of 1 + the slots drafted right before the first wrong one.
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens a second, and how that was found."""
 
-    The blocks are drawn from the rows and the options of packing alone, so every drafter of one block size sees the
-    same ones. An estimate of tau: real decoding takes its anchors where the last block ended.
+    tokens_per_second: float
+    how: str
+
+    @property
+    def said(self) -> str:
+        return f"{self.tokens_per_second:,.0f} tokens/s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a run will take on one kind of machine. Tokens a second are of all processes together."""
+
+    machine: Machine
+    world: int
+    prompts: int
+    samples: int
+    responses: int
+    response_tokens: float  # of one response, on average
+    row_tokens: float  # of prompt and response together
+    assumed: bool  # whether these lengths are assumptions; else they come from rows that were written
+    epochs: float
+    steps: int
+    response_rate: Rate | None  # tokens/s; None where no responses are written
+    feature_rate: Rate
+    kept: float  # share of the features that is computed once instead of in every epoch
+    seconds: dict[str, float]  # of every stage
+    disk: float  # bytes
+    memory: float  # bytes of one GPU
+    acceptance: str
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.memory <= 0.95 * self.machine.memory_gib * GIB
+
+    def hours(self, *stages: str) -> float:
+        return sum(self.seconds[stage] for stage in stages) / 3600
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Returns rows of (what, how much, how it was found) for people."""
+        lengths = "assumed" if self.assumed else "mean of the rows written so far"
+        rows = [
+            ("machine", f"{self.world} x {self.machine.name}", ""),
+            ("responses", f"{self.prompts:,} prompts x {self.samples}, about {self.response_tokens:,.0f} tokens each",
+             lengths),
+        ]  # fmt: skip
+        if self.response_rate:
+            rows.append(("", f"{duration(self.seconds['responses'])} at {self.response_rate.said}",
+                         self.response_rate.how))  # fmt: skip
+        else:
+            rows.append(("", "none to write", ""))
+        rows += [
+            ("features", f"{duration(self.seconds['features'])} at {self.feature_rate.said}; {self.kept:.0%} kept",
+             self.feature_rate.how),
+            ("training", f"{duration(self.seconds['training'])}: {self.steps:,} steps, {self.epochs:.3g} epochs",
+             "computed from the drafter's FLOPs"),
+            ("start and end", duration(self.seconds["start and end"]), "assumed"),
+            ("total", duration(self.total), ""),
+            ("disk", size(self.disk), "resume points, checkpoints, responses, features on disk"),
+            ("GPU memory", f"{size(self.memory)} of {self.machine.memory_gib:.0f} GiB"
+             + ("" if self.fits else ": TOO MUCH"), "computed"),
+            ("tokens per step", self.acceptance, "see docs/train.md"),
+        ]  # fmt: skip
+        return rows
+
+    def summary(self) -> list[str]:
+        """Returns two lines to print before the first stage of a run."""
+        stages = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 1)
+        memory = f"{size(self.memory)} of GPU memory" + ("" if self.fits else f", MORE than a {self.machine.name} has")
+        return [
+            f"estimate for {self.world} x {self.machine.name}: {duration(self.total)} ({stages})",
+            f"{self.responses:,} responses of about {self.response_tokens:,.0f} tokens; {size(self.disk)} of disk, "
+            f"{memory}; dflash-train --estimate prints more",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Sizes of a target, in numbers."""
+
+    embedding: int  # and the head, if it has one of its own
+    dense: int  # of the layers, without routed experts
+    experts: int
+    used: float  # share of the experts that one token uses
+    fp8: bool
+    mxfp4: bool
+    layers: int
+    kv_bytes: int  # of one token
+    state_bytes: int  # of one request, in recurrent layers
+
+    @classmethod
+    def of_target(cls, target: PreTrainedConfig) -> "Weights":
+        """Counts the parameters of a model that has no storage."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(target, dtype=torch.bfloat16)
+        sizes: Counter[str] = Counter()
+        for name, parameter in model.named_parameters():
+            kind = "experts" if ".experts." in name else "dense" if ".layers." in name else "embedding"
+            sizes[kind] += parameter.numel()
+        method = str((getattr(target, "quantization_config", None) or {}).get("quant_method", ""))
+        count = next((value for name in EXPERTS if (value := getattr(target, name, None))), 1)
+        used = (getattr(target, "num_experts_per_tok", None) or 1) / count
+        kinds = list(getattr(target, "layer_types", None) or ["full_attention"] * target.num_hidden_layers)
+        recurrent = kinds.count("linear_attention")
+        state = 0
+        if recurrent:
+            state = 4 * recurrent * target.linear_num_value_heads * target.linear_key_head_dim
+            state *= target.linear_value_head_dim
+        keys = sum(each.shape[0] for name, each in model.named_parameters() if name.endswith("k_proj.weight"))
+        if not keys:  # in one matrix with queries and values
+            keys = len(kinds) * target.num_key_value_heads * (target.hidden_size // target.num_attention_heads)
+        kv_bytes = 2 * 2 * keys
+        fp8 = method in ("fp8", "compressed-tensors", "fbgemm_fp8")
+        return cls(
+            sizes["embedding"],
+            sizes["dense"],
+            sizes["experts"],
+            used,
+            fp8,
+            method == "mxfp4",
+            len(kinds),
+            kv_bytes,
+            state,
+        )
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of all weights."""
+        return 2 * self.embedding + self._layers(1.0)
+
+    def _layers(self, share: float) -> float:
+        wide = 1.0 if self.fp8 else 2.0
+        return wide * self.dense + share * self.experts * (0.53 if self.mxfp4 else wide)
+
+    def read(self, requests: int, context: float) -> float:
+        """Bytes that a plain step of so many requests reads and writes, of `context` tokens each."""
+        woken = 1 - (1 - self.used) ** requests if self.experts else 0.0
+        own = requests * (self.kv_bytes * context + 2 * self.state_bytes)
+        return self.embedding + self._layers(woken) + own  # half of embedding and head, which is the head alone
+
+    @property
+    def active(self) -> float:
+        """Parameters of the layers that one token passes."""
+        return self.dense + self.used * self.experts
+
+
+def estimate(
+    config: TrainConfig, target: PreTrainedConfig, machine: Machine | None = None, *, world: int = 1,
+    thinking: bool = False, server: bool = False, linear_attention: bool | None = None, work: Path | None = None,
+) -> Estimate:  # fmt: skip
+    """Estimates what a run takes, from configurations alone: no weights and no network.
 
     Args:
-        rows: with at least one anchor each.
+        target: the configuration of the language model.
+        machine: by default the one at hand, see `machine_of`.
+        world: processes, each on a GPU of its own.
+        thinking: whether responses have thinking.
+        server: responses come from vLLM with 256 requests at a time, instead of from this run.
+        linear_attention: whether that extra is installed; by default, whether it is here.
+        work: folder of a run that may have begun; the mean lengths of what it has written are used.
     """
-    tokens, count = packing(config, target.device)
-    flex = use_flex(config.run.attention, target.device)
-    schedule: Schedule | PackedSchedule = Schedule(len(rows), config.optim.batch_size, epochs=1, steps=0, seed=0)
-    if tokens:
-        schedule = PackedSchedule([min(len(row.tokens), tokens) for row in rows], tokens, epochs=1, steps=0, seed=0)
-    length, seen = 0.0, 0
-    for step in range(schedule.total):
-        features = source([rows[i] for i in schedule.indices(step)])
-        blocks = sample_blocks(
-            features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
-            rng_for(0, 2, step), fixed=bool(tokens),
-        )  # fmt: skip
-        # with gradients, which nobody uses: so the step that was compiled for training serves here too
-        result = compute_loss(drafter, target, features, blocks, config, flex)
-        valid = int(blocks.valid.sum())
-        length += valid * float(result.acceptance_length.detach())
-        seen += valid
-    return length / seen
+    machine = machine or machine_of(config, target)
+    cpu = machine.name == CPU
+    weights, shape = Weights.of_target(target), _shape(config, target)
+    prompts, samples = _prompts_of(config)
+    found = _lengths_in(config, work)
+    cap = config.responses.max_tokens
+    answered, length = found or (
+        min(cap, THINKING_TOKENS if thinking else RESPONSE_TOKENS),
+        min(cap, THINKING_TOKENS if thinking else RESPONSE_TOKENS) + PROMPT_TOKENS,
+    )
+    length = min(length, config.prompts.max_length)
+    answered = min(answered, length)
+    responses = prompts * samples
+    writes = config.responses.regenerate and not config.response_files
+    rate = None
+    if writes or server:
+        rate = response_rate(config, target, weights, machine, PROMPT_TOKENS + answered / 2, server)
+        rate = Rate(rate.tokens_per_second * world, rate.how)
+
+    packed = 0 if cpu else (PACK_TOKENS if config.optim.pack_tokens is None else config.optim.pack_tokens)
+    tokens = packed or config.optim.batch_size * length
+    blocks = (config.optim.pack_blocks or packed * 3 // 16) if packed else config.optim.batch_size * config.loss.anchors
+    step_tokens = tokens * config.optim.accumulate
+    rows = blocks * shape.block_size
+    flops = drafter_step_flops(
+        shape, int(tokens), rows, int(shape.num_layers * rows * (length / 2 + shape.block_size)),
+        blocks * (shape.block_size - 1), shape.vocab_size,
+    )  # fmt: skip
+    with torch.device("meta"):
+        drafter = Drafter(shape)
+    share = TRAIN_SHARE if target.hidden_size >= SMALL else TRAIN_SHARE_SMALL
+    parameters = sum(p.numel() for p in drafter.parameters())
+    muon = config.optim.optimizer == "muon" or (config.optim.optimizer == "auto" and not cpu and not config.run.zero)
+    per_billion = MUON_MS_PER_BILLION / world if muon else ADAMW_MS_PER_BILLION
+    micro_s = flops / (share * machine.tflops * 1e12)
+    step_s = config.optim.accumulate * micro_s / world + (0 if cpu else per_billion * parameters / 1e12)
+
+    features = feature_rate(target, weights, shape, machine, linear_attention)
+    features = Rate(features.tokens_per_second * world, features.how)
+    width = len(shape.target_layer_ids) * shape.hidden_size
+    held = responses * length * width * (1 if config.run.feature_dtype == "float8" else 2)
+    decodes = bool(config.held_out or config.prompts.held_out) and config.run.evaluate_runtime != "reference"
+    copied = decodes and computes(target)
+    memory = _memory(config, weights, drafter, shape, rows, int(tokens), machine, muon, copied)
+    kept = _kept(config, held, world * (machine.memory_gib * GIB - memory))
+    per_token_s = step_s / step_tokens + (1 - kept) / features.tokens_per_second
+    once = kept * responses * length / features.tokens_per_second
+    epochs, steps = float(config.epochs), config.optim.steps
+    if config.optim.minutes:
+        seen = 60 * config.optim.minutes / per_token_s
+        steps, epochs = max(1, int(seen / step_tokens)), seen / (responses * length)
+    elif steps:
+        epochs = steps * step_tokens / (responses * length)
+    else:
+        steps = math.ceil(epochs * responses * length / step_tokens)
+    point, checkpoint = resume_bytes(drafter, config, muon), 2 * parameters
+    disk = 2 * point + 3 * checkpoint + 10 * responses * length  # JSON, and the corpus of 4 bytes a token
+    if config.run.features in ("disk", "hybrid"):
+        disk += held
+    return Estimate(
+        machine=machine, world=world, prompts=prompts, samples=samples, responses=responses,
+        response_tokens=answered, row_tokens=length, assumed=found is None, epochs=epochs, steps=steps,
+        response_rate=rate, feature_rate=features, kept=kept,
+        seconds={
+            "responses": responses * answered / rate.tokens_per_second if rate else 0.0,
+            "features": once + (1 - kept) * steps * step_tokens / features.tokens_per_second,
+            "training": steps * step_s,
+            "start and end": FIXED_S,
+        },
+        disk=disk, memory=memory, acceptance=expected_acceptance(responses * answered),
+    )  # fmt: skip
+
+
+def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
+    """Returns the machine at hand; without a GPU and with a large target an H100, which is said."""
+    if config.device != "cpu" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        known = next((each for each in MACHINES if each.name in name), None)
+        total = torch.cuda.get_device_properties(0).total_memory / GIB
+        return (
+            replace(known, memory_gib=total)
+            if known
+            else replace(H100, name=f"{name}, as fast as an H100", memory_gib=total)
+        )
+    if config.device == "cpu" or target.hidden_size < SMALL:
+        cores = os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        return Machine(CPU, memory, CPU_TFLOPS_PER_CORE * cores, CPU_READ_TB_S_PER_CORE * cores)
+    return H100
+
+
+def response_rate(
+    config: TrainConfig, target: PreTrainedConfig, weights: Weights, machine: Machine, context: float, server: bool
+) -> Rate:
+    """Returns the tokens a second of plain decoding, measured for this shape or computed from its bytes."""
+    requests = 256 if server else config.responses.batch_size
+    engine = not server and computes(target) and config.responses.runtime != "reference"
+    measured = DECODING.get((_measured_as(target, weights), machine.name), {}) if engine else {}
+    if requests in measured:
+        return Rate(measured[requests], f"measured at {requests} requests")
+    if not engine and not server and machine.name != CPU:
+        rate = requests / (REFERENCE_MS_PER_LAYER * weights.layers / 1000)
+        return Rate(rate, "computed for transformers, which our engine does not replace here")
+    share = READ_SHARE_VLLM if server else READ_SHARE
+    rate = requests * share * machine.read_tb_s * 1e12 / weights.read(requests, context)
+    return Rate(rate, f"computed for {'vLLM' if server else 'our engine'} at {requests} requests from bytes read")
+
+
+def feature_rate(
+    target: PreTrainedConfig, weights: Weights, shape: DrafterConfig, machine: Machine, linear_attention: bool | None
+) -> Rate:
+    """Returns the tokens a second of the target's hidden states, measured for this shape or computed from its FLOPs."""
+    recurrent = "linear_attention" in (getattr(target, "layer_types", None) or ())
+    if linear_attention is None:
+        linear_attention = importlib.util.find_spec("fla") is not None
+    slow = recurrent and machine.name != CPU and not linear_attention
+    measured = FEATURES.get((_measured_as(target, weights), machine.name))
+    if measured:
+        rate, how = measured, "measured"
+    else:
+        share = FEATURE_SHARE_EXPERTS if weights.experts else FEATURE_SHARE
+        depth = (max(shape.target_layer_ids) + 1) / weights.layers
+        rate, how = share * machine.tflops * 1e12 / (2 * weights.active * depth), "computed from FLOPs"
+    if slow:
+        return Rate(RECURRENT_ONE_BY_ONE * rate, f"{how}; three times as fast with the extra linear-attention")
+    return Rate(rate, how)
+
+
+def expected_acceptance(tokens: float) -> str:
+    """Returns what a small target reached with at most as many distinct response tokens, in words."""
+    reached = [each for each in ACCEPTANCE if each[0] <= tokens]
+    if not reached:
+        return f"below {ACCEPTANCE[0][1]:.1f} (chat) to {ACCEPTANCE[0][2]:.1f} (maths)"
+    _, low, high = reached[-1]
+    return f"{low:.1f} (chat) to {high:.1f} (maths)"
+
+
+def within_an_hour(config: TrainConfig, found: Estimate) -> list[str]:
+    """Returns options that shorten a run to about an hour; none where it is short enough or nothing helps."""
+    room = 3600 - found.seconds["start and end"]
+    if found.total <= 3600:
+        return []
+    if config.response_files or config.optim.minutes or config.optim.steps:
+        left = room - found.seconds["responses"]
+        return [f"optim.minutes={max(1, int(left // 60))}"] if left > 60 else []
+    prompts = int(found.prompts * room / (found.total - found.seconds["start and end"]))
+    digits = max(0, len(str(prompts)) - 2)
+    prompts = prompts // 10**digits * 10**digits
+    return [f"prompts.max_prompts={prompts}"] if prompts else []
+
+
+def _shape(config: TrainConfig, target: PreTrainedConfig) -> DrafterConfig:
+    given = asdict(config.drafter)
+    if given["mask_token_id"] is None:
+        given["mask_token_id"] = int(target.vocab_size) - 1
+    try:
+        return drafter_shape(target, **given)
+    except ValueError as error:
+        raise UserError(f"drafter: {error}") from error
+
+
+def _measured_as(target: PreTrainedConfig, weights: Weights) -> Shape:
+    return target.model_type, int(target.hidden_size), weights.layers, weights.fp8
+
+
+def computes(target: PreTrainedConfig) -> bool:
+    """Returns whether our engine computes the target."""
+    try:
+        ModelSpec.of_target(target)
+    except UserError:
+        return False
+    return True
+
+
+def thinks(config: TrainConfig) -> bool:
+    """Returns whether responses have thinking: as the options say, else where the chat template knows that mode."""
+    if config.responses.thinking is not None:
+        return config.responses.thinking
+    try:
+        return "enable_thinking" in template_variables(load_tokenizer(config.target))
+    except UserError:
+        return False
+
+
+def estimate_here(config: TrainConfig, world: int) -> Estimate:
+    """Returns the estimate for this machine; reads the target's config.json and, if it is there, its tokenizer."""
+    work = Path(config.output_dir) / WORK
+    return estimate(config, load_config(config.target), world=world, thinking=thinks(config), work=work)
+
+
+def show(config: TrainConfig, words: Sequence[str]) -> None:
+    """Prints the estimate and a command that takes an hour. Args: words: of the command line."""
+    found = estimate_here(config, int(os.environ.get("WORLD_SIZE", "1")))
+    console = Console()
+    table = Table(title=f"dflash-train for {config.target}", title_justify="left")
+    for heading in ("", "estimate", "how it was found"):
+        table.add_column(heading, overflow="fold")
+    for row in found.table():
+        table.add_row(*map(Text, row))
+    console.print(table)
+    if found.machine is H100:
+        console.print("no GPU was found on this machine: the estimate is for an H100 with 80 GB")
+    if shorter := within_an_hour(config, found):
+        line = shlex.join(["dflash-train", *(word for word in words if word != "--estimate"), *shorter])
+        console.print(Text(f"about an hour: {line}"), soft_wrap=True)
+
+
+def _prompts_of(config: TrainConfig) -> tuple[int, int]:
+    """Prompts and responses to each: those that are asked for, or fewer where the files have fewer lines."""
+    names = config.response_files or config.data
+    counts = [_lines(name, config) for name in names] or [DATASET_ROWS]
+    asked = config.prompts.max_prompts or DATASET_ROWS
+    there = sum(count for count in counts if count is not None)
+    if None in counts:
+        prompts = asked  # some source is not here, or would have to be read whole
+    elif config.response_files:
+        prompts = there
+    else:
+        prompts = min(asked, there)
+    samples = config.responses.samples if config.responses.regenerate and not config.response_files else 1
+    return max(1, prompts), samples
+
+
+def _lines(name: str, config: TrainConfig) -> int | None:
+    """Lines of a local file of JSON lines or text; None where they are not known without reading it all."""
+    source = Source(name, config.prompts.form)
+    path = Path(source.place)
+    if not (source.is_file and path.is_file()):
+        return None
+    if not any(kind in path.suffixes for kind in (".jsonl", ".ndjson", ".txt")):
+        return None
+    with open_text(path) as lines:
+        count = sum(1 for line in lines if line.strip())
+    return max(0, min(count, source.stop or count) - source.start)
+
+
+def _lengths_in(config: TrainConfig, work: Path | None) -> tuple[float, float] | None:
+    """Mean tokens of a response and of a row, from what was written already; None if nothing was."""
+    paths = [Path(name) for name in config.response_files] or (sorted(work.glob("answers*.jsonl")) if work else [])
+    answered = length = rows = 0
+    for path in paths:
+        if not path.is_file():
+            continue
+        with open_text(path) as lines:
+            for line in itertools.islice(lines, 1000):
+                try:
+                    row = json.loads(line)
+                    answered += sum(end - start for start, end in row["spans"])
+                    length += len(row["tokens"])
+                    rows += 1
+                except (ValueError, LookupError, TypeError):
+                    break  # a torn line, or none of ours
+    return (answered / rows, length / rows) if rows else None
+
+
+def _kept(config: TrainConfig, held: float, room: float) -> float:
+    """Share of the features that is computed once."""
+    run = config.run
+    if run.features in ("memory", "disk", "hybrid"):
+        return 1.0
+    if run.features == "online" or config.optim.steps:
+        return 0.0
+    if held <= max(0.0, run.feature_gpu_share * room):
+        return 1.0
+    return min(1.0, run.feature_cache_gb * GIB / held)
+
+
+def _memory(
+    config: TrainConfig, weights: Weights, drafter: Drafter, shape: DrafterConfig, rows: int, tokens: int,
+    machine: Machine, muon: bool,
+    copied: bool,
+) -> float:  # fmt: skip
+    """Bytes on one GPU at the peak of a step, features that are kept apart.
+
+    Activations are fitted to the Qwen3-8B shape: 48.6 GiB with Muon, 52.5 with AdamW and 35.2 with optim.recompute
+    (scripts/bench/train_step.py, H200, 32,768 block rows of 8,192 tokens).
+    """
+    parameters = sum(p.numel() for p in drafter.parameters())
+    target = weights.nbytes
+    if weights.mxfp4:  # transformers computes them in 16 bits
+        target = 2.0 * (weights.embedding + weights.dense + weights.experts)
+    elif weights.fp8 and copied:  # the engine that decodes held-out prompts has a copy (docs/limits.md)
+        target *= 2
+    state = resume_bytes(drafter, config, muon) + 4 * parameters + 2 * parameters  # gradients, and weights in 16 bits
+    layer = 2 * (8 * shape.hidden_size + 2.5 * shape.intermediate_size)
+    active = rows * shape.num_layers * layer * (0.35 if config.optim.recompute else 1.0)
+    active += 2 * tokens * len(shape.target_layer_ids) * shape.hidden_size * 2
+    if machine.name == CPU:
+        active *= 2  # fp32
+    share = config.run.target_tensor_parallel_size
+    return target / share + state + active

@@ -80,6 +80,7 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         "push_to_hub",
         "device",
         "threads",
+        "estimate",
     )
     config = {k: v for k, v in config_of(record).items() if k not in places}
     for part in ("run", "optim", "loss"):

@@ -16,6 +16,7 @@ from dflash_toolkit.files import write_text
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 
+from ..prompts.dataset import described
 from .provenance import config_of
 
 CARD = "README.md"
@@ -51,6 +52,7 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         measured=measured,
         serving=serving_commands(target, name, shape, record.get("architecture", "")),
         temperatures=sorted({temperature for sampler in record["samplers"] for temperature in _temperatures(sampler)}),
+        prompts=[described(name) for name in _datasets(config_of(record))],
         start=record.get("start", {}).get("drafter"),
         result=record["result"],
         version=record["versions"]["dflash_toolkit"],
@@ -76,11 +78,16 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"library_name": "dflash-toolkit", "pipeline_tag": "text-generation"}
     if not os.path.isdir(config["target"]):
         found["base_model"] = config["target"]
-    names = [] if config["response_files"] else config["data"] or [config["prompts"]["dataset"]]
-    datasets = {source.place.partition(":")[0] for source in map(Source, names) if not source.is_file}
-    if datasets := {name for name in datasets if not os.path.isdir(name)}:
-        found["datasets"] = sorted(datasets)
+    if datasets := _datasets(config):
+        found["datasets"] = datasets
     return found | {"tags": ["dflash", "speculative-decoding", "draft-model"]}
+
+
+def _datasets(config: dict[str, Any]) -> list[str]:
+    """Returns the datasets of the hub that prompts came from."""
+    names = [] if config["response_files"] else config["data"] or [config["prompts"]["dataset"]]
+    found = {source.place.partition(":")[0] for source in map(Source, names) if not source.is_file}
+    return sorted(name for name in found if not os.path.isdir(name))
 
 
 def make_repository(name: str) -> None:

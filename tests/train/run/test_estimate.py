@@ -1,0 +1,142 @@
+"""The estimate of a run: near what was measured, without weights, and printed before anything runs."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from architectures import ARCHITECTURES
+from programs import Program
+
+from dflash_toolkit.runtime.shapes import named_shape
+from dflash_toolkit.train.config import configure
+from dflash_toolkit.train.prompts.dataset import DEFAULT, ROWS
+from dflash_toolkit.train.run.cost import GIB
+from dflash_toolkit.train.run.estimate import Weights, estimate, expected_acceptance, within_an_hour
+from dflash_toolkit.train.run.rates import H100, H200, PROMPT_TOKENS, RESPONSE_TOKENS, Machine
+
+# The Qwen3-8B shape with 4 rows of 2048 tokens and 512 blocks each: scripts/results/training-rate.json
+MEASURED = {
+    "target": "qwen3-8b",
+    "drafter": {"kind": "dflash"},
+    "optim": {"batch_size": 4, "steps": 100},
+    "loss": {"anchors": 512},
+}
+
+
+def of(values: dict, name: str = "qwen3-8b", machine: Machine = H200, **options: object):  # type: ignore[no-untyped-def, type-arg]
+    return estimate(configure({"target": name} | values), named_shape(name), machine, linear_attention=True, **options)
+
+
+def test_weights_are_counted_without_storage() -> None:
+    dense, quantized = (Weights.of_target(named_shape(name)) for name in ("qwen3-8b", "qwen3.8-27b-fp8"))
+    assert dense.dense + dense.embedding == pytest.approx(8.19e9, rel=0.01)
+    assert quantized.nbytes == pytest.approx(29.4e9, rel=0.05) and quantized.state_bytes == 144 * 2**20
+    experts = Weights.of_target(named_shape("qwen3-30b-a3b"))
+    assert experts.dense + experts.embedding + experts.experts == pytest.approx(30.5e9, rel=0.01)
+    assert experts.active == pytest.approx(2.7e9, rel=0.1)
+
+
+@pytest.mark.parametrize(("optimizer", "step_s", "gib"), [("muon", 0.691, 48.6), ("adamw", 0.500, 52.5)])
+def test_a_step_is_near_the_measured_one(optimizer: str, step_s: float, gib: float) -> None:
+    optim = MEASURED["optim"] | {"optimizer": optimizer}  # type: ignore[operator]
+    found = of(MEASURED | {"optim": optim, "responses": {"max_tokens": 2048}}, thinking=True)
+    assert found.row_tokens == 1950  # nearly the 2048 that were measured
+    assert found.seconds["training"] / found.steps == pytest.approx(step_s, rel=0.2)
+    assert found.memory / GIB == pytest.approx(gib, rel=0.1)
+
+
+def test_measured_rates_are_used_for_their_shapes_only() -> None:
+    assert "measured" in of({}).response_rate.how and "measured" in of({}).feature_rate.how
+    other = of({}, "qwen3-14b")
+    assert "computed" in other.response_rate.how and "computed" in other.feature_rate.how
+    assert "computed" in of({"responses": {"batch_size": 48}}).response_rate.how
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.8-27b-fp8", "qwen3.6-35b-a3b-fp8"])
+@pytest.mark.parametrize("machine", [H100, H200])
+def test_computed_response_rates_are_near_measured_ones(name: str, machine: Machine) -> None:
+    measured = of({}, name, machine).response_rate.tokens_per_second
+    unknown = replace(machine, name="another")
+    computed = of({}, name, unknown).response_rate
+    assert "computed" in computed.how and computed.tokens_per_second == pytest.approx(measured, rel=0.35)
+
+
+def test_stages_scale_with_prompts_samples_and_epochs() -> None:
+    one = of({})
+    half = of({"prompts": {"max_prompts": 50000}})
+    assert half.hours("responses", "features", "training") == pytest.approx(
+        one.hours("responses", "features", "training") / 2, rel=0.01
+    )
+    assert of({"optim": {"epochs": 6}}).seconds["training"] == pytest.approx(2 * one.seconds["training"], rel=0.01)
+    assert of({"responses": {"samples": 4}}).seconds["responses"] == pytest.approx(2 * one.seconds["responses"])
+    assert of({"optim": {"minutes": 30}}).hours("features", "training") == pytest.approx(0.5, rel=0.01)
+    assert of({"run": {"features": "disk"}}).seconds["features"] == pytest.approx(one.seconds["features"] / 3, rel=0.01)
+    assert of({}, world=4).seconds["responses"] == pytest.approx(one.seconds["responses"] / 4)
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.8-27b-fp8"])
+def test_the_shorter_command_takes_about_an_hour(name: str) -> None:
+    (option,) = within_an_hour(configure({"target": name}), of({}, name))
+    prompts = int(option.removeprefix("prompts.max_prompts="))
+    shorter = of({"prompts": {"max_prompts": prompts}}, name)
+    assert 2700 < shorter.total <= 3600 and not within_an_hour(configure({"target": name}), shorter)
+
+
+def test_a_run_too_large_for_the_gpu_is_marked() -> None:
+    assert of({}).fits and not of({}, "qwen3.8-27b-fp8", H100).fits
+    assert "TOO MUCH" in str(of({}, "qwen3.8-27b-fp8", H100).table())
+
+
+def test_lengths_come_from_written_rows_once_there_are_some(tmp_path: Path) -> None:
+    assumed = of({}, work=tmp_path)
+    assert assumed.assumed and assumed.response_tokens == RESPONSE_TOKENS
+    assert assumed.row_tokens == RESPONSE_TOKENS + PROMPT_TOKENS
+    row = json.dumps({"tokens": [1] * 300, "spans": [[50, 250]]})
+    (tmp_path / "answers.0.jsonl").write_text(f"{row}\n{row}\n{{torn")
+    found = of({}, work=tmp_path)
+    assert not found.assumed and (found.response_tokens, found.row_tokens) == (200, 300)
+
+
+def test_local_files_are_counted_and_the_rest_is_what_was_asked(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 70)
+    assert of({"data": [str(path)]}).prompts == 70
+    assert of({"data": [f"{path}[10:30]"]}).prompts == 20
+    assert of({"data": [str(path), "org/dataset"]}).prompts == 100_000
+    assert of({"prompts": {"max_prompts": 0}}).prompts == ROWS
+
+
+def test_acceptance_is_what_measured_runs_reached() -> None:
+    assert expected_acceptance(1e9) == expected_acceptance(5e6) == "2.8 (chat) to 7.3 (maths)"
+    assert expected_acceptance(2e6) == "2.1 (chat) to 5.1 (maths)" and expected_acceptance(1e4).startswith("below")
+
+
+def test_estimate_prints_a_table_and_runs_nothing(tmp_path: Path) -> None:
+    named_shape("qwen3-8b").save_pretrained(tmp_path / "target")  # a configuration alone
+    words = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--estimate"]
+    environment = os.environ | {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, "-m", "dflash_toolkit.train.cli", *words]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for said in ("1 x H100", "100,000 prompts x 2", "36,622 steps", "no GPU was found", "tokens per step"):
+        assert said in done.stdout
+    assert f"about an hour: dflash-train --target {tmp_path / 'target'}" in done.stdout
+    assert "--estimate" not in done.stdout and not (tmp_path / "out").exists()
+
+
+def test_a_run_prints_its_estimate_before_responses(dflash_train: Program) -> None:
+    said = "".join(dflash_train())
+    assert said.index("estimate for 1 x this CPU: ") < said.index("responses")
+    assert DEFAULT not in said, "prompts come from a file"
+    assert "estimate for" not in "".join(dflash_train("optim.steps=30")), "responses are there already"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_supported_target_can_be_estimated(name: str) -> None:
+    config = ARCHITECTURES[name].config().get_text_config(decoder=True)
+    found = estimate(configure({"target": "t", "drafter": {"taps": 2}}), config, H100, linear_attention=True)
+    assert found.total > 0 and found.memory > 0
