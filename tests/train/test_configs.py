@@ -1,6 +1,6 @@
 """Every shipped configuration loads strictly, and the files it names are there."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,14 @@ from paths import ROOT
 
 from dflash_toolkit.config import UserError, read_yaml, to_mapping
 from dflash_toolkit.data.prompts import read_prompts
-from dflash_toolkit.models.dflash.shape import LAYERS, TAPS, default_target_layer_ids
+from dflash_toolkit.models.dflash.checkpoint import check_fits
+from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.dflash.shape import LAYERS, TAPS, default_target_layer_ids, drafter_shape
+from dflash_toolkit.models.published import published_for
 from dflash_toolkit.train.config import PACK_TOKENS, TrainConfig, configure
 from dflash_toolkit.train.optim.schedule import packing
+from dflash_toolkit.train.run.estimate import computes
+from scripts.docs.people_run import RECIPES, config_of
 
 FILES = sorted((ROOT / "configs").glob("**/*.yaml"))
 
@@ -33,6 +38,34 @@ def test_the_default_config_is_the_defaults_spelled_out() -> None:
     assert default_target_layer_ids(36, TAPS) == (1, 9, 17, 25, 33)
     assert spelled.gamma == 7.0
     assert replace(spelled, drafter=replace(spelled.drafter, block_size=8)).gamma == 4.0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_target(name: str) -> None:
+    """Each drafter is built, without storage, for a configuration of its target's real sizes."""
+    path = ROOT / "configs" / f"{name}.yaml"
+    assert len(path.read_text().splitlines()) <= 25 and "GB" in path.read_text()
+    config, target = configure(read_yaml(path), path.name), config_of(name)
+    given = asdict(config.drafter) | {"mask_token_id": target.vocab_size - 1}
+    shape = drafter_shape(target, **given)
+    check_fits(shape, target)
+    with torch.device("meta"):
+        drafter = Drafter(shape)
+    assert drafter.fc.weight.shape == (target.hidden_size, len(shape.target_layer_ids) * target.hidden_size)
+    assert (shape.num_layers, len(shape.target_layer_ids)) == (config.drafter.layers, config.drafter.taps)
+    kinds = getattr(target, "layer_types", None) or ()
+    if "linear_attention" in kinds:
+        assert {kinds[layer] for layer in shape.target_layer_ids} == {"full_attention"}
+        assert "linear-attention" in path.read_text()
+    assert computes(target) or config.response_files, "another engine writes the responses"
+    assert any(each.architecture == RECIPES[name] for each in published_for(config.target))
+
+
+def test_every_gpu_recipe_is_listed() -> None:
+    names = {path.stem for path in FILES}
+    assert names == {*RECIPES, "demo", "tiny-cpu"}
+    listed = (ROOT / "configs" / "README.md").read_text()
+    assert all(f"`{name}.yaml`" in listed for name in names)
 
 
 def test_the_demo_is_trained_watched_and_reported_on_different_prompts() -> None:
