@@ -51,9 +51,18 @@ TABLE = {  # modules and their tests, fastest first; none of them starts program
         "runtime/test_runtime_engine.py",
     ],
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
-    "dflash_toolkit/runtime/line.py": ["runtime/test_runtime_line.py", "runtime/test_runtime_scheduler.py"],
+    "dflash_toolkit/runtime/wait_queue.py": ["runtime/test_runtime_wait_queue.py", "runtime/test_runtime_scheduler.py"],
+    "dflash_toolkit/runtime/exact.py": ["runtime/test_runtime_budget.py", "runtime/test_runtime_scheduler.py"],
+    "dflash_toolkit/runtime/prompts.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py"],
+    "dflash_toolkit/runtime/recovery.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_faults.py"],
+    "dflash_toolkit/runtime/recurrent.py": [
+        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_recurrent.py",
+    ],
+    "dflash_toolkit/runtime/request_table.py": [
+        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py", "runtime/test_runtime_engine.py",
+    ],
     "dflash_toolkit/runtime/scheduler.py": [
-        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_line.py", "runtime/test_runtime_engine.py",
+        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py", "runtime/test_runtime_engine.py",
     ],
     "dflash_toolkit/models/dflash/checkpoint.py": [
         "models/test_checkpoint.py", "models/test_drafter_config.py", "models/test_speculators.py",

@@ -16,9 +16,9 @@ from .graphs import no_collection
 from .options import EngineOptions
 from .prefill_job import PrefillJob, ScoredTokens
 from .programs.context import Part
+from .prompts import chunk_size
 from .runner import StepRunner
 from .sampler import Mode
-from .scheduler import cut_of
 from .step_times import run_all_parts
 from .trees.budget import row_buckets
 from .weights import TargetWeights
@@ -171,7 +171,7 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
 def _free_beside(probe: StepRunner, options: EngineOptions, share: float) -> tuple[float, int]:
     """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes, and those
     of the largest step."""
-    cut = cut_of(options.max_num_batched_tokens or 0)
+    cut = chunk_size(options.max_num_batched_tokens or 0)
     try:
         workspace = workspace_of(probe, cut)
     except torch.OutOfMemoryError as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import UserError
 from ..generation import Generation, Offered, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
-from .line import Place
 from .trees.trust import Trust
 
 if TYPE_CHECKING:
@@ -122,11 +121,10 @@ class Request:
     trust: Trust = field(default_factory=Trust)
     submitted_s: float = field(default_factory=time.perf_counter)
 
-    place: Place | None = field(default=None, repr=False)  # in line
     pages: list[int] = field(default_factory=list)
     state: int = 0  # slot of its recurrent states; 0 while it has no pages either
-    goes_on_from: int = 0  # slot of the states that its own begin as; 0: none, or they have begun
-    kept_at: tuple[int, ...] = ()  # numbers of tokens, of whole pages, behind which its prefill keeps states
+    initial_state: int = 0  # slot that its states are copied from; 0: they start empty, or were copied
+    keep_states_at: tuple[int, ...] = ()  # tokens, in whole pages, after which its prefill keeps states
     prefilled: int = 0  # tokens of `known_ids` whose keys and values are in the pages
     cached_tokens: int = 0  # of them, those that a prefix hit brought
     scored: list[Any] = field(default_factory=list)  # log-probabilities of the prompt's chunks, as the device left them
@@ -136,7 +134,7 @@ class Request:
     cancelled: bool = False
     error: Exception | None = None  # what ended it alone; its answer stays as far as it was read
     poisoned: bool = False  # its pages must not be read by others
-    again: bool = False  # it is computed once more, as something was not finite
+    retried: bool = False  # it is computed a second time, as something was not finite
     prefilled_alone: bool = False  # in no batch, as one that it was in failed
     matcher: "Matcher | None" = None  # of its grammar, behind `tokens`
 
@@ -162,7 +160,7 @@ class Request:
     @property
     def drafts(self) -> bool:
         """Whether anything may be drafted for it: not where its draft may hold the token that was NaN."""
-        return self.params.drafting and not self.again
+        return self.params.drafting and not self.retried
 
     @property
     def finished(self) -> bool:

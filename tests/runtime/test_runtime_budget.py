@@ -359,3 +359,8 @@ def test_a_request_whose_sure_drafts_fail_keeps_its_floor_alone() -> None:
     for _ in range(30):
         lone.observe(3.0, 0)
     assert lone.log_discount < np.log(0.05) and Trust().log_discount == 0.0
+
+
+def test_up_to_eight_requests_verify_at_most_128_rows() -> None:
+    """Larger products round differently, and the documents promise equal bits for up to eight requests."""
+    assert [row_buckets(batch)[-1] for batch in (7, 8, 9, 16)] == [128, 128, 256, 256]

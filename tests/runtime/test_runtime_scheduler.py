@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.generation import Step
-from dflash_toolkit.runtime import scheduler as module
-from dflash_toolkit.runtime.line import Line
+from dflash_toolkit.runtime import prompts as module
 from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.prefill_job import PrefillJob, PrefillLimits
 from dflash_toolkit.runtime.request import Committed, NotFiniteError, Request, StepShape
 from dflash_toolkit.runtime.scheduler import Scheduler
+from dflash_toolkit.runtime.wait_queue import WaitQueue
 
 SIZE, BLOCK, PLACES = 4, 8, 21  # tokens of a page, and that a step commits and writes at most
 
@@ -380,9 +380,11 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
     drain(scheduler)
     pool.check()
     assert pool.available == pool.capacity
-    assert sorted(scheduler._free_states) == list(range(1, max_num_seqs + 1))
+    assert sorted(scheduler.table.states.free) == list(range(1, max_num_seqs + 1))
     assert {*pool._free_states, *pool._states} == {*slots} and not device.mistakes
-    assert not scheduler.waiting._keys and all(request.place is None for request in alive), "the line is empty"
+    assert not scheduler.waiting._keys and not any(request in scheduler.waiting for request in alive), (
+        "the line is empty"
+    )
     assert len(done) == len(set(done)) == len(alive) - cancelled
     failed = [0, 0, 0]
     for request in done:
@@ -436,6 +438,16 @@ def test_short_prompts_are_computed_together_where_a_batch_is_large() -> None:
     assert in_one_pass(*scored).called("prefill_batch") == []
 
 
+def test_prompts_of_up_to_eight_requests_are_never_batched() -> None:
+    """The documents promise equal bits for up to eight requests; batched prefills round differently."""
+
+    def prompts() -> list[Request]:
+        return [request_of([10 * i + k for k in range(3)], 3) for i in range(2)]
+
+    assert in_one_pass(*prompts(), running=6).called("prefill_batch") == []
+    assert in_one_pass(*prompts(), running=7).called("prefill_batch") == [(3, 3)]
+
+
 def test_who_finds_anothers_pages_is_not_computed_beside_it() -> None:
     alike = [request_of([1, 2, 3, 4, 5, 6 + i], 3) for i in range(3)]
     apart = [request_of([1 + i, 2, 3, 4, 5, 6], 3) for i in range(2)]
@@ -446,18 +458,18 @@ def test_who_finds_anothers_pages_is_not_computed_beside_it() -> None:
 
 def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else notices, and it was not given to anybody."""
-    failed, charged, real = list[int](), list[int](), Line.charge
+    failed, charged, real = list[int](), list[int](), WaitQueue.charge
 
     def fails(device: TableDevice, chunks: Sequence[PrefillJob]) -> None:
         failed.append(len(chunks))
         raise RuntimeError("a pass of its own")
 
-    def charge(line: Line, request: Request, prompt: int = 0, answer: int = 0) -> None:
+    def charge(line: WaitQueue, request: Request, prompt: int = 0, answer: int = 0) -> None:
         charged.append(prompt)
         real(line, request, prompt, answer)
 
     monkeypatch.setattr(TableDevice, "prefill_batch", fails)
-    monkeypatch.setattr(Line, "charge", charge)
+    monkeypatch.setattr(WaitQueue, "charge", charge)
     requests = [request_of([i] * 3, 3) for i in range(3)]
     device = in_one_pass(*requests)
     assert failed == [3] and len(device.called("prefill")) == 3
@@ -541,7 +553,7 @@ def test_an_end_is_told_though_its_row_cannot_be_removed() -> None:
         told.extend(step.tokens if step else request.tokens)
 
     scheduler = scheduled(device, request, block=BLOCK, report=report)
-    while not scheduler._launches:
+    while not scheduler.table.launches:
         scheduler.advance()
     failing(device, failures)
     drain(scheduler)
@@ -563,7 +575,7 @@ def test_who_is_cancelled_while_others_are_computed_alone_is_gone(who: int, whom
     failing(device, failures)
     drain(scheduler)
     assert [r.tokens == truth(r.prompt_ids, 12) for r in requests] == [i != whom for i in range(3)]
-    assert scheduler._pool.available == scheduler._pool.capacity and not any(r.error for r in requests)
+    assert scheduler.table.pool.available == scheduler.table.pool.capacity and not any(r.error for r in requests)
 
 
 def test_a_row_that_cannot_be_removed_fails_nobody_whose_answer_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +602,7 @@ def test_a_row_that_cannot_be_removed_fails_nobody_whose_answer_has_ended(monkey
     drain(scheduler)
     assert failures == ["removed"] and told == requests[0].tokens
     assert [r.tokens for r in requests] == [truth(r.prompt_ids, r.limit) for r in requests]
-    assert scheduler._pool.available == scheduler._pool.capacity and not any(r.error for r in requests)
+    assert scheduler.table.pool.available == scheduler.table.pool.capacity and not any(r.error for r in requests)
 
 
 def failing(device: TableDevice, names: list[str]) -> None:
@@ -735,8 +747,8 @@ def test_more_pages_than_there_are_change_nothing() -> None:
 def test_who_came_last_gives_way_whatever_row_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     *early, last = (request_of([i] * 8, limit) for i, limit in enumerate((20, 220, 220)))
     scheduler, preempted = scheduled(TableDevice(0), *early, pool=61, max_num_seqs=3, max_block=1), list[Request]()
-    real = scheduler._preempt
-    monkeypatch.setattr(scheduler, "_preempt", lambda request: (preempted.append(request), real(request)))
+    real = scheduler.table.preempt
+    monkeypatch.setattr(scheduler.table, "preempt", lambda request: (preempted.append(request), real(request)))
     for _ in range(10):
         scheduler.advance()
     scheduler.add(last)

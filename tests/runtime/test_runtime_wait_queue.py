@@ -10,7 +10,9 @@ from test_runtime_scheduler import BLOCK, SIZE, TableDevice, drain, request_of, 
 
 from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.runtime.scheduler import OVERTAKEN, Scheduler
+from dflash_toolkit.runtime.request_table import MAX_OVERTAKEN
+from dflash_toolkit.runtime.scheduler import Scheduler
+from dflash_toolkit.runtime.wait_queue import WaitQueue
 
 TURN, CUT = 16, 8
 
@@ -25,7 +27,7 @@ def asked(tokens: int, limit: int = 1, **fields: Any) -> Request:
 def told_in_order(scheduler: Scheduler) -> list[Request]:
     """Requests as they get their first tokens, in a list that grows."""
     order: list[Request] = []
-    scheduler._report = lambda request, step: order.append(request) if step is None else None
+    scheduler.table.report = lambda request, step: order.append(request) if step is None else None
     return order
 
 
@@ -41,13 +43,23 @@ def computed(device: TableDevice) -> int:
     return sum(tokens for _, _, tokens in device.called("prefill"))
 
 
+@pytest.mark.parametrize(("prompt", "first"), [(7, "prompt"), (9, "answer")])
+def test_an_answer_token_costs_two_prompt_tokens(prompt: int, first: str) -> None:
+    queue, requests = WaitQueue(), {key: asked(3, key=key) for key in ("prompt", "answer")}
+    for request in requests.values():
+        queue.add(request)
+    queue.charge(requests["prompt"], prompt=prompt)
+    queue.charge(requests["answer"], answer=4)
+    assert queue.next(may_start=True) is requests[first]
+
+
 # ---- prompts of other lengths ------------------------------------------------------------------------------
 
 
 def test_a_short_prompt_does_not_wait_for_the_long_one_before_it() -> None:
     long, short = asked(1900), asked(1)
     device, scheduler, told = roomy(long, short)
-    scheduler._report = lambda request, step: told.append(request) or computed_then.append(computed(device))
+    scheduler.table.report = lambda request, step: told.append(request) or computed_then.append(computed(device))
     computed_then: list[int] = []
     scheduler.advance()
     assert told == [short] and computed_then == [1], "its token is told before the others are computed"
@@ -179,14 +191,14 @@ def test_a_prompt_that_finds_no_pages_lets_smaller_ones_start_but_not_for_ever()
     while not large.pages:
         scheduler.add(asked(3, 3))
         scheduler.advance()
-    assert len(told) - 1 == OVERTAKEN, "as many as may, and no more"
+    assert len(told) - 1 == MAX_OVERTAKEN == 16
     drain(scheduler)
     assert large in told
 
 
 def test_whoever_is_urgent_is_not_held_up() -> None:
     _, scheduler, told, large = crowded()
-    while large.place is not None and large.place.overtaken < OVERTAKEN:
+    while large in scheduler.waiting and scheduler.waiting.entry(large).overtaken < MAX_OVERTAKEN:
         scheduler.add(asked(3, 3))
         scheduler.advance()
     urgent, small = asked(3, 3, priority=-1), asked(3, 3)

@@ -1,0 +1,56 @@
+"""What the scheduler needs of the machine that computes; `runner.py` has the real one, tests have a table."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from .prefill_job import PrefillJob, PrefillLimits
+from .request import Committed, Request, StepShape
+
+
+class Device(Protocol):
+    """Computes prefills and steps. It knows rows, pages and slots of states, not queues."""
+
+    depth: int  # steps that may be in flight when a result is read
+    prefill_limits: PrefillLimits  # of a batch
+    pages_per_request: int  # the most, overshoot included
+
+    def prefill(self, job: PrefillJob) -> Any | None:
+        """Writes the keys and values of a chunk into its pages, and updates its recurrent states.
+
+        Returns:
+            The pending scores that `job.scores` asks for; `add` reads them from the request. None without `scores`.
+        """
+
+    def prefill_batch(self, jobs: Sequence[PrefillJob]) -> None:
+        """Prefills chunks of several requests in one pass. `add` finds a chunk's last state by its index here."""
+
+    def copy_states(self, source: int, target: int) -> None:
+        """Copies the recurrent states of slot `source` to slot `target`."""
+
+    def add(self, row: int, request: Request, place: int = 0) -> Any | None:
+        """Puts a prefilled request into the batch; returns the pending first token if it has none yet.
+
+        Args:
+            place: index of its chunk in the newest pass.
+        """
+
+    def move(self, source: int, target: int) -> None:
+        """Moves row `source` to row `target`, which is free."""
+
+    def remove(self, row: int) -> None:
+        """Frees a row."""
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """Sets the pages of a request in the batch."""
+
+    def clean(self, pages: Sequence[int]) -> None:
+        """Removes NaN from free pages."""
+
+    def check(self) -> None:
+        """Uses the device once. Raises what it raises at every use once it has failed."""
+
+    def decode(self, requests: Sequence[Request], shape: StepShape) -> Any:
+        """Launches one step of rows 0..len(requests) - 1; returns its pending result."""
+
+    def read(self, pending: Any) -> list[Committed]:
+        """Waits for a result and returns what each of its rows committed."""

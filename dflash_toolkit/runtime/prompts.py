@@ -1,0 +1,223 @@
+"""Which chunks of prompts are computed in a turn: in the order of the queue, alone or several in one pass."""
+
+import logging
+
+from .exact import EXACT_BATCH
+from .prefill_job import PrefillJob, ScoredTokens
+from .request import Request
+from .request_table import RequestTable, name_of
+
+log = logging.getLogger(__name__)
+
+
+def chunk_size(max_num_batched_tokens: int) -> int:
+    """Returns the tokens of a chunk: two chunks can share a turn."""
+    return max(max_num_batched_tokens // 2, 1)
+
+
+class Prompts:
+    """Computes the prompts of admitted requests, chunk by chunk.
+
+    A request whose prompt fails twice ends with the error.
+
+    Args:
+        max_tokens: the most tokens that are computed in a turn.
+    """
+
+    def __init__(self, table: RequestTable, max_tokens: int, prefix_cache: bool) -> None:
+        self._table, self._device, self._states = table, table.device, table.states
+        self._max_tokens, self._chunk, self._prefix_cache = max_tokens, chunk_size(max_tokens), prefix_cache
+        self._guaranteed_starts = False  # whether the guaranteed request may take the next free row
+        self._batch: list[Request] = []  # their next chunks are prefilled in one pass
+
+    def run_turn(self) -> None:
+        """Computes chunks, up to the tokens of a turn.
+
+        The guaranteed request advances in any case; before and after it other requests do, in the order of the queue,
+        if their chunks fit.
+        """
+        table, queue, left = self._table, self._table.queue, self._max_tokens
+        self._batch = []  # after a fault its requests are in the queue
+        if not queue.started and not (queue and table.free_rows):
+            return
+        queue.begin_turn()
+        guaranteed = table.blocking or queue.guaranteed(table.free_rows > 0)
+        while left > 0:
+            if guaranteed is not None and guaranteed not in queue:  # a first token was reported, and it was cancelled
+                guaranteed = None
+            request = queue.next(table.free_rows > 0) or guaranteed
+            if guaranteed is not None and request is not guaranteed and self._last_row_is_for(guaranteed, request):
+                request = guaranteed
+            if request is None and self._batch:
+                self._prefill_batch()  # some may have more chunks
+                continue
+            if request is None:
+                break
+            reserved = 0 if guaranteed is None or request is guaranteed else self._next_chunk(guaranteed)
+            advances = self._next_chunk(request) <= left - reserved
+            if advances and request not in queue.started:
+                if any(self._shares_prefix(request, other) for other in self._batch):
+                    self._prefill_batch()  # then it finds their pages
+                advances = table.admit(request) and (
+                    (not self._batch and not self._may_be_batched(request)) or self._copied_states(request)
+                )
+                self._guaranteed_starts = self._guaranteed_starts if not advances else request is not guaranteed
+            if request is guaranteed:
+                guaranteed = None
+                if advances:
+                    queue.use_guarantee(request)
+            if advances and self._may_be_batched(request):
+                left -= self._add_to_batch(request)
+            elif advances:
+                self._prefill_batch()
+                left -= max(self._prefill_twice(request), 1)
+            elif request in queue:  # otherwise it has failed
+                queue.skip(request)
+            while table.launches and not self._device.depth:  # a device that waits for steps waits for first tokens too
+                table.read()
+        self._prefill_batch()
+
+    def _last_row_is_for(self, guaranteed: Request, other: Request | None) -> bool:
+        """Returns whether `guaranteed` starts with the last free row, instead of another request."""
+        started = self._table.queue.started
+        both_wait = other not in started and guaranteed not in started
+        return self._table.free_rows == 1 and both_wait and self._guaranteed_starts
+
+    def _next_chunk(self, request: Request) -> int:
+        """Returns the most tokens that it computes next: it may still find a prefix."""
+        end = next((tokens for tokens in request.keep_states_at if tokens > request.prefilled), request.length)
+        return min(end - request.prefilled, self._chunk)
+
+    # ---- one chunk ---------------------------------------------------------------------------------------
+
+    def _prefill_twice(self, request: Request) -> int:
+        """Computes the next chunk, a second time if it fails; returns its tokens. A second failure ends the request."""
+        for last in (False, True):
+            try:
+                if last:
+                    self._states.rebuild(request, request.prefilled, self._chunk)
+                return self._prefill(request)
+            except Exception as error:
+                self._clean_up(request, error)
+                if last:
+                    self._table.fail(request, error)
+        return 0
+
+    def _prefill(self, request: Request) -> int:
+        """Computes the next chunk of a prompt and returns its tokens.
+
+        A prompt is cut at fixed distances from its beginning, whatever else is computed in this turn: matrix products
+        of other sizes would round differently, and its answer would depend on other requests. It is also cut where its
+        states are kept.
+        """
+        ids = request.known_ids
+        self._states.begin(request)
+        chunk = ids[request.prefilled : request.prefilled + self._next_chunk(request)]
+        if chunk:
+            start = request.prefilled
+            following = ids[start + 1 : start + 1 + len(chunk)] if request.scores_prompt else ()
+            scores = ScoredTokens(following, request.params.prompt_logprobs or 0) if following else None
+            scored = self._device.prefill(PrefillJob(chunk, start, request.pages, request.state, scores))
+            if scored is not None:
+                request.scored.append(scored)
+            self._table.queue.charge(request, prompt=len(chunk))
+        self._advance(request, len(chunk))
+        return len(chunk)
+
+    def _advance(self, request: Request, tokens: int, place: int = 0) -> None:
+        """Takes in that more tokens of a prompt are in its pages; the last chunk begins the answer."""
+        ids = request.known_ids
+        request.prefilled += tokens
+        if tokens and request.prefilled in request.keep_states_at:
+            self._states.keep(request, ids[: request.prefilled])
+        if request.prefilled == len(ids):
+            self._table.begin_answer(request, ids, place)
+
+    def _clean_up(self, request: Request, error: Exception) -> None:
+        """Logs the failure of a prompt. Raises the device's error if it has failed for good."""
+        log.error("the prompt of request %s failed", name_of(request), exc_info=error)
+        self._device.check()
+        self._device.remove(len(self._table.running))  # the row that it may have got
+
+    # ---- several chunks in one pass ----------------------------------------------------------------------
+
+    def _may_be_batched(self, request: Request) -> bool:
+        """Returns whether its next chunk may be prefilled in one pass with others.
+
+        Chunks are short, so that the pass takes hardly longer. The sums depend on the number of rows, so this happens
+        only when batches are too large for equal bits anyway.
+        """
+        table = self._table
+        requests = min(len(table.running) + len(table.queue.started) + len(table.queue), table.max_num_seqs)
+        tokens = self._next_chunk(request)
+        alone = request.prefilled_alone or request.scores_prompt or not tokens
+        return requests > EXACT_BATCH and not alone and self._device.prefill_limits.fits([tokens])
+
+    def _add_to_batch(self, request: Request) -> int:
+        """Adds the next chunk to the pass of this turn and returns its tokens."""
+        chunks = [self._next_chunk(each) for each in (*self._batch, request)]
+        if not self._device.prefill_limits.fits(chunks):
+            self._prefill_batch()
+        self._batch.append(request)
+        self._table.queue.charge(request, prompt=chunks[-1])
+        self._table.queue.skip(request)  # until it is computed
+        return chunks[-1]
+
+    def _shares_prefix(self, request: Request, other: Request) -> bool:
+        """Returns whether the pages that are computed for the other request hold tokens of this one."""
+        ids, theirs, start = request.prompt_ids, other.prompt_ids, other.prefilled
+        end = start + self._table.pool.page_size
+        if not self._prefix_cache or len(theirs) < end or ids[start:end] != theirs[start:end]:
+            return False
+        return ids[:start] == theirs[:start]
+
+    def _prefill_batch(self) -> None:
+        """Prefills the batch in one pass. If that fails, its requests start again, and each is prefilled alone."""
+        table = self._table
+        batch, self._batch = [request for request in self._batch if request in table.queue.started], []
+        if not batch:
+            return
+        left, jobs = list(batch), []
+        for request in batch:
+            start = request.prefilled
+            ids = request.known_ids[start : start + self._next_chunk(request)]
+            jobs.append(PrefillJob(ids, start, request.pages, request.state))
+        try:
+            if len(batch) > 1:
+                self._device.prefill_batch(jobs)
+            else:
+                self._device.prefill(jobs[0])
+            for place, (request, job) in enumerate(zip(batch, jobs, strict=True)):
+                try:
+                    self._advance(request, len(job.ids), place)
+                    left.remove(request)
+                except Exception as error:
+                    self._clean_up(request, error)
+        except Exception as error:
+            log.error("the prefill of %d requests in one batch failed", len(batch), exc_info=error)
+            for request, job in zip(batch, jobs, strict=True):
+                if request in left:
+                    table.queue.charge(request, prompt=-len(job.ids))
+            self._device.check()
+        finally:  # the recurrent states of the rest may be anything
+            for request in left:
+                request.prefilled_alone = True
+                table.preempt(request)
+        for request in batch:
+            if request in table.queue.started:
+                table.queue.unskip(request)
+
+    def _copied_states(self, request: Request) -> bool:
+        """Copies the states it continues from, before others in this turn overwrite them; returns False on failure."""
+        try:
+            self._states.begin(request)
+        except Exception as error:
+            log.error("states of request %s were not copied", name_of(request), exc_info=error)
+            self._device.check()
+            if request.prefilled_alone:
+                self._table.fail(request, error)
+            else:
+                request.prefilled_alone = True
+                self._table.preempt(request)
+            return False
+        return True
