@@ -11,14 +11,14 @@ from ..files import finite
 from ..generation import Generation, Step
 from .bootstrap import CONFIDENCE, RESAMPLES, SEED, Array, columns, figures, intervals_of, resampled_sums
 from .paired import PERMUTATIONS, difference_intervals, p_values, parted
-from .schema import read_report, split_places
+from .schema import COMPARE_VERSION, read_report, split_places
 
 PROG = "dflash-eval compare REPORT REPORT ..."
 DESCRIPTION = """\
 Put reports of dflash-eval (report.json, or its folder) side by side. Every figure is of the requests that all of them
 have, and every run is compared with the first: differences with intervals of a paired bootstrap over requests, and the
 p-value of a paired permutation test. --output also writes compare.json, compare.md and compare.html."""
-SCHEMA_VERSION = 1
+
 COMPARED = ("tau_pooled", "tau_mean", "tokens_per_second", "speedup", "accepted_per_position")
 SPEEDS = ("tokens_per_second", "speedup")
 LEAST_PAIRS = 6  # of fewer, no permutation test can have a p-value below 0.05
@@ -132,7 +132,7 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
     sections = [_compared(runs, name, same_machine, warnings) for name in names]
     return finite(
         {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": COMPARE_VERSION,
             "statistics": {
                 "confidence": CONFIDENCE,
                 "resamples": RESAMPLES,
