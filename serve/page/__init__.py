@@ -1,4 +1,4 @@
-"""The page at `/`: chat with the model and see the drafter at work. Static files, and nothing from elsewhere."""
+"""Serves the page at `/`: static files to chat with the model and see the drafter at work."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -12,10 +12,15 @@ FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/chat.js": ("chat.js", "text/javascript"),
+    "/markdown.js": ("markdown.js", "text/javascript"),
+    "/vendor/markdown-it.min.js": ("vendor/markdown-it.min.js", "text/javascript"),
+    "/vendor/purify.min.js": ("vendor/purify.min.js", "text/javascript"),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -23,7 +28,7 @@ HEADERS = {
 
 
 def page() -> APIRouter:
-    """The routes; nobody is asked for a key, as the page holds nothing of the model's."""
+    """Returns the routes. They ask for no key, as the files contain nothing about the model."""
     routes = APIRouter()
     for path, (name, kind) in FILES.items():
         response = functools.partial(Response, (FOLDER / name).read_bytes(), media_type=kind, headers=HEADERS)

@@ -31,10 +31,10 @@ LONG = {"ignore_eos": True}
 
 
 @contextlib.contextmanager
-def serving(engine: AsyncEngine, **options: Any) -> Iterator[str]:
+def serving(engine: AsyncEngine, port: int = 0, **options: Any) -> Iterator[str]:
     """The URL of a server that runs in a thread."""
     ready = threading.Event()
-    with bind("127.0.0.1", 0) as listener:
+    with bind("127.0.0.1", port) as listener:
         server = Server(create_app(engine, "org/tiny", **options), ready=ready.set, stop=engine.close)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         url = url_of(listener)
