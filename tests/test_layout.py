@@ -226,7 +226,7 @@ def test_the_wheel_carries_every_data_file_of_the_packages() -> None:
             if path.is_dir() or path.suffix == ".py" or "__pycache__" in place.parts:
                 continue
             package = ".".join(package_of(PurePosixPath(place)))
-            named = patterns.get(package, [])
+            named = patterns.get(package, []) + patterns.get(package.rpartition(".")[0], [])  # or of the folder above
             assert any(place.match(pattern) for pattern in named), f"{place}: name it in package-data of {package}"
 
 
