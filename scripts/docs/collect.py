@@ -48,21 +48,24 @@ class Raw:
             self.runs.append(machine | {"commands": [command]})
         return found
 
+    def optional(self, name: str) -> Row | None:
+        """Like a call, but None if the file is missing."""
+        return self(name) if (self.folder / name).is_file() else None
+
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def decode(raw: Raw) -> Iterable[Row]:
-    """Real weights, one request at a time, by train_real.py and vllm_decode.py."""
+    """Real weights, one request at a time, on the sets that were also decoded plainly or by vLLM."""
     for file, label in (("05", "0.5B"), ("15", "1.5B")):
-        ours, theirs = raw(f"train{file}.json")["runs"][-1]["sets"], raw(f"vllm{file}.json")
-        plain = {theirs["plain"]["set"]: theirs["plain"]["decode_tokens_per_second"]} if "plain" in theirs else {}
-        for name in SETS:
+        ours, theirs = raw(f"train{file}.json")["runs"][-1]["sets"], raw.optional(f"vllm{file}.json")
+        vllm = theirs["sets"] if theirs else {}
+        for name in (name for name in SETS if "plain_tokens_per_second" in ours[name] or name in vllm):
             yield {
                 "target": label, "set": name, "length": ours[name]["tau_pooled"],
                 "plain": ours[name].get("plain_tokens_per_second"), "ours": ours[name]["tokens_per_second"],
-                "vllm_plain": plain.get(name),
-                "vllm": theirs["sets"].get(name, {}).get("decode_tokens_per_second"),
+                "vllm": vllm.get(name, {}).get("decode_tokens_per_second"),
             }  # fmt: skip
 
 
@@ -84,31 +87,31 @@ def requests_8b(raw: Raw) -> Iterable[Row]:
 
 
 def requests_fp8(raw: Raw) -> Iterable[Row]:
-    """Steps with equal acceptance, as tokens per second at the mean length that this acceptance gives."""
+    """Tokens per second as measured, each engine with its own synthetic acceptance."""
     for shape, label in (("qwen3.8-27b-fp8", "Qwen3.8-27B"), ("qwen3.6-35b-a3b-fp8", "Qwen3.6-35B-A3B")):
-        ours = raw(f"ours_{shape}.json")
-        ms = {("ours", row["block"], row["batch"]): row["ms_per_step"] for row in ours["rows"]}
+        rows = raw(f"ours_{shape}.json")["rows"]
+        speed = {("ours", row["block"], row["batch"]): row["tokens_per_second"] for row in rows}
         for k in (0, 7):
-            (engine,) = raw(f"vllm_{shape}_k{k}.json")["engines"].values()
-            ms |= {("vllm", k + 1, row["batch"]): row["ms_per_step"] for row in engine["rows"]}
-        for batch in sorted({batch for _, _, batch in ms}):
-            found: Row = {"target": label, "requests": batch}
-            for engine_name in ("ours", "vllm"):
-                for block, way in ((1, "plain"), (8, "drafts")):
-                    mean = sum(ours["accept"] ** i for i in range(block))
-                    took = ms.get((engine_name, block, batch))
-                    found[f"{engine_name}_{way}"] = 1e3 * batch * mean / took if took else None
-            yield found
+            theirs = raw.optional(f"vllm_{shape}_k{k}.json")
+            for engine in theirs["engines"].values() if theirs else ():
+                speed |= {("vllm", k + 1, row["batch"]): row["tokens_per_second"] for row in engine["rows"]}
+        for batch in sorted({batch for _, _, batch in speed}):
+            yield {"target": label, "requests": batch} | {
+                f"{engine}_{way}": speed.get((engine, block, batch))
+                for engine in ("ours", "vllm")
+                for block, way in ((1, "plain"), (8, "drafts"))
+            }
 
 
 def server(raw: Raw) -> Iterable[Row]:
     """The engine alone, dflash-serve, and the faster of two ways to run vllm serve, by streaming clients."""
     ours = raw("serve_ours.json")
-    vllm = [streamed(raw(f"serve_vllm_{way}.json")) for way in ("k15", "adaptive")]
+    vllm = [streamed(raw("serve_vllm_k15.json"))]
+    if adaptive := raw.optional("serve_vllm_adaptive.json"):
+        vllm.append(streamed(adaptive))
     for engine in ours["engine"]:
-        clients = engine["clients"]
+        clients, row = engine["clients"], streamed(ours)[engine["clients"]]
         best = max((rows[clients] for rows in vllm if clients in rows), key=lambda row: row["tokens_per_second"])
-        row = streamed(ours)[clients]
         yield {
             "clients": clients, "engine": engine["tokens_per_second"], "ours": row["tokens_per_second"],
             "vllm": best["tokens_per_second"], "first": row["first_ms"], "vllm_first": best["first_ms"],

@@ -99,7 +99,8 @@ def measured(names: Sequence[str]) -> str:
             versions = ", ".join(
                 f"{PACKAGES[key]} {run['versions'][key]}" for key in PACKAGES if key in run["versions"]
             )
-            files = found.setdefault((run["gpu"], versions, run["commit"], run["date"]), [])
+            gpu = re.sub(r"NVIDIA | 80GB HBM3", "", run["gpu"])
+            files = found.setdefault((gpu, versions, run["commit"], run["date"]), [])
             files += [name] if name not in files else []
     rows = [[", ".join(files), *run] for run, files in found.items()]
     return markdown(["file in `scripts/results/`", "GPU", "versions", "commit", "date"], rows)
