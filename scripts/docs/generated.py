@@ -8,22 +8,74 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from transformers import GptOssConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
+from dflash_toolkit.config import read_yaml
 from dflash_toolkit.models.dflash.architecture import architectures
 from dflash_toolkit.models.dflash.serving import SERVED, block_scale
 from dflash_toolkit.models.published import PUBLISHED, Published
 from dflash_toolkit.models.spec import ARCHITECTURES
+from dflash_toolkit.runtime.shapes import named_shape
+from dflash_toolkit.train.config import configure
+from dflash_toolkit.train.run.cost import GIB, size
+from dflash_toolkit.train.run.estimate import computes, estimate
+from dflash_toolkit.train.run.rates import H100, H200
 
 ROOT = Path(__file__).resolve().parents[2]
+
 PAGES = ("docs/models.md", "docs/train.md")
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.S)
 Rows = list[list[str]]
 
 TOO_LARGE = ("Qwen3.5-122B-A10B",)  # for one GPU, and the engine takes one
 Z_LAB_CLIENT = ("Qwen3ForCausalLM", "LlamaForCausalLM")  # its README: "only Qwen3 and LLaMA-3.1"
+
+
+# ---- the targets that people run most, with their real sizes
+
+# transformers' GptOssConfig with the sizes of the 20b; its experts are stored in MXFP4
+_GPT_OSS_20B = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+# configs/NAME.yaml: the architecture of its target in config.json
+RECIPES = {
+    "qwen3-8b": "Qwen3ForCausalLM",
+    "llama-3.1-8b": "LlamaForCausalLM",
+    "qwen3.5-9b": "Qwen3_5ForConditionalGeneration",
+    "qwen3.6-27b-fp8": "Qwen3_5ForConditionalGeneration",
+    "qwen3.6-35b-a3b-fp8": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3-coder-30b-a3b": "Qwen3MoeForCausalLM",
+    "gpt-oss-20b": "GptOssForCausalLM",
+}
+_SHAPES = {
+    "llama-3.1-8b": "llama3.1-8b",
+    "qwen3.6-27b-fp8": "qwen3.8-27b-fp8",  # one shape
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",  # one shape but for the longest context
+}
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """Returns the configuration of a recipe's target, without weights."""
+    if name == "gpt-oss-20b":
+        return GptOssConfig(**_GPT_OSS_20B)
+    return named_shape(_SHAPES.get(name, name))
 
 
 def computed(architecture: str) -> bool:
@@ -64,7 +116,58 @@ def published_drafters() -> Rows:
     return rows
 
 
-TABLES: dict[str, Callable[[], Rows]] = {"published-drafters": published_drafters}
+def training_cost() -> Rows:
+    """The recipes of configs/ as `dflash-train --estimate` sees them, on the smaller GPU that holds the run."""
+    rows = [["target", "GPU", "responses", "training", "disk", "memory", "expected tokens per step"]]
+    for name in RECIPES:
+        config, target = configure(read_yaml(ROOT / "configs" / f"{name}.yaml"), name), config_of(name)
+        served = not computes(target)
+        config = replace(config, response_files=())  # as many prompts as the recipe says, written by now or not
+        found = [
+            estimate(config, target, each, thinking=False, server=served, linear_attention=True)
+            for each in (H100, H200)
+        ]
+        one = next(each for each in found if each.fits and named_gpu(name) == each.machine.name)
+        assert one.response_rate
+        mark = "" if one.response_rate.how.startswith("measured") else " *"
+        training = f"{one.hours('features', 'training'):.0f} h" + ("" if one.feature_rate.how == "measured" else " *")
+        memory = f"{one.memory / GIB:.0f} GiB"
+        target_link = f"[{config.target.split('/')[-1]}](https://huggingface.co/{config.target})"
+        rows.append(
+            [target_link, one.machine.name, f"{one.hours('responses'):.0f} h{mark}", training, size(one.disk), memory,
+             one.acceptance]
+        )  # fmt: skip
+    return rows
+
+
+def named_gpu(name: str) -> str:
+    """Returns the GPU that a recipe's first line names."""
+    first = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    return "H200" if "H200" in first else "H100"
+
+
+# Milliseconds of a step at 1, 8 and 32 requests: plain, and with blocks of 8. Random weights, prompts of 512 tokens,
+# `git show 4470a42:scripts/results/shapes_fp8_h100.json` and `..._h200.json`, which hold the commands
+STEPS_MS = {
+    ("Qwen3-8B FP8", "H100"): ((3.80, 4.26, 5.26), (4.77, 6.61, 9.71)),
+    ("Qwen3.6-27B FP8", "H100"): ((11.24, 12.77, 18.84), (13.27, 20.89, 33.99)),
+    ("Qwen3.6-35B-A3B FP8", "H200"): ((2.36, 4.67, 10.24), (5.00, 12.38, 20.39)),
+}
+
+
+def break_even() -> Rows:
+    """The acceptance length at which a step with a block of 8 is as fast as plain steps."""
+    rows = [["tokens per step needed", "GPU", "1 request", "8 requests", "32 requests"]]
+    for (target, gpu), (plain, drafted) in STEPS_MS.items():
+        rows.append([target, gpu, *(f"{b / a:.1f}" for a, b in zip(plain, drafted, strict=True))])
+    return rows
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "published-drafters": published_drafters,
+    "training-cost": training_cost,
+    "break-even": break_even,
+}
 
 
 def markdown(rows: Rows) -> str:

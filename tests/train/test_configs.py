@@ -17,7 +17,7 @@ from dflash_toolkit.models.published import published_for
 from dflash_toolkit.train.config import PACK_TOKENS, TrainConfig, configure
 from dflash_toolkit.train.optim.schedule import packing
 from dflash_toolkit.train.run.estimate import computes
-from scripts.docs.people_run import RECIPES, config_of
+from scripts.docs.generated import RECIPES, config_of
 
 FILES = sorted((ROOT / "configs").glob("**/*.yaml"))
 

@@ -8,7 +8,7 @@ SOURCES = (
     "HuggingFaceH4/ultrachat_200k",
     "meta-math/MetaMathQA",
     "openbmb/UltraInteract_sft",
-    "HuggingFaceH4/orca-math-word-problems-200k",
+    "microsoft/orca-math-word-problems-200k",
     "HuggingFaceH4/ultrafeedback_binarized",
     "theblackcat102/evol-codealpaca-v1",
     "Post-training-Data-Flywheel/AutoIF-instruct-61k",

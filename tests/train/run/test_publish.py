@@ -13,6 +13,7 @@ import pytest
 import yaml
 from programs import Program
 
+from dflash_toolkit.train.prompts.dataset import DEFAULT
 from dflash_toolkit.train.run import publish
 
 SHORT = ("optim.steps=2", "run.evaluate_every=0", "run.evaluate_prompts=1", "run.evaluate_tokens=6")
@@ -114,3 +115,18 @@ def test_a_card_names_the_target_and_the_datasets_of_the_hub(data: Path) -> None
         found = publish._metadata(config | {"data": given})
         assert (found["base_model"], found["datasets"]) == ("Qwen/Qwen3-8B", named)
     assert "datasets" not in publish._metadata(config | {"data": [], "response_files": ["answers.jsonl"]})
+
+
+def test_a_card_says_what_the_default_dataset_is_made_of(dflash_train: Program) -> None:
+    dflash_train()
+    record = dflash_train.record()
+    assert "Prompts: " not in (dflash_train.output / "README.md").read_text(), "prompts of a file"
+    for dataset, said in (
+        (DEFAULT, "1,420,909 conversations, with a slight focus on maths, from HuggingFaceH4/ultrachat_200k, "),
+        ("org/other", "Prompts: org/other: see its dataset card for its licence."),
+    ):
+        prompts = record["config"]["prompts"] | {"dataset": dataset}
+        publish.write_cards(
+            dflash_train.output, record | {"config": record["config"] | {"data": [], "prompts": prompts}}
+        )
+        assert said in (dflash_train.output / "README.md").read_text()
