@@ -1,6 +1,6 @@
 #!/bin/sh
-# Train a drafter for an hour on one GPU. Without --data the prompts are a public dataset. The target answers them first,
-# and the hour begins behind that. The same command resumes.
+# Train a drafter for an hour on one GPU. Without --data the prompts are a public dataset. The target answers them first;
+# the hour begins after that. The same command resumes.
 set -eu
 : "${TARGET:=Qwen/Qwen3-8B}" "${OUTPUT:=out/one-gpu}" "${MINUTES:=60}"
 

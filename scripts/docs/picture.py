@@ -1,4 +1,4 @@
-"""A picture of a report's page, by Chromium or Chrome without a window.
+"""Takes a picture of a report's page with headless Chromium or Chrome.
 
 python scripts/docs/picture.py out/report/report.html docs/assets/report.png
 """
