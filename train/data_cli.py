@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command, to_mapping
 from dflash_toolkit.data.sources import Source
-from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder
+from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config

@@ -1,10 +1,7 @@
-"""Measure a drafter: how much the target accepts, how much faster that is, and whether it is lossless.
+"""Measures a drafter: how much the target accepts, how much faster that is, and whether it is lossless.
 
-`decoders.py` decodes, `measure.py` counts, `run.py` goes through prompt sets, `journal.py` lets a killed run
-continue, `report.py` holds the results, `schema.py` says in what form, `bootstrap.py` how sure they are. `sweeps.py`,
-`recall.py`, `distribution.py` and `energy.py` measure what is asked for besides. `tables.py`, `plots.py`,
-`markdown.py` and `page.py` show them, `files.py` writes them, `publish.py` tells others; `cli.py` is `dflash-eval`,
-`check.py` its limits, `compare.py` (statistics in `paired.py`, what is shown in `comparison.py`) its comparisons.
+`measure/` decodes and counts, `stats/` says how sure figures are, `report/` holds results and shows them. `cli.py` is
+`dflash-eval`, `check.py` its limits, `compare.py` its comparisons, `protocols.py` the published measurements.
 """
 
 from typing import TYPE_CHECKING
@@ -16,11 +13,11 @@ wait_passively()  # before anything here imports torch
 
 if TYPE_CHECKING:
     from ..acceptance import Acceptance
-    from .decoders import EnginePair, ReferencePair
-    from .files import write_report
-    from .measure import EncodedPrompt, held_out_acceptance
-    from .report import Report
-    from .run import evaluate
+    from .measure.decoders import EnginePair, ReferencePair
+    from .measure.measurement import EncodedPrompt, held_out_acceptance
+    from .measure.run import evaluate
+    from .report.files import write_report
+    from .report.results import Report
 else:
     __getattr__, __dir__ = lazy_names(__name__)
 

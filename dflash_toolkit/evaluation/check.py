@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import UserError, option, parse_cli, run_command
-from .schema import read_report, split_places
-from .table import Table, say, show_table
+from .report.schema import read_report, split_places
+from .report.table import Table, say, show_table
 
 PROG = "dflash-eval check REPORT"
 DESCRIPTION = """\

@@ -21,8 +21,8 @@ from ..tracking import log_in
 from .protocols import PROTOCOLS, fixed_options
 
 if TYPE_CHECKING:
-    from .decoders import Pair
-    from .measure import EncodedPrompt
+    from .measure.decoders import Pair
+    from .measure.measurement import EncodedPrompt
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -257,11 +257,11 @@ def _run(config: EvalConfig) -> None:
     # not above: this imports torch and transformers, seconds in which the disk is to read already
     import transformers
 
-    from .files import write_report
-    from .publish import find_card, log_report, shown_command, write_card
-    from .run import Setting, evaluate_all, serving_command
-    from .sweeps import Sweeps
-    from .terminal import show_report
+    from .measure.run import Setting, evaluate_all, serving_command
+    from .measure.sweeps import Sweeps
+    from .report.files import write_report
+    from .report.publish import find_card, log_report, shown_command, write_card
+    from .report.terminal import show_report
 
     publish = config.publish
     card = find_card(config.drafter) if publish.write_model_card and config.drafter is not None else None
@@ -336,7 +336,7 @@ def _only_run(output: Path) -> Iterator[None]:
 
 def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
     """What is measured, and whether it is decoded plainly too."""
-    from .endpoint import EndpointPair
+    from .measure.endpoint import EndpointPair
 
     server = config.server
     if server.endpoint is None:
@@ -352,7 +352,7 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
 def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import check_fits, load_drafter
     from ..models.target import Target, load_config
-    from .decoders import EnginePair, ReferencePair
+    from .measure.decoders import EnginePair, ReferencePair
 
     assert config.drafter is not None
     drafter = load_drafter(config.drafter)
@@ -382,7 +382,7 @@ def _load(config: EvalConfig) -> "Pair":
 
 
 def _encode(tokenizer: Any, name: str, row: Prompt, thinking: bool | None, multi_turn: bool) -> "EncodedPrompt":
-    from .measure import EncodedPrompt, Rest, last_question
+    from .measure.measurement import EncodedPrompt, Rest, last_question
 
     def encode(messages: Sequence[Message]) -> list[int]:
         try:

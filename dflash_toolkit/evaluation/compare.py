@@ -9,9 +9,9 @@ from typing import Any
 from ..config import UserError, option, parse_cli, run_command
 from ..files import finite
 from ..generation import Generation, Step
-from .bootstrap import CONFIDENCE, RESAMPLES, SEED, Array, columns, figures, intervals_of, resampled_sums
-from .paired import PERMUTATIONS, difference_intervals, p_values, parted
-from .schema import COMPARE_VERSION, read_report, split_places
+from .report.schema import COMPARE_VERSION, read_report, split_places
+from .stats.bootstrap import CONFIDENCE, RESAMPLES, SEED, Array, columns, figures, intervals_of, resampled_sums
+from .stats.paired import PERMUTATIONS, difference_intervals, p_values, parted
 
 PROG = "dflash-eval compare REPORT REPORT ..."
 DESCRIPTION = """\
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> tuple[list[Path], CompareConfig]:
 def _run(places: Sequence[Path], config: CompareConfig) -> None:
     comparison = compare(named_runs([(str(place), read_report(place)) for place in places]))
     # not above: this imports torch, which what is refused need not wait for
-    from .comparison import show_comparison, write_comparison
+    from .report.comparison import show_comparison, write_comparison
 
     output = None if config.output is None else Path(config.output)
     if output is not None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .report import Report
-    from .table import Table
+    from .report.results import Report
+    from .report.table import Table
 
 QWEN3_8B = "Qwen/Qwen3-8B"
 
@@ -88,7 +88,7 @@ def fixed_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def published_table(report: "Report", name: str) -> "Table":
     """Compares our figures with the published ones. The report is of a run with this protocol."""
-    from .table import Table, number
+    from .report.table import Table, number
 
     protocol = PROTOCOLS[name]
     kind = report.arguments.get("drafter_kind") or "dflash"

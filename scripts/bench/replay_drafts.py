@@ -29,8 +29,8 @@ from torch import Tensor
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import UserError, run_command
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.evaluation.report.markdown import render_table
+from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec

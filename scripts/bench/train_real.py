@@ -41,12 +41,12 @@ from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import from_mapping, given_values, run_command
 from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
-from dflash_toolkit.evaluation.decoders import EnginePair
-from dflash_toolkit.evaluation.files import write_report
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.measure import EncodedPrompt
-from dflash_toolkit.evaluation.run import evaluate
-from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.evaluation.measure.decoders import EnginePair
+from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
+from dflash_toolkit.evaluation.measure.run import evaluate
+from dflash_toolkit.evaluation.report.files import write_report
+from dflash_toolkit.evaluation.report.markdown import render_table
+from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.fingerprint import template_digest, tokens_digest
 from dflash_toolkit.models.dflash.checkpoint import tensor_shapes

@@ -21,8 +21,8 @@ from dflash_toolkit import SamplingParams
 from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.evaluation.report.markdown import render_table
+from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions

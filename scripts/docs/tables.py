@@ -24,7 +24,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dflash_toolkit.evaluation import plots
+from dflash_toolkit.evaluation.report import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, ASSETS = ROOT / "scripts" / "results", ROOT / "docs" / "assets"

@@ -31,11 +31,11 @@ from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.measure import EncodedPrompt, prompts_digest
-from dflash_toolkit.evaluation.report import answer_hash
-from dflash_toolkit.evaluation.schema import read_report
-from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt, prompts_digest
+from dflash_toolkit.evaluation.report.markdown import render_table
+from dflash_toolkit.evaluation.report.results import answer_hash
+from dflash_toolkit.evaluation.report.schema import read_report
+from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import (

@@ -20,8 +20,8 @@ from dflash_toolkit import Target
 from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.tables import Table
+from dflash_toolkit.evaluation.report.markdown import render_table
+from dflash_toolkit.evaluation.report.table import Table
 from dflash_toolkit.files import write_json
 from dflash_toolkit.train.features.served import ServedTarget
 

@@ -26,8 +26,8 @@ from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, fastest
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.tables import Table, number
+from dflash_toolkit.evaluation.report.markdown import render_table
+from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer

@@ -27,8 +27,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import UserError, run_command
-from dflash_toolkit.evaluation.markdown import render_table
-from dflash_toolkit.evaluation.tables import Table
+from dflash_toolkit.evaluation.report.markdown import render_table
+from dflash_toolkit.evaluation.report.table import Table
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import config_json
 from dflash_toolkit.models.dflash.shape import drafter_shape

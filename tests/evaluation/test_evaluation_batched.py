@@ -10,8 +10,8 @@ from architectures import ARCHITECTURES, tiny
 from conftest import make_target
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
-from dflash_toolkit.evaluation import batched
-from dflash_toolkit.evaluation.batched import BatchedDecoder, alone
+from dflash_toolkit.evaluation.measure import batched
+from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, alone
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.sampling import BiasError
 

@@ -9,8 +9,8 @@ import pytest
 
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
-from dflash_toolkit.evaluation.bootstrap import _student, interval, intervals, resampled_sums
-from dflash_toolkit.evaluation.schema import read_report
+from dflash_toolkit.evaluation.report.schema import read_report
+from dflash_toolkit.evaluation.stats.bootstrap import _student, interval, intervals, resampled_sums
 from dflash_toolkit.generation import Generation, Step
 
 SLOTS, A, B = 4, 3.0, 2.0  # how easy a request is has the distribution Beta(A, B)
@@ -93,7 +93,7 @@ def test_turns_of_a_conversation_are_drawn_together() -> None:
 def test_draws_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = np.arange(24.0).reshape(12, 2)
     whole = resampled_sums(figures)
-    monkeypatch.setattr("dflash_toolkit.evaluation.bootstrap.AT_ONCE", 12 * 300)
+    monkeypatch.setattr("dflash_toolkit.evaluation.stats.bootstrap.AT_ONCE", 12 * 300)
     assert (resampled_sums(figures) == whole).all() and whole.shape == (2000, 2)
 
 

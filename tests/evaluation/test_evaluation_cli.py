@@ -14,12 +14,13 @@ from conftest import make_drafter
 from schemas import validate
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, save_drafter
-from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, run, write_report
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, write_report
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.decoders import Pair
-from dflash_toolkit.evaluation.measure import Difference, Measurement, measure
-from dflash_toolkit.evaluation.report import Section, noise
-from dflash_toolkit.evaluation.schema import read_report, report_schema
+from dflash_toolkit.evaluation.measure import run
+from dflash_toolkit.evaluation.measure.decoders import Pair
+from dflash_toolkit.evaluation.measure.measurement import Difference, Measurement, measure
+from dflash_toolkit.evaluation.report.results import Section, noise
+from dflash_toolkit.evaluation.report.schema import read_report, report_schema
 
 REPORT_FILES = {"report.json", "report.md", "report.html"}
 

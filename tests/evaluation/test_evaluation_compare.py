@@ -19,12 +19,12 @@ from schemas import validate
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode
 from dflash_toolkit.decode import generate
 from dflash_toolkit.evaluation import EncodedPrompt, ReferencePair, Report, evaluate, write_report
-from dflash_toolkit.evaluation.bootstrap import columns, figures
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.compare import compare, named_runs
-from dflash_toolkit.evaluation.comparison import render_markdown, verdicts
-from dflash_toolkit.evaluation.paired import difference_intervals, p_values, parted
-from dflash_toolkit.evaluation.schema import compare_schema
+from dflash_toolkit.evaluation.report.comparison import render_markdown, verdicts
+from dflash_toolkit.evaluation.report.schema import compare_schema
+from dflash_toolkit.evaluation.stats.bootstrap import columns, figures
+from dflash_toolkit.evaluation.stats.paired import difference_intervals, p_values, parted
 from dflash_toolkit.generation import Generation, Step
 
 SETS = {

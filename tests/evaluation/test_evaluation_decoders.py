@@ -22,9 +22,9 @@ from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, Report, evaluate
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.decoders import Pair
-from dflash_toolkit.evaluation.markdown import escape
-from dflash_toolkit.evaluation.measure import measure, token_texts
+from dflash_toolkit.evaluation.measure.decoders import Pair
+from dflash_toolkit.evaluation.measure.measurement import measure, token_texts
+from dflash_toolkit.evaluation.report.markdown import escape
 from dflash_toolkit.kernels.weight import RowScaledFp8
 from dflash_toolkit.runtime.proposer import Draft, Proposer
 from dflash_toolkit.runtime.runner import StepRunner

@@ -10,7 +10,7 @@ from test_evaluation_cli import load, write_prompts
 from dflash_toolkit import Drafter, SamplingParams, Target
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.distribution import distribution_test, two_samples
+from dflash_toolkit.evaluation.measure.distribution import distribution_test, two_samples
 
 PROMPTS = [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [70])]
 

@@ -16,16 +16,23 @@ from test_serve_api import serving
 from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, Target, UserError
-from dflash_toolkit.evaluation import run
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.decoders import EnginePair
-from dflash_toolkit.evaluation.endpoint import Drafts, EndpointPair, Server, exact_steps, read_counters, steps_of
-from dflash_toolkit.evaluation.markdown import render_markdown
-from dflash_toolkit.evaluation.measure import EncodedPrompt, Rest
-from dflash_toolkit.evaluation.page import render_page
-from dflash_toolkit.evaluation.run import evaluate
-from dflash_toolkit.evaluation.schema import report_schema
-from dflash_toolkit.evaluation.sweeps import load_point
+from dflash_toolkit.evaluation.measure import run
+from dflash_toolkit.evaluation.measure.decoders import EnginePair
+from dflash_toolkit.evaluation.measure.endpoint import (
+    Drafts,
+    EndpointPair,
+    Server,
+    exact_steps,
+    read_counters,
+    steps_of,
+)
+from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt, Rest
+from dflash_toolkit.evaluation.measure.run import evaluate
+from dflash_toolkit.evaluation.measure.sweeps import load_point
+from dflash_toolkit.evaluation.report.markdown import render_markdown
+from dflash_toolkit.evaluation.report.page import render_page
+from dflash_toolkit.evaluation.report.schema import report_schema
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import SyntheticAcceptance
 from dflash_toolkit.sampling import SamplingParams
@@ -168,7 +175,7 @@ def test_of_several_requests_in_flight_no_finished_answer_is_lost(
 def test_what_only_counters_tell_is_of_no_request_among_others(
     url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_toolkit.evaluation.endpoint.ASKED", {})
+    monkeypatch.setattr("dflash_toolkit.evaluation.measure.endpoint.ASKED", {})
     pair = EndpointPair(str(target_dir), url)
     answer = pair.decode([1, 2, 3], PARAMS, draft=True)
     assert sum(len(step.tokens) for step in answer.steps) == 19

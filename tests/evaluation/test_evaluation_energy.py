@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dflash_toolkit import Drafter, SamplingParams, Target
-from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, energy
-from dflash_toolkit.evaluation.measure import measure as measure_prompt
-from dflash_toolkit.evaluation.report import Summary
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair
+from dflash_toolkit.evaluation.measure import energy
+from dflash_toolkit.evaluation.measure.measurement import measure as measure_prompt
+from dflash_toolkit.evaluation.report.results import Summary
 
 GPU = torch.device("cuda:0")
 

@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_toolkit.evaluation import page
-from dflash_toolkit.evaluation.answers import worst_and_best
-from dflash_toolkit.evaluation.markdown import render_markdown
-from dflash_toolkit.evaluation.measure import Difference, Measurement
-from dflash_toolkit.evaluation.page import code, render_page
-from dflash_toolkit.evaluation.plots import ROW, Series, bars, curves, differences, histogram, ticks
-from dflash_toolkit.evaluation.report import Environment, Report, Section, noise
-from dflash_toolkit.evaluation.sweeps import recommendation
-from dflash_toolkit.evaluation.tables import number, setup_table, times
-from dflash_toolkit.evaluation.verdict import judge, verdict
+from dflash_toolkit.evaluation.measure.measurement import Difference, Measurement
+from dflash_toolkit.evaluation.measure.sweeps import recommendation
+from dflash_toolkit.evaluation.report import page
+from dflash_toolkit.evaluation.report.answers import worst_and_best
+from dflash_toolkit.evaluation.report.markdown import render_markdown
+from dflash_toolkit.evaluation.report.page import code, render_page
+from dflash_toolkit.evaluation.report.plots import ROW, Series, bars, curves, differences, histogram, ticks
+from dflash_toolkit.evaluation.report.results import Environment, Report, Section, noise
+from dflash_toolkit.evaluation.report.table import number, times
+from dflash_toolkit.evaluation.report.tables import setup_table
+from dflash_toolkit.evaluation.report.verdict import judge, verdict
 from dflash_toolkit.generation import Generation, Step
 
 SIZE = 8

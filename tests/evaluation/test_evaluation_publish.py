@@ -13,7 +13,7 @@ from wandb_runs import wandb_records
 
 from dflash_toolkit.config import parse_cli
 from dflash_toolkit.evaluation.cli import EvalConfig, main
-from dflash_toolkit.evaluation.publish import shown_command
+from dflash_toolkit.evaluation.report.publish import shown_command
 
 WRITTEN = "---\nlicense: mit\n---\r\n\n# Mine\n\nWords of mine.\n"
 

@@ -13,13 +13,14 @@ from test_evaluation_cli import REPORT_FILES, load
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.decode import _draft_states
-from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, run
+from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.decoders import Pair, Response, ThreadedDecoder
-from dflash_toolkit.evaluation.drafting import candidates, drafting_advice, said_of
-from dflash_toolkit.evaluation.report import Section
-from dflash_toolkit.evaluation.run import Setting, evaluate_all
-from dflash_toolkit.evaluation.sweeps import Sweeps, chosen, load_point, of_length, recommendation, under_load
+from dflash_toolkit.evaluation.measure import run
+from dflash_toolkit.evaluation.measure.decoders import Pair, Response, ThreadedDecoder
+from dflash_toolkit.evaluation.measure.drafting import candidates, drafting_advice, said_of
+from dflash_toolkit.evaluation.measure.run import Setting, evaluate_all
+from dflash_toolkit.evaluation.measure.sweeps import Sweeps, chosen, load_point, of_length, recommendation, under_load
+from dflash_toolkit.evaluation.report.results import Section
 from dflash_toolkit.generation import Generation
 
 SETS = {
@@ -104,7 +105,7 @@ def test_points_are_kept_and_a_point_that_is_new_is_measured_alone(
 def test_a_request_under_load_waits_for_its_first_token_and_between_its_steps(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_toolkit.evaluation.sweeps.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("dflash_toolkit.evaluation.measure.sweeps.time", SimpleNamespace(perf_counter=clock))
 
     class Scripted:
         """Answers one request after the other, at known times."""

@@ -15,7 +15,7 @@ from conftest import make_drafter, make_target
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError
 from dflash_toolkit.config import UnsupportedModel
-from dflash_toolkit.evaluation import decoders as runtimes
+from dflash_toolkit.evaluation.measure import decoders as runtimes
 from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.dflash.shape import drafter_shape

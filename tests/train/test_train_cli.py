@@ -12,7 +12,7 @@ from programs import Program, altered, assistant, lines, user, write
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.evaluation.measure.measurement import held_out_acceptance
 from dflash_toolkit.models.dflash import shape
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, read_json
 from dflash_toolkit.record import export_record

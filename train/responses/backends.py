@@ -4,8 +4,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from dflash_toolkit.config import UnsupportedModel
-from dflash_toolkit.evaluation.batched import BatchedDecoder, alone
-from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
+from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, alone
+from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.models.target import Target, load_config, resolve_dtype, use_device
 from dflash_toolkit.runtime import EngineOptions
 from dflash_toolkit.runtime.load import load_parts, read_drafter

@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import MALFORMED, Message, read_chat
-from dflash_toolkit.evaluation.decoders import Chat
+from dflash_toolkit.evaluation.measure.decoders import Chat
 
 from .conversation import rendered_response
 

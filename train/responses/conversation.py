@@ -10,7 +10,7 @@ from typing import Any
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation, Message, Tool, with_call_ids
 from dflash_toolkit.data.prompts import apply_template, encode_chat, tell_of_thinking
-from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.sampling import SamplingParams
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.generation import FinishReason, Generation
 from dflash_toolkit.sampling import SamplingParams
 

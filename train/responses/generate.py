@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_toolkit.evaluation.decoders import Decoder
+from dflash_toolkit.evaluation.measure.decoders import Decoder
 from dflash_toolkit.files import append_lines
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.sampling import SamplingParams

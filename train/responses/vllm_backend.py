@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.generation import FinishReason, Generation
 from dflash_toolkit.sampling import SamplingParams, int64_seed
 
@@ -26,7 +26,7 @@ def import_vllm() -> Any:
 
 
 class VllmBackend:
-    """Continuous batching on vLLM's own loop; see `evaluation.decoders.Decoder`.
+    """Continuous batching on vLLM's own loop; see `evaluation.measure.decoders.Decoder`.
 
     Args:
         stops: token ids that end a response.

@@ -13,7 +13,7 @@ from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.confidence import calibrate
 from dflash_toolkit.config import UserError
-from dflash_toolkit.evaluation.decoders import EngineDecoder, ReferenceDecoder, decode_all
+from dflash_toolkit.evaluation.measure.decoders import EngineDecoder, ReferenceDecoder, decode_all
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.target import Target

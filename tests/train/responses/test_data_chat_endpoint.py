@@ -20,7 +20,7 @@ from test_serve_engine import make_engine
 
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 
 CHAT = Chat([user("ask")])
 GONE = 404, {"detail": "Not Found"}

@@ -10,7 +10,7 @@ from programs import assistant, user
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.evaluation.decoders import Chat, Response
+from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.train.responses.conversation import LiveConversation
 from dflash_toolkit.train.responses.generate import seed_of, submit_all

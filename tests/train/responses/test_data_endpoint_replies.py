@@ -17,7 +17,7 @@ from test_data_tools import call, words
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.conversations import with_call_ids
 from dflash_toolkit.data.prompts import encode_chat, read_chat
-from dflash_toolkit.evaluation.decoders import Chat
+from dflash_toolkit.evaluation.measure.decoders import Chat
 from dflash_toolkit.train.responses.chat_endpoint import chat_fields
 from dflash_toolkit.train.responses.conversation import likeliest_end_first, recorded_rows
 

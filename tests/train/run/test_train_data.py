@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.config import to_mapping
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.evaluation.batched import BatchedDecoder
-from dflash_toolkit.evaluation.decoders import Decoder, EngineDecoder, ReferenceDecoder
+from dflash_toolkit.evaluation.measure.batched import BatchedDecoder
+from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.train.config import DataOptions, ResponseOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource

@@ -16,7 +16,7 @@ from test_train_loop import weights
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.config import UnsupportedModel
-from dflash_toolkit.evaluation.measure import held_out_acceptance
+from dflash_toolkit.evaluation.measure.measurement import held_out_acceptance
 from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling

@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from .protocols import caveats, published_table
-from .report import Report
+from ..protocols import caveats, published_table
+from .results import Report
 from .table import COLOURS, say, show_table
 from .tables import summary_table
 from .verdict import verdict

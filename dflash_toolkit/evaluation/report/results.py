@@ -14,14 +14,14 @@ import transformers
 
 import dflash_toolkit
 
-from ..acceptance import Acceptance, ratio
-from ..files import finite
-from ..fingerprint import json_digest
-from ..generation import Generation
-from ..models.dflash.architecture import architectures
-from .bootstrap import CONFIDENCE, RESAMPLES, SEED, intervals
-from .decoders import Pair
-from .measure import Difference, Measurement
+from ...acceptance import Acceptance, ratio
+from ...files import finite
+from ...fingerprint import json_digest
+from ...generation import Generation
+from ...models.dflash.architecture import architectures
+from ..measure.decoders import Pair
+from ..measure.measurement import Difference, Measurement
+from ..stats.bootstrap import CONFIDENCE, RESAMPLES, SEED, intervals
 from .schema import SCHEMA_VERSION
 
 PERCENTILES = (50, 90, 99)

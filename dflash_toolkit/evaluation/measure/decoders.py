@@ -16,19 +16,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config import UnsupportedModel, UserError
-from ..data.prompts import Message, Tool
-from ..decode import stream
-from ..draft_tree import width_for
-from ..fingerprint import drafter_digest, sample_digest, template_digest
-from ..generation import FinishReason, Generation
-from ..models.dflash.network import Drafter
-from ..models.target import Target, load_config, load_tokenizer
-from ..runtime import Engine, EngineOptions
-from ..runtime.engine import resolve_draft_dtype
-from ..runtime.load import Parts, load_parts
-from ..runtime.request import Request
-from ..sampling import DraftSampleMethod, SamplingParams
+from ...config import UnsupportedModel, UserError
+from ...data.prompts import Message, Tool
+from ...decode import stream
+from ...draft_tree import width_for
+from ...fingerprint import drafter_digest, sample_digest, template_digest
+from ...generation import FinishReason, Generation
+from ...models.dflash.network import Drafter
+from ...models.target import Target, load_config, load_tokenizer
+from ...runtime import Engine, EngineOptions
+from ...runtime.engine import resolve_draft_dtype
+from ...runtime.load import Parts, load_parts
+from ...runtime.request import Request
+from ...sampling import DraftSampleMethod, SamplingParams
 
 CERTAIN = 1e6  # a bias that no logit outweighs
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError
+from ...config import UserError
 from .markdown import render_markdown
 from .page import render_page
-from .report import Report
+from .results import Report
 
 
 def write_report(report: Report, output: Path) -> None:

@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ..config import UserError
-from ..files import finite
-from ..fingerprint import json_digest
-from ..generation import Generation, PromptError, check_prompt
-from ..progress import Progress
-from ..sampling import SamplingParams
+from ...config import UserError
+from ...files import finite
+from ...fingerprint import json_digest
+from ...generation import Generation, PromptError, check_prompt
+from ...progress import Progress
+from ...sampling import SamplingParams
+from ..report.results import Environment, Report, Section, Summary, noise
 from .decoders import Pair, Response, ThreadedDecoder
 from .distribution import SUSPICIOUS, distribution_test
 from .drafting import drafting_advice, drafting_points, said_of
 from .journal import Journal, generation_of
-from .measure import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
+from .measurement import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
 from .recall import draft_recall
-from .report import Environment, Report, Section, Summary, noise
 from .sweeps import Sweeps, chosen, load_point, of_length, recommendation
 
 WARM_UP_TOKENS = 8

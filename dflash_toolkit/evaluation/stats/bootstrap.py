@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..acceptance import verdicts
-from ..generation import Generation
+from ...acceptance import verdicts
+from ...generation import Generation
 
 RESAMPLES, SEED, CONFIDENCE = 2000, 0, 0.95
 AT_ONCE = 4_000_000  # weights in memory

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..acceptance import Acceptance
-from ..data.prompts import Message
-from ..decode import generate
-from ..fingerprint import json_digest
-from ..generation import Generation
-from ..models.dflash.network import Drafter
-from ..models.target import Target
-from ..sampling import SamplingParams
+from ...acceptance import Acceptance
+from ...data.prompts import Message
+from ...decode import generate
+from ...fingerprint import json_digest
+from ...generation import Generation
+from ...models.dflash.network import Drafter
+from ...models.target import Target
+from ...sampling import SamplingParams
 from .decoders import OnStep, Pair
 from .energy import joules
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..acceptance import ratio
-from ..sampling import SamplingParams
+from ...acceptance import ratio
+from ...sampling import SamplingParams
 from .decoders import OnStep, Pair
 from .sweeps import speedup_interval, spreads, totals, under_load, warm_up
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from ..acceptance import ratio
-from ..doctor.probe import Answer, Probe
-from ..doctor.probe import Setting as Rules
-from ..generation import Generation
-from ..models.dflash.network import Drafter
-from ..models.target import Target
+from ...acceptance import ratio
+from ...doctor.probe import Answer, Probe
+from ...doctor.probe import Setting as Rules
+from ...generation import Generation
+from ...models.dflash.network import Drafter
+from ...models.target import Target
 
 BEST = (1, 4, 16)  # as in training's metrics
 

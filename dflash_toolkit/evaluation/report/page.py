@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jinja2
 
+from ..stats.bootstrap import Interval
 from .answers import SIBLINGS, worst_and_best
-from .bootstrap import Interval
 from .plots import Series, bars, colour_of, curves, histogram, swatch
-from .report import Report, Summary
+from .results import Report, Summary
 from .tables import (
     DEFINITIONS,
     SWEPT,

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..decode import Generation, Step
-from ..files import append_lines, cut_journal, unwritable
-from .measure import Difference, Measurement
+from ...decode import Generation, Step
+from ...files import append_lines, cut_journal, unwritable
+from .measurement import Difference, Measurement
 
 
 class Journal:

@@ -2,7 +2,7 @@
 
 import re
 
-from .report import Report
+from .results import Report
 from .tables import (
     DEFINITIONS,
     Table,

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..acceptance import ratio
-from ..config import UserError
-from ..generation import Generation
-from ..sampling import SamplingParams
-from .bootstrap import interval, resampled_sums
+from ...acceptance import ratio
+from ...config import UserError
+from ...generation import Generation
+from ...sampling import SamplingParams
+from ..report.results import Section, Summary, at_a_time, spread
+from ..stats.bootstrap import interval, resampled_sums
 from .decoders import EngineDecoder, OnStep, Pair, ThreadedDecoder
-from .measure import EncodedPrompt
-from .report import Section, Summary, at_a_time, spread
+from .measurement import EncodedPrompt
 
 WARM_UP_TOKENS = 8
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..config import UserError, list_options, to_mapping
-from ..files import write_text
-from ..tracking import import_wandb, start_run
+from ...config import UserError, list_options, to_mapping
+from ...files import write_text
+from ...tracking import import_wandb, start_run
 from .markdown import escape, render_table
-from .report import Report, Section
+from .results import Report, Section
 from .tables import summary_table
 
 CARD = "README.md"

@@ -28,11 +28,11 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 
-from ..config import UserError
-from ..fingerprint import template_digest
-from ..generation import FinishReason, Generation, Step
-from ..models.target import context_limit, load_config, load_tokenizer
-from ..sampling import SamplingParams
+from ...config import UserError
+from ...fingerprint import template_digest
+from ...generation import FinishReason, Generation, Step
+from ...models.target import context_limit, load_config, load_tokenizer
+from ...sampling import SamplingParams
 from .decoders import EngineDecoder, OnStep, Pair, ReferenceDecoder, ThreadedDecoder
 
 TIMEOUT_S = 600.0  # for a response

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
-from ..config import UserError, list_options
+from ...config import UserError, list_options
 
 SCHEMA_VERSION = 2
 COMPARE_VERSION = 1

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .measure import Measurement
-from .report import Report
+from ..measure.measurement import Measurement
+from .results import Report
 from .table import number, percent, times
 
 SHOWN = 3  # of the worst and of the best

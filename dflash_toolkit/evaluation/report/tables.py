@@ -5,11 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .drafting import drafts_of
-from .report import Report, Section, Summary
-from .table import MISSING, between, percent, times
-from .table import Table as Table
-from .table import number as number
+from ..measure.drafting import drafts_of
+from .results import Report, Section, Summary
+from .table import MISSING, Table, between, number, percent, times
 
 SHOWN_DIFFERENCES = 20
 

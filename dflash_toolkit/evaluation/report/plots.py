@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from .bootstrap import Interval
+from ..stats.bootstrap import Interval
 from .table import percent
 from .verdict import judge
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .bootstrap import Interval
-from .distribution import SUSPICIOUS
-from .report import Report, Summary
+from ..measure.distribution import SUSPICIOUS
+from ..stats.bootstrap import Interval
+from .results import Report, Summary
 from .table import times
 from .tables import SWEPT
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..sampling import SamplingParams
+from ...sampling import SamplingParams
 from .decoders import Pair
-from .measure import EncodedPrompt
+from .measurement import EncodedPrompt
 
 TOKENS = 8  # of an answer: the first comes from the prefill, and what is far behind it tells little
 PERMUTATIONS = 999

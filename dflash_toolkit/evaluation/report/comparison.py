@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .compare import LEAST_PAIRS
+from ..compare import LEAST_PAIRS
 from .files import readable, write_together
 from .markdown import escape, render_table
 from .page import Chart, template

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import UserError
-from ..decode import choices, generate, sampled
-from ..generation import Generation, Step, check_prompt, commit
-from ..models import packed
-from ..models.cache import BatchCache
-from ..models.target import Target
-from ..sampling import SamplingParams, int64_seed
+from ...config import UserError
+from ...decode import choices, generate, sampled
+from ...generation import Generation, Step, check_prompt, commit
+from ...models import packed
+from ...models.cache import BatchCache
+from ...models.target import Target
+from ...sampling import SamplingParams, int64_seed
 from .decoders import Chat, Response, free_memory
 
 PREFILL_TOKENS = 8192  # padding included, of prompts that run together: what is computed between layers is bounded

@@ -1,0 +1,1 @@
+"""How sure figures and differences are: intervals and tests over requests."""
