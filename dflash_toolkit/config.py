@@ -1,8 +1,8 @@
-"""Strict configuration: frozen dataclasses filled from a YAML file, flags and `key=value` overrides.
+"""Fills frozen dataclasses from a YAML file, flags and `key=value` overrides, and checks every value.
 
-Every command has the same form: `command [--flag VALUE ...] [--config FILE] [key=value ...]`. The later source
+Every command has the same form: `command [--option VALUE ...] [--config FILE] [key=value ...]`. The later source
 wins: defaults, then the file, then flags, then overrides. An option of a group has the key `group.option` and the flag
-`--group.option VALUE`. A typo is one line that names the key and its nearest neighbour. This file knows nothing of
+`--group.option VALUE`. An error is one line that names the option as the user typed it. This file knows nothing about
 drafters; each program declares its own dataclasses and shares groups of options (`options.py`).
 """
 
@@ -13,6 +13,7 @@ import io
 import logging
 import math
 import os
+import re
 import sys
 import types
 import typing
@@ -25,6 +26,8 @@ import yaml
 from .version import __version__
 
 C = TypeVar("C")
+WANTED = {int: "a whole number", float: "a number", str: "text", bool: "on or off"}
+ON_OFF = "{on,off}"
 
 
 class UserError(Exception):
@@ -52,23 +55,28 @@ def option(
     old_flag: str | None = None,
     repeatable: bool = False,
     off: bool = False,
+    common: bool = False,
+    metavar: str = "NAME",
 ) -> Any:
-    """A field of a dataclass that the user can set.
+    """Declares a field of a dataclass that the user can set.
 
-    A class that renames an option says so in the class variable `renamed`: {old key: new key}, or, where the value
-    changes too, {old key: (new key, convert)}. The old key works for one release and prints a notice.
+    A class that renames an option lists it in the class variable `renamed`: {old key: new key}, or, if the value also
+    changes, {old key: (new key, convert)}. The old key works for one release and prints a notice.
 
     Args:
-        choices: for strings, the values allowed; a function where more may come to be.
-        flag: its flag, if that is not its name; for an option of a group a second, short one.
-        named: the items of the list are NAME=VALUE, so behind its flag only dotted keys are overrides.
-        old_flag: what its flag was called; it works for one release and prints a notice.
-        repeatable: of a list: its flag given again adds to what was given, where others begin anew.
-        off: of a number: it has a flag `--no-NAME` too, for 0.
+        help: starts with a noun or a verb; if the default is None or empty, it ends with "(default: ...)".
+        choices: for strings, the allowed values, or a function that returns them.
+        flag: its flag, if that is not its name; for an option of a group, a second, short one.
+        named: the items of the list are NAME=VALUE, so after its flag only dotted keys are overrides.
+        old_flag: the previous name of its flag; it works for one release and prints a notice.
+        repeatable: for a list, a repeated flag appends instead of replacing.
+        off: for a number, `--no-NAME` means 0.
+        common: `--help` shows it first, not under "advanced".
+        metavar: for strings, what `--help` shows as the value: PATH, NAME, URL, ...
     """
     allowed = choices if callable(choices) else lambda: choices
     metadata = {"help": help, "choices": allowed, "flag": flag, "named": named, "old_flag": old_flag}
-    metadata |= {"repeatable": repeatable, "off": off}
+    metadata |= {"repeatable": repeatable, "off": off, "common": common, "metavar": metavar}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -84,35 +92,48 @@ def options(cls: type[C], flat: bool = False) -> Any:
 
 
 def from_mapping(cls: type[C], values: Mapping[str, Any], where: str = "config") -> C:
-    """Build the dataclass `cls` from nested plain values.
+    """Builds the dataclass `cls` from nested plain values.
+
+    Args:
+        where: the source of the values, which errors name; empty: they do not.
 
     Raises:
         UserError: unknown key, wrong type, value outside the choices, missing required key, or a `ValueError`
-            raised by the dataclass's own `__post_init__` (an impossible combination).
+            raised by the dataclass's own `__post_init__` (an impossible combination). It names the key once.
     """
+    try:
+        return _build(cls, values, "")
+    except UserError as error:
+        raise UserError(f"{where}: {error}" if where else str(error)) from error
+
+
+def _build(cls: type[C], values: Any, prefix: str) -> C:
+    """Builds the dataclass of the group whose keys begin with `prefix`, which ends in a dot unless it is empty."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{where}: expected a mapping of keys to values, got {values!r}")
+        raise UserError(f"{prefix.rstrip('.') or 'options'}: expected a mapping of keys to values, got {values!r}")
     rest, fields = dict(values), {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints, known = typing.get_type_hints(cls), set(fields)
     built: dict[str, Any] = {}
     for name, field in list(fields.items()):
         if field.metadata.get("flat"):
             keys = {f.name for f in dataclasses.fields(hints[name])}
-            built[name] = from_mapping(hints[name], {key: rest.pop(key) for key in keys if key in rest}, where)
+            built[name] = _build(hints[name], {key: rest.pop(key) for key in keys if key in rest}, prefix)
             known = known - {name} | keys
             del fields[name]
     for key, value in rest.items():
         if key not in fields:
-            raise UserError(f"{where}.{key}: unknown key{_nearest(str(key), known)}")
-        built[key] = _coerce(hints[key], value, f"{where}.{key}", fields[key].metadata.get("choices", tuple)())
+            raise UserError(f"{prefix}{key}: unknown key{_nearest(str(key), known)}")
+        built[key] = _coerce(hints[key], value, f"{prefix}{key}", fields[key].metadata.get("choices", tuple)())
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in built:
-            raise UserError(f"{where}.{name}: required, but not given")
+            raise UserError(f"{prefix}{name}: required, but not given")
     try:
         return cls(**built)
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
+        own = re.match(r"\w+", str(error))
+        inside = prefix if own and own[0] in fields else ""  # the class may not know in which group it is
+        raise UserError(f"{inside}{error}") from error
 
 
 def _nearest(key: str, known: Any) -> str:
@@ -126,7 +147,7 @@ def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> A
         inner = [h for h in typing.get_args(hint) if h is not type(None)]
         return None if value is None else _coerce(inner[0], value, where, choices)
     if dataclasses.is_dataclass(hint):
-        return from_mapping(hint, value, where)  # type: ignore[arg-type]
+        return _build(hint, value, f"{where}.")  # type: ignore[arg-type]
     if origin is tuple:
         item = typing.get_args(hint)[0]
         if item in (int, float, bool) and isinstance(value, int | float | str):
@@ -145,7 +166,7 @@ def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> A
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}: expected a finite number, got {value!r}")
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{where}: expected {hint.__name__}, got {value!r}")
+        raise UserError(f"{where}: expected {WANTED[hint]}, got {value!r}")
     if choices and value not in choices:
         raise UserError(f"{where}: {value!r} is not one of {', '.join(choices)}")
     return value
@@ -175,21 +196,26 @@ def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
     values[last] = value
 
 
-def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: str) -> C:
-    """Parse `--flag`s, `--config FILE`, and `key=value` overrides into `cls`.
+def parse_cli(cls: type[C], argv: Sequence[str] | None, prog: str, description: str, example: str = "") -> C:
+    """Parses flags, `--config FILE` and `key=value` overrides into `cls`.
+
+    Args:
+        example: a command line that `--help` shows at its end.
 
     Raises:
-        UserError: whatever `from_mapping` and `read_yaml` raise, an unknown flag, a flag without its value, or an
-            override without `=`.
+        UserError: see `from_mapping` and `read_yaml`; also an unknown flag, a flag without its value, or an override
+            without `=`.
         SystemExit: code 0 for `--help` and `--version`.
     """
-    return from_mapping(cls, *given_values(cls, argv, prog, description))
+    return from_mapping(cls, *given_values(cls, argv, prog, description, example))
 
 
-def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: str) -> tuple[dict[str, Any], str]:
-    """What `parse_cli` builds from: the values given, unchecked and nested, and a name for their source."""
+def given_values(
+    cls: Any, argv: Sequence[str] | None, prog: str, description: str, example: str = ""
+) -> tuple[dict[str, Any], str]:
+    """Returns what `parse_cli` builds from: the given values, unchecked and nested, and the config file, if any."""
     known, renamed = dict(list_options(cls)), dict(_renamed(cls))
-    parser = _parser(known, renamed, prog, description)
+    parser = _parser(known, renamed, prog, description, example)
     words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
     found, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
@@ -201,12 +227,14 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
 
     config_file = given.pop("config", None)
     overrides = given.pop("overrides", [])
-    for key in [k for k, value in given.items() if isinstance(value, list)]:
-        # `--data a.jsonl b.jsonl steps=10`: argparse gives the override to the list flag before it
-        dotted = known[renamed[key][0] if key in renamed else key].field.metadata["named"]
-        strays = [v for v in given[key] if _is_override(v, [*known, *renamed], dotted)]
-        given[key] = [v for v in given[key] if v not in strays]
-        overrides = [*strays, *overrides]
+    for key, value in list(given.items()):
+        # `--data a.jsonl b.jsonl steps=10`, `--resume steps=10`: argparse gives the override to the flag before it
+        option = known[renamed[key][0] if key in renamed else key]
+        items = value if isinstance(value, list) else [value] if _is_bool(option.hint) else []
+        strays = [item for item in items if _is_override(item, [*known, *renamed], option.field.metadata["named"])]
+        if strays:
+            given[key] = [item for item in value if item not in strays] if isinstance(value, list) else "on"
+            overrides = [*strays, *overrides]
     place = {word: i for i, word in enumerate(words)}
     overrides.sort(key=lambda override: place.get(override, -1))  # the last one on the command line wins
     values: dict[str, Any] = read_yaml(config_file) if config_file else {}
@@ -218,7 +246,27 @@ def given_values(cls: Any, argv: Sequence[str] | None, prog: str, description: s
         _assign(values, key, _from_text(meant.hint if meant else None, text))
     for old, (new, convert) in renamed.items():
         _rename(values, old, new, convert)
-    return values, config_file or prog
+    typed = {renamed[key][0] if key in renamed else key for key in given}
+    _flags.clear()
+    for key, option in known.items():
+        if key in typed or ("." not in key and "_" in key and key not in values):  # else it is in the file or key=value
+            short = "" if "." in key else option.field.metadata["flag"]
+            _flags[key] = f"--{(short or key).replace('_', '-')}"
+    return values, config_file or ""
+
+
+_flags: dict[str, str] = {}  # by key, of the last command line: what `_as_typed` writes for it
+
+
+def _as_typed(message: str) -> str:
+    """Replaces the keys of options that were given as flags, or not at all, by their flags."""
+
+    def flag(found: re.Match[str]) -> str:
+        key = found[0]
+        prose = "_" not in key and "." not in key and found.start() > 0  # `target` inside a sentence is a word
+        return key if prose else _flags.get(key, key)
+
+    return re.sub(r"(?<![\w./'\"-])[a-z]\w*(?:\.\w+)?(?![\w./=(-]|\.\w)", flag, message)
 
 
 class Option(NamedTuple):
@@ -280,52 +328,78 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
-def _parser(known: Mapping[str, Option], renamed: Mapping[str, Any], prog: str, description: str) -> _Parser:
+def _parser(
+    known: Mapping[str, Option], renamed: Mapping[str, Any], prog: str, description: str, example: str
+) -> _Parser:
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} [--option VALUE ...] [--config YAML] [key=value ...]",
+        usage=f"{prog} [--option VALUE ...] [--config PATH] [key=value ...]",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"example:\n  {example}" if example else None,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
         allow_abbrev=False,
+        add_help=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action="version", version=f"{prog} {__version__}")
-    parser.add_argument("--config", metavar="YAML", help="file with any of the options, by their keys")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="any option by its key, as group.option=VALUE"
-    )
-    places: dict[str, Any] = {"": parser}
+    common = parser.add_argument_group("common options")
+    places: dict[str, Any] = {}
     for key, option in known.items():
-        group = key.rpartition(".")[0]
-        place = places[group] = places.get(group) or parser.add_argument_group(group)
-        names, short = [f"--{key.replace('_', '-')}"], option.field.metadata["flag"]
+        metadata, group = option.field.metadata, key.rpartition(".")[0]
+        if metadata["common"]:
+            place = common
+        else:
+            title = f"advanced options: {group}" if group else "advanced options"
+            place = places[group] = places.get(group) or parser.add_argument_group(title)
+        names, short = [f"--{key.replace('_', '-')}"], metadata["flag"]
         if short:
             names = [*(names if group else []), f"--{short}"]
-        _add(place, names, key, option, option.field.metadata["help"].replace("%", "%%") + _default_note(option.field))
-        if old_flag := option.field.metadata["old_flag"]:
+        _add(place, names, key, option, metadata["help"].replace("%", "%%") + default_note(option.field))
+        if old_flag := metadata["old_flag"]:
             _add(place, [f"--{old_flag}"], key, option, argparse.SUPPRESS)
     for old, (new, _) in renamed.items():
         _add(parser, [f"--{old.replace('_', '-')}"], old, known[new], argparse.SUPPRESS)
+    common.add_argument("--config", metavar="PATH", help="YAML file with any of the options, by their keys")
+    common.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="any option by its key, as group.option=VALUE"
+    )
+    common.add_argument("-h", "--help", action="help", help="print this help and exit")
+    common.add_argument(
+        "--version", action="version", version=f"{prog} {__version__}", help="print the version and exit"
+    )
     return parser
 
 
+def _is_bool(hint: Any) -> bool:
+    return bool in (hint, *typing.get_args(hint))
+
+
 def _add(parser: Any, names: list[str], key: str, option: Option, text: str) -> None:
-    if typing.get_origin(option.hint) is tuple and bool in typing.get_args(option.hint):
-        parser.add_argument(*names, dest=key, nargs="*", metavar="{on,off}", help=text)
-        no = f"--no-{names[-1][2:]}"  # as for a single one
-        parser.add_argument(no, dest=key, action="store_const", const=["off"], help=argparse.SUPPRESS)
-    elif typing.get_origin(option.hint) is tuple:
-        action = "extend" if option.field.metadata["repeatable"] else "store"
-        parser.add_argument(*names, dest=key, action=action, nargs="+", metavar="VALUE", help=text)
-    elif "." not in key and bool in (option.hint, *typing.get_args(option.hint)):
-        parser.add_argument(*names, dest=key, action=argparse.BooleanOptionalAction, help=text)
+    several, metadata = typing.get_origin(option.hint) is tuple, option.field.metadata
+    off: Any = None
+    if _is_bool(option.hint):
+        off = ["off"] if several else "off"
+        # a flag without a value means on
+        how: dict[str, Any] = {"nargs": "*"} if several else {"nargs": "?", "const": "on"}
+        parser.add_argument(*names, dest=key, metavar=ON_OFF, help=text, **how)
     else:
-        choices = option.field.metadata["choices"]()
-        metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
-        parser.add_argument(*names, dest=key, metavar=metavar, help=text)
-        if option.field.metadata["off"]:
-            no = f"--no-{names[-1][2:]}"
-            parser.add_argument(no, dest=key, action="store_const", const="0", help=argparse.SUPPRESS)
+        action = "extend" if metadata["repeatable"] else "store"
+        nargs = "+" if several else None
+        parser.add_argument(*names, dest=key, action=action, nargs=nargs, metavar=kind_of(option), help=text)
+        off = "0" if metadata["off"] else None
+    if off is not None:
+        no = [f"--no-{name[2:]}" for name in names]
+        parser.add_argument(*no, dest=key, action="store_const", const=off, help=argparse.SUPPRESS)
+
+
+def kind_of(option: Option) -> str:
+    """Returns what `--help` shows as the value of an option: INT, FLOAT, PATH, NAME, on or off, or the choices."""
+    if _is_bool(option.hint):
+        return ON_OFF
+    if choices := option.field.metadata["choices"]():
+        return "{" + ",".join(choices) + "}"
+    inner = {option.hint, *typing.get_args(option.hint)}
+    number = "INT" if int in inner else "FLOAT" if float in inner else None
+    return number or str(option.field.metadata["metavar"])
 
 
 def _dashed(word: str) -> str:
@@ -336,8 +410,10 @@ def _dashed(word: str) -> str:
 
 def _unknown_flag(flag: str, parser: argparse.ArgumentParser, prog: str) -> str:
     """What is wrong with a flag that is none, and which was meant: `--epochs 3` means `--optim.epochs 3`."""
-    flags = [name for action in parser._actions if action.help != argparse.SUPPRESS for name in action.option_strings]
-    last = {name: name.lstrip("-").rpartition(".")[2] for name in flags if "." in name}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    flags = [name for action in shown for name in action.option_strings]
+    flags += [f"--no-{name[2:]}" for action in shown if action.metavar == ON_OFF for name in action.option_strings]
+    last = {name: name.lstrip("-").rpartition(".")[2] for name in flags if "." in name and name[:5] != "--no-"}
     word = flag.lstrip("-")
     meant = [name for name in last if last[name] == word] or difflib.get_close_matches(flag, flags, n=1)
     if not meant and (close := difflib.get_close_matches(word, list(last.values()), n=1)):
@@ -369,15 +445,15 @@ def _is_override(item: str, keys: Sequence[str], dotted: bool) -> bool:
     )
 
 
-def _default_note(field: Any) -> str:
+def default_note(field: Any) -> str:
+    """Returns the end of a help text: the default, unless the text itself has it."""
     if field.default is dataclasses.MISSING:
         return " (required)"
-    unset = field.default is None or field.default == () or field.default is False
-    if unset:
+    if field.default is None or field.default == () or field.default == "":
         return ""
     values = field.default if isinstance(field.default, tuple) else (field.default,)
-    names = {True: "on", False: "off"} if isinstance(field.default, bool) else {}
-    return f" (default: {' '.join(str(names.get(value, value)) for value in values)})"
+    words = [("off", "on")[value] if isinstance(value, bool) else str(value) for value in values]
+    return f" (default: {' '.join(words)})"
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -419,7 +495,10 @@ def one_line(error: Exception) -> str | None:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a program's body: a UserError, or too little memory, is one line and exit code 2, Ctrl-C is 130."""
+    """Runs a program's body: a UserError or too little memory prints one line and returns 2, Ctrl-C returns 130.
+
+    A KeyboardInterrupt with a message prints that message.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no Greek ends no run
@@ -430,8 +509,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     except (UserError, RuntimeError) as error:
         if (said := one_line(error)) is None:
             raise
-        print(f"error: {said}", file=sys.stderr)
+        print(f"error: {_as_typed(said)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted; run the same command again to resume", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""Groups of options that several commands share. Without torch: command lines are checked before it is imported."""
+"""Declares options that several commands share. Without torch: command lines are checked before it is imported."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
@@ -11,20 +11,21 @@ from .threads import check_threads
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "fp8", "full")
-LEAST_FOR_TREES = 3_000_000_000  # parameters of a target: beside a smaller one's step a tree takes long
-DRAFT_TREE = "nodes of a request's draft tree, at most; the likeliest are verified; 0 or --no-draft-tree: a chain"
-MOST_TREE_NODES = 63  # that the engine takes: with the anchor they fill the kernels' tiles
+LEAST_FOR_TREES = 3_000_000_000  # parameters of a target: a step of a smaller one is short compared with a tree
+DRAFT_TREE = "maximum nodes of a request's draft tree, the likeliest drafts; 0 or --no-draft-tree drafts a chain"
+MOST_TREE_NODES = 63  # the engine's limit: with the anchor they fill the kernels' tiles
+THINKING = "thinking mode of the chat template, for templates that have one"
 DRAFT_SAMPLE_METHODS: tuple[DraftSampleMethod, ...] = get_args(DraftSampleMethod)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """The target, and what computes it. The base of every command's options."""
+    """The target and the hardware. The base of every command's options."""
 
-    target: str = option(help="the target: Hugging Face id or directory")
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
-    dtype: str = option("auto", "what is computed in; auto is bfloat16 on a GPU, float32 on a CPU", DTYPES)
-    threads: int | None = option(None, "CPU threads that compute (default: OMP_NUM_THREADS, or one a core)")
+    target: str = option(help="target model: Hugging Face id or directory", common=True, metavar="PATH")
+    device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...; auto is the GPU, if there is one", common=True)
+    dtype: str = option("auto", "number format; auto is bfloat16 on a GPU, float32 on a CPU", DTYPES)
+    threads: int | None = option(None, "CPU threads that compute (default: OMP_NUM_THREADS, or one per core)")
 
     def __post_init__(self) -> None:
         check_threads(self.threads)
@@ -32,13 +33,13 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerOptions:
-    """How long answers are, and which tokens may be picked for them."""
+    """The length of responses and the tokens that may be sampled."""
 
     renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
-    max_tokens: int = option(2048, "longest answer, in tokens")
-    top_p: float = option(1.0, "nucleus sampling")
-    top_k: int = option(0, "keep the most probable tokens; 0 is all")
-    min_p: float = option(0.0, "keep tokens at least so probable, relative to the best")
+    max_tokens: int = option(2048, "longest response, in tokens", common=True)
+    top_p: float = option(1.0, "sample from the most probable tokens with this total probability; 1 is all")
+    top_k: int = option(0, "sample from this many most probable tokens; 0 is all")
+    min_p: float = option(0.0, "minimum probability of a token, as a share of the most probable token's")
 
     def params_at(self, temperature: float, seed: int = 0) -> SamplingParams:
         """Raises ValueError for a value outside its range."""
@@ -54,10 +55,10 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions(AnswerOptions):
-    """How the target picks the tokens of its answers."""
+    """How the target samples its responses."""
 
-    temperature: float = option(0.0, "0 is greedy")
-    thinking: bool | None = option(None, "for templates with a thinking mode (default: the template's own)")
+    temperature: float = option(0.0, "sampling temperature; 0 is greedy", common=True)
+    thinking: bool | None = option(None, f"{THINKING} (default: the template's own)", flag="thinking", common=True)
 
     def __post_init__(self) -> None:
         self.params()  # raises for a value outside its range
@@ -69,43 +70,49 @@ class SamplingOptions(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """Which prompts are read of sources, for responses to train on."""
+    """The prompts whose responses a drafter is trained on."""
 
-    split: str = option("train", "of datasets")
+    split: str = option("train", "split of datasets to read")
     form: str = option(
-        BY_NAME, "ask as this benchmark does; auto: only sources given as its NAME=SOURCE; none: never", FORM_CHOICES
+        BY_NAME,
+        "benchmark whose prompt template is used; auto: only for sources given as NAME=SOURCE; none: never",
+        FORM_CHOICES,
     )
-    max_prompts: int = option(0, "prompts to use, of all sources; 0 is all")
-    max_length: int = option(3072, "tokens of prompt and responses together; longer rows are cut")
+    max_prompts: int = option(0, "number of prompts from all sources; 0 uses all", common=True)
+    max_length: int = option(3072, "tokens of prompt and response together; longer rows are cut")
     similarity: float = option(
-        0.8, "drop a prompt that shares so much of its word triples with one before; 1: only if equal"
+        0.8, "share of word triples in common with an earlier prompt at which a prompt is dropped; 1 drops only copies"
     )
-    strict: bool = option(True, "a malformed row of a file ends the run; false skips and counts it, as in datasets")
+    strict: bool = option(True, "end the run at a malformed row of a file; off skips and counts such rows")
 
     def __post_init__(self) -> None:
         if self.max_prompts < 0:
-            raise ValueError(f"prompts.max_prompts is {self.max_prompts}; it must be >= 0")
+            raise ValueError(f"max_prompts is {self.max_prompts}; it must be >= 0")
         if self.max_length < 8:
-            raise ValueError(f"prompts.max_length is {self.max_length}; it must be >= 8")
+            raise ValueError(f"max_length is {self.max_length}; it must be >= 8")
         if not 0 < self.similarity <= 1:
-            raise ValueError(f"prompts.similarity is {self.similarity}; it must be in (0, 1]")
+            raise ValueError(f"similarity is {self.similarity}; it must be in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSetOptions:
-    """Which prompts are decoded to judge a drafter by."""
+    """The prompts that measure a drafter."""
 
     prompts: tuple[str, ...] = option(
         (),
-        "prompt sets: benchmarks by name (gsm8k, mt_bench, ...), or each as NAME=SOURCE, or a SOURCE named after "
-        "itself: JSONL, JSON, Parquet or text, or a dataset as DATASET[:SUBSET]; SOURCE[a:b] takes its rows a..b-1",
+        "prompt sets: benchmarks by name (gsm8k, mt_bench, ...), NAME=SOURCE, or SOURCE; a SOURCE is a JSONL, JSON, "
+        "Parquet or text file, or a dataset as DATASET[:SUBSET], and SOURCE[a:b] takes rows a to b-1 (default: none)",
         named=True,
+        common=True,
+        metavar="SOURCE",
     )
     form: str = option(
-        BY_NAME, "ask all sets as this benchmark does; auto: each by its name; none: rows as they are", FORM_CHOICES
+        BY_NAME,
+        "benchmark whose prompt template is used for all sets; auto: each set's own, by its name; none: none",
+        FORM_CHOICES,
     )
-    split: str = option("test", "of datasets, whose rows are taken in their order")
-    limit: int | None = option(None, "use the first LIMIT prompts of each set")
+    split: str = option("test", "split of datasets to read, in their order")
+    limit: int | None = option(None, "number of prompts used from the start of each set (default: all)", common=True)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -124,25 +131,34 @@ class PromptSetOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftOptions:
-    """How a drafter is used."""
+    """How the drafter drafts."""
 
     renamed: ClassVar[dict[str, Any]] = {"block_size": ("num_speculative_tokens", lambda size: size - 1)}
-    num_speculative_tokens: int | None = option(None, "tokens drafted a step; 0 decodes plainly (default: as it pays)")
+    num_speculative_tokens: int | None = option(
+        None,
+        "tokens drafted per step; 0 decodes plainly (default: chosen at run time from measured step times)",
+        common=True,
+    )
     draft_dtype: str = option(
-        "auto", "of drafts, the answers stay the same: fp8, full (as loaded) or what is faster here", DRAFT_DTYPES
+        "auto",
+        "number format of the drafter: fp8, full (as loaded), or auto (the faster one); the output stays the same",
+        DRAFT_DTYPES,
     )
     draft_tree: int | None = option(
-        None, f"{DRAFT_TREE} (default: {MOST_TREE_NODES} on a GPU for a dense target of {LEAST_FOR_TREES // 10**9} "
-        "billion parameters or more, if num_speculative_tokens is left open and drafts are greedy; else 0)", off=True,
-    )  # fmt: skip
+        None,
+        f"{DRAFT_TREE} (default: {MOST_TREE_NODES} on a GPU for a dense target of {LEAST_FOR_TREES // 10**9} billion "
+        "parameters or more, if --num-speculative-tokens is not given and drafts are greedy; else 0)",
+        off=True,
+    )
     draft_tree_width: int | None = option(
-        None, "children of a node at most; 1: chains, each of its own length (default: 8, or 1 where the target has "
+        None,
+        "maximum children of a tree node; 1 drafts chains of adaptive length (default: 8, or 1 for a target with "
         "recurrent layers)",
-    )  # fmt: skip
+    )
     draft_sample_method: str = option(
         "greedy",
-        "of requests with a temperature: greedy drafts the most probable tokens, and answers are those without a "
-        "drafter; probabilistic samples drafts too, and answers are distributed as those",
+        "drafts of requests with a temperature: greedy takes the most probable tokens and keeps the output identical; "
+        "probabilistic samples them and keeps its distribution",
         DRAFT_SAMPLE_METHODS,
     )
 
@@ -154,9 +170,11 @@ class DraftOptions:
         if self.draft_tree_width is not None and self.draft_tree_width < 1:
             raise ValueError(f"draft_tree_width is {self.draft_tree_width}; it must be >= 1")
         if self.draft_tree and self.draft_sample_method != "greedy":
-            raise ValueError(f"draft_tree is {self.draft_tree}; trees hold the most probable tokens, none sampled")
+            raise ValueError(
+                f"draft_tree is {self.draft_tree}, but trees hold no sampled drafts; set draft_sample_method to greedy"
+            )
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of a draft block: the anchor and what is drafted."""
+        """The size of a draft block: the anchor and the drafted tokens."""
         return None if self.num_speculative_tokens is None else self.num_speculative_tokens + 1

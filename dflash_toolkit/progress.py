@@ -1,28 +1,46 @@
-"""One progress bar for every long stage: done/total, rate in the stage's own unit, time left."""
+"""Shows one progress bar for every long stage: done/total, rate in the stage's own unit, remaining time."""
 
+import datetime
 import os
+import sys
 import time
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.text import Text
 
-PLAIN_EVERY_S = 10.0  # how often a stage speaks up where no bar can be drawn
+PLAIN_EVERY_S = 10.0  # between two lines of a stage where no bar can be drawn
+
+
+def remaining(task: Task) -> str:
+    """Returns the remaining time, as `0:34:19 left`; empty if it is unknown."""
+    seconds = task.time_remaining
+    return "" if seconds is None or task.finished else f"{datetime.timedelta(seconds=round(seconds))} left"
+
+
+class Remaining(ProgressColumn):
+    """The same in a bar."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        return Text(remaining(task), style="progress.remaining")
 
 
 class Progress:
-    """A context manager around one bar on stderr; in a log file, a plain line every few seconds instead.
+    """A context manager around one bar on stderr; in a log file, it prints a plain line every few seconds instead.
 
     Args:
-        total: None is not known.
-        beside: a bar that goes on meanwhile; this one stands under it, and goes when it is done.
+        total: None if it is unknown.
+        beside: a bar that continues meanwhile; this one is drawn under it, and removed when it is done.
     """
 
     def __init__(self, stage: str, total: int | None, unit: str = "it", beside: "Progress | None" = None) -> None:
         self._unit = unit
         self._units = 0.0
         self._beside = beside
-        self._shown = os.environ.get("RANK", "0") == "0"  # of several processes, the first speaks for all
+        self._shown = os.environ.get("RANK", "0") == "0"  # only the first process draws
         self._spoke = time.monotonic()
         if beside is not None:
             self._console: rich.console.Console = beside._console
@@ -35,8 +53,7 @@ class Progress:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            Remaining(),
             TextColumn("{task.fields[note]}"),
             console=self._console,
             disable=not self._shown,
@@ -72,17 +89,28 @@ class Progress:
         self._bar.update(self._task, advance=done, rate=rate)
         if not self._console.is_terminal and time.monotonic() - self._spoke > PLAIN_EVERY_S and not task.finished:
             self._spoke = time.monotonic()
-            total = "?" if task.total is None else f"{task.total:.0f}"
-            left = "?" if task.time_remaining is None else f"{task.time_remaining:.0f} s"
-            self.print(f"{task.description} {task.completed:.0f}/{total} {rate} {left} left {task.fields['note']}")
+            reached = f"{task.completed:.0f}" + ("" if task.total is None else f"/{task.total:.0f}")
+            parts = (task.description, reached, rate, remaining(task), task.fields["note"])
+            self.print(" ".join(part for part in parts if part))
 
     def grow(self, more: float) -> None:
-        """There is more to do than was known."""
+        """Raises the total."""
         total = next(task.total for task in self._bar.tasks if task.id == self._task)
         self._bar.update(self._task, total=None if total is None else total + more)
 
     def print(self, message: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         if not self._shown:
             return
         self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def disable_library_bars() -> None:
+    """Turns off the bars of transformers, which would be drawn between ours; in a log file, also those of downloads."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        import huggingface_hub.utils
+
+        huggingface_hub.utils.disable_progress_bars()

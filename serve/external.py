@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from packaging.version import Version
 
-from dflash_toolkit.config import UnsupportedModel, UserError, option, to_mapping
+from dflash_toolkit.config import UnsupportedModel, UserError, to_mapping
 from dflash_toolkit.models.dflash.architecture import DFLASH, architectures, named
 from dflash_toolkit.models.dflash.serving import READ, SERVED, block_scale, sglang_options, vllm_options
 from dflash_toolkit.network import unreachable
@@ -30,33 +30,10 @@ from dflash_toolkit.threads import given_environment
 from .keys import read_keys
 
 if TYPE_CHECKING:
-    from .cli import ServeConfig
+    from .config import ServeConfig
 
-OWN = "dflash"
-ENGINES = (OWN, "vllm", "sglang")
 SPECULATORS = {each.kind: each.names[0] for each in architectures()}  # its types by the names of others
 SLIDING = "sliding layers or is_causal"  # in DFlashDraftModel; releases before ran such layers otherwise, in silence
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExternalOptions:
-    """Which engine computes, and on how many GPUs.
-
-    Raises:
-        ValueError: a number below 1.
-    """
-
-    engine: str = option(
-        OWN, "what computes: our own, on one GPU, or vllm or sglang, whose own options follow behind --", ENGINES
-    )
-    engine_python: str | None = option(None, "the Python that has vllm or sglang (default: the one that runs this)")
-    tensor_parallel_size: int = option(1, "GPUs that share the target, with vllm or sglang")
-    data_parallel_size: int = option(1, "copies of the target, with vllm or sglang")
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
 
 
 Flags = Callable[[Any], list[str]]

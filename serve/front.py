@@ -28,7 +28,7 @@ from .server import Connection, Server, raise_open_files
 from .state import ServerState
 
 if TYPE_CHECKING:
-    from .cli import ServeConfig
+    from .config import ServeConfig
 
 MOST_CONNECTIONS = 4096
 

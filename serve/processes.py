@@ -26,7 +26,7 @@ from .server import beside
 if TYPE_CHECKING:
     from dflash_toolkit.runtime import Engine
 
-    from .cli import ServeConfig
+    from .config import ServeConfig
     from .server import Server
 
 log = logging.getLogger("dflash_toolkit.serve")
@@ -232,7 +232,8 @@ def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> N
         if said is None:
             log.exception("the engine failed")
         gpus = error.gpus if isinstance(error, UnsupportedModel) else 0
-        told.send(Lost(said or f"the engine failed: {error!r}", gpus))
+        with contextlib.suppress(OSError):  # the server has gone
+            told.send(Lost(said or f"the engine failed: {error!r}", gpus))
         code = 2 if said else 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -59,7 +59,7 @@ class Shared:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     renamed: ClassVar = {"optimiser.notes": "note", "rate": "optimiser.lr", "files": "data", "speed.lr": "optimiser.lr"}
-    target: str = option(help="the target, 100 % of it")
+    target: str = option(help="the target, 100 % of it", common=True, metavar="PATH")
     data: tuple[str, ...] = option((), "prompt files")
     taps: tuple[int, ...] = option((), "layer ids")
     sets: tuple[str, ...] = option((), "files by name", named=True)
@@ -100,26 +100,26 @@ def test_defaults_fill_what_is_not_given() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"stepps": 3}, "run.yaml.stepps: unknown key; did you mean `steps`?"),
-        ({"optimiser": {"warmpu": 3}}, "run.yaml.optimiser.warmpu: unknown key; did you mean `warmup`?"),
-        ({"optimiser": {"zzz": 3}}, "run.yaml.optimiser.zzz: unknown key; known keys: betas, lr, nesterov, warmup"),
-        ({"steps": "8"}, "run.yaml.steps: expected int, got '8'"),
-        ({"steps": 8.0}, "run.yaml.steps: expected int, got 8.0"),
-        ({"steps": True}, "run.yaml.steps: expected int, got True"),
-        ({"steps": None}, "run.yaml.steps: expected int, got None"),
-        ({"resume": 1}, "run.yaml.resume: expected bool, got 1"),
-        ({"resume": "yes"}, "run.yaml.resume: expected bool, got 'yes'"),
-        ({"target": 7}, "run.yaml.target: expected str, got 7"),
-        ({"limit": "all"}, "run.yaml.limit: expected int, got 'all'"),
-        ({"attention": "fa2"}, "run.yaml.attention: 'fa2' is not one of flex, sdpa"),
-        ({"data": "a.jsonl"}, "run.yaml.data: expected a list, got 'a.jsonl'"),
-        ({"data": ["a.jsonl", 3]}, "run.yaml.data[1]: expected str, got 3"),
-        ({"optimiser": 3}, "run.yaml.optimiser: expected a mapping of keys to values, got 3"),
-        ({"optimiser": {"lr": "fast"}}, "run.yaml.optimiser.lr: expected a number, got 'fast'"),
-        ({"optimiser": {"lr": True}}, "run.yaml.optimiser.lr: expected float, got True"),
-        ({"optimiser": {"betas": [0.9, "x"]}}, "run.yaml.optimiser.betas[1]: expected a number, got 'x'"),
-        ({"optimiser": {"lr": -1.0}}, "run.yaml.optimiser: lr is -1.0; it must be > 0"),
-        ({1: 2}, "run.yaml.1: unknown key"),
+        ({"stepps": 3}, "run.yaml: stepps: unknown key; did you mean `steps`?"),
+        ({"optimiser": {"warmpu": 3}}, "run.yaml: optimiser.warmpu: unknown key; did you mean `warmup`?"),
+        ({"optimiser": {"zzz": 3}}, "run.yaml: optimiser.zzz: unknown key; known keys: betas, lr, nesterov, warmup"),
+        ({"steps": "8"}, "run.yaml: steps: expected a whole number, got '8'"),
+        ({"steps": 8.0}, "run.yaml: steps: expected a whole number, got 8.0"),
+        ({"steps": True}, "run.yaml: steps: expected a whole number, got True"),
+        ({"steps": None}, "run.yaml: steps: expected a whole number, got None"),
+        ({"resume": 1}, "run.yaml: resume: expected on or off, got 1"),
+        ({"resume": "yes"}, "run.yaml: resume: expected on or off, got 'yes'"),
+        ({"target": 7}, "run.yaml: target: expected text, got 7"),
+        ({"limit": "all"}, "run.yaml: limit: expected a whole number, got 'all'"),
+        ({"attention": "fa2"}, "run.yaml: attention: 'fa2' is not one of flex, sdpa"),
+        ({"data": "a.jsonl"}, "run.yaml: data: expected a list, got 'a.jsonl'"),
+        ({"data": ["a.jsonl", 3]}, "run.yaml: data[1]: expected text, got 3"),
+        ({"optimiser": 3}, "run.yaml: optimiser: expected a mapping of keys to values, got 3"),
+        ({"optimiser": {"lr": "fast"}}, "run.yaml: optimiser.lr: expected a number, got 'fast'"),
+        ({"optimiser": {"lr": True}}, "run.yaml: optimiser.lr: expected a number, got True"),
+        ({"optimiser": {"betas": [0.9, "x"]}}, "run.yaml: optimiser.betas[1]: expected a number, got 'x'"),
+        ({"optimiser": {"lr": -1.0}}, "run.yaml: optimiser.lr is -1.0; it must be > 0"),
+        ({1: 2}, "run.yaml: 1: unknown key"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
@@ -130,7 +130,7 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict[str, object], mes
 
 
 def test_a_required_key_that_is_missing_is_named() -> None:
-    with pytest.raises(UserError, match=r"^run\.yaml\.target: required, but not given$"):
+    with pytest.raises(UserError, match=r"^run\.yaml: target: required, but not given$"):
         from_mapping(Settings, {"steps": 3}, "run.yaml")
 
 
@@ -259,8 +259,8 @@ def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
         (("steps",), "'steps': expected key=value"),
         (("stepps=3",), "unknown key; did you mean `steps`?"),
         (("optimiser.lrr=3",), "optimiser.lrr: unknown key; did you mean `lr`?"),
-        (("steps=many",), "steps: expected int, got 'many'"),
-        (("steps.x=1",), "steps: expected int"),
+        (("steps=many",), "steps: expected a whole number, got 'many'"),
+        (("steps.x=1",), "steps: expected a whole number"),
         (("steps=3", "steps.x=1"), "`steps` holds a value, not a group"),
         (("optimiser=3",), "optimiser: expected a mapping"),
         (("steps=[",), "'[': not a value"),
@@ -269,7 +269,7 @@ def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
         (("--config", "/nowhere.yaml"), "config file /nowhere.yaml: No such file"),
         (("--steps",), "--steps: expected one argument"),
         (("--data", "--resume"), "--data: expected at least one argument"),
-        (("--resume=3",), "--resume/--no-resume: ignored explicit argument '3'"),
+        (("--resume=3",), "resume: expected on or off, got 3"),
         (("--stepps", "3"), "--stepps: unknown flag; did you mean --steps?"),
         (("--step", "3"), "--step: unknown flag; did you mean --steps?"),
         (("--limi=3",), "--limi: unknown flag; did you mean --limit?"),
@@ -278,13 +278,13 @@ def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
         (("--warmup", "3"), "--warmup: unknown flag; did you mean --optimiser.warmup?"),
         (("--warmpu=3",), "--warmpu: unknown flag; did you mean --optimiser.warmup?"),
         (("--optimiser.warmpu=3",), "--optimiser.warmpu: unknown flag; did you mean --optimiser.warmup?"),
-        (("--optimiser.nesterov", "maybe"), "optimiser.nesterov: expected bool, got 'maybe'"),
-        (("--optimiser.nesterov", "--resume"), "--optimiser.nesterov/--ahead: expected one argument"),
-        (("--drafts", "-1"), "prog: drafts is -1; it must be >= 0"),
-        (("max_token=3",), "prog.max_token: unknown key; did you mean `max_tokens`?"),
-        (("shared.drafts=3",), "prog.shared: unknown key"),
+        (("--optimiser.nesterov", "maybe"), "optimiser.nesterov: expected on or off, got 'maybe'"),
+        (("--drafts", "-1"), "drafts is -1; it must be >= 0"),
+        (("--optimiser.lr", "-1"), "optimiser.lr is -1.0; it must be > 0"),
+        (("max_token=3",), "max_token: unknown key; did you mean `max_tokens`?"),
+        (("shared.drafts=3",), "shared: unknown key"),
         (("--block", "3", "--drafts", "2"), "block and drafts are both given; block is the old name, leave it out"),
-        (("--block", "many"), "drafts: expected int, got 'many'"),
+        (("--block", "many"), "drafts: expected a whole number, got 'many'"),
         (("--zzz", "3"), "--zzz: unknown flag; see prog --help"),
         (("-z",), "-z: unknown flag; see prog --help"),
     ],
@@ -298,7 +298,7 @@ def test_a_mistake_on_the_command_line_is_one_line(argv: tuple[str, ...], messag
 
 def test_a_mistake_in_the_file_is_told_with_the_name_of_the_file(write: Callable[[str], str]) -> None:
     file = write("target: t\nsteps: many\n")
-    with pytest.raises(UserError, match=rf"^{re.escape(file)}\.steps: expected int, got 'many'$"):
+    with pytest.raises(UserError, match=rf"^{re.escape(file)}: steps: expected a whole number, got 'many'$"):
         parse("--config", file)
 
 
@@ -320,26 +320,63 @@ def test_a_mistyped_flag_is_one_line_in_every_command(command: str, capsys: pyte
     assert (out, err.count("\n")) == ("", 1) and "threads is 0; it must be in 1..4096" in err
 
 
-def test_help_exits_with_0_and_lists_every_key_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(capsys: pytest.CaptureFixture[str], command: Callable[[], object]) -> str:
     with pytest.raises(SystemExit) as caught:
-        parse("--help")
+        command()
     assert caught.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out
 
-    def line(key: str) -> str:
-        return " ".join(next(text for text in lines if text.strip().startswith(key)).split())
 
-    for flag in ("--target", "--data", "--taps", "--steps", "--attention", "--resume", "--limit", "--config"):
-        assert line(flag)
-    text = " ".join(" ".join(lines).split())
-    assert "the target, 100 % of it (required)" in text
-    assert "--attention {flex,sdpa}" in line("--attention")
-    assert "optimiser steps (default: 100)" in text
-    assert line("--optimiser.lr") == "--optimiser.lr VALUE peak learning rate (default: 0.0006)"
-    assert "--optimiser.warmup VALUE warm-up steps (default: 0)" in text
-    assert "Adam's two decays (default: 0.9 0.95)" in text, "as they are typed"
-    assert "--ahead" in line("--optimiser.nesterov")
-    assert "longest answer (default: 64)" in text and "--tokens" not in text, "old names are not shown"
+def test_help_lists_every_key_with_type_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, lambda: parse_cli(Settings, ["--help"], "prog", "A program.", "prog --target x"))
+    common, _, advanced = text.partition("advanced options:")
+    assert "--target PATH" in common and "--config PATH" in common and "--steps" not in common
+    assert text.endswith("example:\n  prog --target x\n")
+    advanced = " ".join(advanced.split())
+    for expected in (
+        "--attention {flex,sdpa} which attention (default: flex)",
+        "--steps INT optimiser steps (default: 100)",
+        "--data NAME [NAME ...] prompt files",
+        "--resume [{on,off}] continue a run (default: off)",
+        "advanced options: optimiser: --optimiser.lr FLOAT peak learning rate (default: 0.0006)",
+        "--optimiser.betas FLOAT [FLOAT ...] Adam's two decays (default: 0.9 0.95)",
+        "--optimiser.nesterov [{on,off}], --ahead [{on,off}] look ahead (default: off)",
+        "longest answer (default: 64)",
+    ):
+        assert expected in advanced
+    assert "the target, 100 % of it (required)" in " ".join(common.split())
+    assert "--tokens" not in text and "--no-resume" not in text, "old names and opposites are not shown"
+
+
+def test_switches_take_on_off_no_value_or_no(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, value in {
+        "--resume": True, "--resume on": True, "--resume off": False, "--no-resume": False, "resume=off": False,
+        "--resume true": True, "--optimiser.nesterov": True, "--ahead": True, "--no-ahead": False,
+        "--no-optimiser.nesterov": False, "optimiser.nesterov=on": True, "--resume steps=3": True,
+        "steps=3 --ahead optimiser.lr=0.5": True,
+    }.items():  # fmt: skip
+        config = parse("--target", "t", *typed.split())
+        resume = config.optimiser.nesterov if "ahead" in typed or "nesterov" in typed else config.resume
+        assert resume is value, typed
+        assert config.steps == (3 if "steps=3" in typed else 100)
+
+
+def test_errors_name_an_option_once_as_it_was_typed(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("target: t\nmax_tokens: many\n")
+    for typed, line in {
+        "--max-tokens many": "--max-tokens: expected a whole number, got 'many'",
+        "--max_tokens many": "--max-tokens: expected a whole number, got 'many'",
+        "max_tokens=many": "max_tokens: expected a whole number, got 'many'",
+        f"--config {file}": f"{file}: max_tokens: expected a whole number, got 'many'",
+        "--drafts -1": "--drafts is -1; it must be >= 0",
+        "--optimiser.lr -1": "--optimiser.lr is -1.0; it must be > 0",
+        "optimiser.lr=-1": "optimiser.lr is -1.0; it must be > 0",
+        "--optimiser.nesterov maybe": "--optimiser.nesterov: expected on or off, got 'maybe'",
+    }.items():
+        assert run_command(lambda typed=typed: parse("--target", "t", *typed.split()) and None) == 2  # type: ignore[misc]
+        assert capsys.readouterr().err == f"error: {line}\n"
 
 
 def test_every_option_of_a_group_has_a_flag_too() -> None:
@@ -391,7 +428,7 @@ def test_a_command_exits_with_what_its_body_returns(returned: int | None, code: 
 
 def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(lambda: parse("--target", "t", "stepps=3") and None) == 2
-    assert capsys.readouterr() == ("", "error: prog.stepps: unknown key; did you mean `steps`?\n")
+    assert capsys.readouterr() == ("", "error: stepps: unknown key; did you mean `steps`?\n")
 
 
 def raises(error: BaseException) -> int:

@@ -45,7 +45,7 @@ LEVELS = [
     {"public names"},  # dflash_toolkit/__init__.py
     {"evaluation"},
     {"train", "serve"},
-    {"scripts"},  # benchmarks and the demo drive the programs
+    {"__main__", "scripts"},  # benchmarks and the demo drive the programs
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 OPTIONAL = {"vllm", "sglang", "deepspeed", "wandb", "datasets", "triton", "flash_attn", "flash_attn_interface"}

@@ -10,9 +10,11 @@ step from 12288 tokens gave 4.91 instead of 3.98 (teacher-forced, after 66 secon
 seen; that is about the density of the paper's recipe.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dflash_toolkit.config import UserError, from_mapping, option, options
@@ -21,6 +23,7 @@ from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WIDTH_FOR_PARTS, WIND
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
+GREEDY_FIRST = "make the first of several responses greedy, at any temperature"
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # of a step on a GPU, unless said
 MOST_GIB = 2**20  # no machine has more memory
@@ -28,6 +31,14 @@ EPOCHS = 6  # over one response to every prompt
 
 
 C = TypeVar("C")
+
+
+def _samples_in(file: str) -> int:
+    """Returns the number of responses to a prompt in a file of dflash-data, by its record; 1 without a record."""
+    try:
+        return max(1, int(json.loads(Path(file).with_suffix(".run.json").read_bytes())["sampler"]["samples"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
 
 
 def _with_sizes(cls: type[C]) -> type[C]:
@@ -41,31 +52,47 @@ def _with_sizes(cls: type[C]) -> type[C]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @_with_sizes
 class DrafterOptions:
-    """Kind and shape of the drafter; what is not given is the target's own."""
+    """Kind and shape of the drafter. Sizes that are not given are the target's."""
 
     kind: str | None = option(
         None,
-        "dflash, or dflash2: with convolutions in its blocks and a selector of tokens (default: dflash2, or dflash for "
+        "architecture of the drafter; dflash2 adds convolutions and a token selector (default: dflash2, or dflash for "
         f"a target with a hidden size below {WIDTH_FOR_PARTS})",
         choices=kinds,
+        common=True,
     )
-    layers: int | None = option(None, "draft layers (default: 5, or 6 for a target of experts)")
-    taps: int | None = option(None, "tapped target layers, evenly spaced (default: 5, or 8 for a target of experts)")
-    target_layer_ids: tuple[int, ...] = option((), "tap exactly these 0-based layers instead")
-    block_size: int = option(BLOCK_SIZE, "one anchor plus block_size - 1 drafted tokens")
-    mask_token_id: int | None = option(None, "row of the target's embedding for masked slots (default: an unused one)")
-    num_heads: int | None = option(None, "query heads")
-    num_kv_heads: int | None = option(None, "key/value heads")
-    head_dim: int | None = option(None, "head dimension")
-    intermediate_size: int | None = option(None, "FFN width")
+    layers: int | None = option(
+        None, "number of draft layers (default: 5, or 6 for a mixture-of-experts target)", common=True
+    )
+    taps: int | None = option(
+        None,
+        "number of target layers whose hidden states the drafter reads, evenly spaced (default: 5, or 8 for a "
+        "mixture-of-experts target)",
+    )
+    target_layer_ids: tuple[int, ...] = option(
+        (), "target layers whose hidden states the drafter reads, counted from 0 (default: see drafter.taps)"
+    )
+    block_size: int = option(
+        BLOCK_SIZE, "size of a draft block: one anchor and block_size - 1 drafted tokens", common=True
+    )
+    mask_token_id: int | None = option(
+        None, "row of the target's embedding that stands for a masked slot (default: an unused row)"
+    )
+    num_heads: int | None = option(None, "query heads (default: the target's)")
+    num_kv_heads: int | None = option(None, "key/value heads (default: the target's)")
+    head_dim: int | None = option(None, "size of an attention head (default: the target's)")
+    intermediate_size: int | None = option(None, "hidden size of the feed-forward layers (default: the target's)")
     layer_types: tuple[str, ...] = option(
-        (), "what each layer sees, or one for all: everything (the default), or a window of context", choices=ATTENTION
+        (),
+        "attention type of each layer, or one for all; sliding_attention sees a window of the context (default: "
+        "full_attention)",
+        choices=ATTENTION,
     )
     sliding_window: int | None = option(
         None, f"tokens that a sliding layer sees, up to the slot itself (default: {WINDOW})"
     )
     is_causal: bool | None = option(
-        False, "whether a slot sees only earlier slots of its block; null: in sliding layers, not in full ones"
+        False, "let a slot see only earlier slots of its block; null does so in sliding layers only"
     )
 
     def __post_init__(self) -> None:
@@ -94,81 +121,96 @@ class DrafterOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions(PromptOptions):
-    """Where prompts come from when no files are given, and how much of them is used."""
+    """The prompts that are read, and how many of them are used."""
 
-    dataset: str = option("mlabonne/open-perfectblend", "public instruction dataset, read when --data is not given")
-    max_prompts: int = option(100_000, "prompts to use, sampled from all sources; 0 is all")
-    held_out: int = option(64, "prompts kept out of training to measure acceptance on")
+    dataset: str = option(
+        "mlabonne/open-perfectblend", "public instruction dataset that is read if --data is not given", metavar="SOURCE"
+    )
+    max_prompts: int = option(100_000, "number of prompts sampled from all sources; 0 uses all", common=True)
+    held_out: int = option(64, "number of prompts kept out of training, to measure acceptance on")
 
     def __post_init__(self) -> None:
         PromptOptions.__post_init__(self)
         if self.held_out < 0:
-            raise ValueError(f"prompts.held_out is {self.held_out}; it must be >= 0")
+            raise ValueError(f"held_out is {self.held_out}; it must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplesOptions(SamplingOptions):
-    """How the target picks the tokens of its responses, of which a prompt may have several."""
+    """How the target samples its responses, of which a prompt may have several.
 
-    samples: int = option(1, "responses to every prompt, each with a seed of its own")
-    greedy_first: bool = option(False, "the first of several responses is greedy whatever the temperature")
+    Two responses, one of them sampled, teach more than twice as many epochs over one (docs/benchmarks.md, "Settings").
+    """
+
+    samples: int = option(2, "number of responses to every prompt, each with its own seed", common=True)
+    greedy_first: bool = option(True, GREEDY_FIRST)
+    temperature: float = option(1.0, "temperature of sampled responses; 0 is greedy")
 
     def __post_init__(self) -> None:
         SamplingOptions.__post_init__(self)
-        if self.samples < 1 or self.max_tokens < 2:
-            raise ValueError("samples must be >= 1 and max_tokens >= 2")
+        if self.samples < 1:
+            raise ValueError(f"samples is {self.samples}; it must be >= 1")
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 2")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"samples is {self.samples}, which at temperature 0 are all the same; give samples=1, or a temperature"
+                f"samples is {self.samples}, but responses at temperature 0 are all the same; set samples to 1, or "
+                "raise the temperature"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseOptions(SamplesOptions):
-    """How the target answers the prompts. A drafter must see the target's own words.
+    """How the target responds to the prompts. A drafter must be trained on the target's own responses."""
 
-    Two responses, one of them drawn, teach more than twice as many passes over one (docs/benchmarks.md, "Settings").
-    """
-
-    samples: int = option(2, "responses to every prompt, each with a seed of its own")
-    greedy_first: bool = option(True, "the first response is greedy whatever the temperature")
-    temperature: float = option(1.0, "of responses that are drawn; 0 is greedy")
-    regenerate: bool = option(True, "false trains on the data's own responses (only right if this target wrote them)")
-    runtime: str = option("auto", "auto is the engine where it computes the target", choices=RUNTIMES)
+    regenerate: bool = option(
+        True,
+        "let the target write the responses; off trains on those in the data, which this target must have written",
+    )
+    runtime: str = option(
+        "auto", "runtime that writes the responses; auto is the engine if it supports the target", choices=RUNTIMES
+    )
     batch_size: int = option(32, "prompts answered at a time")
 
     def __post_init__(self) -> None:
         SamplesOptions.__post_init__(self)
         if self.batch_size < 1:
-            raise ValueError(f"responses.batch_size is {self.batch_size}; it must be >= 1")
+            raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-    """What a slot's loss is, a weighted sum, and which slots count how much (contract, "Training recipe").
+    """The terms of the loss and the weights of the slots (contract, "Training recipe").
 
-    All but `ce` compare with the target's own distribution: every layer of the target runs, its last hidden state is
-    kept beside the tapped ones, and each step pays one more product with the head. `dflash_toolkit.kernels.mix` has the
-    formulas; DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
+    Every term but `ce` compares with the target's own distribution. Then all layers of the target run, its last hidden
+    state is kept next to the tapped ones, and each step multiplies once more with the head.
+    `dflash_toolkit.kernels.mix` has the formulas. DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
     """
 
     ce: float = option(1.0, "weight of the cross-entropy with the response's token")
     kl: float = option(0.0, "weight of KL(target || drafter) over the whole vocabulary")
-    tv: float = option(0.0, "weight of the total variation: 1 - the acceptance of sampled verification")
-    lk: float = option(0.0, "weight of -log(acceptance), LK^alpha of arXiv 2602.23881")
-    lk_hybrid: float = option(0.0, "weight of KL turning into TV as acceptance grows, LK^lambda of the same paper")
-    selector: float = option(1.0, "dflash2: weight of the selector's loss, the cross-entropy over its candidates")
+    tv: float = option(0.0, "weight of the total variation distance, 1 - the acceptance rate of sampled verification")
+    lk: float = option(0.0, "weight of -log(acceptance rate), LK^alpha of arXiv 2602.23881")
+    lk_hybrid: float = option(0.0, "weight of KL that turns into TV as acceptance grows, LK^lambda of arXiv 2602.23881")
+    selector: float = option(1.0, "weight of the DFlash 2 selector's loss, the cross-entropy over its candidates")
     gold: str = option(
         "skip",
-        "dflash2: where the true token is no candidate the slot has no selector's loss, or it is injected as the last",
+        "DFlash 2: what to do if the true token is no candidate: skip the slot in the selector's loss, or inject the "
+        "token as the last candidate",
         choices=("skip", "inject"),
     )
-    temperature: float = option(1.0, "of both distributions in kl, tv, lk and lk_hybrid: the one it will be served at")
+    temperature: float = option(
+        1.0, "temperature of both distributions in kl, tv, lk and lk_hybrid; the one used in serving fits best"
+    )
     weights: str = option("dpace", "slot weights", choices=("decay", "dpace"))
-    gamma: float | None = option(None, "decay: exp(-(k-1)/gamma); default 7, 5, 4 for block size 16, 10, 8")
-    alpha: float = option(0.5, "dpace: smoothing of the slots' probabilities")
-    anchors: int = option(512, "blocks per sequence and step; if it is given, sequences are not packed")
-    head_rows: int = option(1024, "rows whose logits exist at one time")
+    gamma: float | None = option(
+        None,
+        "decay of the slot weights exp(-(k-1)/gamma), for loss.weights=decay (default: 7, 5, 4 for block size 16, 10, "
+        "8)",
+    )
+    alpha: float = option(0.5, "smoothing of the slots' probabilities, for loss.weights=dpace")
+    anchors: int = option(512, "draft blocks per sequence and step; disables packing if given")
+    head_rows: int = option(1024, "rows whose logits are held in memory at a time")
 
     @property
     def distribution(self) -> bool:
@@ -186,8 +228,9 @@ class LossOptions:
             raise ValueError(f"{', '.join(f'loss.{name}' for name in terms)} are all 0; give one of them a weight")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"loss.temperature is {self.temperature}; it must be > 0 (1 is the target as it is)")
-        if self.anchors < 1 or self.head_rows < 1:
-            raise ValueError("loss.anchors and loss.head_rows must be >= 1")
+        for name in ("anchors", "head_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"loss.{name} is {getattr(self, name)}; it must be >= 1")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"loss.gamma is {self.gamma}; it must be > 0")
         if not 0 <= self.alpha <= 1:
@@ -196,41 +239,43 @@ class LossOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimOptions:
-    """fp32 master weights, linear warm-up, decay to zero."""
+    """Optimiser and schedule: fp32 master weights, linear warm-up, decay to zero."""
 
     optimizer: str = option(
         "auto",
-        "muon (for the matrices, AdamW for the rest) or adamw; auto is muon on a GPU without run.zero",
+        "optimiser: muon for the matrices (AdamW for the rest), or adamw for all; auto is muon on a GPU "
+        "without run.zero",
         choices=("auto", "adamw", "muon"),
     )
     epochs: int | None = option(
         None,
-        f"passes over the responses (default: {EPOCHS}, divided by the responses that the target writes to a prompt)",
+        f"passes over the responses (default: {EPOCHS} divided by the number of responses to a prompt)",
+        common=True,
     )
-    steps: int = option(0, "stop after this many optimiser steps instead; 0 goes by epochs")
-    minutes: float = option(0.0, "stop after so many minutes instead, the learning rate going by the clock; 0 does not")
+    steps: int = option(0, "optimiser steps of the run, instead of epochs; 0 goes by epochs")
+    minutes: float = option(0.0, "minutes of training, instead of epochs; 0 goes by epochs", common=True)
     pack_tokens: int | None = option(
-        None, f"pack sequences into one row of so many tokens a step (default: {PACK_TOKENS} on a GPU)"
+        None, f"tokens per step, packed from several sequences; a multiple of 128 (default: {PACK_TOKENS} on a GPU)"
     )
-    pack_blocks: int | None = option(None, "blocks of a packed row (default: three for every 16 of its tokens)")
-    batch_size: int = option(8, "sequences per micro step; if it is given, they are not packed")
-    accumulate: int = option(1, "micro steps (of every process) whose gradients make one optimiser step")
+    pack_blocks: int | None = option(None, "draft blocks per packed step (default: 3 for every 16 tokens)")
+    batch_size: int = option(8, "sequences per micro step; disables packing if given")
+    accumulate: int = option(1, "micro steps of every process per optimiser step")
     recompute: bool = option(
-        False, "compute the activations of layers again in the backward: less memory, a tenth slower"
+        False, "recompute activations in the backward pass, which saves memory and costs a tenth of the speed"
     )
-    learning_rate: float | None = option(None, "peak (default: 3e-3 for muon, 6e-4 for adamw)")
-    warmup: float = option(0.04, "share of the run")
+    learning_rate: float | None = option(None, "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw)")
+    warmup: float = option(0.04, "share of the run in which the learning rate rises")
     schedule: str = option(
         "cosine",
-        "behind the warm-up: cosine to zero, or wsd (the peak, then a decay to zero)",
+        "learning rate after the warm-up: cosine to zero, or wsd (constant, then a decay to zero)",
         choices=("cosine", "wsd"),
     )
-    decay: float = option(0.2, "wsd: share of the run in the final decay")
+    decay: float = option(0.2, "share of the run in the final decay, for optim.schedule=wsd")
     ema: float = option(
-        0.0, "measure and export an average of the weights with this decay a step, e.g. 0.999; 0 does not"
+        0.0, "decay per step of an average of the weights that is measured and exported, e.g. 0.999; 0 uses no average"
     )
-    weight_decay: float = option(0.0, "on matrices only")
-    clip: float = option(1.0, "gradient norm")
+    weight_decay: float = option(0.0, "weight decay of the matrices")
+    clip: float = option(1.0, "maximum norm of the gradient")
 
     @property
     def passes(self) -> int:
@@ -238,22 +283,32 @@ class OptimOptions:
         return EPOCHS if self.epochs is None else self.epochs
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or min(self.passes, self.batch_size, self.accumulate) < 1:
-            raise ValueError("optim.steps must be >= 0, optim.epochs, optim.batch_size and optim.accumulate >= 1")
+        least = {"steps": (self.steps, 0), "epochs": (self.passes, 1), "batch_size": (self.batch_size, 1)}
+        for name, (value, at_least) in (least | {"accumulate": (self.accumulate, 1)}).items():
+            if value < at_least:
+                raise ValueError(f"optim.{name} is {value}; it must be >= {at_least}")
         if self.minutes and self.steps:
-            raise ValueError("optim.steps and optim.minutes are both given; a run ends by one of them")
+            raise ValueError("optim.steps and optim.minutes are both given; give one of them")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"optim.weight_decay is {self.weight_decay}; it must be >= 0")
-        if self.minutes < 0 or (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % 128:
-            raise ValueError("optim.minutes must be >= 0 and optim.pack_tokens a multiple of 128")
+        if self.minutes < 0:
+            raise ValueError(f"optim.minutes is {self.minutes}; it must be >= 0")
+        if (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % 128:
+            raise ValueError(f"optim.pack_tokens is {self.pack_tokens}; it must be a multiple of 128, or 0")
         if self.pack_blocks is not None and not 1 <= self.pack_blocks <= (self.pack_tokens or PACK_TOKENS):
-            raise ValueError("optim.pack_blocks must be between 1 and optim.pack_tokens")
+            most = self.pack_tokens or PACK_TOKENS
+            raise ValueError(f"optim.pack_blocks is {self.pack_blocks}; it must be in 1..{most} (optim.pack_tokens)")
         if self.learning_rate is not None and self.learning_rate <= 0:
             raise ValueError(f"optim.learning_rate is {self.learning_rate}; it must be > 0")
-        if self.clip <= 0 or not 0 <= self.warmup < 1:
-            raise ValueError("optim.clip must be > 0, optim.warmup in [0, 1)")
+        if self.clip <= 0:
+            raise ValueError(f"optim.clip is {self.clip}; it must be > 0")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"optim.warmup is {self.warmup}; it must be in [0, 1)")
         if not 0 < self.decay <= 1 or (self.schedule == "wsd" and self.warmup + self.decay > 1):
-            raise ValueError("optim.decay must be in (0, 1], and with optim.schedule=wsd at most 1 - optim.warmup")
+            raise ValueError(
+                f"optim.decay is {self.decay}; it must be in (0, 1], and at most 1 - optim.warmup with "
+                "optim.schedule=wsd"
+            )
         if not 0 <= self.ema < 1:
             raise ValueError(f"optim.ema is {self.ema}; it must be in [0, 1)")
 
@@ -265,71 +320,80 @@ class OptimOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Memory, logging, saving, and how often acceptance is measured by real decoding."""
+    """Memory, logging, resume points, and how often acceptance is measured by real decoding."""
 
-    attention: str = option("auto", "auto is flex on a GPU, sdpa on a CPU", choices=("auto", "flex", "sdpa"))
-    compile: str = option("auto", "compile the drafter; auto does on a GPU", choices=("auto", "on", "off"))
+    attention: str = option(
+        "auto", "attention kernel of training; auto is flex on a GPU, sdpa on a CPU", choices=("auto", "flex", "sdpa")
+    )
+    compile: str = option(
+        "auto", "compile the drafter with torch.compile; auto does so on a GPU", choices=("auto", "on", "off")
+    )
     features: str = option(
         "auto",
-        "the target's hidden states: auto keeps them in a GPU's memory if all fit, then in host memory up to "
-        "feature_cache_gb, and computes the rest at every step; online keeps none; memory keeps all or refuses; disk "
-        "writes all before training; hybrid writes them during the first epoch",
+        "storage of the target's hidden states: auto uses free GPU memory, then host memory up to "
+        "run.feature_cache_gb, and computes the rest at every step; online keeps none; memory keeps all or refuses; "
+        "disk writes all before training; hybrid writes them during the first epoch",
         choices=("auto", "online", "memory", "disk", "hybrid"),
     )
     feature_dir: str | None = option(
-        None, "where disk and hybrid write (default: OUTPUT/work/features); runs of one target and taps may share it"
+        None,
+        "directory of the hidden states for disk and hybrid; runs with the same target and taps may share it (default: "
+        "OUTPUT/work/features)",
+        metavar="PATH",
     )
     feature_endpoint: str | None = option(
         None,
-        "a server of vLLM that computes hidden states (extract_hidden_states), for a target too large for these GPUs; "
-        "here are its embedding and head alone",
+        "vLLM server that computes hidden states (extract_hidden_states), for a target too large for these GPUs; this "
+        "process loads only the target's embedding and head (default: compute them here)",
+        metavar="URL",
     )
     feature_dtype: str = option(
         "auto",
-        "what features are kept in, and rounded to where they are not: the target's own, bfloat16, or float8 with a "
-        "scale a token",
+        "number format of the hidden states; auto is the target's, float8 has a scale per token",
         choices=("auto", "bfloat16", "float8"),
     )
-    feature_gpu_share: float = option(0.9, "share of a GPU's memory that is free beside a training step, for features")
-    feature_cache_gb: float = option(0.0, "GiB of host memory that features may take, of a machine for all processes")
-    fsdp: bool = option(False, "shard weights, gradients and the optimiser over the processes with torch's FSDP2")
+    feature_gpu_share: float = option(0.9, "share of the free GPU memory used for hidden states")
+    feature_cache_gb: float = option(0.0, "GiB of host memory used for hidden states, for all processes of a machine")
+    fsdp: bool = option(False, "shard weights, gradients and optimiser states over the processes with FSDP2")
     fsdp_reshard_after_forward: bool = option(
-        True, "gather a layer's weights again in the backward; false keeps them from the forward: more memory"
+        True, "gather a layer's weights again in the backward pass; off keeps them in memory from the forward pass"
     )
     zero: int = option(
-        0, "stage of DeepSpeed's ZeRO: shard the optimiser's state (1), gradients too (2), weights too (3); "
-        "with it optim.optimizer=auto is adamw",
+        0, "DeepSpeed ZeRO stage: shard optimiser states (1), also gradients (2), also weights (3); 0 is off; "
+        "optim.optimizer=auto is then adamw",
     )  # fmt: skip
     target_tensor_parallel_size: int = option(
-        1, "processes of a machine that hold one target together, a slice of every layer each (torchrun); every one of "
-        "them trains the drafter on rows of its own",
+        1, "processes of a machine that share one target by tensor parallelism (torchrun); each trains the drafter on "
+        "its own rows",
     )  # fmt: skip
-    seed: int = option(0, "of weights, data order and anchors", flag="seed")
+    seed: int = option(0, "seed of weights, data order and anchors", flag="seed")
     log_every: int = option(10, "steps between lines in metrics.jsonl")
-    save_minutes: float = option(10.0, "minutes between resume points, written while training goes on")
-    save_every: int = option(0, "steps between resume points instead; 0 goes by save_minutes")
-    evaluate_every: int = option(1000, "steps between real decodings of held-out prompts; 0 is only at the end")
-    evaluate_prompts: int = option(16, "held-out prompts decoded each time, of all files in turn; all are at the end")
-    evaluate_tokens: int = option(256, "longest response then")
+    save_minutes: float = option(10.0, "minutes between resume points, which are written while training continues")
+    save_every: int = option(0, "steps between resume points, instead of minutes; 0 goes by run.save_minutes")
+    evaluate_every: int = option(
+        1000, "steps between measurements of acceptance on held-out prompts; 0 measures only at the end"
+    )
+    evaluate_prompts: int = option(16, "held-out prompts of each measurement; the last one uses all")
+    evaluate_tokens: int = option(256, "longest response of a measurement, in tokens")
     evaluate_runtime: str = option(
         "auto",
-        "auto is the engine on a GPU, where it computes the target, and the reference elsewhere",
+        "runtime of measurements; auto is the engine on a GPU if it supports the target, else the reference",
         choices=RUNTIMES,
     )
     export_selector: str = option(
         "better",
-        "a DFlash 2 drafter's selector: better refuses to export one with which held-out prompts are accepted worse "
-        "than without it; always exports it as it is; never leaves it out",
+        "export of a DFlash 2 drafter's selector: better exports it only if it improves acceptance on held-out prompts",
         choices=("better", "always", "never"),
     )
-    wandb: str | None = option(None, "Weights & Biases project to log to")
-    speculators: bool = option(False, "also export the speculators form, to OUTPUT/speculators")
+    wandb: str | None = option(None, "Weights & Biases project to log to (default: none)")
+    speculators: bool = option(False, "also export in the speculators format, to OUTPUT/speculators")
 
     def __post_init__(self) -> None:
-        if min(self.log_every, self.evaluate_prompts, self.evaluate_tokens) < 1:
-            raise ValueError("run.log_every, evaluate_prompts and evaluate_tokens must be >= 1")
-        if self.save_every < 0 or not 0 < self.save_minutes < math.inf:
-            raise ValueError("run.save_every must be >= 0 and run.save_minutes > 0")
+        for name, least in {"log_every": 1, "evaluate_prompts": 1, "evaluate_tokens": 1, "save_every": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"run.{name} is {getattr(self, name)}; it must be >= {least}")
+        if not 0 < self.save_minutes < math.inf:
+            raise ValueError(f"run.save_minutes is {self.save_minutes}; it must be > 0")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"run.seed is {self.seed}; it must be in 0..2**63 - 1")
         if not 0 <= self.zero <= 3:
@@ -362,26 +426,37 @@ class TrainConfig(ModelOptions):
     data: tuple[str, ...] = option(
         (),
         "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
-        "its rows a..b-1, and gsm8k=SOURCE asks as that benchmark does; without them a public dataset is loaded",
+        "rows a to b-1, and gsm8k=SOURCE uses that benchmark's prompt template (default: prompts.dataset)",
+        common=True,
+        metavar="SOURCE",
     )
     response_files: tuple[str, ...] = option(
-        (), "responses of dflash-data, trained on as they are", flag="responses", old_flag="answers"
+        (),
+        "files of dflash-data, whose responses are trained on as they are (default: the target writes responses first)",
+        flag="responses",
+        old_flag="answers",
+        common=True,
+        metavar="PATH",
     )
-    trust_responses: bool = option(
-        False, "take responses whatever target and chat template they say they are of; only right if you know better"
+    trust_responses: bool = option(False, "accept responses recorded for another target or chat template")
+    held_out: tuple[str, ...] = option(
+        (), "sources of prompts to measure acceptance on (default: a part of the data, see prompts.held_out)",
+        metavar="SOURCE",
+    )  # fmt: skip
+    output: str | None = option(
+        None, "directory of the drafter (default: out/dflash-TARGET)", common=True, metavar="PATH"
     )
-    held_out: tuple[str, ...] = option((), "sources of prompts to measure acceptance on, instead of a part of the data")
-    output: str | None = option(None, "where the checkpoint goes (default: out/dflash-TARGET)")
     push_to_hub: str | None = option(
-        None, "also upload the drafter and its model card to this repository of the Hugging Face hub, made if missing"
+        None, "Hugging Face repository to upload the drafter and its model card to, created if missing (default: none)"
     )
     init_from: str | None = option(
         None,
-        "drafter to start from, with its shape: directory or Hugging Face id; a plain one gets the parts of DFlash 2 "
-        "with drafter.kind=dflash2",
+        "drafter to start from, as a directory or Hugging Face id, with its shape; drafter.kind=dflash2 adds the parts "
+        "of DFlash 2 to a plain one (default: random weights)",
+        metavar="PATH",
     )
     estimate: bool = option(
-        False, "print what the run will take (hours, disk, memory) and a shorter command, and exit; needs no weights"
+        False, "print the hours, disk and memory of the run and a shorter command, and exit; loads no weights", common=True
     )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
@@ -434,10 +509,12 @@ class TrainConfig(ModelOptions):
 
     @property
     def epochs(self) -> int:
-        """Passes over the responses: several ones that the target writes to a prompt count as passes over one."""
-        written = self.responses.regenerate and not self.response_files
-        default = max(1, round(EPOCHS / self.responses.samples)) if written else EPOCHS
-        return default if self.optim.epochs is None else self.optim.epochs
+        """Passes over the responses. The default is divided by the number of responses to a prompt."""
+        if self.optim.epochs is not None:
+            return self.optim.epochs
+        if self.response_files:
+            return max(1, round(EPOCHS / min(map(_samples_in, self.response_files))))
+        return max(1, round(EPOCHS / self.responses.samples)) if self.responses.regenerate else EPOCHS
 
     @property
     def output_dir(self) -> str:

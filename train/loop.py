@@ -65,7 +65,7 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
     )
     state.done = processes.broadcast(budget.done(state.step, clock.seconds))
     report = Report(run, budget, schedule, state.step, processes)
-    save = Saving(run, processes)
+    save = Saving(run, processes, report.bar.print)
     gradients = Gradients(run, schedule, budget.end, source, learner, report, processes.world)
 
     with contextlib.closing(report), contextlib.closing(save), enough_memory(config):
@@ -108,6 +108,11 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                             others = budget.to_state() | measure.to_state()
                             save(learner, state, clock.seconds, schedule.history(state.micro), others)
                             processes.barrier(source.check)  # of one process; behind the save, so no step is lost
+                if save.stops and state.done < 1:
+                    save.wait()
+                    raise KeyboardInterrupt(
+                        f"interrupted after step {state.step}; run the same command again to resume"
+                    )
             if processes.broadcast(measure.missing(state.step)):
                 measure(learner.whole(), state.step, report)
         save.wait()

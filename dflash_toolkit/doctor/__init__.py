@@ -8,7 +8,7 @@ from ..threads import wait_passively
 wait_passively()  # before anything here imports torch
 
 if TYPE_CHECKING:
-    from .cli import examine
+    from .examination import examine
     from .finding import Finding
 else:
     __getattr__, __dir__ = lazy_names(__name__)

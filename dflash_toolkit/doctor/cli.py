@@ -1,69 +1,32 @@
-"""dflash-doctor: why is this drafter accepted badly, and what to do."""
+"""dflash-doctor: diagnoses low acceptance. `examination.py` does the work and imports torch; this file does not."""
 
-import functools
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-import transformers
-
-from ..config import UserError, option, options, parse_cli, run_command, to_mapping
-from ..data.prompts import Prompt, encode_chat
-from ..files import write_json
-from ..fingerprint import model_digest
+from ..config import UserError, option, options, parse_cli, run_command
 from ..models.published import hint_for
-from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
-from ..options import ModelOptions, PromptSetOptions
-from ..progress import Progress
-from ..threads import use_threads
-from .confidences import check_calibration
-from .exported import compare, compare_target
-from .files import FILE_CHECKS, Case
-from .finding import Finding, has_fault, show, to_json
-from .probe import ANSWER_WORK, NEAR, Probe, Scores, Setting
-from .sweeps import count_ways, sweep
-from .symptoms import (
-    Known,
-    check_acceptance,
-    check_curve,
-    check_recall,
-    check_serving,
-    check_thinking,
-    enough,
-    knows_thinking,
-)
+from ..options import THINKING, ModelOptions, PromptSetOptions
 
 PROG = "dflash-doctor"
 DESCRIPTION = """\
-Find out why a drafter is accepted badly. Reads the checkpoint, decodes a few prompts with it, and tries it in other
-ways than configured: layer ids one off, another RoPE theta or mask row, shifted positions and labels, the anchor's
-own feature in the context, thinking on and off, and compares its probabilities with what the target accepts. Says in
-plain words what is wrong and what to do.
+Diagnoses low acceptance. Reads the checkpoint, decodes a few prompts with it, and repeats that with changed settings:
+layer ids off by one, another RoPE theta or mask row, shifted positions and labels, the anchor's own feature in the
+context, thinking on and off. Compares the drafter's probabilities with what the target accepts. Reports what is wrong
+and how to fix it.
 
-Exit code: 0 nothing is wrong (there may be warnings), 1 a fault was found, 2 the command cannot be run as given."""
-
-MIN_BLOCKS = 32
-BUILT_IN = (
-    "Explain in a few paragraphs why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
-    "A train leaves at 9:40 and arrives at 13:15. How long does it travel? Reason step by step.",
-    "List ten facts about the planet Jupiter.",
-    "Write a short letter to a landlord about a broken heating.",
-    "Translate into French: The library opens at eight and closes at six, except on Sundays.",
-    "Compare bicycles and cars as means of transport in a large city.",
-    "Write the numbers from 41 to 70, separated by commas.",
-)
+Exit code: 0 no fault was found (there may be warnings), 1 a fault was found, 2 the command cannot be run as given."""
+EXAMPLE = "dflash-doctor --target Qwen/Qwen3-8B --drafter out/qwen3-8b --prompts mine.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorPrompts(PromptSetOptions):
-    """Which prompts a drafter is tried on; best those it will serve."""
+    """The prompts that a drafter is tried on; those that it will serve are best."""
 
-    limit: int | None = option(8, "use the first LIMIT prompts of each set, or of the 8 built in")
+    limit: int | None = option(
+        8, "number of prompts used from the start of each set, or of the 8 built-in ones", common=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +34,13 @@ class DoctorConfig(ModelOptions):
     """The options of `dflash-doctor`."""
 
     renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
-    drafter: str = option("", "the drafter: Hugging Face id or directory; required")
+    drafter: str = option("", "drafter: Hugging Face id or directory (required)", common=True, metavar="PATH")
     sets: DoctorPrompts = options(DoctorPrompts, flat=True)
-    output: str | None = option(None, "also write everything to this JSON file")
-    max_tokens: int = option(128, "longest answer, in tokens")
-    thinking: bool | None = option(None, "for templates with a thinking mode (default: the template's own)")
+    output: str | None = option(
+        None, "JSON file for all findings and figures (default: print only)", common=True, metavar="PATH"
+    )
+    max_tokens: int = option(128, "longest response, in tokens", common=True)
+    thinking: bool | None = option(None, f"{THINKING} (default: the template's own)", common=True)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
@@ -86,107 +51,17 @@ class DoctorConfig(ModelOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
-    return run_command(lambda: _run(parse_cli(DoctorConfig, argv, PROG, DESCRIPTION)))
+    """Runs the command; returns its exit code."""
+    return run_command(lambda: _run(parse_cli(DoctorConfig, argv, PROG, DESCRIPTION, EXAMPLE)))
 
 
 def _run(config: DoctorConfig) -> int:
     if config.output and not Path(config.output).absolute().parent.is_dir():
         raise UserError(f"output {config.output}: there is no directory {Path(config.output).absolute().parent}")
-    use_threads(config.threads)
-    findings = examine(config)
-    show(findings)
-    if config.output:
-        write_json(Path(config.output), to_json(findings, to_mapping(config) | {"versions": _versions()}))
-    return int(has_fault(findings))
+    from .examination import report
+
+    return report(config)
 
 
-def examine(config: DoctorConfig) -> list[Finding]:
-    """Every check, in order: files, sweeps, symptoms. What cannot run on the target is not measured.
-
-    Raises:
-        UserError: something the doctor itself cannot work with: no such model, no prompts, no chat template.
-    """
-    where = use_device(config.device)
-    resolve_dtype(config.dtype, where)
-    prompts = _prompts(config)
-    target_config = load_config(config.target)
-    tokenizer = load_tokenizer(config.target)
-    case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
-    # reading all weights takes its time, though only once: not where there is nothing to compare with
-    digest = model_digest(config.target) if case.record and case.provenance.get("target_digest") else None
-    load = functools.partial(Target.load, config.target, config.device, config.dtype)
-    return judge(case, prompts, load, config.max_tokens, digest)
-
-
-def judge(
-    case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_tokens: int, digest: str | None = None
-) -> list[Finding]:
-    """Every check of one drafter; the target is loaded where it comes to measuring. Raises UserError as `examine`.
-
-    Args:
-        digest: of the target's weights, where it is known.
-    """
-    findings = [finding for check in FILE_CHECKS for finding in check(case)]
-    damaged = has_fault([f for f in findings if f.check in ("tensors", "weights")])
-    exported = compare(case)
-    findings += exported.findings
-    encoded = [encode_chat(case.tokenizer, prompt.messages, case.thinking, prompt.tools) for prompt in prompts]
-    if not case.measurable:
-        return findings
-
-    target = load()
-    about_target, target_same = compare_target(case, target, digest)
-    findings += about_target
-    drafter = case.drafter()
-    here = Setting.of(drafter)
-    probe = Probe(target, drafter, max_tokens, exported.setting(here).layer_ids)
-    modes = 1 + knows_thinking(case) * 2
-    total = modes * len(encoded) * ANSWER_WORK + count_ways(case, exported.setting(here)) + 1
-    with Progress("examining", total, unit="passes") as bar:
-        try:
-            answers = probe.answers(encoded, bar, [prompt.id for prompt in prompts])
-            enough(answers, MIN_BLOCKS)
-        except UserError as error:
-            if not has_fault(findings):
-                raise
-            # what was found stands
-            return [*findings, Finding("acceptance", "warning", "it was not measured", str(error))]
-        swept = sweep(case, probe, answers, bar, exported, damaged=damaged)
-        findings += swept.findings
-        findings += check_thinking(case, probe, prompts, answers, swept.setting, bar)
-        scores = probe.score(answers, here, near=NEAR)
-        if exported.mended and not exported.as_exported:
-            findings.append(_mended(scores, probe.score(answers, exported.setting(here), near=1), findings))
-        bar.advance(1, note="judging")
-    known = Known(exported, target_same, swept.best_tau)
-    findings += check_curve(case, scores, findings, known)
-    findings += check_serving(case, answers, scores, findings, known)
-    findings += check_recall(case, scores, findings, known)
-    findings += check_acceptance(case, answers, scores, findings, known)
-    serve = shlex.join(["dflash-serve", "--target", target.name, "--drafter", case.name])
-    findings += check_calibration(case, probe, answers, findings, serve)
-    return findings
-
-
-def _mended(now: Scores, mended: Scores, findings: Sequence[Finding]) -> Finding:
-    """What putting everything back as it was exported brings, measured."""
-    checks = ", ".join(dict.fromkeys(f.check for f in findings if f.severity == "fault"))
-    words = f"as it lies here {now.tau:.2f} tokens a step; as it was exported ({checks} mended) {mended.tau:.2f}"
-    return Finding("record", "ok", words, figures={"tau": now.tau, "tau_as_exported": mended.tau})
-
-
-def _prompts(config: DoctorConfig) -> list[Prompt]:
-    if not config.sets.prompts:
-        texts = BUILT_IN[: config.sets.limit]
-        return [Prompt(f"built-in/{i}", ({"role": "user", "content": text},)) for i, text in enumerate(texts, 1)]
-    return [prompt for prompts in config.sets.read().values() for prompt in prompts]
-
-
-def _versions() -> dict[str, Any]:
-    try:
-        own: str | None = version("dflash-toolkit")
-    except PackageNotFoundError:
-        own = None  # run from a bare checkout
-    return {"dflash_toolkit": own, "torch": torch.__version__, "transformers": transformers.__version__}
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -12,10 +12,11 @@ from .report.table import Table, say, show_table
 
 PROG = "dflash-eval check REPORT"
 DESCRIPTION = """\
-See whether a report of dflash-eval (report.json, or its folder) keeps limits, each given as VALUE for all prompt sets
-pooled or as SET=VALUE, and print each with what was measured.
+Checks a report of dflash-eval (report.json, or its directory) against limits. A limit is VALUE, for all prompt sets
+pooled, or SET=VALUE. Prints each limit with what was measured.
 
-Exit code: 0 all limits hold, 1 one is missed, 2 the command cannot be run as given."""
+Exit code: 0 all limits hold, 1 a limit is missed, 2 the command cannot be run as given."""
+EXAMPLE = "dflash-eval check report --min-tau 4 gsm8k=5 --min-speedup 1.5"
 
 
 class Limit(NamedTuple):
@@ -45,12 +46,32 @@ FIGURES = {
 class CheckConfig:
     """The options of `dflash-eval check`."""
 
-    min_tau: tuple[str, ...] = option((), "least acceptance length, pooled over steps", named=True, repeatable=True)
-    max_regret: tuple[str, ...] = option(
-        (), "most nats that a greedy answer's first difference from the plain one may cost", named=True, repeatable=True
+    min_tau: tuple[str, ...] = option(
+        (),
+        "minimum acceptance length, pooled over steps (default: no limit)",
+        named=True,
+        repeatable=True,
+        common=True,
+        metavar="LIMIT",
     )
-    min_speedup: tuple[str, ...] = option((), "least speed-up over plain decoding", named=True, repeatable=True)
-    section: str | None = option(None, "the section of the report that is meant (default: its first)")
+    max_regret: tuple[str, ...] = option(
+        (),
+        "maximum regret in nats of the first token in which a greedy response differs from plain decoding (default: no "
+        "limit)",
+        named=True,
+        repeatable=True,
+        common=True,
+        metavar="LIMIT",
+    )
+    min_speedup: tuple[str, ...] = option(
+        (),
+        "minimum speed-up over plain decoding (default: no limit)",
+        named=True,
+        repeatable=True,
+        common=True,
+        metavar="LIMIT",
+    )
+    section: str | None = option(None, "section of the report to check (default: its first)", common=True)
 
     def __post_init__(self) -> None:
         if not self.limits:
@@ -82,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[Path, CheckConfig]:
     """Raises UserError for a command line that is not one report and limits."""
     places, rest = split_places(argv, CheckConfig)
-    config = parse_cli(CheckConfig, rest, PROG, DESCRIPTION)
+    config = parse_cli(CheckConfig, rest, PROG, DESCRIPTION, EXAMPLE)
     if len(places) != 1:
         raise UserError(f"expected one report before the options, got {len(places)}: {PROG} --min-tau 5")
     return places[0], config

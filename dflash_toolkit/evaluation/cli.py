@@ -14,7 +14,8 @@ from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
 from ..files import locked
 from ..models.published import hint_for
-from ..options import DRAFT_TREE, MOST_TREE_NODES, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
+from ..options import DRAFT_TREE, MOST_TREE_NODES, THINKING, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
+from ..progress import disable_library_bars
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
 from ..tracking import log_in
@@ -26,31 +27,33 @@ if TYPE_CHECKING:
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
-Decode prompts with a drafter and without one, and report how many drafted tokens the target accepts, how much
-faster that is, and whether every answer is the plain one. Writes report.json, report.md and report.html. An
-interrupted run continues where it was when the same command runs again.
+Decodes prompts with a drafter and without one, and reports how many drafted tokens the target accepts, how much faster
+decoding is, and whether every response is identical. Writes report.json, report.md and report.html. You can stop it at
+any time; run the same command again to resume.
 
-dflash-eval check REPORT says whether a report keeps limits, dflash-eval compare REPORT REPORT how runs differ; each has
-a --help of its own."""
+dflash-eval check REPORT checks a report against limits, dflash-eval compare REPORT REPORT compares reports; each has
+its own --help."""
+EXAMPLE = "dflash-eval --target Qwen/Qwen3-8B --drafter out/qwen3-8b --prompts gsm8k mt_bench --limit 80"
 NAMES = tuple(PROTOCOLS)
 COMMANDS = ("check", "compare")  # first words; each has a module of its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSampling(AnswerOptions):
-    """How answers are decoded: every prompt at every temperature, in every mode."""
+    """How responses are decoded: every prompt at every temperature, in every thinking mode."""
 
-    max_tokens: int = option(512, "longest answer, in tokens")
-    temperature: tuple[float, ...] = option((0.0,), "one or several, as 0 0.6 1; 0 is greedy")
-    thinking: tuple[bool, ...] = option(
-        (), "on, off or both, for templates with a thinking mode (default: the template's own)"
+    max_tokens: int = option(512, "longest response, in tokens", common=True)
+    temperature: tuple[float, ...] = option(
+        (0.0,), "sampling temperatures, one or several, as 0 0.6 1; 0 is greedy", common=True
     )
-    multi_turn: bool = option(False, "ask every turn of a conversation behind the answers before; else the first alone")
+    thinking: tuple[bool, ...] = option((), f"{THINKING}: on, off, or both (default: the template's own)", common=True)
+    multi_turn: bool = option(
+        False, "decode every turn of a conversation, after the responses before it; off: the first"
+    )
     distribution_samples: int = option(
-        0,
-        "answers of a prompt, with the drafter and without, that are tested to have the same distribution; 0: no test",
+        0, "responses per prompt, with and without the drafter, whose distributions are compared; 0 makes no test"
     )
-    seed: int = option(0, "of sampling; the same for every prompt")
+    seed: int = option(0, "seed of sampling, the same for every prompt")
 
     def __post_init__(self) -> None:
         for name, values in (("temperature", self.temperature), ("thinking", self.thinking)):
@@ -65,14 +68,16 @@ class EvalSampling(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalDrafts(DraftOptions):
-    """How the drafter is used: whole blocks at every step."""
+    """How the drafter drafts: whole blocks at every step."""
 
-    num_speculative_tokens: int | None = option(None, "tokens drafted a step (default: as the drafter was trained)")
+    num_speculative_tokens: int | None = option(
+        None, "tokens drafted per step (default: as the drafter was trained)", common=True
+    )
     draft_tree: int | None = option(0, DRAFT_TREE, off=True)
 
     @property
     def tree_nodes(self) -> int:
-        """Of a draft tree, at most; 0: a chain."""
+        """The maximum nodes of a draft tree; 0 is a chain."""
         return self.draft_tree or 0
 
     def __post_init__(self) -> None:
@@ -83,23 +88,25 @@ class EvalDrafts(DraftOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
-    """What some of the prompts are measured over, besides the report on all of them."""
+    """Measurements on some of the prompts, in addition to the report on all of them."""
 
     concurrency: tuple[int, ...] = option(
-        (), "levels of load to measure too, in requests at a time, as 1 2 4 8 16 32 64; needs the engine or a server"
+        (),
+        "numbers of concurrent requests to measure, as 1 2 4 8 16 32 64; needs the engine or a server (default: none)",
+        common=True,
     )
     draft_length: tuple[int, ...] = option(
-        (), "tokens drafted a step, as 3 7 15: fewer than the drafter was trained for"
+        (), "numbers of tokens drafted per step to measure, as 3 7 15 (default: none)"
     )
     context_length: tuple[int, ...] = option(
-        (), "tokens of a prompt, as 512 2048 8192 32768; filled up with other prompts"
+        (), "prompt lengths to measure, as 512 2048 8192 32768; prompts are joined to reach them (default: none)"
     )
     draft_tree_nodes: tuple[int, ...] = option(
         (),
-        "nodes of draft trees to measure as dflash-serve runs them, as 16 32 63, beside blocks and chains of their own "
-        "length, at each of --concurrency; the report says what is the fastest at which load",
+        "sizes of draft trees to measure, as 16 32 63, next to blocks and chains of adaptive length, at each level of "
+        "--concurrency; the report recommends the fastest for each load (default: none)",
     )
-    sweep_requests: int = option(16, "prompts of a point, from all sets alike")
+    sweep_requests: int = option(16, "prompts of each such measurement, taken evenly from all sets")
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "draft_length", "context_length", "draft_tree_nodes"):
@@ -114,18 +121,23 @@ class SweepOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointOptions:
-    """A server that is measured, in place of models in this process."""
+    """A server that is measured instead of models in this process."""
 
     endpoint: str | None = option(
-        None, "http://HOST:PORT of vLLM, SGLang or dflash-serve with a drafter; --target names its tokenizer"
+        None,
+        "server to measure: vLLM, SGLang or dflash-serve with a drafter; --target names its tokenizer (default: load "
+        "the models here)",
+        common=True,
+        metavar="URL",
     )
     plain_endpoint: str | None = option(
-        None, "the same target served without a drafter, for speed-up and identity; dflash-serve needs none"
+        None,
+        "server of the same target without a drafter, for speed-up and identity; dflash-serve needs none (default: "
+        "none)",
+        metavar="URL",
     )
-    max_concurrency: int = option(
-        1, "requests that the report itself has in flight at the endpoint, so that a long run takes less time"
-    )
-    served_model_name: str | None = option(None, "what the servers call the model (default: the only one they have)")
+    max_concurrency: int = option(1, "concurrent requests to the endpoint for the report; raise it to finish sooner")
+    served_model_name: str | None = option(None, "model name on the servers (default: the only model they have)")
 
     def __post_init__(self) -> None:
         if self.max_concurrency < 1:
@@ -139,32 +151,38 @@ class EndpointOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
-    """Who else gets the report."""
+    """Where the report is published."""
 
-    wandb: str | None = option(None, "Weights & Biases project to log the report to")
-    write_model_card: bool = option(False, "also put table, command and a badge into the README.md of the drafter")
+    wandb: str | None = option(None, "Weights & Biases project to log the report to (default: none)")
+    write_model_card: bool = option(False, "also write the table, the command and a badge into the drafter's README.md")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig(ModelOptions):
     """The options of `dflash-eval`."""
 
-    drafter: str | None = option(None, "the drafter: Hugging Face id or directory; the server has it with --endpoint")
+    drafter: str | None = option(
+        None,
+        "drafter: Hugging Face id or directory (default: the server's, with --endpoint)",
+        common=True,
+        metavar="PATH",
+    )
     sets: PromptSetOptions = options(PromptSetOptions, flat=True)
     protocol: str | None = option(
-        None, "measure as a published comparison was, which gives prompts and sampling; compares ours with it", NAMES
+        None,
+        "published comparison to repeat, which sets prompts and sampling and is compared with ours (default: none)",
+        NAMES,
     )
-    output: str = option("report", "directory for the report")
+    output: str = option("report", "directory for the report", common=True, metavar="PATH")
     runtime: str = option(
         "auto",
-        "engine: what dflash-serve runs; reference: Hugging Face modules, slow; auto: the engine where it computes the "
-        "target",
+        "runtime: engine (as in dflash-serve), reference (Hugging Face modules, slow), or auto (the engine if it "
+        "supports the target)",
         ("auto", "engine", "reference"),
     )
-    baseline: bool = option(True, "also decode without the drafter: gives speed-up and identity")
+    baseline: bool = option(True, "also decode without the drafter, for speed-up and identity")
     recall: bool = option(
-        False,
-        "also count how often the target's token is among the drafter's 1, 4 and 16 best (on Hugging Face modules)",
+        False, "also count how often the target's token is among the drafter's 1, 4 and 16 best; uses the reference"
     )
     sampling: EvalSampling = options(EvalSampling, flat=True)
     draft: EvalDrafts = options(EvalDrafts, flat=True)
@@ -177,7 +195,7 @@ class EvalConfig(ModelOptions):
         if self.protocol is not None:
             self._follow(self.protocol)
         if not self.sets.prompts:
-            raise ValueError("prompts is empty; give at least one NAME=SOURCE")
+            raise ValueError("prompts is empty; give at least one, as --prompts gsm8k")
         if self.drafter is None and self.server.endpoint is None:
             known = hint_for(self.target)
             raise ValueError(f"drafter is missing; give --drafter{known}, or --endpoint of a server that has one")
@@ -245,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         module = importlib.import_module(f".{words[0]}", __package__)  # the other one takes its time
         return cast(int, module.main(words[1:]))
-    return run_command(lambda: _run(parse_cli(EvalConfig, words, PROG, DESCRIPTION)))
+    return run_command(lambda: _run(parse_cli(EvalConfig, words, PROG, DESCRIPTION, EXAMPLE)))
 
 
 def _run(config: EvalConfig) -> None:
@@ -255,8 +273,7 @@ def _run(config: EvalConfig) -> None:
     prompts = config.sets.read()
     hashes = {each.name: each.contents(config.sets.split) for each in config.sets.sets}
     # not above: this imports torch and transformers, seconds in which the disk is to read already
-    import transformers
-
+    from ..models.target import resolve_device
     from .measure.run import Setting, evaluate_all, serving_command
     from .measure.sweeps import Sweeps
     from .report.files import write_report
@@ -268,7 +285,9 @@ def _run(config: EvalConfig) -> None:
     if publish.wandb:
         log_in("wandb", publish.wandb)
     use_threads(config.threads)
-    transformers.utils.logging.disable_progress_bar()  # errors are one line, and the only bar is ours
+    disable_library_bars()
+    place = config.server.endpoint or str(resolve_device(config.device))
+    print(f"{PROG}: target {config.target} on {place}; the report goes to {config.output}", file=sys.stderr)
     pair, baseline = _pair(config)
     sampling = config.sampling
     tell_of_thinking(pair.tokenizer, next(iter(sampling.thinking), None))
@@ -393,3 +412,7 @@ def _encode(tokenizer: Any, name: str, row: Prompt, thinking: bool | None, multi
     rest = Rest(row.messages, row.later, encode) if multi_turn and row.later else None
     asked = last_question(row.messages)
     return EncodedPrompt(row.id, encode(row.messages), row.category, rest=rest, asked=asked)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -15,9 +15,10 @@ from .stats.paired import PERMUTATIONS, difference_intervals, p_values, parted
 
 PROG = "dflash-eval compare REPORT REPORT ..."
 DESCRIPTION = """\
-Put reports of dflash-eval (report.json, or its folder) side by side. Every figure is of the requests that all of them
-have, and every run is compared with the first: differences with intervals of a paired bootstrap over requests, and the
-p-value of a paired permutation test. --output also writes compare.json, compare.md and compare.html."""
+Compares reports of dflash-eval (report.json, or its directory). All figures are of the requests that every report has.
+Every report is compared with the first: differences with intervals of a paired bootstrap over requests, and p-values
+of a paired permutation test."""
+EXAMPLE = "dflash-eval compare report-before report-after --output comparison"
 
 COMPARED = ("tau_pooled", "tau_mean", "tokens_per_second", "speedup", "accepted_per_position")
 SPEEDS = ("tokens_per_second", "speedup")
@@ -33,7 +34,12 @@ Key = tuple[str, str, str, int]  # set, id and text of the first prompt, and whi
 class CompareConfig:
     """The options of `dflash-eval compare`."""
 
-    output: str | None = option(None, "directory for compare.json, compare.md and compare.html")
+    output: str | None = option(
+        None,
+        "directory for compare.json, compare.md and compare.html (default: print only)",
+        common=True,
+        metavar="PATH",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[list[Path], CompareConfig]:
     """Raises UserError for a command line that is not reports and options."""
     places, rest = split_places(argv, CompareConfig)
-    config = parse_cli(CompareConfig, rest, PROG, DESCRIPTION)
+    config = parse_cli(CompareConfig, rest, PROG, DESCRIPTION, EXAMPLE)
     if len(places) < 2:
         raise UserError(f"expected two reports or more before the options, got {len(places)}: {PROG}")
     return places, config

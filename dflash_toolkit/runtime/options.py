@@ -1,4 +1,4 @@
-"""The options of the engine. Without torch: command lines are checked before it is imported."""
+"""Declares the options of the engine. Without torch: command lines are checked before it is imported."""
 
 import random
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class SyntheticAcceptance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions(DraftOptions):
-    """What an engine can be told.
+    """How an engine batches, caches and drafts.
 
     Raises:
         ValueError: a value outside its range.
@@ -66,21 +66,27 @@ class EngineOptions(DraftOptions):
         "cache_tokens": "kv_cache_tokens",
         "memory_fraction": "gpu_memory_utilization",
     }
-    max_num_seqs: int | None = option(None, "requests decoded together (default: 32 on a GPU, 4 on a CPU)")
+    max_num_seqs: int | None = option(
+        None, "maximum requests in a batch (default: 32 on a GPU, 4 on a CPU)", common=True
+    )
     max_model_len: int | None = option(
-        None, "tokens of prompt and answer together (default: what the target was made for)"
+        None, "maximum tokens of prompt and response together (default: the target's context length)", common=True
     )
     max_num_batched_tokens: int | None = option(
-        None, "tokens of prompts computed between two steps (default: 2048 on a GPU, 256 on a CPU)"
+        None, "prompt tokens computed between two decoding steps (default: 2048 on a GPU, 256 on a CPU)"
     )
-    page_size: int = option(64, "tokens of a page of the cache, a power of two; whole pages are shared by prefixes")
-    kv_cache_tokens: int | None = option(None, "room for so many tokens of all requests (default: what memory allows)")
-    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory, for weights, caches and all")
-    prefix_cache: bool = option(True, "keep the pages of prompts for those that begin alike")
+    page_size: int = option(64, "tokens per page of the KV cache, a power of two; requests share whole pages")
+    kv_cache_tokens: int | None = option(
+        None, "size of the KV cache, in tokens of all requests (default: what the memory allows)"
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory that weights, caches and buffers may use", common=True
+    )
+    prefix_cache: bool = option(True, "reuse the cached pages of prompts that begin alike")
     prefix_states: int | None = option(
-        None, "states of recurrent layers kept for prompts that begin alike (default: max_num_seqs, 32 at most)"
+        None, "states of recurrent layers kept for prompts that begin alike (default: --max-num-seqs, at most 32)"
     )
-    retune: bool = option(False, "measure again how long steps take, instead of what an earlier start has kept")
+    retune: bool = option(False, "measure step times again instead of using those kept from an earlier start")
     synthetic: SyntheticAcceptance | None = None
     tell_trees: bool = False  # fill in `Step.offered`, for reports: that takes the host's time
 
@@ -115,12 +121,17 @@ class EngineOptions(DraftOptions):
         if on_gpu and self.page_size < 16:
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
         if on_gpu and self.draft_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise UserError(f"{torch.cuda.get_device_name(device)} does not know draft_dtype=fp8; use auto or full")
+            raise UserError(
+                f"draft_dtype is fp8, but {torch.cuda.get_device_name(device)} does not compute it; use auto or full"
+            )
         if (self.max_model_len or 0) > target.context_limit:
-            raise UserError(f"max_model_len is {self.max_model_len}; the target was made for {target.context_limit}")
+            raise UserError(
+                f"max_model_len is {self.max_model_len}, but the target supports {target.context_limit}; "
+                f"lower max_model_len"
+            )
         most = drafter.block_size - 1 if drafter else 0
         if (self.num_speculative_tokens or 0) > most:
-            reason = f"the drafter drafts at most {most} tokens a step" if drafter else "there is no drafter"
+            reason = f"the drafter drafts at most {most} tokens per step" if drafter else "there is no drafter"
             raise UserError(f"num_speculative_tokens is {self.num_speculative_tokens}; {reason}")
         block = self.block_size or most + 1
         tree = self.draft_tree

@@ -53,7 +53,7 @@ from dflash_toolkit.models.dflash.checkpoint import tensor_shapes
 from dflash_toolkit.record import RECORD_KEY, export_record
 from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.data_cli import DataConfig
-from dflash_toolkit.train.data_cli import run as answer
+from dflash_toolkit.train.data_run import run as answer
 from dflash_toolkit.train.features.source import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import sample_blocks

@@ -24,11 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = re.compile(r"`((?:dflash_toolkit|train|serve|scripts|tests|docs|configs|examples)/[\w./-]*\w/?)`")
 FIELDS = re.compile(r"<!-- fields: ([\w.]+)\.(\w+) -->")  # replaced by a table of the options of that dataclass
 OPTION = re.compile(r"<code>(--[a-z][^<\s]*(?: [^<\s]{1,20})?|[a-z_]+\.[a-z_]+(?:=[^<\s]*)?)</code>")
-OPENINGS = {  # of commands whose module has no DESCRIPTION
-    "dflash-train": "Trains a drafter for a target: the target answers prompts, the drafter learns from the responses, "
-    "and is exported as a checkpoint that `dflash-serve`, vLLM, SGLang and z-lab's client load.",
-    "dflash-data": "Writes the target's responses to prompts into a JSONL file, for `dflash-train --responses`.",
-}
 LONGEST = 48  # characters that stay on one line; a longer one would not fit on a phone
 log = logging.getLogger("mkdocs.hooks.names")
 
@@ -45,6 +40,7 @@ def commands() -> dict[str, tuple[type, str]]:
     from dflash_toolkit.evaluation import check, compare
     from dflash_toolkit.evaluation import cli as evaluate
     from dflash_toolkit.serve import cli as serve
+    from dflash_toolkit.serve.config import ServeConfig
     from dflash_toolkit.train import cli as train
     from dflash_toolkit.train import data_cli as data
     from dflash_toolkit.train.config import TrainConfig
@@ -55,11 +51,11 @@ def commands() -> dict[str, tuple[type, str]]:
         "dflash-eval": (evaluate, evaluate.EvalConfig),
         "dflash-eval check": (check, check.CheckConfig),
         "dflash-eval compare": (compare, compare.CompareConfig),
-        "dflash-serve": (serve, serve.ServeConfig),
+        "dflash-serve": (serve, ServeConfig),
         "dflash-doctor": (doctor, doctor.DoctorConfig),
     }
     return {
-        name: (options, getattr(module, "DESCRIPTION", None) or OPENINGS[name])
+        name: (options, f"{module.DESCRIPTION}\n\n```bash\n{module.EXAMPLE}\n```")
         for name, (module, options) in found.items()
     }
 
@@ -112,17 +108,25 @@ def fields_table(module: str, name: str) -> str:
 
 def command_page(name: str, options: type, description: str) -> str:
     """Markdown: what the command is for, and a table for each group of its options."""
-    groups: dict[str, list[str]] = {"": []}
+    groups: dict[str, list[str]] = {"Common options": [], "": []}
     for key, (field, hint) in list_options(options):
         flag, short = f"--{key.replace('_', '-')}", field.metadata["flag"]
         names = [flag] if not short else [f"--{short}"] if "." not in key else [flag, f"--{short}"]
         kind = " ".join(f"`{choice}`" for choice in field.metadata["choices"]()) or kind_of(hint)
+        group = "Common options" if field.metadata["common"] else key.rpartition(".")[0]
         cells = [" or ".join(f"`{name}`" for name in names), kind, default_of(field), field.metadata["help"]]
         row = " | ".join(cell.replace("|", "\\|") for cell in cells)
-        groups.setdefault(key.rpartition(".")[0], []).append(f"| {row} |")
+        groups.setdefault(group, []).append(f"| {row} |")
     lines = [f"# {name}", "", description.strip()]
-    for group, rows in groups.items():
-        lines += ["", f"## {group or 'Options'}", "", "| option | type | default | |", "|---|---|---|---|", *rows]
+    for group, rows in ((group, rows) for group, rows in groups.items() if rows):
+        lines += [
+            "",
+            f"## {group or 'Advanced options'}",
+            "",
+            "| option | type | default | |",
+            "|---|---|---|---|",
+            *rows,
+        ]
     return "\n".join(lines) + "\n"
 
 

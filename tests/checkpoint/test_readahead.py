@@ -187,7 +187,7 @@ import dflash_toolkit.serve.cli
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.options import PromptSetOptions
-SamplingParams(), EngineOptions(), dflash_toolkit.serve.cli.ServeConfig(target="x")
+SamplingParams(), EngineOptions(), dflash_toolkit.serve.config.ServeConfig(target="x")
 dflash_toolkit.evaluation.cli.EvalConfig(target="x", drafter="y", sets=PromptSetOptions(prompts=("a=b",)))
 print(sys.modules.keys() & {"torch", "transformers"} or "neither")
 """

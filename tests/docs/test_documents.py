@@ -18,9 +18,9 @@ from dflash_toolkit.config import given_values, parse_cli
 from dflash_toolkit.doctor.cli import DoctorConfig
 from dflash_toolkit.evaluation import check, compare
 from dflash_toolkit.evaluation.cli import EvalConfig
-from dflash_toolkit.serve.cli import ServeConfig
+from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.external import split
-from dflash_toolkit.serve.pasted import in_our_words
+from dflash_toolkit.serve.vllm_flags import translate_vllm_flags
 from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.data_cli import DataConfig
 from dflash_toolkit.version import __version__
@@ -37,7 +37,7 @@ PROGRAMS: dict[str, Callable[[list[str]], object]] = {
         if words[0] in EVALUATION
         else parse_cli(EvalConfig, words, "dflash-eval", "")
     ),
-    "dflash-serve": lambda words: parse_cli(ServeConfig, in_our_words(split(words)[0]), "dflash-serve", ""),
+    "dflash-serve": lambda words: parse_cli(ServeConfig, translate_vllm_flags(split(words)[0]), "dflash-serve", ""),
     "dflash-doctor": lambda words: parse_cli(DoctorConfig, words, "dflash-doctor", ""),
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dflash_toolkit import Drafter, Target, load_drafter, save_drafter
 from dflash_toolkit.data.prompts import Prompt
-from dflash_toolkit.doctor.cli import judge
+from dflash_toolkit.doctor.examination import judge
 from dflash_toolkit.doctor.files import Case
 from dflash_toolkit.doctor.finding import Finding
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY

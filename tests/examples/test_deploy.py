@@ -14,7 +14,7 @@ from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from test_documents import PROGRAMS
 
-from dflash_toolkit.serve.cli import ServeConfig
+from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.metrics import Metrics
 
 DEPLOY = ROOT / "examples/deploy"

@@ -24,7 +24,7 @@ from dflash_toolkit.files import append_lines
 CONTEXT = multiprocessing.get_context("forkserver")
 # what is not there is left out
 IMPORTED = ["conftest", "deepspeed", "preloaded"]
-IMPORTED += [f"dflash_toolkit.{name}" for name in ("train.cli", "train.data_cli", "train.distributed.fsdp")]
+IMPORTED += [f"dflash_toolkit.{name}" for name in ("train.pipeline", "train.data_run", "train.distributed.fsdp")]
 IMPORTED += ["dflash_toolkit.serve.front", "dflash_toolkit.runtime.loop"]
 
 

@@ -55,7 +55,18 @@ def altered(target: Path, path: Path, tokenizer: Any = None, **changes: Any) -> 
 
 
 def data_argv(target: Path, data: Path, output: Path, *more: str) -> list[str]:
-    return ["--target", str(target), "--data", str(data), "--output", str(output), "max_tokens=12", *more]
+    one_response = ["--samples", "1", "--no-greedy-first", "--temperature", "0"]
+    return [
+        "--target",
+        str(target),
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "max_tokens=12",
+        *one_response,
+        *more,
+    ]
 
 
 def train_argv(target: Path, data: Path | None, output: Path, *more: str) -> list[str]:

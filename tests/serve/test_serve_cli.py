@@ -1,10 +1,13 @@
 """`dflash-serve` as a command: what it refuses in one line, what it prints, and how it ends."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from openai import APIError, OpenAI
 
 from dflash_toolkit.config import from_mapping, given_values
 from dflash_toolkit.serve import cli
-from dflash_toolkit.serve.pasted import in_our_words
+from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.processes import EngineProcess
+from dflash_toolkit.serve.vllm_flags import translate_vllm_flags
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -33,17 +37,17 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ([], "target: required"),
         (["--target", "./nowhere"], "./nowhere: no such directory"),
         (["--target", "x", "--port", "70000"], "port is 70000; it must be in 0..65535"),
-        (["--target", "x", "--port", "http"], "port: expected int"),
-        (["--target", "x", "--api-key", "secret"], "put it into a file (--api-key-file) or into the environment"),
-        (["--target", "x", "--api-key-file", "nowhere"], "api_key_file nowhere: cannot be read"),
-        (["--target", "x", "--ssl-keyfile", "k"], "https needs both ssl_keyfile and ssl_certfile"),
-        (["--target", "x", "--max-queue", "-1"], "max_queue is -1; it must be at least 0"),
-        (["--target", "x", "--scheduling-policy", "fcfs"], "scheduling_policy: 'fcfs' is not one of fair, priority"),
+        (["--target", "x", "--port", "http"], "--port: expected a whole number, got 'http'"),
+        (["--target", "x", "--api-key", "secret"], "put it into a file (--api-key-file)"),
+        (["--target", "x", "--api-key-file", "nowhere"], "--api-key-file nowhere: cannot be read"),
+        (["--target", "x", "--ssl-keyfile", "k"], "https needs both --ssl-keyfile and --ssl-certfile"),
+        (["--target", "x", "--max-queue", "-1"], "--max-queue is -1; it must be at least 0"),
+        (["--target", "x", "--scheduling-policy", "fcfs"], "--scheduling-policy: 'fcfs' is not one of fair, priority"),
         (["--target", "x", "--per-request-spec-decode-metrics", "summary"], "needs a drafter"),
         (["--target", "x", "--uds", "/no/such/folder/s"], "uds /no/such/folder/s: cannot listen there"),
         (["--target", "x", "--host", "no.such.host.invalid"], "host 'no.such.host.invalid' cannot be resolved"),
         (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
-        (["--target", "x", "--draft-dtype", "int4"], "draft_dtype: 'int4' is not one of auto, fp8, full"),
+        (["--target", "x", "--draft-dtype", "int4"], "--draft-dtype: 'int4' is not one of auto, fp8, full"),
         (["--target", "x", "--draft-dtype", "fp8", "prot=1"], "did you mean `port`?"),
         (["x", "--tokenizer", "y"], "--tokenizer y: the target's own is used"),
         (["x", "--revision=abc"], "--revision abc: download it"),
@@ -85,13 +89,13 @@ def test_bad_input_is_one_line(argv: list[str], expected: str, capsys: pytest.Ca
          ["--target", "m", "--drafter", "d", "--draft-sample-method", "probabilistic"], 0),
     ],
 )  # fmt: skip
-def test_what_people_paste_from_vllm_is_said_in_our_words(
+def test_what_people_paste_from_vllm_is_said_translate_vllm_flags(
     pasted: list[str], meant: list[str], needless: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert in_our_words(pasted) == meant
+    assert translate_vllm_flags(pasted) == meant
     assert capsys.readouterr().err.count("is not needed") == needless
-    values, source = given_values(cli.ServeConfig, meant, "dflash-serve", "")
-    assert from_mapping(cli.ServeConfig, values, source).target in ("m", "org/m")
+    values, source = given_values(ServeConfig, meant, "dflash-serve", "")
+    assert from_mapping(ServeConfig, values, source).target in ("m", "org/m")
 
 
 def test_a_port_in_use_is_found_before_the_target_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,8 +115,8 @@ def test_a_missing_package_names_the_extra(
 
 
 def test_clients_ask_for_the_target_as_given_or_by_its_own_name() -> None:
-    assert cli.ServeConfig(target="demo/target").models == ("demo/target",)
-    assert cli.ServeConfig(target="demo/target", served_model_name=("mine", "b")).models == ("mine", "b")
+    assert ServeConfig(target="demo/target").models == ("demo/target",)
+    assert ServeConfig(target="demo/target", served_model_name=("mine", "b")).models == ("mine", "b")
 
 
 def test_ctrl_c_while_it_loads_is_an_interruption(
@@ -124,6 +128,22 @@ def test_ctrl_c_while_it_loads_is_an_interruption(
     monkeypatch.setattr(EngineProcess, "ready", interrupted)
     assert cli.main(["--target", str(target_dir), "--port", "0"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_sigterm_while_loading_ends_the_engine(target_dir: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "dflash_toolkit.serve.cli", "--target", str(target_dir), "--port", "0"]
+    with subprocess.Popen([*words, "--device", "cpu"], env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
+        children, engine = Path(f"/proc/{process.pid}/task/{process.pid}/children"), 0
+        while not engine:  # as soon as it is started: it imports torch for seconds
+            assert process.poll() is None
+            for pid in children.read_text().split():
+                with contextlib.suppress(OSError):
+                    engine = int(pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else engine
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{engine}").exists(), "it did not wait until the engine was loaded"
+    assert list(tmp_path.glob("dflash-*")) == []
 
 
 def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from paths import ROOT
 
 from dflash_toolkit.config import UserError, from_mapping, given_values
 from dflash_toolkit.serve import cli, external
+from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.external import SGLANG, VLLM
 from dflash_toolkit.serve.keys import VARIABLE
 
@@ -60,9 +61,9 @@ def drafter(tmp_path: Path) -> str:
     return folder(tmp_path / "drafter", DFLASH)
 
 
-def parse(*argv: str) -> tuple[cli.ServeConfig, Any]:
-    given, source = given_values(cli.ServeConfig, argv, "dflash-serve", "")
-    return from_mapping(cli.ServeConfig, given, source), given
+def parse(*argv: str) -> tuple[ServeConfig, Any]:
+    given, source = given_values(ServeConfig, argv, "dflash-serve", "")
+    return from_mapping(ServeConfig, given, source), given
 
 
 def command(*argv: str, version: str | None = None) -> list[str]:

@@ -14,7 +14,7 @@ from damage import damage
 from programs import Program, altered, assistant, lines, says, user, write
 from servers import Fake, whole
 
-import dflash_toolkit.train.data_cli
+import dflash_toolkit.train.data_run
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.fingerprint import template_digest
@@ -262,7 +262,7 @@ def test_a_mistake_is_one_line_and_leaves_no_answers(
 def test_what_answers_is_checked_before_prompts_are_read(
     more: list[str], named: str, dflash_data: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dflash_toolkit.train.data_cli, "_choose", None)
+    monkeypatch.setattr(dflash_toolkit.train.data_run, "_choose", None)
     assert named in dflash_data.refuses(*more)
 
 

@@ -216,10 +216,10 @@ TEXTS = {
         (["drafter.target_layer_ids=[1,5]"], "layer 5, the target's last"),
         (["drafter.mask_token_id=256"], "256 is the end-of-sequence"),
         (["drafter.blok_size=8"], "did you mean `block_size`"),
-        (["optim.batch_size=many"], "expected int"),
+        (["optim.batch_size=many"], "expected a whole number"),
         (["loss.weights=cubic"], "not one of decay, dpace"),
         (["optim.warmup=1.5"], "optim.warmup"),
-        (["optim.steps=2.5"], "expected int"),
+        (["optim.steps=2.5"], "expected a whole number"),
         (["optim.minutes=0.1"], "optim.steps and optim.minutes are both given"),
         (["optim.weight_decay=-1"], "optim.weight_decay is -1"),
         (["optim.nested.deep=1"], "unknown key"),
@@ -288,7 +288,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_prompt_without_an_answer_is_named_before_the_target_is_read(
     dflash_train: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("dflash_toolkit.train.cli._loaded", None)
+    monkeypatch.setattr("dflash_toolkit.train.pipeline._loaded", None)
     bare = write(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
     said = dflash_train.refuses("--data", bare, "responses.regenerate=false")
     assert "without an answer; responses.regenerate=true" in said and not dflash_train.output.exists()

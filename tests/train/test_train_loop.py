@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 from dflash_toolkit import UserError
 from dflash_toolkit.progress import Progress
+from dflash_toolkit.train import loop
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.optim.schedule import PackedSchedule, learning_rate_factor
@@ -97,7 +98,7 @@ def lines_without_speed(path: Path) -> list[dict[str, Any]]:
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
     """The trainer in a process of its own."""
-    code = "import torch, sys; torch.set_num_threads(1); from train.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import torch, sys; torch.set_num_threads(1); from dflash_toolkit.train.cli import main; sys.exit(main())"
     return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT)
 
 
@@ -109,6 +110,37 @@ def kill_after(count: int, pid: int, metrics: Path) -> None:
             os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.002)
+
+
+def test_ctrl_c_saves_the_step_and_the_run_resumes_there(
+    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, steps = loop.compute_loss, itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        if next(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    said = dflash_train("run.save_minutes=60", "optim.accumulate=1", code=130)
+    assert said[-1] == "interrupted after step 3; run the same command again to resume"
+    assert torch.load(dflash_train.output / "work" / "state.pt", "cpu", weights_only=False)["step"] == 3
+    assert any("resuming at step 3" in line for line in dflash_train("run.save_minutes=60", "optim.accumulate=1"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
+    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    said = dflash_train(code=130)
+    assert said[-1].endswith("run the same command again to resume; up to 1 min of steps are repeated")
 
 
 def run_killed_after(count: int, arguments: list[str], path: Path) -> None:

@@ -40,16 +40,6 @@ LETTING_GO_S = 0.05  # for threads that have nothing left to do but that
 T = TypeVar("T")
 
 
-def speaks() -> bool:
-    """Whether this process tells the user of a mistake that all of its machine make alike."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def without_local_rank(argv: list[str]) -> list[str]:
-    """The command line without what deepspeed's launcher adds to it; LOCAL_RANK says the same."""
-    return [word for word in argv if not word.startswith("--local_rank=")]
-
-
 @dataclass(slots=True)
 class Processes:
     """This process among `world` equal ones; rank 0 writes, exports and talks to the user."""

@@ -21,7 +21,6 @@ from .openai_http import MissingError, RefusedError, TryAgainError, base_url, er
 
 LONGEST_PAUSE_S = 60.0
 BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error")  # finish_reason of half a response
-APIS = ("auto", "completions", "chat")
 PATHS = {"completions": "completions", "chat": "chat/completions"}  # behind /v1/
 EXTRAS: dict[str, Any] = {  # which OpenAI's own API does not know -> the value that can be left out
     "return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "chat_template_kwargs": None,
@@ -68,7 +67,7 @@ class EndpointBackend:
         vocab_size: of the target; an answer with a token beyond it is another model's.
         model: the name to ask for; None takes the only one that a server has.
         stop_ids: of the target; the first of them stands for an end that a server does not show.
-        api: one of `APIS`; auto tries, once for each server, and says what it found.
+        api: auto, completions or chat; auto tries, once for each server, and says what it found.
         thinking: the mode that prompts were rendered in, for servers that render them too.
         concurrency: requests asked at a time, over all servers.
         timeout_s: for one response.

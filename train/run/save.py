@@ -1,7 +1,11 @@
 """Saves a run: a resume point is copied while training waits, and written while it goes on."""
 
 import functools
+import math
+import signal
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ..distributed.parallel import Processes
@@ -15,13 +19,29 @@ from .state import ResumePoint, TrainState, Writer, host_copy, save_state
 class Saving:
     """Writes `work`/state.pt. Every process calls every method.
 
+    A single process handles Ctrl-C until `close`: `stops` is then set, and the step is saved.
+
     Raises:
         UserError: the disk is full; from `__call__`, `wait`, not while it is written.
     """
 
-    def __init__(self, run: Run, processes: Processes) -> None:
-        self._run, self._processes, self._writer = run, processes, Writer()
+    def __init__(self, run: Run, processes: Processes, say: Callable[[str], None] = print) -> None:
+        self._run, self._processes, self._writer, self._say = run, processes, Writer(), say
         self._saved = time.perf_counter()
+        self.stops = False  # after this step
+        self._handler: Any = None
+        if processes.world == 1 and threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, *_: object) -> None:
+        """Handles Ctrl-C: the first one ends the run after the step, with a resume point, a second one at once."""
+        if self.stops:
+            minutes = math.ceil((time.perf_counter() - self._saved) / 60)
+            raise KeyboardInterrupt(
+                f"interrupted; run the same command again to resume; up to {minutes} min of steps are repeated"
+            )
+        self.stops = True
+        self._say("stopping after this step, with a resume point; press Ctrl-C again to stop at once")
 
     @property
     def overdue(self) -> bool:
@@ -36,7 +56,7 @@ class Saving:
     def due(self, state: TrainState, overdue: bool) -> bool:
         """Whether this step is saved."""
         every = self._run.config.run.save_every
-        return state.done >= 1 or (state.step % every == 0 if every else overdue)
+        return self.stops or state.done >= 1 or (state.step % every == 0 if every else overdue)
 
     def __call__(
         self, learner: Learner, state: TrainState, seconds: float, history: list[Part], others: dict[str, Any]
@@ -75,3 +95,5 @@ class Saving:
     def close(self) -> None:
         """Until nothing is being written, on this process alone; what failed is left."""
         self._writer.close()
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)

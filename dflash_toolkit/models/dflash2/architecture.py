@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 CONVOLUTION = Part(
     name="convolution",
     sizes={
-        "conv_kernel_size": Size(2, "dflash2: taps of the convolutions (default: 2); 0 leaves them out"),
-        "conv_group_size": Size(16, "dflash2: channels that share their coefficients (default: 16)"),
+        "conv_kernel_size": Size(2, "kernel size of the convolutions of DFlash 2; 0 disables them (default: 2)"),
+        "conv_group_size": Size(16, "channels of a convolution of DFlash 2 that share coefficients (default: 16)"),
     },
     needed_by=("vllm",),
     idle=(
@@ -34,8 +34,8 @@ CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.succ
 SELECTOR = Part(
     name="selector",
     sizes={
-        "selector_rank": Size(256, "dflash2: rank of the scores of pairs (default: 256); 0: no selector"),
-        "selector_top_k": Size(16, "dflash2: tokens of a slot that are scored (default: 16)"),
+        "selector_rank": Size(256, "rank of the pair scores of the DFlash 2 selector; 0 disables it (default: 256)"),
+        "selector_top_k": Size(16, "candidate tokens per slot of the DFlash 2 selector (default: 16)"),
     },
     selects=True,
     needed_by=("vllm", "sglang"),

@@ -93,7 +93,7 @@ FLAGS: dict[str, tuple[bool, Words]] = {
 }
 
 
-def in_our_words(argv: Sequence[str]) -> list[str]:
+def translate_vllm_flags(argv: Sequence[str]) -> list[str]:
     """A command line of `vllm serve` as one of `dflash-serve`, whose own words stay.
 
     Raises:

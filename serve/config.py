@@ -1,0 +1,144 @@
+"""Declares the options of dflash-serve. Without torch: command lines are checked before it is imported."""
+
+import math
+from dataclasses import dataclass
+
+from dflash_toolkit.config import option, options
+from dflash_toolkit.options import ModelOptions
+from dflash_toolkit.runtime.options import EngineOptions
+
+from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
+
+OWN = "dflash"
+ENGINES = (OWN, "vllm", "sglang")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExternalOptions:
+    """Which engine computes, and on how many GPUs.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    engine: str = option(
+        OWN,
+        "engine: dflash is this project's own, on one GPU; options of vllm or sglang follow after --",
+        ENGINES,
+        common=True,
+    )
+    engine_python: str | None = option(
+        None, "Python in which vllm or sglang is installed (default: the one that runs this command)", metavar="PATH"
+    )
+    tensor_parallel_size: int = option(1, "GPUs that share one copy of the target, with vllm or sglang")
+    data_parallel_size: int = option(1, "copies of the target, with vllm or sglang")
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be >= 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeConfig(ModelOptions):
+    """The options of `dflash-serve`."""
+
+    drafter: str | None = option(
+        None, "drafter: Hugging Face id or directory (default: none, decode plainly)", common=True, metavar="PATH"
+    )
+    host: str = option(
+        "127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface", common=True, metavar="ADDRESS"
+    )
+    port: int = option(8000, "port to listen on; 0 takes a free one", common=True)
+    external: ExternalOptions = options(ExternalOptions, flat=True)
+    runtime: EngineOptions = options(EngineOptions, flat=True)
+    api_server_count: int = option(1, "number of HTTP front-end processes; raise it if one cannot keep up")
+    uds: str | None = option(
+        None, "Unix socket to listen on instead of --host and --port (default: none)", metavar="PATH"
+    )
+    ssl_keyfile: str | None = option(None, "private key for HTTPS (default: serve HTTP)", metavar="PATH")
+    ssl_certfile: str | None = option(None, "certificate chain for HTTPS (default: serve HTTP)", metavar="PATH")
+    root_path: str = option("", "path under which a proxy exposes this server (default: none)", metavar="PATH")
+    allowed_origins: tuple[str, ...] = option(
+        (), "sites whose pages may send requests from a browser; * allows every site (default: none)", metavar="URL"
+    )
+    api_key_file: str | None = option(
+        None,
+        "file with accepted API keys, one a line; keys in $DFLASH_API_KEY, separated by commas, are also accepted "
+        "(default: no key is required)",
+        common=True,
+        metavar="PATH",
+    )
+    max_queue: int = option(1024, "requests that may wait for a place in the batch; more get status 429")
+    scheduling_policy: str = option(
+        "fair",
+        "order of waiting requests: fair shares time among API keys and requests; priority follows the requests' "
+        "priority field, lowest first",
+        choices=("fair", "priority"),
+    )
+    request_timeout: float | None = option(None, "seconds after which a request is aborted (default: never)")
+    client_timeout: float = option(
+        30.0, "seconds that a client has to send its header, to send its body, and to read a response"
+    )
+    max_connections: int | None = option(
+        None, "connections open at a time (default: as many as the limit on open files allows)"
+    )
+    log_json: bool = option(False, "write the log as JSON, one object a line")
+    access_log: bool = option(True, "log a line for every request")
+    restart: bool = option(False, "restart the engine if it ends by itself")
+    sampling_defaults: str = option(
+        "model",
+        "sampling parameters that a request leaves out: model reads the target's generation_config.json, openai uses "
+        "temperature 1",
+        choices=("model", "openai"),
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "format of the target's tool calls; auto detects it from the chat template, none disables tools",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "format of the target's reasoning, which is returned as reasoning_content; auto detects it from the chat "
+        "template",
+        choices=REASONING_PARSERS,
+    )
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "draft statistics in a response, next to `usage`: none, a summary, or every step too",
+        choices=("none", "summary", "detailed"),
+    )
+    drain_timeout: float = option(25.0, "seconds that running requests get to finish when the server stops")
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "model names that requests may use; responses have the first (default: the target, as given)",
+        common=True,
+    )
+    chat_template: str | None = option(
+        None, "file with a chat template (default: the target's own template)", metavar="PATH"
+    )
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}; it must be in 0..65535")
+        for name in ("host", "uds", "api_key_file", "chat_template"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty")
+        if "" in self.served_model_name:
+            raise ValueError("served_model_name is empty")
+        if self.per_request_spec_decode_metrics != "none" and self.drafter is None:
+            raise ValueError("per_request_spec_decode_metrics needs a drafter")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("https needs both ssl_keyfile and ssl_certfile")
+        for name, least in (("max_queue", 0), ("max_connections", 1), ("api_server_count", 1), ("drain_timeout", 0)):
+            if (value := getattr(self, name)) is not None and not value >= least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        for name in ("request_timeout", "client_timeout"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be more than 0 seconds")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names clients ask for; answers have the first."""
+        return self.served_model_name or (self.target,)

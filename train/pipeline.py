@@ -1,0 +1,198 @@
+"""Runs a training run from responses to checkpoint: the work of dflash-train."""
+
+import contextlib
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from dflash_toolkit import Drafter, Target, UserError, load_drafter, save_drafter
+from dflash_toolkit.config import to_mapping
+from dflash_toolkit.files import finite, locked, read_json, write_json
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, read_config
+from dflash_toolkit.models.dflash.serving import serving_commands
+from dflash_toolkit.models.dflash.speculators import save_speculators
+from dflash_toolkit.models.target import resolve_device
+from dflash_toolkit.progress import disable_library_bars
+from dflash_toolkit.record import RECORD_KEY, export_record, target_signature
+from dflash_toolkit.threads import use_threads
+from dflash_toolkit.tracking import log_in
+
+from .config import TrainConfig
+from .distributed.parallel import Processes
+from .features.served import ServedTarget, layer_ids
+from .loop import train
+from .objective.loss import use_flex
+from .optim.schedule import packing
+from .prompts.dataset import described
+from .prompts.split import data_digest
+from .responses.build_corpus import CORPUS
+from .responses.collect import discard, gathered
+from .responses.corpus import Corpus
+from .run.definition import Export, Outcome, Run
+from .run.estimate import estimate_here
+from .run.metrics import WANDB_OPTION
+from .run.prepare import Prepared, prepare
+from .run.provenance import fingerprint, measured, now, origin, result
+from .run.publish import BESIDE, make_repository, upload, write_cards
+
+
+def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
+    """One training run from configuration to checkpoint; continues where an earlier one stopped.
+
+    Args:
+        given: options of the drafter's shape that somebody chose, so that a start of another shape is refused.
+    """
+    use_threads(config.threads)
+    sharded = config.run.fsdp or config.run.zero > 0
+    share = config.run.target_tensor_parallel_size
+    with Processes.started(config.device, sharded, share) as processes, contextlib.ExitStack() as held:
+        disable_library_bars()
+        place = str(resolve_device(processes.device))
+        place += f", {processes.world} processes" if processes.world > 1 else ""
+        _say(processes, f"dflash-train: target {config.target} on {place}; the drafter goes to {config.output_dir}")
+        digest = processes.broadcast(processes.rank_zero(data_digest, config))
+        prepared = processes.barrier(prepare, config, given, digest)
+        if config.push_to_hub:
+            processes.rank_zero(make_repository, config.push_to_hub)
+        if isinstance(prepared, str):
+            _say(processes, prepared)
+            if config.push_to_hub:
+                processes.rank_zero(_push_finished, Path(config.output_dir), config.push_to_hub)
+            return
+        if config.run.wandb:
+            processes.rank_zero(log_in, WANDB_OPTION, config.run.wandb)  # the first process alone will log
+        processes.rank_zero(lambda: held.enter_context(locked(prepared.work)))
+        if not (prepared.work / CORPUS).exists():
+            processes.rank_zero(_say_what_it_takes, prepared.config, processes)
+        try:
+            answered = gathered(prepared, processes)
+        except UserError:
+            if processes.main:
+                discard(prepared.work)
+            raise
+        _train(prepared, answered, processes)
+
+
+def _say_what_it_takes(config: TrainConfig, processes: Processes) -> None:
+    for line in estimate_here(config, processes.world).summary():
+        _say(processes, line)
+    if not config.data and not config.response_files:
+        _say(processes, f"prompts of {described(config.prompts.dataset)}")
+
+
+def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
+    config, data, shape, record = run.config, run.data, run.shape, run.record
+    output = Path(config.output_dir)
+    for line in run.start.changed if run.start else ():
+        _say(processes, line)
+    target, rows = processes.barrier(_loaded, run, answered, processes)
+    drafter = run.start.drafter if run.start else Drafter.fresh(shape, config.run.seed)
+    drafter.to(target.device).train()
+    parameters = sum(p.numel() for p in drafter.parameters())
+    kind, attention = shape.architecture.title, "flex" if use_flex(config.run.attention, target.device) else "sdpa"
+    several = f", {processes.world} processes" if processes.world > 1 else ""
+    if target.mesh:
+        several += f", {processes.peers.world} to a target"
+    _say(
+        processes,
+        f"{kind} drafter, {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, "
+        f"mask id {shape.mask_token_id}; {len(rows)} responses, {rows.response_tokens} tokens; "
+        f"{attention} attention on {target.device}{several}",
+    )
+
+    served = isinstance(target, ServedTarget)  # whose server may be gone in the end
+    signature = target_signature(target, shape.target_layer_ids) if target.mesh or served else None
+
+    def export(trained: Drafter, made: Export) -> None:
+        form = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
+        note = measured(made) | form | origin(record) | {RECORD_KEY: export_record(trained, target, signature)}
+        save_drafter(trained, _place(output, made), note)
+
+    training = Run(config, target, drafter, rows, data.held_out, run.work, fingerprint(record), export, record)
+    outcome = train(training, processes)
+    processes.rank_zero(_finish, run, target, outcome, rows, len(answered))
+
+
+def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Target, Corpus]:
+    config = run.config
+    target: Target
+    if config.run.feature_endpoint:
+        taps, url = run.shape.target_layer_ids, config.run.feature_endpoint
+        _say(processes, f"hidden states from {url}, whose eagle_aux_hidden_state_layer_ids must be {layer_ids(taps)}")
+        target = ServedTarget(config.target, url, taps, processes.device, config.dtype)
+    else:
+        target = Target.load(config.target, processes.device, config.dtype, processes.peers.mesh)
+    check_fits(run.shape, target.config, target.embedding.num_embeddings)
+    packed, _ = packing(config, target.device)
+    rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
+    if not len(rows):
+        raise UserError(f"none of {len(answered)} responses has two supervised tokens; there is nothing to train on")
+    if dropped := len(answered) - len(rows):
+        run.record["data"]["too_short_or_cut_off"] = dropped
+        _say(processes, f"dropped {dropped} of {len(answered)} responses: too short for a block, or cut off")
+    return target, rows
+
+
+def _place(output: Path, made: Export) -> Path:
+    """Where a drafter of a run is."""
+    return output if made.role == "exported" else output / made.role
+
+
+def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int) -> None:
+    """The record that says the run is over, and how to serve what came of it."""
+    config, output, exported = run.config, Path(run.config.output_dir), outcome.exported
+    assert exported is not None
+    for role in BESIDE:  # of an earlier end
+        if outcome.beside is None or outcome.beside.role != role:
+            shutil.rmtree(output / role, ignore_errors=True)
+    if config.run.speculators:
+        drafter, note = load_drafter(str(output)), read_json(output / "config.json").get(PROVENANCE_KEY)
+        copies = (target.embedding.weight, target.head_weight)
+        save_speculators(drafter, output / "speculators", target.config, *copies, provenance=note)
+    found = result(run.data, outcome, rows, answered)
+    record = run.record | {"finished": now(), "result": finite(found)}
+    write_cards(output, record, config.push_to_hub)
+    write_json(output / "run.json", record)
+    print(f"\n{output}: drafter exported", file=sys.stderr)
+    for line in _said(output, outcome, by_clock=config.optim.minutes > 0):
+        print(line, file=sys.stderr)
+    pair = ["--target", config.target, "--drafter", str(output)]
+    print(shlex.join(["dflash-eval", *pair, "--prompts", "gsm8k", "mt_bench"]))
+    print(shlex.join(["dflash-serve", *pair]))
+    print(serving_commands(config.target, str(output), to_mapping(read_config(output)), record["architecture"]))
+    if config.push_to_hub:
+        _push(output, config.push_to_hub)
+
+
+def _push(output: Path, name: str) -> None:
+    print(f"uploaded to {upload(output, name)}", file=sys.stderr)
+
+
+def _push_finished(output: Path, name: str) -> None:
+    """Upload what an earlier run made."""
+    write_cards(output, read_json(output / "run.json"), name)
+    _push(output, name)
+
+
+def _said(output: Path, outcome: Outcome, by_clock: bool) -> list[str]:
+    """What was exported and how good it is, for people."""
+    exported, beside, lines = outcome.exported, outcome.beside, []
+    if exported and outcome.earlier:
+        when = f"step {exported.step}" if exported.step else "the drafter that it started from"
+        lines.append(f"{when} is exported: it is better than the end, by more than the error of measuring")
+    if beside and beside.evaluation:
+        more = "the end" if beside.role == "last" else "measured higher, though not beyond the error of measuring"
+        where = f"{_place(output, beside)}: step {beside.step}, {more}"
+        lines.append(f"{where}; {beside.evaluation} on {beside.evaluation.prompts} prompts")
+    if by_clock:  # else they are printed when training begins
+        lines += [f"warning: {warning}" for warning in outcome.warnings]
+    if exported and exported.evaluation:
+        lines.append(f"acceptance length {exported.evaluation} on {exported.evaluation.prompts} held-out prompts")
+    return lines
+
+
+def _say(processes: Processes, message: str) -> None:
+    if processes.main:
+        print(message, file=sys.stderr)
