@@ -279,7 +279,7 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
     options = EngineOptions(draft_dtype="fp8", max_model_len=100)
     options.fitted(spec, None, torch.device("cuda"))
     named["capability"] = (8, 0)
-    with refused("Some GPU does not know draft_dtype=fp8; use auto or full"):
+    with refused("draft_dtype is fp8, but Some GPU does not compute it; use auto or full"):
         options.fitted(spec, None, torch.device("cuda"))
 
 

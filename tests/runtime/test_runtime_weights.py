@@ -125,8 +125,8 @@ def test_a_checkpoint_that_does_not_fit_or_cannot_be_read_is_refused(
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("num_speculative_tokens", 8, "is 8; the drafter drafts at most 7 tokens a step"),
-        ("max_model_len", 513, "is 513; the target was made for 512"),
+        ("num_speculative_tokens", 8, "is 8; the drafter drafts at most 7 tokens per step"),
+        ("max_model_len", 513, "is 513, but the target supports 512"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(

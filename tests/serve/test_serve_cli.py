@@ -27,8 +27,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    return err.removeprefix("error: ").strip()
+    *before, last = err.splitlines()
+    assert last.startswith("error: ") and len(before) <= 1, err
+    assert not before or before[0].startswith("dflash-serve: loads target ")
+    return last.removeprefix("error: ")
 
 
 @pytest.mark.parametrize(
@@ -168,4 +170,8 @@ def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir
         assert process.end(60) == 0
     finally:
         process.kill()
-    assert (process.out.read_text(), process.err.read_text()) == (f"{line}\n", "")
+    assert process.out.read_text() == f"{line}\n"
+    (first,) = process.err.read_text().splitlines()
+    assert first.startswith(
+        f"dflash-serve: loads target {target_dir}, drafter {drafter_dir} on cpu; will listen on http"
+    )
