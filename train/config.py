@@ -456,7 +456,9 @@ class TrainConfig(ModelOptions):
         metavar="PATH",
     )
     estimate: bool = option(
-        False, "print the hours, disk and memory of the run and a shorter command, and exit; loads no weights", common=True
+        False,
+        "print the hours, disk and memory of the run and a shorter command, and exit; loads no weights",
+        common=True,
     )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
