@@ -165,9 +165,12 @@ class Weights:
         """Counts the parameters of a model that has no storage."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(target, dtype=torch.bfloat16)
+        ends = {
+            id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None
+        }
         sizes: Counter[str] = Counter()
         for name, parameter in model.named_parameters():
-            kind = "experts" if ".experts." in name else "dense" if ".layers." in name else "embedding"
+            kind = "experts" if ".experts." in name else "embedding" if id(parameter) in ends else "dense"
             sizes[kind] += parameter.numel()
         method = str((getattr(target, "quantization_config", None) or {}).get("quant_method", ""))
         count = next((value for name in EXPERTS if (value := getattr(target, name, None))), 1)
@@ -176,11 +179,12 @@ class Weights:
         recurrent = kinds.count("linear_attention")
         state = 0
         if recurrent:
-            state = 4 * recurrent * target.linear_num_value_heads * target.linear_key_head_dim
-            state *= target.linear_value_head_dim
+            sizes_of_state = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+            state = 4 * recurrent * math.prod(getattr(target, name, 0) for name in sizes_of_state)
         keys = sum(each.shape[0] for name, each in model.named_parameters() if name.endswith("k_proj.weight"))
         if not keys:  # in one matrix with queries and values
-            keys = len(kinds) * target.num_key_value_heads * (target.hidden_size // target.num_attention_heads)
+            heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
+            keys = len(kinds) * target.hidden_size // target.num_attention_heads * heads
         kv_bytes = 2 * 2 * keys
         fp8 = method in ("fp8", "compressed-tensors", "fbgemm_fp8")
         return cls(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 from programs import Program
+from transformers import FalconConfig, GPT2Config, PreTrainedConfig
 
 from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.config import configure
@@ -133,6 +134,12 @@ def test_a_run_prints_its_estimate_before_responses(dflash_train: Program) -> No
     assert said.index("estimate for 1 x this CPU: ") < said.index("responses")
     assert DEFAULT not in said, "prompts come from a file"
     assert "estimate for" not in "".join(dflash_train("optim.steps=30")), "responses are there already"
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), FalconConfig()], ids=lambda config: config.model_type)
+def test_a_target_with_other_names_can_be_estimated(config: PreTrainedConfig) -> None:
+    found = estimate(configure({"target": "t"}), config, H100)
+    assert found.fits and found.total > 0 and Weights.of_target(config).dense > Weights.of_target(config).embedding
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
