@@ -60,9 +60,9 @@ def show_table(table: Table, colours: Sequence[str] = ()) -> None:
         colours: one style a row (default: none).
     """
     console = Console()
-    grid = Grid(
-        box=box.SIMPLE_HEAD, title=table.caption or None, title_justify="left", title_style="bold", pad_edge=False
-    )
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+    if table.caption:
+        say(table.caption, "bold")
     for place, name in enumerate(table.header):
         grid.add_column(Text(name), justify="right" if place and table.numeric else "left", overflow="fold")
     for place, row in enumerate(table.rows):  # no markup: a name may look like a style
@@ -71,7 +71,7 @@ def show_table(table: Table, colours: Sequence[str] = ()) -> None:
     if console.is_terminal:
         console.print(grid)
     else:
-        print("\n".join(line.rstrip() for line in _lines(grid, max(needed, len(table.caption)))))
+        print("\n".join(line.rstrip() for line in _lines(grid, needed)))
 
 
 def _lines(grid: Grid, width: int) -> list[str]:

@@ -149,10 +149,10 @@ def _recommended(report: Report) -> str:
     advice = report.recommendation
     if advice is None:
         needed = " (--plain-endpoint)" if report.arguments.get("endpoint") else ""
-        return f"Not known: it needs plain decoding beside it{needed}."
+        return f"Not known: it needs plain decoding of the same prompts{needed}."
     most = advice["max_concurrency"]
     if advice["use_drafter"] is None:
-        do = "Measure more requests: this many do not tell."
+        do = "Unclear: measure more requests."
     elif not advice["use_drafter"] or most == 0:
         do = "Without the drafter, on this machine and for such prompts."
     else:
