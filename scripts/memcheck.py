@@ -20,8 +20,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for `scripts`
+
+from scripts.measure import setting
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear", "fp8", "graphs", "engine")

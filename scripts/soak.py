@@ -29,10 +29,13 @@ from typing import Any
 
 import httpx
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for `scripts`
+
+from scripts.measure import setting
 
 TALE = "What is the sum of two small odd numbers , and why does a river bend before it meets the sea ?"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

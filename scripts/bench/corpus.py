@@ -21,13 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.files import write_json
 from dflash_toolkit.train.config import DataOptions, TrainConfig
 from dflash_toolkit.train.prompts.split import Reading
 from dflash_toolkit.train.responses.build_corpus import write_given
 from dflash_toolkit.train.responses.corpus import Corpus
 from dflash_toolkit.train.responses.file import Match
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting, without_folders
 
 LENGTH, PROMPT, WORDS, POOL = 2000, 200, 151_936, 200
 

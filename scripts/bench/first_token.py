@@ -11,6 +11,7 @@ target at their last page; `again_ms` is the time of a repeated prompt.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +21,16 @@ from unittest.mock import patch
 import torch
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.prefill_job import PrefillLimits
-from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
+from scripts.shapes import named_shape, random_drafter, random_target
 
 LENGTHS = (16, 64, 100, 128, 200, 300, 400, 512, 600, 1024, 2048)
 REPEATS, MANY = 15, 64

@@ -11,6 +11,7 @@ first. Packed rows are compared with PyTorch's `varlen_attn` and, once, with a c
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import flash, gpu
 from dflash_toolkit.models import packed
 from dflash_toolkit.models.spec import AttentionSpec, ModelSpec
-from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.timing import median_seconds
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
+from scripts.shapes import named_shape
 
 SHAPES = ("qwen3-8b", "qwen2.5-0.5b")
 PAGE = 64  # tokens

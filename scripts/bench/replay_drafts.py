@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
@@ -40,7 +39,11 @@ from dflash_toolkit.runtime.draft_length import block_sizes
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting, without_folders
+from scripts.shapes import named_shape, random_drafter, random_target
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_speculative_tokens": 0},

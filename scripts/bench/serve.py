@@ -26,10 +26,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import read_prompt_sets
 from dflash_toolkit.files import write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
 
 START_S = 600.0
 

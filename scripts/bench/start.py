@@ -23,12 +23,15 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerFast
 
 from dflash_toolkit import Drafter, save_drafter
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
-from dflash_toolkit.runtime.shapes import named_shape, random_target
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
+from scripts.shapes import named_shape, random_target
 
 SHARD = 4 << 30  # bytes
 FIRST = ("nothing compiled", True)

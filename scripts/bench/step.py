@@ -18,6 +18,7 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
@@ -39,10 +39,14 @@ from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.request import StepShape
-from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.step_times import full_batch, launcher, random_tokens
 from dflash_toolkit.runtime.weights import AttentionWeights, DrafterWeights, LayerWeights, MoeWeights, TargetWeights
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
+from scripts.shapes import named_shape, random_drafter, random_target
 
 ACCEPT = 0.865
 DFLASH2 = of_kind("dflash2")

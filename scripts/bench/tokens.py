@@ -13,21 +13,25 @@ import gc
 import hashlib
 import json
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
-from dflash_toolkit.runtime.shapes import named_shape, random_drafter, random_target
 from dflash_toolkit.sampling import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
+from scripts.shapes import named_shape, random_drafter, random_target
 
 SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "smollm2")
 MODES = ("plain", "drafts", "dice")

@@ -38,7 +38,6 @@ import torch
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.acceptance import Acceptance
-from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import from_mapping, given_values, run_command
 from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
 from dflash_toolkit.evaluation.measure.decoders import EnginePair
@@ -64,6 +63,10 @@ from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Export, Run
 from dflash_toolkit.train.run.identity import target_digest
 from dflash_toolkit.train.run.prepare import drafter_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting, without_folders
 
 # a 0.5B target on one large GPU; options of the command line override these
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",

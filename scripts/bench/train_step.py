@@ -31,12 +31,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import Target, resolve_device
-from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import Zero, make_learner
@@ -47,6 +45,11 @@ from dflash_toolkit.train.optim.schedule import rng_for
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.flops import drafter_step_flops, visible_pairs
 from dflash_toolkit.train.run.metrics import peak_flops
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
+from scripts.shapes import named_shape
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {}, "dflash2": {"kind": "dflash2"}, "convolution": {"kind": "dflash2", "selector_rank": 0},

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.report.markdown import render_table
@@ -29,6 +28,10 @@ from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.runtime.request import Request
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_speculative_tokens": 0},

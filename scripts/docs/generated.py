@@ -19,13 +19,15 @@ from dflash_toolkit.models.dflash.architecture import architectures
 from dflash_toolkit.models.dflash.serving import SERVED, block_scale
 from dflash_toolkit.models.published import PUBLISHED, Published
 from dflash_toolkit.models.spec import ARCHITECTURES
-from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.run.cost import GIB, size
 from dflash_toolkit.train.run.estimate import computes, estimate
 from dflash_toolkit.train.run.rates import H100, H200
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for `scripts`
+
+from scripts.shapes import named_shape
 
 PAGES = ("docs/models.md", "docs/train.md")
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.S)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_toolkit.acceptance import ratio
-from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
@@ -46,6 +45,10 @@ from dflash_toolkit.models.target import (
     load_tokenizer,
 )
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting, without_folders
 
 WARM_UP = 3  # untimed requests
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit import Target
-from dflash_toolkit.benchmark import setting, without_folders
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table
 from dflash_toolkit.files import write_json
 from dflash_toolkit.train.features.served import ServedTarget
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting, without_folders
 
 
 def layers(target: Target, texts: Sequence[Sequence[int]], taps: Sequence[int]) -> Tensor:

@@ -22,7 +22,6 @@ from pathlib import Path
 from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
-from dflash_toolkit.benchmark import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
@@ -33,6 +32,10 @@ from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
 
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 

@@ -25,15 +25,18 @@ from typing import Any, NamedTuple
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dflash_toolkit.benchmark import setting
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import config_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
+
+from scripts.measure import setting
+from scripts.shapes import named_shape
 
 CONTEXT = 8192
 UNQUANTIZED = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")  # as published

@@ -112,7 +112,7 @@ def test_a_command_can_be_run_and_has_no_old_name(line: str, capsys: pytest.Capt
             flags = [word.partition("=")[0] for word in words if word.startswith("--")]
             text = files[0].read_text()
             if "add_loads(" in text:  # which adds some of its options
-                text += (ROOT / "dflash_toolkit/benchmark.py").read_text()
+                text += (ROOT / "scripts/measure.py").read_text()
             assert [flag for flag in flags if f'"{flag}"' not in text] == []
     assert "notice:" not in capsys.readouterr().err
 

@@ -29,8 +29,8 @@ from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
 from dflash_toolkit.models.target import load_config
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.memory import check_fp8
-from dflash_toolkit.runtime.shapes import named_shape, random_target
 from dflash_toolkit.runtime.weights import GatedDeltaNetWeights, TargetWeights
+from scripts.shapes import named_shape, random_target
 
 SIZES = {
     "num_hidden_layers": 4,

@@ -28,10 +28,10 @@ from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES
 from dflash_toolkit.runtime.request import Request, StepShape
 from dflash_toolkit.runtime.runner import StepRunner
-from dflash_toolkit.runtime.shapes import named_shape
 from dflash_toolkit.runtime.step_times import launcher
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.train.responses import backends
+from scripts.shapes import named_shape
 
 TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
 STEP = GIB // 5

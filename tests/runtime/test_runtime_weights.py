@@ -19,8 +19,8 @@ from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.prefill_job import PrefillJob
-from dflash_toolkit.runtime.shapes import SHAPES, named_shape, random_drafter, random_target
 from dflash_toolkit.runtime.weights import TargetWeights
+from scripts.shapes import SHAPES, named_shape, random_drafter, random_target
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 CPU = torch.device("cpu")

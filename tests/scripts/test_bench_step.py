@@ -13,10 +13,10 @@ from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.request import StepShape
-from dflash_toolkit.runtime.shapes import random_drafter, random_target
 from dflash_toolkit.runtime.step_times import full_batch, launcher, random_tokens
 from dflash_toolkit.sampling import SamplingParams
 from scripts.bench import step as bench_step
+from scripts.shapes import random_drafter, random_target
 
 pytest.importorskip("triton")
 

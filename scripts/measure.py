@@ -1,4 +1,4 @@
-"""What the programs under scripts/ share: what a result file says of machine, versions and command, graphs, loads."""
+"""Code that the programs under scripts/ share: machine, versions and command of a result; CUDA graphs; loads."""
 
 import argparse
 import importlib.metadata

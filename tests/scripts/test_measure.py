@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from dflash_toolkit.benchmark import setting, without_folders, without_output
+from scripts.measure import setting, without_folders, without_output
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from ..config import UserError
-from ..kernels.weight import cast_fp8
-from ..models.dflash.network import Drafter, DrafterConfig
-from ..models.quantized import FORM
-from ..models.spec import ModelSpec
-from .weights import DrafterWeights, TargetWeights
+from dflash_toolkit.config import UserError
+from dflash_toolkit.kernels.weight import cast_fp8
+from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.quantized import FORM
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 
 STD = 0.02  # of matrices
 FP8_STD = 64.0  # of random numbers in fp8, whose scales give them that of other matrices
