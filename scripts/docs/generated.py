@@ -24,10 +24,11 @@ from dflash_toolkit.train.run.cost import GIB, size
 from dflash_toolkit.train.run.estimate import computes, estimate
 from dflash_toolkit.train.run.rates import H100, H200
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # for `scripts`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
 from scripts.shapes import named_shape
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = ("docs/models.md", "docs/train.md")
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", flags=re.S)
