@@ -39,7 +39,7 @@ LEVELS = [
     {"data", "files", "models", "models.dflash", "models.target", "sampling", "tracking"},
     {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # of the backbone, which finds them by name
     {"confidence", "decode", "record"},
-    {"options"},
+    {"options", "preflight"},
     {"acceptance", "runtime"},
     {"doctor"},
     {"public names"},  # dflash_toolkit/__init__.py

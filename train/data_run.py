@@ -23,6 +23,7 @@ from dflash_toolkit.models.target import (
     resolve_device,
     resolve_dtype,
 )
+from dflash_toolkit.preflight import check_target
 from dflash_toolkit.progress import disable_library_bars
 from dflash_toolkit.threads import use_threads
 
@@ -105,10 +106,13 @@ def _check(config: DataConfig, target_config: Any) -> None:
         find_models(config.endpoint, config.server.model, config.server.timeout)
         return
     resolve_dtype(config.dtype, resolve_device(config.device))
-    if config.drafter is not None:
-        check_fits(read_config(locate("drafter", config.drafter)), target_config)
+    drafter = read_config(locate("drafter", config.drafter)) if config.drafter is not None else None
     if config.runtime == "vllm":
+        if drafter is not None:
+            check_fits(drafter, target_config)
         import_vllm()
+    else:
+        check_target(config.target, config.runtime, drafter)
 
 
 # ---- what was asked for --------------------------------------------------------------------------------------

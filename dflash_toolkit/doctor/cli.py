@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from ..config import UserError, option, options, parse_cli, run_command
 from ..models.published import hint_for
 from ..options import THINKING, ModelOptions, PromptSetOptions
+from ..preflight import check_new_folder
 
 PROG = "dflash-doctor"
 DESCRIPTION = """\
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: DoctorConfig) -> int:
     if config.output and not Path(config.output).absolute().parent.is_dir():
         raise UserError(f"output {config.output}: there is no directory {Path(config.output).absolute().parent}")
+    if config.output:
+        check_new_folder(Path(config.output).parent, f"output {config.output}")
     from .examination import report
 
     return report(config)

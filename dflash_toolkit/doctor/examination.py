@@ -16,6 +16,7 @@ from ..data.prompts import Prompt, encode_chat
 from ..files import write_json
 from ..fingerprint import model_digest
 from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
+from ..preflight import check_target
 from ..progress import Progress, disable_library_bars
 from ..threads import use_threads
 from .cli import PROG, DoctorConfig
@@ -75,6 +76,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     resolve_dtype(config.dtype, where)
     prompts = _prompts(config)
     target_config = load_config(config.target)
+    check_target(config.target)
     tokenizer = load_tokenizer(config.target)
     case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
     # reading all weights takes its time, though only once: not where there is nothing to compare with

@@ -15,6 +15,7 @@ from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
 from ..files import locked
 from ..models.published import hint_for
 from ..options import DRAFT_TREE, MOST_TREE_NODES, THINKING, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
+from ..preflight import check_new_folder, check_target
 from ..progress import disable_library_bars
 from ..sampling import DraftSampleMethod
 from ..threads import use_threads
@@ -270,6 +271,7 @@ def _run(config: EvalConfig) -> None:
     if config.drafter is not None and config.server.endpoint is None:
         read_ahead(config.drafter, config.target)
     # what can be wrong is looked at before the target's weights, which take longest
+    check_new_folder(Path(config.output), f"output {config.output}")
     prompts = config.sets.read()
     hashes = {each.name: each.contents(config.sets.split) for each in config.sets.sets}
     # not above: this imports torch and transformers, seconds in which the disk is to read already
@@ -369,13 +371,13 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
 
 
 def _load(config: EvalConfig) -> "Pair":
-    from ..models.dflash.checkpoint import check_fits, load_drafter
-    from ..models.target import Target, load_config
+    from ..models.dflash.checkpoint import load_drafter
+    from ..models.target import Target
     from .measure.decoders import EnginePair, ReferencePair
 
     assert config.drafter is not None
     drafter = load_drafter(config.drafter)
-    check_fits(drafter.config, load_config(config.target))
+    check_target(config.target, "reference" if config.recall else config.runtime, drafter.config)
     if config.draft.block_size is not None:
         try:
             drafter.config = drafter.config.with_block_size(config.draft.block_size)

@@ -126,6 +126,22 @@ def _whole_config(name: str) -> PreTrainedConfig:
     return config
 
 
+def check_architecture(name: str) -> None:
+    """Builds the target without memory for weights, from its config.json alone, and finds its parts.
+
+    Raises:
+        UserError: the configuration cannot be read, or describes no model.
+        UnsupportedModel: see `Structure.of_model`.
+    """
+    config = _whole_config(name)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as of `_whole_config`
+        raise UserError(f"target {name}: no model can be made of its config.json ({_one_line(error)})") from error
+    Structure.of_model(model, name)
+
+
 def load_tokenizer(name: str) -> Any:
     """The target's tokenizer. Raises UserError."""
     try:

@@ -19,8 +19,8 @@ from dflash_toolkit.models.dflash.architecture import architectures
 from dflash_toolkit.models.dflash.serving import SERVED, block_scale
 from dflash_toolkit.models.published import PUBLISHED, Published
 from dflash_toolkit.models.spec import ARCHITECTURES
+from dflash_toolkit.preflight import GIB, size
 from dflash_toolkit.train.config import configure
-from dflash_toolkit.train.run.cost import GIB, size
 from dflash_toolkit.train.run.estimate import computes, estimate
 from dflash_toolkit.train.run.rates import H100, H200
 

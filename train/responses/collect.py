@@ -13,6 +13,7 @@ from dflash_toolkit.models.target import declared_stop_ids, load_config, load_ge
 
 from ..distributed.parallel import Processes
 from ..prompts.split import PROMPTS, PromptData, choose_prompts
+from ..run.cost import before_responses
 from ..run.prepare import Prepared
 from ..run.provenance import asked
 from ..run.state import first_difference
@@ -89,6 +90,8 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
         processes.rank_zero(write_recorded, run.reading, data, prompts, stops, work / CORPUS, wanted)
         return
     if "answered" not in state:
+        if processes.main:
+            print(before_responses(config, run.shape, data.counts["prompts"], work), file=sys.stderr)
         done = processes.broadcast(processes.rank_zero(_done, work)) or set()
         plan = ResponsePlan(
             tokenizer=run.tokenizer,

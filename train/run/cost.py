@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from dflash_toolkit import DrafterConfig
 from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.preflight import check_space, size
 
 from ..config import TrainConfig
 from ..optim.optimizers import is_matrix
 from ..responses.corpus import lengths_of
 from ..responses.rows import Row
 
-GIB = 2**30
+ANSWER_BYTES = 12  # of a token of a response: its number as text in JSON, then in the mapped rows
 LONG_H = 12.0  # hours, from which on a run is told how it would be shorter
 
 
@@ -26,6 +29,37 @@ def resume_bytes(drafter: Drafter, config: TrainConfig, muon: bool | None = None
     averages = sum(p.numel() * (1 if muon and is_matrix(name, p) else 2) for name, p in drafter.named_parameters())
     weights = sum(p.numel() for p in drafter.parameters())
     return 4 * (weights * (2 if optim.ema else 1) + averages)
+
+
+def checkpoint_bytes(drafter: Drafter, config: TrainConfig) -> int:
+    """Bytes of all checkpoints that are there at one time: a new resume point is written before the old one goes, and
+    there are the best drafter so far, the export, and one next to it."""
+    return 2 * resume_bytes(drafter, config) + 3 * 2 * sum(p.numel() for p in drafter.parameters())
+
+
+def check_checkpoints(config: TrainConfig, shape: DrafterConfig, output: Path) -> None:
+    """Raises UserError if the checkpoints of a run do not fit on the disk, next to what an earlier start has left."""
+    there = sum(path.stat().st_size for path in output.rglob("*.*") if path.is_file())
+    check_space(output, checkpoint_bytes(_without_weights(shape), config) - there, "the checkpoints of this run")
+
+
+def before_responses(config: TrainConfig, shape: DrafterConfig, prompts: int, work: Path) -> str:
+    """A line for the user: the most that a run writes, and what is free, before it writes a response."""
+    samples, longest = config.responses.samples, config.prompts.max_length
+    answers = prompts * samples * min(config.responses.max_tokens, longest) * ANSWER_BYTES
+    parts = {"responses": answers, "checkpoints": checkpoint_bytes(_without_weights(shape), config)}
+    if config.run.features in ("disk", "hybrid") and not config.run.feature_dir:
+        width = 1 if config.run.feature_dtype == "float8" else 2
+        parts["features"] = prompts * samples * longest * shape.feature_size * width
+    free, most = shutil.disk_usage(work).free, sum(parts.values())
+    short = "" if free >= most else "; that may be too little: lower prompts.max_prompts or responses.max_tokens"
+    what = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+    return f"disk: at most {size(most)} ({what}); {size(free)} free in {work}{short}"
+
+
+def _without_weights(shape: DrafterConfig) -> Drafter:
+    with torch.device("meta"):
+        return Drafter(shape)
 
 
 def before_training(
@@ -44,7 +78,7 @@ def before_training(
     if steps:
         how_long = f"{steps} steps, {epochs:.3g} epochs" if epochs >= 0.01 else f"{steps} steps"
     point, checkpoint = resume_bytes(drafter, config), 2 * sum(p.numel() for p in drafter.parameters())
-    disk = 2 * point + 3 * checkpoint  # the point before it goes only then; the best so far, the export, one beside it
+    disk = checkpoint_bytes(drafter, config)
     where = "if they are kept"
     if config.run.features in ("disk", "hybrid"):
         where = "on disk"
@@ -80,11 +114,6 @@ def once_measured(
             ways.append("features that are kept (run.features=disk, or a larger run.feature_cache_gb)")
         lines.append(f"that is long; shorter with: {', '.join(ways)}, or optim.minutes=M for what M minutes give")
     return lines
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.2g} MiB"
 
 
 def duration(seconds: float) -> str:

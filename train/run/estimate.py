@@ -27,10 +27,11 @@ from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.dflash.shape import EXPERTS, drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import load_config, load_tokenizer
+from dflash_toolkit.preflight import GIB, size
 
 from ..config import PACK_TOKENS, TrainConfig
 from ..prompts.dataset import ROWS as DATASET_ROWS
-from .cost import GIB, duration, resume_bytes, size
+from .cost import duration, resume_bytes
 from .definition import WORK
 from .flops import drafter_step_flops
 from .rates import (

@@ -1,6 +1,5 @@
 """Checks a run's inputs before a model is loaded: all that can be wrong is said now, not after hours of responses."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from dflash_toolkit.models.dflash.checkpoint import check_fits
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.dflash.speculators import check_form
 from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
+from dflash_toolkit.preflight import check_target, make_folder
 from dflash_toolkit.tracking import import_wandb
 
 from ..config import TrainConfig, check_effects
@@ -20,6 +20,7 @@ from ..optim.schedule import packing
 from ..prompts.split import PromptData, Reading
 from ..responses.conversation import load_chat_tokenizer
 from ..responses.generate import limit_of
+from .cost import check_checkpoints
 from .definition import WORK
 from .metrics import WANDB_OPTION
 from .provenance import is_finished, provenance
@@ -52,6 +53,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     if config.run.attention == "flex" and device.type != "cuda":
         raise UserError("run.attention=flex has no backward on a CPU; leave it at auto")
     target_config = load_config(config.target)
+    check_target(config.target)
     context = context_limit(target_config)
     limit = limit_of(config.prompts.max_length, context)
     length = min(config.prompts.max_length, context)  # no response is longer
@@ -78,7 +80,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
         check_form(shape, output / "speculators")
     data = PromptData(digest)
     work = output / WORK
-    _make(work, f"output {output}")
+    make_folder(work, f"output {output}")
     record = provenance(config, shape, data, template_digest(tokenizer))
     record["architecture"] = next(iter(target_config.architectures or ()), "")
     if start:
@@ -86,7 +88,8 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     if is_finished(output, record):
         return f"{output} holds this run, finished; give another --output to train again"
     if config.run.feature_dir and config.run.features in ("disk", "hybrid"):
-        _make(Path(config.run.feature_dir), f"run.feature_dir {config.run.feature_dir}")
+        make_folder(Path(config.run.feature_dir), f"run.feature_dir {config.run.feature_dir}")
+    check_checkpoints(config, shape, output)
     return Prepared(config, tokenizer, shape, data, Reading(config, tokenizer, limit), work, record, start)
 
 
@@ -104,13 +107,3 @@ def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterC
         return drafter_shape(target, **(asdict(config.drafter) | {"mask_token_id": mask}))
     except ValueError as error:
         raise UserError(f"drafter: {error}") from error
-
-
-def _make(folder: Path, asked: str) -> None:
-    """A folder that can be written to. Raises UserError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{asked}: cannot be created ({error.strerror})") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{asked}: {folder} cannot be written to; give another")

@@ -12,9 +12,9 @@ from architectures import ARCHITECTURES
 from programs import Program
 from transformers import FalconConfig, GPT2Config, PreTrainedConfig
 
+from dflash_toolkit.preflight import GIB
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.prompts.dataset import DEFAULT, ROWS
-from dflash_toolkit.train.run.cost import GIB
 from dflash_toolkit.train.run.estimate import Weights, estimate, expected_acceptance, within_an_hour
 from dflash_toolkit.train.run.rates import H100, H200, PROMPT_TOKENS, RESPONSE_TOKENS, Machine
 from scripts.shapes import named_shape

@@ -1,0 +1,115 @@
+"""Every command checks target, folders and disk before its first expensive stage."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import BertConfig
+
+from dflash_toolkit import preflight
+from dflash_toolkit.config import UnsupportedModel, UserError
+from dflash_toolkit.doctor.cli import main as doctor
+from dflash_toolkit.evaluation.cli import main as evaluate
+from dflash_toolkit.preflight import check_new_folder, check_space, check_target
+from dflash_toolkit.serve.cli import main as serve
+from dflash_toolkit.train.cli import main as train
+from dflash_toolkit.train.data_cli import main as answer
+
+# a decoder in which transformers has no list of layers; nothing but its config.json is there to be read
+UNSUPPORTED = BertConfig(
+    vocab_size=300, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, intermediate_size=64, is_decoder=True
+)
+
+
+@pytest.fixture
+def unsupported(target_dir: Path, tmp_path: Path) -> Path:
+    """A target without weights, of an architecture that no command supports."""
+    folder = tmp_path / "unsupported"
+    shutil.copytree(target_dir, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(UNSUPPORTED.to_dict() | {"architectures": ["BertLMHeadModel"]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("main", "more"),
+    [
+        (train, ["--data", "{data}", "--output", "{out}", "drafter.num_heads=4", "drafter.head_dim=8"]),
+        (answer, ["--data", "{data}", "--output", "{out}/answers.jsonl"]),
+        (evaluate, ["--drafter", "{drafter}", "--prompts", "a={data}", "--output", "{out}"]),
+        (doctor, ["--drafter", "{drafter}"]),
+        (serve, ["--drafter", "{drafter}", "--port", "0"]),
+    ],
+    ids=["train", "data", "eval", "doctor", "serve"],
+)
+@pytest.mark.slow
+def test_an_unsupported_target_is_refused_before_anything_is_written(
+    main: Callable[[list[str]], int], more: list[str], unsupported: Path, data: Path, drafter_dir: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    words = [word.format(data=data, out=out, drafter=drafter_dir) for word in more]
+    assert main(["--target", str(unsupported), "--device", "cpu", *words]) == 2
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: ") and f"target {unsupported}: architecture 'bert' is not s" in said
+    assert not [path for path in out.rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def test_a_supported_target_needs_no_weights_to_be_checked(target_dir: Path, tmp_path: Path) -> None:
+    shutil.copy(target_dir / "config.json", tmp_path)
+    for runtime in ("engine", "reference", "auto"):
+        check_target(str(tmp_path), runtime)
+
+
+def test_the_engine_alone_refuses_what_transformers_runs(target_dir: Path, tmp_path: Path) -> None:
+    values = json.loads((target_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "olmo2"}))
+    check_target(str(tmp_path), "auto")
+    with pytest.raises(UnsupportedModel, match="'olmo2' is not served"):
+        check_target(str(tmp_path), "engine")
+
+
+def test_a_missing_package_of_a_quantized_target_is_named(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = json.loads((target_dir / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"package bitsandbytes is not installed.*dflash-toolkit\[quantized\]"):
+        check_target(str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output x: cannot be written, for .*file is not a directory"):
+        check_new_folder(tmp_path / "file" / "below", "output x")
+    check_new_folder(tmp_path / "new" / "below", "output x")
+    assert not (tmp_path / "new").exists()
+
+
+def full(path: Any) -> Any:
+    return SimpleNamespace(total=1 << 40, used=(1 << 40) - 1000, free=1000)
+
+
+def test_too_little_disk_space_is_one_line_with_both_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_space(tmp_path / "new", 1, "files") > 1
+    monkeypatch.setattr(preflight.shutil, "disk_usage", full)
+    with pytest.raises(UserError, match=r"files take 3\.0 GiB, but only .* MiB are free"):
+        check_space(tmp_path, 3 << 30, "files")
+
+
+@pytest.mark.slow
+def test_training_without_space_for_checkpoints_writes_nothing(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", full)
+    words = ["--target", str(target_dir), "--data", str(data), "--output", str(tmp_path / "out"), "drafter.layers=1"]
+    words.append("drafter.taps=2")
+    assert train(words) == 2
+    assert "the checkpoints of this run take" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
