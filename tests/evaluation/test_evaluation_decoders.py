@@ -13,8 +13,8 @@ import pytest
 import torch
 from architectures import tiny
 from conftest import make_drafter, make_target
+from gpu_engines import pair as gpu_pair
 from test_evaluation_cli import load, untimed, write_prompts
-from test_runtime_gpu import pair as gpu_pair
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter, save_drafter

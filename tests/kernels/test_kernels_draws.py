@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decode import chi_square
+from small_vocabulary import chi_square
 
 from dflash_toolkit.kernels.reference import position_uniform
 from dflash_toolkit.sampling import int64_seed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode import chi_square
+from small_vocabulary import chi_square
 from torch import Tensor
 
 pytest.importorskip("triton")

@@ -10,7 +10,8 @@ import transformers
 from architectures import ARCHITECTURES, Architecture, tiny
 from conftest import EOS, VOCAB, make_drafter, make_tokenizer
 from safetensors.torch import load_file, save_file
-from test_decode import PROMPT, check_books, drafting, hf_greedy, knows
+from small_vocabulary import hf_greedy
+from test_decode import PROMPT, check_books, drafting, knows
 from test_target import count_runs, refusal
 from transformers import (
     AutoModel,

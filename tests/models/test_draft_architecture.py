@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MASK, make_drafter, make_target
+from engines import check_drafts, make_engine, prompts_of, same
 from paths import ROOT
 from programs import Program
-from test_runtime_engine import check_drafts, make_engine, prompts_of, same
 
 import dflash_toolkit.models
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, UserError, generate, load_drafter, save_drafter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import tiny
 from conftest import check_same, make_drafter, make_target
-from test_runtime_engine import make_engine, prompts_of, same
+from engines import make_engine, prompts_of, same
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding

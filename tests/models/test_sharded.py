@@ -8,8 +8,8 @@ import torch
 from architectures import ARCHITECTURES, tiny
 from conftest import make_drafter
 from forked import run_several
+from fp8_targets import in_fp8
 from programs import altered
-from test_target import in_fp8
 
 from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.decode import generate

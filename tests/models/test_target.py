@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from architectures import ARCHITECTURES
 from conftest import EOS, VOCAB, make_target, make_tokenizer
 from damage import damage
+from fp8_targets import in_fp8
 from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import Target, UserError
@@ -275,33 +275,6 @@ def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu() -> None:
 
 # weights in blocks of two layers; experts have three each
 IN_FP8 = {"Qwen3": 14, "Qwen3-MoE": 32, "Qwen3.5-MoE": 37, "Qwen3.5 with images": 13}
-IN_16_BITS = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
-
-
-def in_fp8(target: Target, folder: Path) -> dict[str, torch.Tensor]:
-    """Write a target's checkpoint as Qwen3-*-FP8 has it; returns the numbers that its weights are."""
-    block = 128
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    stored, numbers = load_file(folder / "model.safetensors"), {}
-    for name, weight in list(stored.items()):
-        if weight.dim() != 2 or "layers." not in name or any(f".{kept}." in name for kept in IN_16_BITS):
-            continue
-        rows, columns = weight.shape
-        padded = F.pad(weight.float(), (0, -columns % block, 0, -rows % block))
-        tiles = padded.view(-(-rows // block), block, -(-columns // block), block)
-        scale = tiles.abs().amax((1, 3)) / 448
-        rounded = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        cut = (slice(rows), slice(columns))
-        stored[name] = rounded.reshape(padded.shape)[cut].contiguous()
-        stored[f"{name}_scale_inv"] = scale
-        numbers[name] = (rounded.float() * scale[:, None, :, None]).reshape(padded.shape)[cut]
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    form = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
-    form |= {"modules_to_not_convert": ["lm_head", *IN_16_BITS]}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form}))
-    return numbers
 
 
 @pytest.mark.parametrize("name", IN_FP8)

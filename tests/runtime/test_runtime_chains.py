@@ -4,9 +4,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_runtime_engine import knowing, make_engine, prompts_of, same
-from test_runtime_recurrent import any_shapes, pair
-from test_runtime_trees import plain, planting, watch
+from engines import knowing, make_engine, prompts_of, same
+from planted_trees import plain, planting, watch
+from recurrent_engines import any_shapes, pair
 
 from dflash_toolkit import SamplingParams, UserError, generate
 from dflash_toolkit.kernels import reference

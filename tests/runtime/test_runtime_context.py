@@ -6,25 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from engines import context_of, make_engine, pair, prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runtime_engine import make_engine, pair, prompts_of
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import StepShape
-from dflash_toolkit.runtime.runner import StepRunner
 
 PAGE = 4
-
-
-def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.Tensor:
-    """The drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
-    places, table = (torch.tensor([*of], device=runner.device)[None] for of in (range(tokens), pages))
-    return runner.proposer.stack.cache[:, :, slots_of(places, table, runner.page_size)[0]]
 
 
 def written_at_once(ids: Sequence[int]) -> torch.Tensor:
@@ -117,7 +109,7 @@ def test_acceptance_is_forgotten_between_requests_only() -> None:
 @pytest.mark.gpu
 def test_captured_steps_write_the_same() -> None:
     """Every answer's pages, against a prefill of the same tokens; bf16, so by the distance of each token's vectors."""
-    import test_runtime_gpu as gpu
+    import gpu_engines as gpu
 
     target, drafter = gpu.pair()
     engine = gpu.make_engine(target, drafter, prefix_cache=True, max_num_seqs=8)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_dflash2, make_drafter
-from test_runtime_engine import SAMPLINGS, check, check_drafts, make_engine, pair, prompts_of
+from engines import SAMPLINGS, check, check_drafts, make_engine, pair, prompts_of
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams, load_drafter

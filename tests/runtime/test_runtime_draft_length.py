@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import make_drafter, make_target
-from test_runtime_engine import make_engine, pair
+from engines import make_engine, pair
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.runtime import EngineOptions, load_engine, timing

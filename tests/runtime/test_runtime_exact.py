@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from test_decode import SMALL_PROMPT, SMALL_SAMPLINGS, check_answers, exact_answers, likely_draft, small_vocabulary_pair
+from small_vocabulary import (
+    SMALL_PROMPT,
+    SMALL_SAMPLINGS,
+    check_answers,
+    exact_answers,
+    likely_draft,
+    small_vocabulary_pair,
+)
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams

@@ -9,11 +9,10 @@ import torch
 from architectures import ARCHITECTURES
 from conftest import make_dflash2, make_drafter
 from damage import damage
-from test_decode import hf_greedy
-from test_runtime_engine import check_drafts, knowing, make_engine, prompts_of
-from test_runtime_fp8 import CHANGES, SIZES, in_modules
-from test_runtime_recurrent import LONG_RUN
-from test_target import in_fp8
+from engines import check_drafts, knowing, make_engine, prompts_of
+from fp8_targets import CHANGES, SIZES, in_fp8, in_modules
+from recurrent_engines import LONG_RUN
+from small_vocabulary import hf_greedy
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.runtime import EngineOptions, load_engine

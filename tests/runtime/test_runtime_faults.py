@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from test_runtime_engine import alone, make_engine, prompts_of
+from engines import alone, make_engine, prompts_of
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_runtime_engine import make_engine, pair
+from engines import make_engine, pair
 
 from dflash_toolkit import Drafter
 from dflash_toolkit.calibration import Calibration

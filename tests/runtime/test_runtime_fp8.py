@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from architectures import ARCHITECTURES
 from conftest import make_drafter
 from damage import damage
-from test_decode import hf_greedy
-from test_runtime_engine import knowing, make_engine, prompts_of
-from test_target import in_fp8
+from engines import knowing, make_engine, prompts_of
+from fp8_targets import CHANGES, HYBRID, SIZES, in_fp8, in_modules, rows_of_reference
+from small_vocabulary import hf_greedy
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -23,7 +22,6 @@ from dflash_toolkit import SamplingParams, Target, UserError, generate, save_dra
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.weight import BlockScaledFp8, QuantizedRows, dense, parts, quantize_groups
-from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.quantized import FORM, GROUP
 from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
 from dflash_toolkit.models.target import load_config
@@ -32,20 +30,6 @@ from dflash_toolkit.runtime.memory import check_fp8
 from dflash_toolkit.runtime.weights import GatedDeltaNetWeights, TargetWeights
 from scripts.shapes import named_shape, random_target
 
-SIZES = {
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "head_dim": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-}
-
-
-def rows_of_reference(x: Tensor, weight: BlockScaledFp8) -> Tensor:
-    return reference.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,43 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fp8")
     in_fp8(ARCHITECTURES["Qwen3"].target(**SIZES), path)
     return path
-
-
-@contextlib.contextmanager
-def in_modules(folder: Path) -> Iterator[Target]:
-    """By transformers' modules for FP8, whose kernel comes from the hub; here what it computes is computed by torch."""
-    pytest.importorskip("accelerate")
-    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return rows_of_reference(x, BlockScaledFp8(self.weight, self.weight_scale_inv))
-
-    def of_expert(self: Any, x: Tensor, weight: Tensor, scale: Tensor, activation_scale: None = None) -> Tensor:
-        return reference.linear(x, BlockScaledFp8(weight, scale))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FP8Linear, "forward", forward)
-        patch.setattr(FP8Experts, "linear", of_expert)
-        patch.setattr(target_module, "_computes_fp8", lambda *_: True)
-        with pytest.MonkeyPatch.context() as gpu:  # without one transformers would dequantize
-            gpu.setattr(torch.cuda, "is_available", lambda: True)
-            gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-            found = Target.load(str(folder), "cpu")
-        mlp = found.layers[0].mlp
-        assert isinstance(getattr(mlp, "up_proj", None), FP8Linear) or isinstance(mlp.experts, FP8Experts)
-        found.model.config._experts_implementation = "eager"  # one after the other
-        assert found.dtype == torch.float32
-        yield found
-
-
-HYBRID = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "shared_expert_intermediate_size": 128,
-}
-BY_KEY_HEADS = HYBRID | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # heads are blocks
-CHANGES = {"Qwen3-Next": BY_KEY_HEADS, "Qwen3.5": HYBRID, "Qwen3.5-MoE": HYBRID}
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Qwen3-Next", "Qwen3.5-MoE"])

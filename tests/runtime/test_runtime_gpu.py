@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_tokenizer
+from gpu_engines import LIMIT, VOCAB, make_engine, pair, prompts_of
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, save_drafter
+from dflash_toolkit import SamplingParams, Target, save_drafter
 from dflash_toolkit.checkpoint.reader import load_weights
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.kernels.launch import dependent_launches
 from dflash_toolkit.kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, quantize_groups
-from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.models.quantized import FORM
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
@@ -51,64 +41,7 @@ from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
-VOCAB, LIMIT = 4096, 1024
 KINDS = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
-
-
-@cache
-def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
-    """A random bf16 target of a few million weights whose answers are varied, and a random drafter."""
-    parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16} if dflash2 else {}
-    torch.manual_seed(3)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
-        "num_attention_heads": 14 if kind == "qwen2" else 8, "num_key_value_heads": 2, "max_position_embeddings": LIMIT,
-        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.06,
-    }  # fmt: skip
-    if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
-        shape["hidden_size"] = 14 * 64
-    routed = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
-    hybrid = {  # every other layer; heads of 256 as published, and of 128, which other kernels compute
-        "layer_types": ["full_attention", "linear_attention"] * 3,
-        "head_dim": 128 if kind == "qwen3_next" else 256, "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-    }  # fmt: skip
-    config = {
-        "qwen2": lambda: Qwen2Config(**shape),
-        "qwen3": lambda: Qwen3Config(head_dim=64, **shape),
-        "qwen3_moe": lambda: Qwen3MoeConfig(head_dim=64, mlp_only_layers=[2], **routed, **shape),
-        "qwen3_next": lambda: Qwen3NextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
-        "qwen3_5": lambda: Qwen3_5TextConfig(**hybrid, **shape),
-        "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
-    }[kind]()
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    target = Target(model, make_tokenizer(), f"small-{kind}")
-    drafter = Drafter(
-        DrafterConfig(
-            hidden_size=config.hidden_size, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64,
-            intermediate_size=1024, vocab_size=VOCAB, num_target_layers=6,
-            target_layer_ids=default_target_layer_ids(6, 3), mask_token_id=VOCAB - 1, block_size=16, rope_theta=1e4,
-            **parts,
-        )
-    )  # fmt: skip
-    drafter.init_weights(generator := torch.Generator().manual_seed(5), std=0.05)
-    for name, parameter in drafter.named_parameters():
-        if "_conv." in name or "selector" in name:  # which do nothing at first
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return target, drafter.to("cuda", torch.bfloat16).eval()
-
-
-def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:
-    defaults = {"max_num_seqs": 8, "kv_cache_tokens": 16 * LIMIT, "prefix_cache": False}
-    defaults["num_speculative_tokens"] = 15 if drafter else 0
-    return load_engine(target, drafter, options=EngineOptions(**defaults | options))[0]
-
-
-def prompts_of(count: int, seed: int = 1) -> list[list[int]]:
-    dice = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 200, (count,), generator=dice).tolist()
-    return [torch.randint(0, VOCAB - 1, (n,), generator=dice).tolist() for n in lengths]
 
 
 def regret(target: Target, prompt: list[int], answer: list[int]) -> float:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from conftest import EOS
+from engines import check, knowing, make_engine, pair, prompts_of, same
+from grammars import CASES, NO_SPACE, WAYS, params_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_grammar import CASES, NO_SPACE, WAYS, params_of
-from test_runtime_engine import check, knowing, make_engine, pair, prompts_of, same
 
 from dflash_toolkit import SamplingParams, UserError, generate
 from dflash_toolkit.runtime import Engine, SyntheticAcceptance

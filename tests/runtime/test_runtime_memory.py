@@ -412,7 +412,7 @@ def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 def test_graphs_find_their_scratch_allocated() -> None:
-    from test_runtime_gpu import VOCAB, make_engine, pair
+    from gpu_engines import VOCAB, make_engine, pair
 
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_seqs=32)

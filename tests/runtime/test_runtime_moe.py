@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_target
+from engines import make_engine, pair
 from safetensors.torch import save_file
-from test_runtime_engine import make_engine, pair
 from torch import Tensor
 from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime_engine import SAMPLINGS, make_engine, pair, prompts_of, same
+from engines import SAMPLINGS, make_engine, pair, prompts_of, same
 
 from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.runtime import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime_engine import make_engine, pair, prompts_of
+from engines import make_engine, pair, prompts_of
 
 from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.generation import Generation, PromptError, PromptLogprobs

@@ -1,11 +1,9 @@
 """Gated delta nets in the engine: states follow their requests, whoever joins, leaves, fails or gives way."""
 
-import os
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +11,25 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from conftest import make_drafter, make_target
-from test_decode import hf_greedy
-from test_runtime_engine import alone, check, knowing, make_engine, prompts_of
+from engines import alone, check, knowing, make_engine, prompts_of
+from recurrent_engines import LONG_RUN, any_shapes, pair
+from small_vocabulary import hf_greedy
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
+from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.runtime import Engine, EngineOptions, Request, load_engine
+from dflash_toolkit.runtime import EngineOptions, Request, load_engine
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.prefill_job import PrefillJob
-from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.step_times import measure_steps
 from dflash_toolkit.runtime.weights import TargetWeights
 
-LONG_RUN = bool(os.environ.get("DFLASH_LONG"))
 EVENTS = 10_000 if LONG_RUN else 250
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=18)
-
-
-@cache
-def pair(kind: str = "qwen3_5") -> tuple[Target, Drafter]:
-    target = make_target(kind, tied=False)
-    with torch.no_grad():
-        for parameter in target.model.parameters():
-            if parameter.dim() == 1:  # norms of zeros would hide mistakes
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return target, make_drafter(target)
-
-
-def any_shapes(engine: Engine, dice: random.Random) -> None:
-    """Steps of blocks and of chains of any length, as a budget may choose them, with any number of rows."""
-
-    def chosen(requests: Sequence[Request]) -> StepShape:
-        block = dice.choice([1, *engine.runner.trees.blocks, 8, 8])
-        rows = len(requests) * dice.randrange(2, 7) - 1
-        return StepShape(block, rows if block > 1 and dice.random() < 0.8 else 0)
-
-    engine.scheduler.choose_shape = chosen
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])  # of qwen3_5 are the events below

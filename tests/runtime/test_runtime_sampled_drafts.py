@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_dflash2
-from test_decode import SMALL_PROMPT, check_answers, dflash2_of_few, exact_answers, small_vocabulary_pair
-from test_runtime_engine import SAMPLINGS, make_engine, pair, prompts_of, same
+from engines import SAMPLINGS, make_engine, pair, prompts_of, same
+from small_vocabulary import SMALL_PROMPT, check_answers, dflash2_of_few, exact_answers, small_vocabulary_pair
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate

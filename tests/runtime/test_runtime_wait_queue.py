@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runtime_scheduler import BLOCK, SIZE, TableDevice, drain, request_of, scheduled
+from table_device import BLOCK, SIZE, TableDevice, drain, request_of, scheduled
 
 from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.request import Request

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from damage import damage
+from engines import ROPES
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -60,13 +61,6 @@ def test_an_engine_starts_without_importing_the_networks_of_transformers(target_
     words = [sys.executable, "-c", program, str(target_dir), str(drafter_dir)]
     found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert found.split() == ["True", "False"]
-
-
-ROPES = {
-    "default": {}, "linear": {"factor": 4.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ROPES)

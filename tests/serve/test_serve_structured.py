@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from grammars import EBNF, NO_SPACE, PERSON, is_json, matches
 from openai import OpenAI
 from pydantic import BaseModel, Field
-from test_grammar import EBNF, NO_SPACE, PERSON, is_json, matches
 from test_serve_api import chat, client_of, complete, joined, refusal, serving
 from test_serve_engine import ask, make_engine, told
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, PAD, make_drafter, make_tokenizer
+from grammars import NO_SPACE
 from openai import OpenAI
-from test_grammar import NO_SPACE
 from test_serve_api import chat, client_of, refusal, serving
 from test_serve_engine import make_engine
 from tokenizers import AddedToken

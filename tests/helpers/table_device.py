@@ -1,0 +1,175 @@
+"""A scheduler's device that is a table: it remembers which token each slot of each page holds."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_toolkit import SamplingParams
+from dflash_toolkit.runtime.pages import PagePool
+from dflash_toolkit.runtime.prefill_job import PrefillJob, PrefillLimits
+from dflash_toolkit.runtime.request import Committed, Request, StepShape
+from dflash_toolkit.runtime.scheduler import Scheduler
+
+SIZE, BLOCK, PLACES = 4, 8, 21  # tokens of a page, and that a step commits and writes at most
+
+
+SHAPES = [StepShape(1), StepShape(2), StepShape(BLOCK)]
+
+
+TREES = [StepShape(2, 40), StepShape(BLOCK, 64)]
+
+
+def next_token(text: Sequence[int]) -> int:
+    """The answer goes on in a way that depends on every token before it."""
+    return (sum((i + 1) * t for i, t in enumerate(text)) * 31 + len(text)) % 97
+
+
+def truth(prompt: list[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        text.append(next_token(text))
+    return text[len(prompt) :]
+
+
+@dataclass
+class Row:
+    pages: list[int]
+    length: int  # tokens with keys and values
+    last: int
+    state: int
+
+
+class TableDevice:
+    """Remembers the token that each slot of each page belongs to, and answers from what it can read there.
+
+    A page that is handed out too early, twice, or not at all shows as a wrong answer. So does, where it is `recurrent`,
+    a state that took in other tokens than its request has. `calls` holds what it was asked
+    for: ("prefill", first token, start, tokens), ("move", source, target), ("set_pages", pages), ("decode", requests).
+    """
+
+    pages_per_request = 1000
+    recurrent = False
+    prefill_limits = PrefillLimits()
+
+    def __init__(self, depth: int = 1, dice: random.Random | None = None) -> None:
+        self.depth, self._dice = depth, dice or random.Random(0)
+        self.slots: dict[tuple[int, int], int] = {}
+        self.states: dict[int, list[int]] = {}
+        self.mistakes: list[tuple[int, list[int]]] = []  # slots that did not hold the states of a text
+        self.rows: dict[int, Row] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        self._prefilled: list[list[int]] = []
+
+    def called(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+    def _write(self, pages: Sequence[int], position: int, token: int) -> None:
+        assert pages[position // SIZE] != 0
+        self.slots[pages[position // SIZE], position % SIZE] = token
+
+    def _text(self, pages: Sequence[int], length: int) -> list[int]:
+        return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
+
+    def _check_state(self, slot: int, text: list[int]) -> None:
+        """Raising alone would not do: who makes the device raise is computed anew."""
+        if self.recurrent and self.states[slot] != text:
+            self.mistakes.append((slot, text))
+            raise AssertionError(f"slot {slot} holds {self.states[slot]} and not {text}")
+
+    def prefill(self, job: PrefillJob) -> Any:
+        ids, start, pages, state, scores = job
+        self.calls.append(("prefill", ids[0], start, len(ids)))
+        self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
+        for i, token in enumerate(ids):
+            self._write(pages, start + i, token)
+        self._prefilled = [self._text(pages, start + len(ids))]
+        return [(start + 1 + i, token) for i, token in enumerate(scores.ids)] if scores else None
+
+    def prefill_batch(self, chunks: Sequence[PrefillJob]) -> None:
+        self.calls.append(("prefill_batch", *(len(chunk.ids) for chunk in chunks)))
+        prefilled = []
+        for ids, start, pages, state, _ in chunks:
+            self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
+            for i, token in enumerate(ids):
+                self._write(pages, start + i, token)
+            prefilled.append(self._text(pages, start + len(ids)))
+        self._prefilled = prefilled
+
+    def copy_states(self, source: int, target: int) -> None:
+        self.calls.append(("copy_states", source, target))
+        self.states[target] = list(self.states[source])
+
+    def add(self, row: int, request: Request, place: int = 0) -> Any:
+        assert row not in self.rows
+        length = len(request.known_ids)
+        last = request.tokens[-1] if request.tokens else -1
+        self.rows[row] = Row(list(request.pages), length, last, request.state)
+        assert request.state
+        self._check_state(request.state, request.known_ids)
+        if request.tokens:
+            return None
+        assert self._text(request.pages, length) == request.prompt_ids
+        self.rows[row].last = next_token(self._prefilled[place])
+        scored = [each for chunk in request.scored for each in chunk] if request.scores_prompt else None
+        return [Committed([self.rows[row].last], prompt=scored)]  # type: ignore[arg-type]
+
+    def move(self, source: int, target: int) -> None:
+        self.calls.append(("move", source, target))
+        self.rows[target] = self.rows.pop(source)
+
+    def remove(self, row: int) -> None:
+        self.rows.pop(row, None)
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        self.calls.append(("set_pages", len(pages)))
+        self.rows[row].pages = list(pages)
+
+    def decode(self, requests: Sequence[Request], shape: StepShape) -> Any:
+        block = shape.block
+        self.calls.append(("decode", len(requests)))
+        assert sorted(self.rows) == list(range(len(requests)))
+        found = []
+        for i in range(len(requests)):
+            row = self.rows[i]
+            for k in range(PLACES if shape.rows else block):  # what is rejected is written too
+                self._write(row.pages, row.length + k, -1 - k)
+            tokens = []
+            for _ in range(self._dice.randint(1, block)):
+                self._write(row.pages, row.length, row.last)
+                row.length += 1
+                if self.recurrent:
+                    self.states[row.state].append(row.last)
+                    self._check_state(row.state, self._text(row.pages, row.length))
+                row.last = next_token(self._text(row.pages, row.length))
+                tokens.append(row.last)
+            found.append(Committed(tokens))
+        return found
+
+    def read(self, pending: Any) -> Any:
+        return pending
+
+    def clean(self, pages: Sequence[int]) -> None:
+        assert not any({*pages} & {*row.pages} for row in self.rows.values())
+
+    def check(self) -> None:
+        pass
+
+
+def request_of(prompt: list[int], limit: int, *report: Any) -> Request:
+    return Request(prompt, SamplingParams(max_tokens=limit), frozenset(), limit, *report)
+
+
+def scheduled(device: TableDevice, *requests: Request, pool: Any = 200, block: int = 1, **options: Any) -> Scheduler:
+    """With the requests, in blocks of one length."""
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_block": BLOCK, "prefix_cache": False}
+    pool = PagePool(pool, SIZE) if isinstance(pool, int) else pool
+    scheduler = Scheduler(device, pool, lambda running: StepShape(block), **(defaults | options))
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def drain(scheduler: Scheduler) -> None:
+    while not scheduler.idle:
+        scheduler.advance()
