@@ -19,7 +19,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import template_variables
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
-from dflash_toolkit.runtime.client import Asked
+from dflash_toolkit.runtime.client import PreparedRequest
 from dflash_toolkit.sampling import BiasError, Grammar, GrammarError
 from dflash_toolkit.version import __version__
 
@@ -50,7 +50,7 @@ from .tokenizing import Encoder, tokenizing
 STATS_S = 5.0
 ENGINE_TIMEOUT_S = 30.0  # an engine that says nothing for so long is taken for hung
 MAX_QUEUE = 1024  # answers
-MakeForm: TypeAlias = Callable[[Asked, TokenStrings | None], ReplyForm]
+MakeForm: TypeAlias = Callable[[PreparedRequest, TokenStrings | None], ReplyForm]
 Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # each with its answer's number; None is the end of one
 log = logging.getLogger("dflash_toolkit.serve")
 
@@ -299,7 +299,7 @@ class _Service:
         param: str,
         key: str,
         grammar: tuple[str, Grammar] | None,
-    ) -> list[Asked]:
+    ) -> list[PreparedRequest]:
         """Every prompt once for each of its answers, of which each has a seed of its own.
 
         Args:
@@ -358,7 +358,7 @@ class _Service:
         self,
         request: Request,
         body: GenerationRequest,
-        asked: list[Asked],
+        asked: list[PreparedRequest],
         replies: ReplyForm,
         parse: Sequence[OutputParser | None] = (),
         shown: Collection[str] = (),
@@ -411,7 +411,7 @@ class _Service:
         # a long prompt's log-probabilities are not written while other answers wait
         return await asyncio.to_thread(reply) if body.best_prompt_tokens() is not None else reply()
 
-    async def _pieces(self, asked: list[Asked], answers: list[Answer]) -> Pieces:
+    async def _pieces(self, asked: list[PreparedRequest], answers: list[Answer]) -> Pieces:
         """The answers as they come, counted however they end."""
         outcome = "disconnected"
         clocks, prompts = [Clock() for _ in asked], set[int]()

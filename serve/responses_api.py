@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
-from dflash_toolkit.runtime.client import Asked
+from dflash_toolkit.runtime.client import PreparedRequest
 from dflash_toolkit.sampling import MAX_LOGPROBS
 
 from .answer import Piece
@@ -345,7 +345,7 @@ class ResponseReply:
     of_a_prompt = 1
     end = b""
 
-    def __init__(self, request: ResponsesRequest, asked: Asked, strings: TokenStrings | None) -> None:
+    def __init__(self, request: ResponsesRequest, asked: PreparedRequest, strings: TokenStrings | None) -> None:
         self.strings = strings
         self._request, self._params = request, asked.params
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
@@ -527,7 +527,9 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def responses(
-    answer: Callable[[Request, ChatRequest, Callable[[Asked, TokenStrings | None], ReplyForm]], Awaitable[Response]],
+    answer: Callable[
+        [Request, ChatRequest, Callable[[PreparedRequest, TokenStrings | None], ReplyForm]], Awaitable[Response]
+    ],
     lanes: Lanes,
 ) -> APIRouter:
     """The route.

@@ -1,4 +1,4 @@
-"""The batch on the device: row r belongs to the request that the scheduler has put there."""
+"""The batch on the device: each row belongs to the request that the scheduler has put there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .stack import Rows, States
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """What a step reads and advances. A row without a request is inactive, has length 0 and pages of the null block."""
+    """What a step reads and advances. A row without a request is inactive, with length 0 and the null block."""
 
     lengths: Tensor  # int32 [R], tokens in the cache, which the next block follows
     last_token: Tensor  # int64 [R], the first token of the next block
@@ -22,7 +22,9 @@ class BatchState:
     page_table: Tensor  # int32 [R, pages of a request]
     page_size: int
     sampler: Sampler  # parameters and counts of R rows
-    states: Tensor  # int32 [2, R]: slots of recurrent states, 0 is nobody's; rows of the last block that stayed
+    states: (
+        Tensor  # int32 [2, R]: slots of recurrent states (0: of no request); rows of the last block that were committed
+    )
     recurrent: bool  # whether there are such states
 
     @classmethod
@@ -44,7 +46,7 @@ class BatchState:
         )
 
     def rows(self, batch: int, block: int = 1) -> Rows:
-        """Blocks of the first `batch` rows as they stand now, whatever advances their lengths later."""
+        """Returns the blocks of the first `batch` rows, with a copy of their current lengths."""
         states = None
         if self.recurrent:
             slots, stay = self.states[:, :batch]
@@ -52,12 +54,12 @@ class BatchState:
         return Rows(self.lengths[:batch].clone(), self.page_table[:batch], self.page_size, states=states)
 
     def stay(self, counts: Tensor) -> None:
-        """So many rows [B] of the block that was read are committed."""
+        """Stores how many rows [B] of the block were committed."""
         if self.recurrent:
             self.states[1, : len(counts)].copy_(counts)
 
     def add(self, row: int, request: Request) -> None:
-        """Give a free row to a request whose known tokens are in its pages."""
+        """Gives a free row to a request. Its known tokens are in its pages."""
         self.sampler.set(row, request.params, request.prompt_ids, request.tokens, request.stop_ids, request.limit)
         self.lengths[row] = len(request.known_ids)
         self.active[row] = True
@@ -71,7 +73,7 @@ class BatchState:
         self.page_table[row, : len(pages)].copy_(to_device(pages, torch.int32, self.page_table.device))
 
     def move(self, source: int, target: int) -> None:
-        """Row `target`, whose request is gone, becomes that of row `source`."""
+        """Copies row `source` to row `target`, which is free."""
         for field in (self.lengths, self.last_token, self.page_table):
             field[target].copy_(field[source])
         if self.recurrent:

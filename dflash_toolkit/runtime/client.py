@@ -1,7 +1,7 @@
-"""The asking side of an engine, for asyncio: any number of tasks wait for their answers. Without torch.
+"""The client of an engine, for asyncio: any number of tasks wait for their answers. Without torch.
 
-Every event loop has a connection of its own to the engine's socket; the engine ends what was asked for on a connection
-that is gone.
+Every event loop has its own connection to the engine's socket. The engine cancels the requests of a connection that
+closes.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 COMPILE_S = 60.0
-request_name: ContextVar[str] = ContextVar("request_name", default="")  # what logs call what is asked for now
+request_name: ContextVar[str] = ContextVar("request_name", default="")  # name of new requests in logs
 
 
 class EngineClosedError(Exception):
-    """The engine is shutting down, or has failed; the answer will not be finished.
+    """The engine is shutting down or has failed; the answer will not be finished.
 
     Attributes:
         code: "server_shutting_down" or "engine_failed", for programs.
@@ -43,7 +43,7 @@ class EngineClosedError(Exception):
 
 
 class RequestFailedError(Exception):
-    """The engine could not finish this request; others go on."""
+    """The engine could not finish this request; others continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +54,37 @@ class Progress:
     step: Step | None  # None: the prefill, which verifies nothing
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
-    cached_tokens: int = 0  # of the prompt, brought by a prefix hit
+    cached_tokens: int = 0  # of the prompt, from a prefix hit
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, checked and not yet sent."""
+class PreparedRequest:
+    """A request that was checked and is not sent yet."""
 
     prompt_ids: list[int]
-    params: SamplingParams  # its seed is not looked at
+    params: SamplingParams  # its seed is ignored
     seed: int
     key: str = ""
     priority: int = 0
 
-    def with_seed(self, seed: int) -> "Asked":
-        """The same prompt once more, for an answer of its own."""
+    def with_seed(self, seed: int) -> "PreparedRequest":
+        """Returns a request for another answer to the same prompt."""
         return replace(self, seed=seed)
 
 
 class Responses:
-    """What some requests get, as it comes: an asynchronous iterator of (number of the request, progress).
+    """The progress of some requests: an asynchronous iterator of (number of the request, progress).
 
-    It ends when every request has a `finish_reason` or was cancelled. The end of the `with` block cancels those that
-    are left. Decoding does not wait for whoever iterates.
+    It ends when every request has a `finish_reason` or was cancelled. The end of the `with` block cancels the rest.
+    Decoding does not wait for the iterating task.
 
     Raises, while iterating:
-        EngineClosedError: the engine was closed before that, or has failed.
+        EngineClosedError: the engine was closed or has failed before the end.
         RequestFailedError: the engine could not finish one of them.
     """
 
-    def __init__(self, connection: "_Connection", requests: Sequence[Asked]) -> None:
+    def __init__(self, connection: "_Connection", requests: Sequence[PreparedRequest]) -> None:
         self.requests = requests
         self._connection, self._open = connection, set(range(len(requests)))
         self._first = connection.send(self, requests)
@@ -92,18 +92,18 @@ class Responses:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: tuple[int, Progress] | Exception) -> None:
-        """The next item; in the event loop's thread."""
+        """Adds the next item, in the event loop's thread."""
         self._came.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def put_from_elsewhere(self, error: Exception) -> None:
-        """An error as the next item, from any thread."""
-        with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody listens
+        """Adds an error as the next item, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._connection.loop.call_soon_threadsafe(self.put, error)
 
     def cancel(self, *numbers: int) -> None:
-        """Take these requests out of the batch; nothing more is said of them."""
+        """Cancels requests; they make no further progress."""
         self._open.difference_update(numbers)
         if numbers:
             self._came = deque(item for item in self._came if isinstance(item, Exception) or item[0] in self._open)
@@ -120,7 +120,7 @@ class Responses:
 
     @property
     def ready(self) -> bool:
-        """Whether the next item is there already."""
+        """Whether the next item has arrived."""
         return bool(self._came)
 
     async def __anext__(self) -> tuple[int, Progress]:
@@ -141,7 +141,7 @@ class Responses:
 
 
 class _Connection:
-    """One event loop's connection."""
+    """The connection of one event loop."""
 
     def __init__(self, path: Path, lost: Any) -> None:
         self.loop = asyncio.get_running_loop()
@@ -156,15 +156,15 @@ class _Connection:
         self._writing = False
         self.loop.add_reader(connected, self._read)
 
-    def send(self, responses: Responses, requests: Sequence[Asked]) -> int:
-        """Ask; the number of the first."""
+    def send(self, responses: Responses, requests: Sequence[PreparedRequest]) -> int:
+        """Sends requests; returns the number of the first."""
         numbers = [next(self._next) for _ in requests]
         for place, number in enumerate(numbers):
             self.waiting[number] = responses, place
         for _, group in itertools.groupby(zip(numbers, requests, strict=True), lambda pair: id(pair[1].params)):
             some = list(group)
             one = some[0][1]
-            self.tell(
+            self.write(
                 Ask(
                     [number for number, _ in some],
                     [asked.prompt_ids for _, asked in some],
@@ -178,18 +178,18 @@ class _Connection:
         return numbers[0]
 
     def compile(self, params: SamplingParams) -> "asyncio.Future[str | None]":
-        """Have a grammar read; why it cannot be used, or None."""
+        """Compiles a grammar; the result is why it cannot be used, or None."""
         number = next(self._next)
         found = self.compiling[number] = self.loop.create_future()
-        self.tell(Compile(number, params))
+        self.write(Compile(number, params))
         return found
 
     def cancel(self, numbers: list[int]) -> None:
         mine = [number for number in numbers if self.waiting.pop(number, None) is not None]
         if mine and not self.channel.gone:
-            self.tell(Cancel(mine))
+            self.write(Cancel(mine))
 
-    def tell(self, message: Any) -> None:
+    def write(self, message: Any) -> None:
         try:
             self.channel.send(message)
         except OSError:
@@ -197,14 +197,14 @@ class _Connection:
         self._flush_later()
 
     def close(self) -> None:
-        """Stop listening; in the loop's thread."""
+        """Closes the connection, in the loop's thread."""
         if not self.loop.is_closed() and self.channel.fileno() >= 0:
             self.loop.remove_reader(self.channel.socket)
             self.loop.remove_writer(self.channel.socket)
         self.channel.close()
 
     def _flush_later(self) -> None:
-        """What the socket did not take goes when it can."""
+        """Sends the rest when the socket accepts it."""
         pending = self.channel.pending and not self.channel.gone
         if pending and not self._writing:
             self.loop.add_writer(self.channel.socket, self._write)
@@ -242,7 +242,7 @@ class _Connection:
     def _deliver(self, item: Item) -> None:
         found = self.waiting.get(item.number)
         if found is None:
-            return  # cancelled meanwhile
+            return  # it was cancelled
         responses, number = found
         if item.error is not None or item.finish_reason is not None:
             del self.waiting[item.number]
@@ -256,7 +256,7 @@ class _Connection:
         responses.put((number, progress))
 
     def _end(self, reason: str = "the engine has ended") -> None:
-        """The engine has gone."""
+        """Ends all answers: the engine has closed."""
         self.channel.gone = True
         self.close()
         error = self._lost(self, reason)
@@ -270,16 +270,16 @@ class _Connection:
 
 
 class EngineClient:
-    """Asks an engine that listens on a Unix socket; for as many event loops as like.
+    """The client of an engine that listens on a Unix socket, for any number of event loops.
 
     Args:
         path: of the socket.
-        info: what the engine said when it was ready.
-        tokenizer: the target's, for whoever has text.
-        again: another engine may come to listen on the path, when this one has failed.
+        info: what the engine sent when it was ready.
+        tokenizer: the target's, for text prompts.
+        again: another engine may listen on the path after this one has failed.
 
     Attributes:
-        broken: why no request can be served now, if so.
+        broken: why no request can be served, if so.
     """
 
     def __init__(self, path: Path, info: Info, tokenizer: Any = None, again: bool = False) -> None:
@@ -294,20 +294,22 @@ class EngineClient:
     def broken(self) -> Exception | None:
         return self._broken
 
-    def request(self, prompt_ids: Sequence[int], params: SamplingParams, key: str = "", priority: int = 0) -> Asked:
-        """A request for `decode`.
+    def request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, key: str = "", priority: int = 0
+    ) -> PreparedRequest:
+        """Returns a checked request for `decode`.
 
         Raises:
-            EngineClosedError: none is served any more.
+            EngineClosedError: the engine is closed or has failed.
             PromptError, BiasError, UserError: see `Capacity.check`.
         """
         self._check()
         prompt = list(prompt_ids)
         self.info.capacity.check(prompt, params)
-        return Asked(prompt, params, params.seed, key, priority)
+        return PreparedRequest(prompt, params, params.seed, key, priority)
 
-    def decode(self, requests: Sequence[Asked]) -> Responses:
-        """Send requests, and get theirs: `with engine.decode(requests) as responses: async for ... in responses`.
+    def decode(self, requests: Sequence[PreparedRequest]) -> Responses:
+        """Sends requests: `with engine.decode(requests) as responses: async for ... in responses`.
 
         Raises:
             EngineClosedError: `close` was called, or the engine has failed.
@@ -316,11 +318,11 @@ class EngineClient:
         return Responses(self._connection(), requests)
 
     async def compile(self, params: SamplingParams) -> None:
-        """Have the engine read the grammar of requests to come, so that `decode` waits for nothing.
+        """Compiles the grammar of future requests, so that `decode` does not wait for it.
 
         Raises:
-            EngineClosedError: it has failed or ended.
-            GrammarError: the grammar cannot be used, or takes longer than COMPILE_S.
+            EngineClosedError: the engine has failed or ended.
+            GrammarError: the grammar cannot be used, or compiles longer than COMPILE_S.
         """
         if params.grammar is None:
             return
@@ -339,12 +341,12 @@ class EngineClient:
             raise GrammarError(error)
 
     async def ping(self) -> Stats:
-        """What the engine says of itself between two steps. Raises EngineClosedError."""
+        """Returns the engine's counts, between two steps. Raises EngineClosedError."""
         self._check()
         connection = self._connection()
         pong = connection.loop.create_future()
         connection.pongs.append(pong)
-        connection.tell(Ping())
+        connection.write(Ping())
         try:
             stats: Stats = await pong
         except asyncio.CancelledError:
@@ -354,14 +356,14 @@ class EngineClient:
         return stats
 
     async def check(self, timeout_s: float) -> None:
-        """Raises EngineClosedError unless requests are served and the engine answers within `timeout_s` seconds."""
+        """Raises EngineClosedError unless the engine replies within `timeout_s` seconds."""
         try:
             await asyncio.wait_for(self.ping(), timeout_s)
         except TimeoutError:
             raise EngineClosedError(failed=True) from None
 
     def close(self) -> None:
-        """End every answer with EngineClosedError; later requests are refused. From any thread."""
+        """Ends every answer with EngineClosedError and refuses later requests. From any thread."""
         self._closing = True
         for connection in list(self._connections.values()):
             for responses in {id(r): r for r, _ in connection.waiting.values()}.values():
@@ -369,7 +371,7 @@ class EngineClient:
 
     def _check(self) -> None:
         if self._again and not self._closing and self._broken is not None:
-            self._broken = None  # `_connection` sees whether somebody listens again
+            self._broken = None  # `_connection` tries whether an engine listens again
             self._connection()
         if self._closing or self.broken is not None:
             raise self._closed_error()
@@ -395,10 +397,10 @@ class EngineClient:
 
 
 class AsyncEngine(EngineClient):
-    """An engine in a thread of this process, asked as one in another is.
+    """An engine in a thread of this process, with the same interface as one in another process.
 
     Attributes:
-        engine: only the thread steps it.
+        engine: stepped by the thread alone.
     """
 
     def __init__(self, engine: "Engine", tokenizer: Any = None) -> None:
@@ -418,12 +420,12 @@ class AsyncEngine(EngineClient):
         return self._loop.failure or self._broken
 
     def close(self) -> None:
-        """End every answer now, and the thread after the step under way."""
+        """Ends every answer now, and the thread after the current step."""
         super().close()
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread has ended; whether it has within `timeout_s` seconds."""
+        """Waits for the thread; returns whether it has ended within `timeout_s` seconds."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""How long a block to draft: what measured step times and each request's recent acceptance promise."""
+"""Chooses how long a block to draft, from measured step times and each request's recent acceptance."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ SIZES = (1, 2, 4, 8, 16)
 
 
 def block_sizes(longest: int) -> tuple[int, ...]:
-    """The block lengths to choose from: 1 is plain decoding, the drafter's own is the longest."""
+    """Returns the block lengths to choose from: 1 is plain decoding, the drafter's own is the longest."""
     return (*(s for s in SIZES if s < longest), longest)
 
 
@@ -17,16 +17,17 @@ class BlockChooser:
     """Picks the block length that promises the batch the most tokens per second.
 
     A block of S commits (1 - a^S) / (1 - a) tokens on average when every drafted token is accepted with conditional
-    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain. A batch that decodes
-    plainly drafts one short block now and then to see whether drafting pays again: soon at first, as the start of an
-    answer says little about the rest, and ever more seldom; sooner again the more of its requests were never tried.
-    What is drafted before anything was judged is such a try, and awaited before the next.
+    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain.
+
+    A batch in plain decoding drafts one short block from time to time, to find out whether drafting pays again: soon
+    at first, as the start of an answer says little about the rest, and then more rarely; sooner if many of its requests
+    had no draft yet. The first draft of all is also such a probe, and the next one waits for its result.
     """
 
     GAIN = 1.02
-    PROBE = 4  # tokens of the block that is tried, at most where there are shorter ones
-    DOUBTFUL = 0.3  # an acceptance at which drafts begin to pay: a try is as long as it would be best then
-    FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes, doubling
+    PROBE = 4  # the longest probe, if there are such short blocks
+    DOUBTFUL = 0.3  # acceptance at which drafts begin to pay; a probe has the best length for it
+    FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes; doubles
 
     def __init__(self, sizes: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
         self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
@@ -40,7 +41,7 @@ class BlockChooser:
         rates = [request.acceptance.rate for request in requests]
 
         def promise(size: int, rates: Sequence[float]) -> float:
-            """Tokens a second."""
+            """Returns tokens per second."""
             return sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size]
 
         promised = {size: promise(size, rates) for size in self._sizes}
@@ -66,6 +67,6 @@ class BlockChooser:
 
 
 def expected_tokens(rate: float, block: int) -> float:
-    """Tokens that a block commits on average, the bonus token included."""
+    """Returns the tokens that a block commits on average, the bonus token included."""
     rate = min(max(rate, 0.0), 1.0)
     return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)

@@ -1,4 +1,4 @@
-"""The engine: a target and its drafter, many requests at once. Not thread-safe; `loop.py` steps it for others."""
+"""The engine: a target and its drafter decode many requests at once. Not thread-safe; `loop.py` steps it."""
 
 import logging
 import weakref
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the engine was made."""
+    """Counts since the engine was created."""
 
     requests: int = 0  # finished
     prompt_tokens: int = 0  # of finished requests
-    cached_prompt_tokens: int = 0  # of them, brought by prefix hits
+    cached_prompt_tokens: int = 0  # those of them that came from prefix hits
     generated_tokens: int = 0
     steps: int = 0  # verifications, counted per request
     drafted: int = 0
     accepted: int = 0
     drafted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that drafted at least k tokens
-    accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] of them, those that accepted k or more
+    accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that accepted at least k tokens
     preemptions: int = 0
-    draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of the batch, by tokens drafted a row
-    tree_nodes: list[int] = field(default_factory=list)  # [S - 1] of draft trees, verified, by their depth
-    tree_nodes_accepted: list[int] = field(default_factory=list)  # [S - 1] of them, also behind an answer's end
+    draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of the batch, by drafted tokens per row
+    tree_nodes: list[int] = field(default_factory=list)  # [S - 1] verified nodes of draft trees, by depth
+    tree_nodes_accepted: list[int] = field(default_factory=list)  # [S - 1] accepted nodes, also after an answer's end
 
     def add_trees(self, result: TreeStepResult) -> None:
         """Counts the nodes of a step over trees."""
@@ -73,7 +73,7 @@ class EngineStats:
 
 
 def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What drafts are computed in, fp8 or full; auto is fp8 where that was measured to be faster: Hopper, bf16."""
+    """Returns the precision of drafts, fp8 or full; auto is fp8 where measurements show it is faster: Hopper, bf16."""
     if asked != "auto":
         return asked
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -81,15 +81,15 @@ def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def operations(device: torch.device) -> Ops:
-    """The operations on a device. Raises UnsupportedModel where decoding steps do not run."""
+    """Returns the operations of a device. Raises UnsupportedModel if it cannot run decoding steps."""
     if reason := unsupported(device):
         raise UnsupportedModel(reason)
-    flash.installed(device)  # loaded now and not in somebody's first long prompt
+    flash.installed(device)  # loads it now, and not in the first long prompt
     return ops_for(device)
 
 
 def expected_of_first_requests() -> RollingAcceptance:
-    """The acceptance of a request that has no blocks of its own yet: what some hundred blocks of others had."""
+    """Returns the expected acceptance of a request without blocks: an average over some hundred blocks of others."""
     return RollingAcceptance(weight=3, decay=0.99)
 
 
@@ -100,11 +100,11 @@ class Engine:
         tokenizer: the target's, for requests with a grammar.
 
     Attributes:
-        grammars: compiled ones; who asks for a new one beforehand does not make `request` wait.
+        grammars: compiled grammars; `request` does not wait for one that is compiled before.
         context_limit: prompt and answer together, in tokens.
-        vocabulary: prompt ids must be below this.
-        capacity: what it can hold of one request.
-        stats: what happened so far.
+        vocabulary: prompt ids are below this.
+        capacity: the largest request.
+        stats: counts so far.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Engine:
         self._stop_ids = frozenset(stop_ids)
         self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
-        self._times: Times = {}  # of steps, those over trees too
+        self._times: Times = {}  # of steps, also of those over trees
         longest = drafter.config.block_size if drafter else 1
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
@@ -177,10 +177,10 @@ class Engine:
         with beside_the_weights(options):
             room = room_for_cache(runner, specs, options, self.context_limit)
             self.runner = runner(room)
-        slots = range(1 + max_num_seqs, 1 + max_num_seqs + kept_states)  # behind those of requests
+        slots = range(1 + max_num_seqs, 1 + max_num_seqs + kept_states)  # after the slots of requests
         self.pool = PagePool(room.pages, options.page_size, slots)
         self.capacity = Capacity(self.context_limit, self.vocabulary)
-        own = weakref.proxy(self)  # an engine that nobody holds any more is gone at once, with the memory it has
+        own = weakref.proxy(self)  # no reference cycle: an unused engine frees its memory at once
         self.scheduler = Scheduler(
             self.runner,
             self.pool,
@@ -195,7 +195,7 @@ class Engine:
         )
 
     def load_drafter(self, drafter: Drafter) -> None:
-        """Draft with the weights of another drafter of the same shape; captured steps stay as they are.
+        """Uses the weights of another drafter of the same shape; captured steps stay valid.
 
         Raises:
             ValueError: requests are unfinished, there is no drafter in bf16 or more, or a prefix cache would keep
@@ -216,7 +216,7 @@ class Engine:
         group: str = "",
         priority: int = 0,
     ) -> Request:
-        """Queue a prompt; `step` works on it. Raises UserError, see `request`."""
+        """Queues a prompt for `step`. Raises UserError, see `request`."""
         request = self.request(prompt_ids, params, on_progress, key=key, group=group, priority=priority)
         self.scheduler.add(request)
         return request
@@ -231,11 +231,11 @@ class Engine:
         group: str = "",
         priority: int = 0,
     ) -> Request:
-        """A request, checked and not yet queued.
+        """Returns a checked request, which is not queued yet.
 
         Args:
-            key: whose it is; all keys are given as much (`line.py`).
-            group: a name for what is asked for together, which is computed one after the other.
+            key: API key; the queue is fair between keys (`wait_queue.py`).
+            group: name of requests that were sent together; they run one after the other.
             priority: lower is earlier, as in vLLM.
 
         Raises:
@@ -253,7 +253,7 @@ class Engine:
         )
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """Of the grammar of a request; None if it has none. From any thread. Raises GrammarError, see `Grammars`."""
+        """Returns the matcher of a request's grammar, if any. From any thread. Raises GrammarError, see `Grammars`."""
         if not params.grammar:
             return None
         if self.options.synthetic:
@@ -264,7 +264,7 @@ class Engine:
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._stop_ids)
 
     def reset_acceptance(self) -> None:
-        """Expect of new requests what an engine's first ones are expected to accept; for benchmarks of those.
+        """Resets the expected acceptance to that of a new engine, for benchmarks.
 
         Raises:
             ValueError: requests are unfinished.
@@ -277,11 +277,11 @@ class Engine:
         self.scheduler.choose_shape = self._chooser()
 
     def cancel(self, request: Request) -> None:
-        """Discard a request; nothing more is reported about it."""
+        """Discards a request; there are no more reports about it."""
         self.scheduler.cancel(request)
 
     def step(self) -> bool:
-        """One turn: at most a chunk of prefill and a step of the batch. False when there is nothing left to do."""
+        """Runs one turn: chunks of prompts, and a step of the batch. Returns False if there is nothing left to do."""
         if self.scheduler.idle:
             return False
         self.scheduler.advance()
@@ -289,9 +289,9 @@ class Engine:
         return True
 
     def prepare(self) -> bool:
-        """Capture one step that requests may ask for and that none has yet; False when all are there.
+        """Captures one step that requests may need and that has no graph yet; returns False if there is none.
 
-        A shape that is captured when a batch first has it makes that batch wait.
+        A batch with a shape that is not captured waits for the capture.
         """
         return self.runner.prepare(sorted({1, *self._sizes}), self._tree_shapes)
 
@@ -312,11 +312,11 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Generation]:
-        """Decode prompts to their ends, together; `params` are one for all or one each.
+        """Decodes prompts together until all have ended; `params` are one for all, or one for each.
 
         Raises:
             UserError: see `request`.
-            Exception: what ended one of them; after all the others have ended.
+            Exception: the error that ended one of them, after all others have ended.
         """
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         requests = [self.request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
@@ -325,7 +325,7 @@ class Engine:
                 self.scheduler.add(request)
             while not all(request.finished for request in requests):
                 self.step()
-        except BaseException:  # Ctrl-C too: nobody waits for these any more
+        except BaseException:  # also Ctrl-C: their answers are not needed any more
             for request in requests:
                 self.cancel(request)
             raise
@@ -374,7 +374,7 @@ class Engine:
             torch.__version__,
             str(runner.dtype),
             max_num_seqs,
-            (self.context_limit, self.options.page_size),  # which the splits of attention depend on
+            (self.context_limit, self.options.page_size),  # attention splits depend on them
             sizes,
             runner.target.spec,
             drafter,

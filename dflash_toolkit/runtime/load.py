@@ -1,4 +1,4 @@
-"""The one way to an engine: from names, whose checkpoints go from disk to the device, or from modules in memory."""
+"""Loads engines: from names of checkpoints, which are read to the device, or from modules in memory."""
 
 import sys
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     target: "TargetWeights"
     drafter: "DrafterWeights | None"
     stop_ids: tuple[int, ...]
 
     def engine(self, options: EngineOptions | None = None, tokenizer: Any = None) -> "Engine":
-        """An engine over these weights, which several may share. Raises UserError."""
+        """Returns an engine over these weights, which several engines may share. Raises UserError."""
         from .engine import Engine
 
         return Engine(self.target, self.drafter, self.stop_ids, options, tokenizer)
@@ -54,12 +54,12 @@ def load_engine(
     options = options or EngineOptions()
     if not isinstance(target, str):
         return load_parts(target, drafter, device, dtype, options).engine(options, target.tokenizer), target.tokenizer
-    if f"{__package__}.engine" not in sys.modules:  # else nothing is left to import, and the loader reads at once
+    if f"{__package__}.engine" not in sys.modules:  # otherwise nothing is left to import, and the loader reads at once
         read_ahead(drafter if isinstance(drafter, str) else None, target)
-    # not above: this imports torch and transformers, seconds in which the disk is to read already
+    # not above: it imports torch and transformers for seconds, while the disk already reads
     from ..models.target import load_config, load_tokenizer
 
-    load_config(target)  # says first if there is no such target
+    load_config(target)  # reports first if there is no such target
     tokenizer = load_tokenizer(target)
     return load_parts(target, drafter, device, dtype, options).engine(options, tokenizer), tokenizer
 
@@ -73,14 +73,14 @@ def load_parts(
     *,
     share: bool = False,
 ) -> Parts:
-    """Load a target and, unless it is None, its drafter; what is wrong shows before the large files are loaded.
+    """Loads a target and, unless it is None, its drafter. Checks everything before it loads the large files.
 
     Args:
-        target, drafter: Hugging Face id or directory, or modules; of a module the weights are copied.
-        device: auto, cpu or cuda; where a target in memory is, the engine is too.
+        target, drafter: Hugging Face id, directory, or module; weights of a module are copied.
+        device: auto, cpu or cuda; ignored for a target in memory.
         dtype: auto, bfloat16, float16 or float32; a target in memory keeps its own.
         options: refused if they do not fit.
-        share: a target in memory reads its own weights out of the engine's from then on, so that none is held twice.
+        share: a target in memory uses the engine's weights from then on, so that memory holds them once.
 
     Raises:
         UserError: one line that says what does not fit, is missing or is not supported.
@@ -120,7 +120,7 @@ def load_parts(
 
 
 def read_drafter(name: str, target: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> "Drafter":
-    """A drafter that fits the target. Raises UserError."""
+    """Loads a drafter that fits the target. Raises UserError."""
     from ..models.dflash.checkpoint import check_fits, load_drafter
     from .memory import for_the_drafter
 

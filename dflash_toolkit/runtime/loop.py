@@ -1,7 +1,7 @@
-"""The engine's side of its socket: one loop that takes requests, steps, and sends what every step brought.
+"""The engine's side of its socket: one loop that accepts requests, steps the engine, and sends the results.
 
-It runs in a process of its own (`serve/processes.py`), so that nothing else has a share in its interpreter lock, or in
-a thread (`client.AsyncEngine`).
+It runs in its own process (`serve/processes.py`), so that nothing else uses its interpreter lock, or in a thread
+(`client.AsyncEngine`).
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from .engine import Engine
 from .request import Request
 from .wire import CHUNK, Ask, Cancel, Channel, Compile, Compiled, Info, Item, Lost, Ping, Pong, Stats, Update
 
-COMPILERS = 4  # grammars that are compiled at the same time
+COMPILERS = 4  # grammars compiled at the same time
 FAILED = "the request could not be computed; see the server's log"
 log = logging.getLogger(__name__)
 
 
 def info_of(engine: Engine) -> Info:
-    """What those who ask must know."""
+    """Returns what front ends must know about the engine."""
     runner = engine.runner
     dtype = str(runner.dtype).removeprefix("torch.")
     place, method = f"{dtype} on {runner.device}", engine.options.draft_sample_method
@@ -39,23 +39,23 @@ def info_of(engine: Engine) -> Info:
 
 
 class _Front:
-    """Somebody who asks: a connection, and its requests by number."""
+    """A front end: its connection, and its requests by number."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.channel = Channel(connected)
         self.requests: dict[int, Request] = {}
-        self.items: list[Item] = []  # of the step under way
+        self.items: list[Item] = []  # of the current step
 
 
 class EngineLoop:
-    """Serves an engine on a Unix socket until `control` is closed on its other side, or the device fails.
+    """Serves an engine on a Unix socket until the other end of `control` closes, or the device fails.
 
     Args:
-        path: of the socket, which is made here.
-        control: a connected socket; where it ends, so does the loop.
+        path: of the socket, which is created here.
+        control: a connected socket; the loop ends when it closes.
 
     Attributes:
-        failure: why nothing is served any more.
+        failure: the error that ended the loop, if any.
     """
 
     def __init__(self, engine: Engine, path: Path, control: socket.socket) -> None:
@@ -74,7 +74,7 @@ class EngineLoop:
         self._asked = itertools.count()
         self._compilers = ThreadPoolExecutor(COMPILERS, "grammars")
         self._done: queue.SimpleQueue[tuple[_Front, Future[Compiled]]] = queue.SimpleQueue()
-        self._woken, self._waker = socket.socketpair()  # readable when something is done
+        self._woken, self._waker = socket.socketpair()  # readable when a grammar is compiled
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -102,20 +102,20 @@ class EngineLoop:
     # ---- what comes in -----------------------------------------------------------------------------------
 
     def _poll(self, timeout_s: float | None) -> None:
-        """Do what was asked for; wait where there is nothing else to do."""
+        """Handles messages; waits for one if there is nothing else to do."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 connected, _ = self._listener.accept()
                 front = self._fronts[connected.fileno()] = _Front(connected)
                 self._selector.register(connected, selectors.EVENT_READ, front)
             elif key.fileobj is self._woken:
-                self._tell_compiled()
+                self._send_compiled()
             elif key.fileobj is self._control:
                 self._closed = self._closed or not self._control.recv(1)
             else:
-                self._hear(key.data)
+                self._receive(key.data)
 
-    def _hear(self, front: _Front) -> None:
+    def _receive(self, front: _Front) -> None:
         for message in front.channel.receive():
             match message:
                 case Ask():
@@ -125,20 +125,22 @@ class EngineLoop:
                 case Compile():
                     self._compile(front, message)
                 case Ping():
-                    self._tell(front, Pong(self.stats()))
+                    self._send_message(front, Pong(self.stats()))
         if front.channel.gone:
             self._discard(front)
         elif front.channel.pending:
-            self._tell(front, None)
+            self._send_message(front, None)
 
     def _ask(self, front: _Front, ask: Ask) -> None:
         group = f"{next(self._asked)}" if len(ask.numbers) > 1 else ""
         for number, prompt, seed in zip(ask.numbers, ask.prompts, ask.seeds, strict=True):
-            told = functools.partial(self._on_progress, front, number)
+            on_progress = functools.partial(self._on_progress, front, number)
             params = replace(ask.params, seed=seed)
             try:
-                request = self.engine.request(prompt, params, told, key=ask.key, group=group, priority=ask.priority)
-            except UserError as error:  # asked for without having looked at `Info`
+                request = self.engine.request(
+                    prompt, params, on_progress, key=ask.key, group=group, priority=ask.priority
+                )
+            except UserError as error:  # the front end has not checked it against `Info`
                 front.items.append(_ended(number, str(error)))
                 continue
             request.name = ask.name
@@ -146,7 +148,7 @@ class EngineLoop:
             self.engine.scheduler.add(request)
 
     def _compile(self, front: _Front, asked: Compile) -> None:
-        """In a thread: it may take seconds, and nobody's step waits."""
+        """Compiles a grammar in a thread: it may take seconds, and steps must not wait."""
 
         def compiled() -> Compiled:
             try:
@@ -165,17 +167,17 @@ class EngineLoop:
 
         self._compilers.submit(compiled).add_done_callback(done)
 
-    def _tell_compiled(self) -> None:
+    def _send_compiled(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(CHUNK)
         with contextlib.suppress(queue.Empty):
             while True:
                 front, future = self._done.get_nowait()
                 if front.channel.fileno() in self._fronts:
-                    self._tell(front, future.result())
+                    self._send_message(front, future.result())
 
     def _discard(self, front: _Front) -> None:
-        """It has gone: nobody waits for its answers."""
+        """Removes a front end that has closed, and cancels its requests."""
         del self._fronts[front.channel.fileno()]
         self._selector.unregister(front.channel.socket)
         front.channel.close()
@@ -186,7 +188,7 @@ class EngineLoop:
 
     def _on_progress(self, front: _Front, number: int, request: Request, step: Step | None) -> None:
         generation = request.generation
-        # the prefill's one, and not once more what was sent before an error
+        # without a step: the prefill's token, or an error, before which all tokens were sent
         tokens = step.tokens if step is not None else [] if request.error else generation.tokens
         logprobs = generation.logprobs[len(generation.tokens) - len(tokens) :] if generation.logprobs else []
         drafted, accepted = (-1, 0) if step is None else (step.drafted, step.accepted)
@@ -200,7 +202,7 @@ class EngineLoop:
                 logprobs,
                 request.cached_tokens,
                 generation.prompt_logprobs if step is None else None,
-                None if request.error is None else _said(request.error),
+                None if request.error is None else _message_of(request.error),
             )
         )
         if request.finished:
@@ -210,9 +212,9 @@ class EngineLoop:
         for front in list(self._fronts.values()):
             if front.items:
                 items, front.items = front.items, []
-                self._tell(front, Update(items))
+                self._send_message(front, Update(items))
 
-    def _tell(self, front: _Front, message: Any | None) -> None:
+    def _send_message(self, front: _Front, message: Any | None) -> None:
         try:
             if message is None:
                 front.channel.flush()
@@ -221,7 +223,7 @@ class EngineLoop:
         except OSError:
             self._discard(front)
             return
-        # where it reads slowly, the rest goes when it can
+        # if it reads slowly, the rest is sent later
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if front.channel.pending else 0)
         self._selector.modify(front.channel.socket, events, front)
 
@@ -244,7 +246,7 @@ class EngineLoop:
     # ---- what fails --------------------------------------------------------------------------------------
 
     def _break(self, error: Exception) -> None:
-        """Whoever waits gets the error; later requests are served if the device still answers."""
+        """Ends all requests with the error. Later requests are served if the device still works."""
         log.error("a step failed", exc_info=error)
         lost: list[Request] = []
         for front in self._fronts.values():
@@ -252,7 +254,7 @@ class EngineLoop:
             lost += front.requests.values()
             front.requests = {}
         self._cancel(lost)
-        try:  # requests that hold no row are cancelled without asking the device
+        try:  # cancelling requests without a row does not use the device
             self.engine.runner.check()
             self.engine.scheduler.remove_rows()
         except Exception as failure:
@@ -268,16 +270,16 @@ class EngineLoop:
     def _give_up(self, failure: Exception) -> None:
         if self._closed:
             return
-        log.error("the device does not answer any more", exc_info=failure)
+        log.error("the device has failed", exc_info=failure)
         self.failure, self._closed = failure, True
         self.engine.scheduler.abandon()
         for front in list(self._fronts.values()):
             front.items.clear()
-            self._tell(front, Lost(str(failure)))
+            self._send_message(front, Lost(str(failure)))
 
 
-def _said(error: Exception) -> str:
-    """What a client is told."""
+def _message_of(error: Exception) -> str:
+    """Returns the error message for a client."""
     return str(error) if isinstance(error, UserError) else FAILED
 
 

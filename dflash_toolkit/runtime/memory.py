@@ -1,4 +1,4 @@
-"""How many pages the cache gets, and how much scratch the graphs."""
+"""Divides the GPU's memory between the cache and the graphs, and explains what does not fit."""
 
 import contextlib
 import functools
@@ -24,26 +24,26 @@ from .trees.budget import row_buckets
 from .weights import TargetWeights
 
 GIB = 1 << 30
-CPU_TOKENS = 16384  # on a CPU, unless one request needs more
-GRAPHS_BYTES = 1 * GIB  # of the driver's own memory, which no allocator reports: some 5 MiB a captured graph
+CPU_TOKENS = 16384  # tokens of the cache on a CPU, unless one request needs more
+GRAPHS_BYTES = 1 * GIB  # memory of the driver, which no allocator reports: about 5 MiB per graph
 
 
 class Room(NamedTuple):
-    """What an engine's memory is shared out to, beside the weights."""
+    """The memory of an engine, without the weights."""
 
     pages: int  # of the cache, the null block included
-    scratch: int = 0  # bytes that the largest step takes, which graphs have from the first on
+    scratch: int = 0  # bytes that the largest step takes; graphs have them from the first capture on
 
 
 class Workspace(NamedTuple):
-    """Bytes that the largest passes take beside what is allocated before them."""
+    """Bytes that the largest passes take, without what is allocated before them."""
 
     step: int
     prefill: int
 
     @property
     def total(self) -> int:
-        """Graphs keep a step's for themselves. Beside them there is a chunk of a prompt, or a step that runs once
+        """The graphs keep the memory of a step. At the same time there is a chunk of a prompt, or a step that runs once
         before it is captured."""
         return self.step + max(self.step, self.prefill)
 
@@ -54,18 +54,18 @@ def room_for_cache(
     options: EngineOptions,
     context: int,
 ) -> Room:
-    """Pages for the cache, and the scratch of the largest step.
+    """Returns the pages of the cache, and the scratch of the largest step.
 
-    On a GPU the cache gets what is left of `gpu_memory_utilization` once the weights are there and a prefill chunk and
-    the largest step have shown what they need beside them.
+    On a GPU the cache gets what is left of `gpu_memory_utilization` after the weights and the measured needs of a
+    prefill chunk and of the largest step.
 
     Args:
-        runner: makes a step runner with so much of it.
-        specs: of the target and, if there is one, the drafter.
+        runner: makes a step runner with this room.
+        specs: of the target and, if any, the drafter.
 
     Raises:
-        UserError: not even one request of `context` tokens would fit, or not `kv_cache_tokens`, or the largest step
-            fails for want of memory; says what is missing and which option helps.
+        UserError: a request of `context` tokens, `kv_cache_tokens`, or the largest step does not fit; the message
+            says what is missing and which option helps.
     """
     probe = runner(Room(pages=2))
     device, dtype_bytes = probe.device.type, probe.dtype.itemsize
@@ -75,7 +75,7 @@ def room_for_cache(
     if device == "cpu":
         return Room(1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
     bytes_of_page = size * sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
-    # what is asked for by its size may take all of the memory
+    # a cache of a given size may use all of the memory
     share = options.gpu_memory_utilization if wanted is None else 1.0
     free, scratch = _free_beside(probe, options, share)
     pages = int(free // bytes_of_page) - 1
@@ -89,18 +89,18 @@ def room_for_cache(
             what, way_out = f"a cache of {options.kv_cache_tokens} tokens", f"lower kv_cache_tokens or {rows}"
         said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}{_without_trees(options)}"
         raise UnsupportedModel(said, gpus=2) if wanted is None else UserError(said)
-    # behind the last even a prefix cache has little use for more
+    # even a prefix cache has little use for more pages
     return Room(1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
 
 
 def _without_trees(options: EngineOptions) -> str:
-    """The end of a way out."""
+    """Returns the end of a message for engines with draft trees."""
     return ", or set draft_tree to 0" if options.draft_tree else ""
 
 
 @contextlib.contextmanager
 def beside_the_weights(options: EngineOptions) -> Iterator[None]:
-    """Raises UserError, naming the options that help, where what an engine makes of loaded weights finds no memory."""
+    """Raises UserError, naming the options that help, if an engine runs out of memory after its weights are loaded."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -108,14 +108,14 @@ def beside_the_weights(options: EngineOptions) -> Iterator[None]:
             "take draft_dtype full, which keeps no fp8 copy of the head, or " if options.draft_dtype == "fp8" else ""
         )
         raise UserError(
-            f"GPU memory does not hold the engine beside the weights ({_said(error)}); {copies}lower max_num_seqs, "
+            f"the weights leave too little GPU memory for the engine ({_said(error)}); {copies}lower max_num_seqs, "
             f"max_model_len or kv_cache_tokens{_without_trees(options)}"
         ) from error
 
 
 @contextlib.contextmanager
 def for_the_drafter(device: torch.device) -> Iterator[None]:
-    """Raises UserError where a drafter's weights find no memory on the GPU."""
+    """Raises UserError if the drafter's weights do not fit on the GPU."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -131,7 +131,7 @@ def _said(error: torch.OutOfMemoryError) -> str:
 
 
 def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UnsupportedModel if a target's weights are more than the GPU has free."""
+    """Raises UnsupportedModel if a target's weights need more memory than the GPU has free."""
     if device.type != "cuda":
         return
     weights = TargetWeights.empty(spec, torch.device("meta"), dtype)
@@ -140,24 +140,24 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
     if needed > free:
         raise UnsupportedModel(
             f"target {name}: its weights take {needed / GIB:.1f} GiB and the GPU has {free / GIB:.1f} of "
-            f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too little; "
+            f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too few; "
             f"take a smaller target, or serve this one on several GPUs with vLLM or SGLang",
-            # a power of two divides heads; a quarter of each GPU is left to caches
+            # heads divide by a power of two; a quarter of each GPU is left for caches
             gpus=max(2, int(2 ** math.ceil(math.log2(needed / (0.75 * total))))),
         )
 
 
 def check_fp8(spec: ModelSpec, device: torch.device) -> None:
-    """Raises UnsupportedModel if a target's weights are in fp8 and the GPU does not multiply in it."""
+    """Raises UnsupportedModel if a target's weights are FP8 and the GPU has no FP8 products."""
     if spec.fp8_blocks and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise UnsupportedModel(
-            f"{name} does not multiply in fp8, as the target's weights are; take one that is not in fp8"
+            f"{name} has no FP8 matrix products, and the target's weights are FP8; use a target in 16 bits"
         )
 
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UnsupportedModel if the kernels do not take attention heads that wide on this GPU."""
+    """Raises UnsupportedModel if the kernels do not support attention heads of this size on this GPU."""
     _, head_dim = spec.kv_heads
     if reason := unsupported_heads(device, head_dim, dtype):
         fits = dtype.itemsize > 2 and not unsupported_heads(device, head_dim, torch.bfloat16)
@@ -169,15 +169,14 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
 
 
 def _free_beside(probe: StepRunner, options: EngineOptions, share: float) -> tuple[float, int]:
-    """Bytes of this share of the memory that the cache may take, beside the weights and the largest passes, and those
-    of the largest step."""
+    """Returns the bytes that the cache may take from this share of the memory, and the bytes of the largest step."""
     cut = chunk_size(options.max_num_batched_tokens or 0)
     try:
         workspace = workspace_of(probe, cut)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"GPU memory does not hold a step of {probe.max_num_seqs} requests and a chunk of {cut} tokens beside the "
-            f"weights ({_said(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
+            f"the weights leave too little GPU memory for a step of {probe.max_num_seqs} requests and a chunk of {cut} "
+            f"tokens ({_said(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
             f"{_without_trees(options)}"
         ) from error
     except Exception as error:
@@ -191,13 +190,13 @@ def _free_beside(probe: StepRunner, options: EngineOptions, share: float) -> tup
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     taken = total - free
-    # those over trees are as many again in two modes, and half of them in the third
+    # steps over trees add as many graphs in two modes, and half as many in the third
     graphs = GRAPHS_BYTES if probe.trees is None else 5 * GRAPHS_BYTES // 2
     return share * total - taken - workspace.total - graphs, workspace.step
 
 
 def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
-    """Runs the largest passes once to see what they take."""
+    """Runs the largest passes once and measures their memory."""
     chunk = min(chunk, probe.pages_per_request * probe.page_size)
 
     def peak(run: Callable[[], object]) -> int:
@@ -213,9 +212,9 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     pages = [1] * -(-chunk // probe.page_size)
     job = PrefillJob([0] * chunk, 0, pages, scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
     prefill = peak(lambda: probe.prefills.launch_unpadded(job))
-    # has all logits in memory, several times
+    # holds all logits in memory several times
     step = peak(lambda: run_all_parts(probe, probe.max_num_seqs, probe.max_block, Mode.FULL))
-    for chunks in probe.prefills.batch_shapes:  # of short ones keys may be split, which takes more
+    for chunks in probe.prefills.batch_shapes:  # the keys of short chunks may be split, which takes more
         step = max(step, peak(functools.partial(probe.prefills.run_empty_batch, *chunks)))
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])

@@ -1,9 +1,9 @@
-"""Pages of the KV cache: who holds them, and which of them hold a prefix that another request may reuse.
+"""Pages of the KV cache: which requests hold them, and which of them hold a prefix that other requests may reuse.
 
-Target and drafter keep their keys and values of a token in the same page, so a prefix hit brings both. Page 0 is the
-null block: rows of a batch that stand for no request write there.
+Target and drafter keep the keys and values of a token in the same page, so a prefix hit serves both. Page 0 is the null
+block: rows without a request write to it.
 
-States of recurrent layers are large, so they are kept behind few pages, and a prefix goes as far as the last of those.
+States of recurrent layers are large, so they are kept after few pages. A prefix ends at the last page with states.
 """
 
 from collections import Counter, OrderedDict
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 class _Node:
     """A full page in the prefix tree."""
 
-    id: int  # never used twice, so a child of an evicted page can never be reached again
+    id: int  # never used twice, so a child of an evicted page cannot be found again
     page: int
     key: tuple[int, tuple[int, ...]]  # id of the parent node (0: none), the tokens of this page
-    state: int = 0  # slot of the recurrent states behind its last token; 0: not kept
+    state: int = 0  # slot of the recurrent states after its last token; 0: not kept
 
 
 class PagePool:
     """Counts references to pages 1..num_pages - 1 and remembers full pages by the tokens up to their end.
 
-    A page is free, held by at least one request, or cached: held by nobody, but kept with its contents until
-    the pool needs it (least recently released first).
+    A page is free, held by at least one request, or cached. A cached page is held by no request and keeps its contents
+    until the pool needs it (least recently released first).
 
     Args:
-        states: slots for states of prefixes; the one that was used least recently is taken for the next.
+        states: slots for states of prefixes; the least recently used one is replaced first.
     """
 
     def __init__(self, num_pages: int, page_size: int, states: Sequence[int] = ()) -> None:
@@ -45,11 +45,11 @@ class PagePool:
         self._next_id = 1
         self._free_states = list(states)
         self._states: OrderedDict[int, _Node] = OrderedDict()  # by slot, least recently used first
-        self.changes = 0  # counts what may make room for a request that found none
+        self.changes = 0  # counts events that may make room for a request
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` could hand out now."""
+        """Number of pages that `allocate` could return now."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -61,7 +61,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages held by the caller, or None (and nothing changes) when there are not so many."""
+        """Returns `count` pages, which the caller holds, or None without any change if there are too few."""
         if count > self.available:
             return None
         pages = []
@@ -76,10 +76,10 @@ class PagePool:
         return pages
 
     def release(self, pages: Sequence[int]) -> list[int]:
-        """Give pages back, a request's first page last, so that long prefixes are evicted from their end.
+        """Gives pages back, a request's first page last, so that long prefixes are evicted from their end.
 
         Returns:
-            Those that are free now, which nobody will read before they are written.
+            The pages that are free now; they are written before they are read again.
         """
         self.changes += bool(pages)
         freed = []
@@ -95,7 +95,7 @@ class PagePool:
         return freed
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Let nobody find these pages any more, which the caller holds."""
+        """Removes pages, which the caller holds, from the prefix tree."""
         for page in pages:
             if page in self._node_of_page:
                 self._discard(page)
@@ -109,21 +109,21 @@ class PagePool:
         self.drop_state(node.state)
 
     def unmatch(self, pages: Sequence[int]) -> None:
-        """Give back what `match` returned, for which no room was found."""
+        """Gives back what `match` returned, when the request finds too few pages."""
         changes = self.changes
         self.release(pages)
         self.changes = changes
 
     def match(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Hold and return the cached pages of the longest known prefix of `tokens`, at most `limit` tokens of it."""
+        """Holds and returns the cached pages of the longest known prefix of `tokens`, of at most `limit` tokens."""
         return self._hold(self._nodes(tokens, limit))
 
     def match_state(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int, int]:
-        """As `match`, as far as the last page behind which states are kept.
+        """Does the same as `match`, up to the last page after which states are kept.
 
         Returns:
-            The pages, the slot of the states (0: there is no page), and behind how many tokens, of whole pages, these
-            part from others that are known; 0 if they part from none.
+            The pages, the slot of the states (0: there is no page), and after how many tokens, in whole pages, `tokens`
+            differ from other known ones (0: nowhere).
         """
         nodes = self._nodes(tokens, limit)
         parting = len(nodes) * self.page_size if nodes and self._children[nodes[-1].id] else 0
@@ -136,7 +136,7 @@ class PagePool:
         return self._hold(nodes), state, parting
 
     def _nodes(self, tokens: Sequence[int], limit: int) -> list[_Node]:
-        """Of the longest known prefix."""
+        """Returns the nodes of the longest known prefix."""
         nodes: list[_Node] = []
         for start in range(0, limit - self.page_size + 1, self.page_size):
             parent = nodes[-1].id if nodes else 0
@@ -153,7 +153,7 @@ class PagePool:
         return [node.page for node in nodes]
 
     def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make the full pages among `pages` findable; `tokens` are those whose keys and values are written."""
+        """Adds the full pages to the prefix tree; `tokens` are the ones with keys and values in `pages`."""
         parent = 0
         for i in range(len(tokens) // self.page_size):
             key = (parent, tuple(tokens[i * self.page_size : (i + 1) * self.page_size]))
@@ -170,8 +170,9 @@ class PagePool:
             parent = node.id
 
     def keep_state(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
-        """A slot for the states behind `tokens`, which end with a page and are published; 0 if they are kept already,
-        or nobody could find them."""
+        """Publishes `tokens`, which end with a page, and returns a slot for the states after them.
+
+        Returns 0 if these states are kept already, or could not be found."""
         self.publish(tokens, pages)
         nodes = self._nodes(tokens, len(tokens))
         if len(nodes) * self.page_size < len(tokens) or nodes[-1].state:
@@ -184,18 +185,18 @@ class PagePool:
         return slot
 
     def drop_state(self, slot: int) -> None:
-        """Let nobody go on from the states in this slot; 0 is none."""
+        """Frees a slot, so that no request continues from its states; 0 is no slot."""
         if slot:
             self._states.pop(slot).state = 0
             self._free_states.append(slot)
 
     def drop_states(self, tokens: Sequence[int]) -> None:
-        """Let nobody go on from states of a prefix of `tokens`, behind whoever's pages they are kept."""
+        """Frees the slots of all prefixes of `tokens`."""
         for node in self._nodes(tokens, len(tokens)):
             self.drop_state(node.state)
 
     def check(self) -> None:
-        """Raise AssertionError unless every page is exactly one of free, held and cached."""
+        """Raises AssertionError unless every page is exactly one of free, held and cached."""
         held = {page for page, count in enumerate(self._holders) if count > 0}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"

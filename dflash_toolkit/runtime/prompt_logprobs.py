@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the states that its prefill leaves; few rows' logits at a time."""
+"""Log-probabilities of a prompt's tokens, from the states of its prefill; for few rows at a time."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,16 @@ from ..kernels.ops import Ops
 from ..kernels.reference import scored_tokens
 from ..kernels.weight import Weight
 
-ROWS = 128  # whose logits are in memory at a time; the head's sums for one do not depend on the others
+ROWS = 128  # rows with logits in memory at a time; the head's sums of a row do not depend on the others
 
 
 def score(hidden: Tensor, head: Weight, tokens: Tensor, best: int, ops: Ops) -> Tensor:
-    """See `scored_tokens`; on normed states [M, D] and what follows each, int64 [M]."""
+    """Scores the tokens int64 [M] after normed states [M, D], see `scored_tokens`."""
     pieces = zip(hidden.split(ROWS), tokens.split(ROWS), strict=True)
     return torch.cat([scored_tokens(ops.linear(states, head), following, best) for states, following in pieces])
 
 
 def packed(scored: Sequence[Tensor]) -> PromptLogprobs:
-    """The scores of all chunks of a prompt, which are on the host."""
+    """Packs the scores of all chunks of a prompt, which are on the host."""
     best = scored[0].shape[1] // 2 - 1 if scored else 0
     return PromptLogprobs(best, b"".join(rows.numpy().tobytes() for rows in scored))

@@ -1,4 +1,4 @@
-"""The drafter at work: the drafts of a step, and the context that the next ones are made from."""
+"""Runs the drafter: proposes drafts, and writes the context that later drafts attend to."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from .weights import DrafterWeights
 
 @dataclass(frozen=True, slots=True)
 class ArgmaxHead:
-    """Every slot's most probable token, or one of the `count` most probable ones."""
+    """Takes every slot's most probable token, or samples one of the `count` most probable tokens."""
 
     weight: Weight  # [V, D]
     count: int  # C
@@ -42,7 +42,7 @@ class ArgmaxHead:
 
 
 def head_of(weights: DrafterWeights, target_head: Tensor, ops: Ops) -> Head:
-    """How a drafter chooses; without a head of its own it takes the target's [V, D]."""
+    """Returns how a drafter chooses tokens; without a head of its own it uses the target's [V, D]."""
     config, weight = weights.config, target_head if weights.head is None else weights.head
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
     if weights.selector is None:
@@ -61,34 +61,34 @@ class Proposer:
         self.weights, self.stack, self._embedding, self._head = weights, stack, embedding, head
 
     def propose(self, last: Tensor, rows: Rows, block: int) -> Draft:
-        """`block` - 1 tokens behind `last` [B], the most probable ones."""
+        """Returns `block` - 1 tokens after `last` [B], the most probable ones."""
         return self._head.draft(self._forward(last, rows, block), last, block)
 
     def sample(self, last: Tensor, rows: Rows, temperature: Tensor, uniform: Tensor) -> Draft:
-        """N tokens behind `last` [B], sampled at temperatures fp32 [B] by random numbers fp64 [B, N]."""
+        """Returns N tokens after `last` [B], sampled at temperatures fp32 [B] with random numbers fp64 [B, N]."""
         hidden = self._forward(last, rows, uniform.shape[1] + 1)
         return self._head.sample(hidden, last, temperature, uniform)
 
     def children(
         self, last: Tensor, rows: Rows, block: int, calibration: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What trees behind `last` [B] are grown of, see `Head.children`.
+        """Returns the candidates of trees after `last` [B], see `Head.children`.
 
         Args:
             calibration: fp64 [block], see `Ops.draft_children`.
-            width: children of a node at most; 1 makes chains.
+            width: the most children of a node; 1 makes chains.
         """
         return self._head.children(self._forward(last, rows, block), last, block, calibration, width)
 
     def _forward(self, last: Tensor, rows: Rows, block: int) -> Tensor:
-        """Normed hidden states [B * block, D]."""
+        """Returns normed hidden states [B * block, D]."""
         masks = last.new_full((len(last), block - 1), self.weights.config.mask_token_id)
         ids = torch.cat([last[:, None], masks], dim=1)
         embedded, scale = F.embedding(ids.flatten(), self._embedding), self.weights.config.input_embedding_scale
         return self.stack.forward(embedded if scale == 1.0 else embedded * scale, rows)
 
     def write_context(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
-        """Keys and values of every draft layer for the first `counts[b]` of each row's tokens.
+        """Writes the keys and values of every draft layer for the first `counts[b]` tokens of each row.
 
         Args:
             features: [B * S, K * D], the target's taps; row b * S + k is position `rows.lengths[b]` + k.

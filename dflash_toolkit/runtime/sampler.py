@@ -15,11 +15,11 @@ from .proposer import Draft
 
 
 class Mode(IntEnum):
-    """What a request needs of the head to choose; each is captured on its own."""
+    """How a request chooses tokens from the head's output. Each mode has graphs of its own."""
 
     GREEDY = 0  # the head's argmax, no logits in memory
     SAMPLED = 1  # temperature and filters
-    FULL = 2  # penalties, bias or log-probabilities too
+    FULL = 2  # also penalties, bias or log-probabilities
     MASKED = 3  # as SAMPLED, under a grammar
     MASKED_FULL = 4
 
@@ -33,7 +33,7 @@ class Mode(IntEnum):
 
 
 def logprob_columns(vocab_size: int) -> int:
-    """Values that `Sampler.choose` tells of a token's log-probability and the most probable ones beside it."""
+    """Returns how many values `Sampler.choose` returns for a token: its log-probability and the most probable ones."""
     return 1 + 2 * min(MAX_LOGPROBS, vocab_size)
 
 
@@ -49,7 +49,7 @@ class Sampler:
     """Sampling parameters and token counts of `rows` requests.
 
     A request's choice at a position depends on its own logits, parameters and tokens, and its random number on (seed,
-    position): neither the batch nor the block length shows in what it writes.
+    position). So its answer depends neither on the batch nor on the block length.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
@@ -58,9 +58,9 @@ class Sampler:
 
         self._ops, self._rows, self._vocab, self._device = ops, rows, vocab_size, device
         self.temperature, self.top_p, self.min_p = new(torch.float32), new(torch.float32), new(torch.float32)
-        self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows of no request are computed too
+        self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows without a request are computed too
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
-        self.stops_from = new(torch.int64)  # the first position where a token of `stops` may stand
+        self.stops_from = new(torch.int64)  # the first position at which a token of `stops` is allowed
         self.ends_at = new(torch.int64)  # the last position of the answer, which no draft reaches
         self.full = new(torch.bool)  # whether the mode is
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
@@ -70,7 +70,7 @@ class Sampler:
         self.bias = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
         self.stops = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         self._tables = [self.counts, self.prompt, self.bias, self.stops]
-        self._written = False  # whether anything was ever in the tables: most servers never need them
+        self._written = False  # whether the tables were ever used: most servers never need them
 
     def set(
         self,
@@ -81,7 +81,7 @@ class Sampler:
         stop_ids: Collection[int] = (),
         limit: int | None = None,
     ) -> None:
-        """Row `row` belongs to a request from now on, whose answer ends with one of `stop_ids` or at `limit` tokens."""
+        """Gives a row to a request. Its answer ends with one of `stop_ids` or at `limit` tokens."""
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -115,7 +115,7 @@ class Sampler:
             field[target].copy_(field[source])
 
     def greedy(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """The most probable token of every state [M, D], int64 [M]."""
+        """Returns the most probable token of every state [M, D], int64 [M]."""
         return self._ops.linear_argmax(hidden, head)
 
     def choose(
@@ -128,11 +128,11 @@ class Sampler:
         mode: Mode,
         masks: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The target's tokens int64 [B, S] and, in full modes, their log-probabilities.
+        """Returns the target's tokens int64 [B, S] and, in full modes, their log-probabilities.
 
         Args:
             hidden: normed hidden states [B * S, D].
-            rows: int64 [B], which rows of the state the requests have.
+            rows: int64 [B], the rows of the requests.
             draft: of S - 1 tokens a row.
             lengths: int32 [B], position of each block's first slot.
             masks: in masked modes, int32 [N, words] and [B * S], see `mask_logits_`.
@@ -148,7 +148,7 @@ class Sampler:
         positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
         logits = self._edited(raw, rows, self._counts_in(draft), positions) if mode.full else raw
         if masks is not None:
-            self._ops.mask_logits_(logits, *masks)  # of `raw` itself nobody wants to know more
+            self._ops.mask_logits_(logits, *masks)  # in place: `raw` is not needed any more
 
         def by_row(field: Tensor) -> Tensor:
             return field[rows].repeat_interleave(block, output_size=batch * block)
@@ -166,9 +166,9 @@ class Sampler:
         return choice.view(batch, block), self.logprobs(raw, choice, batch) if mode.full else None
 
     def choose_each(self, hidden: Tensor, head: Tensor, requests: Tensor, positions: Tensor) -> Tensor:
-        """The tokens int64 [M] behind states [M, D] that stand anywhere: at positions int32 [M] of requests int64 [M].
+        """Returns the tokens int64 [M] after states [M, D], at positions int32 [M] of requests int64 [M].
 
-        These are greedy or sampled; no logits are edited.
+        All requests are greedy or sampled; no logits are edited.
         """
         nothing = Draft(requests.new_empty(len(requests), 0))
         sampled, _ = self.choose(hidden, head, requests, nothing, positions, Mode.SAMPLED)
@@ -177,10 +177,10 @@ class Sampler:
     def choose_edited(
         self, hidden: Tensor, head: Tensor, requests: Tensor, positions: Tensor, path: Tensor, inside: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As `choose_each` where requests may be in the full mode; also the logits [M, V] before any of them is edited.
+        """Does the same as `choose_each` with requests in the full mode; also returns the unedited logits [M, V].
 
         Args:
-            path: int64 [M, K], drafted tokens that lead to each row, where `inside`, bool [M, K].
+            path: int64 [M, K], drafted tokens on the path to each row, where `inside`, bool [M, K].
         """
         raw = self._ops.linear(hidden, head)
         drafted = torch.zeros(raw.shape, dtype=torch.int32, device=raw.device)
@@ -193,25 +193,25 @@ class Sampler:
         return torch.where(edits, self._ops.sample(logits, *how), self.greedy(hidden, head)), raw
 
     def draft_uniform(self, lengths: Tensor, slots: int) -> Tensor:
-        """The random numbers fp64 [B, slots] that drafts of the first rows are sampled by, behind lengths [B]."""
+        """Returns the random numbers fp64 [B, slots] for drafts of the first rows, after lengths [B]."""
         positions = lengths[:, None] + 1 + torch.arange(slots, device=lengths.device)
         return position_uniform(self.seed[: len(lengths), None].expand_as(positions), positions.long(), DRAFT_STREAM)
 
     @staticmethod
     def _judged(draft: Draft, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B * S] and what they were sampled from; -1 behind a block, and where not `inside` [B, S]."""
+        """Returns tokens [B * S] and what they were sampled from; -1 after a block, and where not `inside` [B, S]."""
         assert draft.candidates is not None and draft.q is not None
         tokens = torch.where(inside, F.pad(draft.tokens, (0, 1)), -1)
         candidates, q = (F.pad(part, (0, 0, 0, 1)).flatten(0, 1) for part in (draft.candidates, draft.q))
         return tokens.flatten(), candidates, q
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
-        """Count what a step committed: the first `counts` [B] of tokens [B, S]. Of use to rows in full modes."""
+        """Counts what a step committed: the first `counts` [B] of tokens [B, S]. Only full modes use the counts."""
         taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
 
     def _counts_in(self, draft: Draft) -> Tensor:
-        """How often each slot's drafts have each token, int32 [B, S, V]: slot k stands behind drafts 1..k."""
+        """Returns how often each token was drafted before each slot, int32 [B, S, V]: slot k follows drafts 1..k."""
         batch, slots = draft.tokens.shape
         found = torch.zeros(batch, slots + 1, self._vocab, dtype=torch.int32, device=draft.tokens.device)
         if slots:
@@ -219,7 +219,7 @@ class Sampler:
         return found.cumsum(1, dtype=torch.int32)
 
     def _edited(self, logits: Tensor, rows: Tensor, drafted: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B * S, V] behind answers and the drafts counted in [B, S, V], at positions [B, S]."""
+        """Returns edited logits [B * S, V] at positions [B, S]; `drafted` [B, S, V] counts the drafts before them."""
         batch, block = positions.shape
         counts = self.counts[rows][:, None] + drafted
         penalties = self.penalties[rows][:, None, None]  # [B, 1, 1, 3]
@@ -235,7 +235,7 @@ class Sampler:
         return edited.flatten(0, 1)
 
     def logprobs(self, logits: Tensor, choice: Tensor, batch: int) -> Tensor:
-        """Of choices [B * S] by logits [B * S, V]: fp64 [B, S, ...], see `choose`."""
+        """Returns log-probabilities of choices [B * S] with logits [B * S, V]: fp64 [B, S, ...], see `choose`."""
         logprobs = logits.float().log_softmax(-1)
         values, ids = logprobs.topk(min(MAX_LOGPROBS, self._vocab))
         chosen = logprobs.gather(1, choice[:, None])
@@ -247,7 +247,7 @@ class Sampler:
 
 
 def unpack_logprobs(packed: Tensor, best: int) -> list[TokenLogprobs]:
-    """Rows [n, 1 + 2 * width] of what `Sampler.choose` returns, cut to the `best` tokens a request asked for."""
+    """Unpacks rows [n, 1 + 2 * width] of `Sampler.choose`, cut to the `best` tokens that a request asks for."""
     width = (packed.shape[1] - 1) // 2
     return [
         TokenLogprobs(row[0], tuple(zip(map(int, row[1 : 1 + best]), row[1 + width : 1 + width + best], strict=True)))

@@ -1,9 +1,8 @@
 """A stack of decoder layers over a paged cache: the target's, and with other weights the drafter's.
 
-A layer is a mixer and an FFN. Each ends in split-K partial sums, which the norm in front of the next one adds to the
-residual stream; a drafter may have a convolution before each and one behind it. The end of a mixer, the FFN behind it
-and the beginning of the next mixer may run as one kernel; that is no part of what a layer is, and depends on the
-weights and the device, not on who is in the batch.
+A layer is a mixer and an FFN. Each ends in split-K partial sums, which the norm before the next one adds to the
+residual stream. A drafter may have a convolution before and after each. The end of a mixer, its FFN and the beginning
+of the next mixer may run as one kernel. That depends on the weights and the device, not on the batch.
 """
 
 from collections.abc import Sequence
@@ -21,18 +20,20 @@ from .weights import AttentionWeights, ConvolutionWeights, GatedDeltaNetWeights,
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Which states of recurrent layers a pass goes on from."""
+    """The states of recurrent layers that a pass continues from."""
 
-    slots: Tensor  # int32 [B], where they are; 0 is of no request
+    slots: Tensor  # int32 [B]; 0: of no request
     counts: Tensor  # int32 [B], rows of each request that are tokens
-    stay: Tensor | None = None  # int32 [B], rows of its last block that stayed. None: a chunk of a prompt, which stays
+    stay: Tensor | None = (
+        None  # int32 [B], committed rows of its last block. None: a chunk of a prompt, all of which is kept
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of one pass stand: row b * S + k is slot k of request b, at position lengths[b] + k.
+    """The positions of the rows of one pass: row b * S + k is slot k of request b, at position lengths[b] + k.
 
-    With `tree` they are anchors and nodes of draft trees, and stand where it says. Recurrent layers take chains.
+    With `tree`, the rows are anchors and nodes of draft trees, at its positions. Recurrent layers accept chains only.
     """
 
     lengths: Tensor  # int32 [B], tokens before the block
@@ -41,7 +42,7 @@ class Rows:
     counts: Tensor | None = None  # int32 [B], rows of each request that are tokens; the rest is padding. None: all
     states: States | None = None  # where layers are recurrent
     tree: TreeRows | None = None
-    paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; beside `tree`
+    paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; given with `tree`
     chains: bool = False  # whether no node of `tree` has a sibling
 
 
@@ -66,7 +67,7 @@ class Attention:
         return self.ops.linear_split_k(h, self.weights.qkv)
 
     def mix(self, projected: Operand, rows: Rows) -> Tensor:
-        """Attention [M, N H]; the rows' keys and values are in the pages from now on."""
+        """Writes the rows' keys and values into the pages, and returns attention [M, N H]."""
         assert isinstance(projected, Tensor), "partial sums"
         w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
@@ -95,7 +96,7 @@ class Attention:
 class GatedDeltaNet:
     """A mixer: a short convolution over queries, keys and values of normed rows, then the delta rule, normed and gated.
 
-    A block leaves the state as it was: the next one takes in what stayed, see `DeltaMemory`.
+    A block does not change the state: the next block adds the committed rows, see `DeltaMemory`.
     """
 
     spec: GatedDeltaNetSpec
@@ -173,28 +174,28 @@ class Moe:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """What stands before a sub-layer and behind it: a convolution along the rows of each block, or nothing."""
+class SublayerConvolutions:
+    """Convolutions along the rows of each block, before and after a sub-layer; or none."""
 
     weights: ConvolutionWeights | None
     ops: Ops
 
     def enter(self, h: Operand, block: int) -> tuple[Operand, Tensor | None]:
-        """What the sub-layer gets of normed rows h [M, D], and the coefficients [P, M, T (D / g)] of what it makes.
+        """Returns the input of the sub-layer, and the coefficients [P, M, T (D / g)] for its output.
 
-        One GEMM of h makes the coefficients of both convolutions.
+        One GEMM of the normed rows h [M, D] computes the coefficients of both convolutions.
         """
         if self.weights is None:
             return h, None
         assert isinstance(h, Tensor), "of a drafter"
-        before, behind = self.ops.linear_split_k(h, self.weights.projection).chunk(2, dim=2)
-        return self.ops.block_conv(h, before, self.weights.base[0], block), behind
+        before, after = self.ops.linear_split_k(h, self.weights.projection).chunk(2, dim=2)
+        return self.ops.block_conv(h, before, self.weights.base[0], block), after
 
     def leave(
         self,
         x: Tensor,
         partial_sums: Tensor,
-        behind: Tensor | None,
+        after: Tensor | None,
         block: int,
         norm: Tensor,
         eps: float,
@@ -202,15 +203,15 @@ class Sides:
         *,
         quantized: bool = False,
     ) -> tuple[Tensor, Operand]:
-        """The residual stream [M, D] with the sub-layer's partial sums, and that normed; `quantized`: in groups."""
-        if self.weights is None or behind is None:
+        """Returns the residual stream [M, D] plus the sub-layer's output, and its norm; `quantized`: in groups."""
+        if self.weights is None or after is None:
             normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
             return normed(x, partial_sums, norm, eps, tap)
-        return self.ops.conv_add_rms_norm(x, partial_sums, behind, self.weights.base[1], block, norm, eps, tap)
+        return self.ops.conv_add_rms_norm(x, partial_sums, after, self.weights.base[1], block, norm, eps, tap)
 
 
 class Stack:
-    """Layers, what they remember and the operations they run on; which request is where is not known here.
+    """Layers, their caches and states, and the operations they run on. It does not know requests.
 
     Args:
         norm: [D], the final one.
@@ -242,8 +243,8 @@ class Stack:
         self._mixers = [mixer(kind, layer) for kind, layer in zip(spec.layers, layers, strict=True)]
         ffns = (weights.ffn for weights in layers)
         self._ffns = [Moe(ffn, ops) if isinstance(ffn, MoeWeights) else Mlp(ffn, ops) for ffn in ffns]
-        self._around_mixers = [Sides(weights.mixer_conv, ops) for weights in layers]
-        self._around_ffns = [Sides(weights.ffn_conv, ops) for weights in layers]
+        self._around_mixers = [SublayerConvolutions(weights.mixer_conv, ops) for weights in layers]
+        self._around_ffns = [SublayerConvolutions(weights.ffn_conv, ops) for weights in layers]
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Run embeddings through every layer and write their keys and values into the pages.
@@ -263,19 +264,19 @@ class Stack:
         begun: tuple[Operand, Tensor | None] | None = self._begin(0, h, block)
         for i, mixer in enumerate(self._mixers):
             assert begun is not None
-            projected, behind = begun
-            x, h, begun = self._finish(i, x, mixer.mix(projected, rows), behind, block, taps.get(i))
+            projected, after = begun
+            x, h, begun = self._finish(i, x, mixer.mix(projected, rows), after, block, taps.get(i))
         return values_of(h)
 
     def _begin(self, i: int, h: Operand, block: int) -> tuple[Operand, Tensor | None]:
-        """What mixer i begins with, and the coefficients of the convolution behind it."""
-        inside, behind = self._around_mixers[i].enter(h, block)
-        return self._mixers[i].project(inside), behind
+        """Returns the input of mixer i, and the coefficients of the convolution after it."""
+        inside, after = self._around_mixers[i].enter(h, block)
+        return self._mixers[i].project(inside), after
 
     def _finish(
-        self, i: int, x: Tensor, mixed: Operand, behind: Tensor | None, block: int, tap: Tensor | None
+        self, i: int, x: Tensor, mixed: Operand, after: Tensor | None, block: int, tap: Tensor | None
     ) -> tuple[Tensor, Operand, tuple[Operand, Tensor | None] | None]:
-        """From what a layer's mixer made to its output [M, D], that normed, and `_begin` of the next layer."""
+        """Computes the rest of a layer after its mixer: its output [M, D], the norm, and `_begin` of the next layer."""
         layer, ops, eps = self.layers[i], self.ops, self.spec.rms_norm_eps
         following = self.layers[i + 1] if i + 1 < len(self.layers) else None
         norm = following.input_norm if following else self.norm
@@ -284,21 +285,21 @@ class Stack:
             assert isinstance(mixed, Tensor), "no weight in blocks is fused"
             h: Operand
             projected: Tensor | None
-            if layer.mixer_conv is None or layer.ffn_conv is None or behind is None:
+            if layer.mixer_conv is None or layer.ffn_conv is None or after is None:
                 x, h, projected = ops.fused_post_attention(
                     x, mixed, o, layer.post_norm, gate_up, down, norm, qkv, eps, tap
                 )
-            else:  # a drafter's, which nobody taps
+            else:  # a drafter's, which has no taps
                 around = following.mixer_conv if following else None
-                x, h, projected, behind = ops.fused_conv_post_attention(
-                    x, mixed, behind, layer.mixer_conv.base[1], o, layer.post_norm, layer.ffn_conv, gate_up, down,
+                x, h, projected, after = ops.fused_conv_post_attention(
+                    x, mixed, after, layer.mixer_conv.base[1], o, layer.post_norm, layer.ffn_conv, gate_up, down,
                     norm, around, qkv, eps, block,
                 )  # fmt: skip
-            return x, h, None if projected is None else (projected, behind)
+            return x, h, None if projected is None else (projected, after)
         x, h = self._around_mixers[i].leave(
-            x, self._mixers[i].output(mixed), behind, block, layer.post_norm, eps, quantized=self._ffns[i].takes_groups
+            x, self._mixers[i].output(mixed), after, block, layer.post_norm, eps, quantized=self._ffns[i].takes_groups
         )
-        inside, behind = self._around_ffns[i].enter(h, block)
+        inside, after = self._around_ffns[i].enter(h, block)
         quantized = following is not None and self._mixers[i + 1].takes_groups
-        x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), behind, block, norm, eps, tap, quantized=quantized)
+        x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), after, block, norm, eps, tap, quantized=quantized)
         return x, h, self._begin(i + 1, h, block) if following else None

@@ -1,4 +1,4 @@
-"""Measured times, and where they are kept: a user's cache, by what they depend on."""
+"""Measures the times of steps, and keeps them in the user's cache by everything they depend on."""
 
 import hashlib
 import importlib
@@ -14,28 +14,28 @@ from pathlib import Path
 
 import torch
 
-Shape = tuple[int, ...]  # of a step: batch and block; of one that verifies trees batch, rows and the drafter's block
+Shape = tuple[int, ...]  # of a step: batch, block; over trees: batch, rows, block
 Times = dict[Shape, float]  # seconds of a step
 # the code whose changes make measured times void: kernels, and the passes that are measured
 KERNELS = Path(__file__).parents[1] / "kernels"
 PASSES = ("graphs", "runner", "stack", "proposer", "verifier", "sampler", "batch_state", "step_times", "timing")
-NOISE = 1.02  # a step of more rows may have been faster by so much
-AGAIN = 3  # rounds in which times are measured again, at most
+NOISE = 1.02  # how much faster a step of more rows may appear
+AGAIN = 3  # the most rounds of measuring again
 
 
 def place_of(device: torch.device) -> tuple[str, ...]:
-    """What runs there, as far as it decides about times beside PyTorch."""
+    """Returns the hardware and software, besides PyTorch, that times depend on."""
     if device.type != "cuda":
         return (device.type,)
     return torch.cuda.get_device_name(device), importlib.import_module("triton").__version__
 
 
 def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) -> Times:
-    """Times from the user's cache, or measured and put there.
+    """Returns times from the user's cache; measures and stores them if necessary.
 
     Args:
-        key: what they depend on besides the code.
-        anew: measure, whatever is there.
+        key: everything they depend on, except the code.
+        anew: measure in any case.
     """
     written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
     here = Path(__file__).parent
@@ -44,7 +44,7 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
         written.update(path.read_bytes())
     digest = written.hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not root.is_absolute():  # a user without a home
+    if not root.is_absolute():  # a user without a home directory
         return measure()
     path = root / "dflash-toolkit" / f"times-{digest}.json"
     try:
@@ -61,7 +61,7 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
         )
         temporary.replace(path)
     except OSError:
-        pass  # a cache that cannot be written costs a second at the next start
+        pass  # without a cache the next start takes a second longer
     return times
 
 
@@ -71,8 +71,10 @@ def measured_times(
     samples: int,
     again_s: float,
 ) -> Times:
-    """Median seconds of every step, whose samples take turns with those of the others: nothing else that runs for a
-    while is in one step's alone. Where a step of more rows was faster, both are measured again.
+    """Returns the median seconds of every step.
+
+    The samples of all steps alternate, so that other load does not slow down one step alone. If a step of more rows was
+    faster, both are measured again.
 
     Args:
         steps: what to run, by shape.
@@ -99,22 +101,22 @@ def measured_times(
 
 
 def out_of_order(times: Times) -> list[Shape]:
-    """Shapes of which one is larger than the next smaller along one axis, alike along the others, and was faster."""
+    """Returns pairs of shapes that differ along one axis, where the larger one was faster."""
     odd: set[Shape] = set()
     for axis in range(max(map(len, times), default=0)):
         alike = defaultdict[object, list[Shape]](list)
         for shape in sorted(times):
             if axis < len(shape):
                 alike[shape[:axis], shape[axis + 1 :]].append(shape)
-        for line in alike.values():
-            for smaller, shape in itertools.pairwise(line):
+        for row in alike.values():
+            for smaller, shape in itertools.pairwise(row):
                 if times[smaller] > NOISE * times[shape]:
                     odd |= {smaller, shape}
     return sorted(odd)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """On the device's clock where it has one."""
+    """Returns the seconds of a run, by the device's clock if it has one."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -128,5 +130,5 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of `run`, see `seconds_of`."""
+    """Returns the median seconds of `run`, see `seconds_of`."""
     return statistics.median(seconds_of(run, device) for _ in range(repeats))

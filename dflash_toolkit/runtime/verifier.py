@@ -1,4 +1,4 @@
-"""The target at work: it runs over prompts and blocks, and commits what a draft has of its own choices."""
+"""Runs the target over prompts, blocks and trees, and commits the drafted tokens that equal its own choices."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from .weights import TargetWeights
 class Verdict:
     """What a step commits."""
 
-    path: Tensor  # int64 [B, S], the first `counts` are committed: drafted tokens, then one of the target's own
+    path: Tensor  # int64 [B, S], the first `counts` tokens are committed: drafted ones, then one of the target
     counts: Tensor  # int32 [B], 0 where a row is inactive
     next: Tensor  # int64 [B], the token that the next block begins with
 
@@ -26,19 +26,21 @@ class Verifier:
     """Runs the target.
 
     Args:
-        taps: layers whose outputs are a drafter's features; none without one.
-        forced: int32 [steps, R], drafted tokens to accept at each step whatever they are (synthetic acceptance); they
-            are cut to the block.
+        taps: layers with outputs that are the drafter's features; empty without a drafter.
+        forced: int32 [steps, R], number of drafted tokens to accept at each step (synthetic acceptance), at most as
+            many as the block has.
     """
 
     def __init__(
         self, weights: TargetWeights, stack: Stack, taps: tuple[int, ...] = (), forced: Tensor | None = None
     ) -> None:
         self.weights, self.stack, self._taps, self.forced = weights, stack, taps, forced
-        self.steps = torch.zeros(1, dtype=torch.int64, device=weights.embedding.device)  # of `forced`, done
+        self.steps = torch.zeros(
+            1, dtype=torch.int64, device=weights.embedding.device
+        )  # steps of `forced` that were used
 
     def forward(self, ids: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """Normed hidden states [M, D] of ids [M], and the features [M, K * D] of a drafter."""
+        """Returns the normed hidden states [M, D] of ids [M], and the drafter's features [M, K * D]."""
         features, taps = None, {}
         if self._taps:
             width = self.weights.spec.hidden_size
@@ -51,7 +53,7 @@ class Verifier:
         return self.weights.embedding.dtype
 
     def read(self, draft: Draft, last: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """Run over a draft behind the last committed tokens [B]: states [B, S, D] and features, see `forward`."""
+        """Runs over the last committed tokens [B] and a draft: states [B, S, D] and features, see `forward`."""
         assert draft.parents is None, "chains only"
         ids = torch.cat([last[:, None], draft.tokens], dim=1)
         hidden, features = self.forward(ids.flatten(), rows)
@@ -60,7 +62,7 @@ class Verifier:
     def read_trees(
         self, trees: Trees, tree: TreeRows, rows: Rows, *, chains: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Run over rows of trees behind the contexts of `rows`: states [M, D] and features, see `forward`.
+        """Runs over rows of trees, each after its context in `rows`: states [M, D] and features, see `forward`.
 
         Args:
             chains: whether no node has a sibling.
@@ -69,7 +71,7 @@ class Verifier:
         return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths, chains=chains, states=states))
 
     def commit(self, draft: Tensor, choice: Tensor, state: BatchState) -> Verdict:
-        """Judge drafts [B, S - 1] by the choices [B, S], for the first rows of the batch, whose state it advances."""
+        """Compares drafts [B, S - 1] with the choices [B, S] of the first rows, and advances the state of the batch."""
         batch, block = choice.shape
         last, forced = state.last_token[:batch], self._forced_now(batch, block)
         counts, path = self.stack.ops.accept(draft, choice, state.active[:batch], state.lengths[:batch], last, forced)
@@ -79,15 +81,15 @@ class Verifier:
     def commit_trees(
         self, tree: TreeRows, choice: Tensor, state: BatchState, lengths: Tensor, block: int, *, chains: bool = False
     ) -> tuple[Verdict, Tensor]:
-        """Judge trees by the choices [M], for the first requests of the batch, whose state and pages it advances.
+        """Compares trees with the choices [M] of the first requests, and advances the state and pages of the batch.
 
         Args:
-            lengths: int32 [B], those before the anchors, which do not change.
-            block: tokens that a request commits at most, S.
-            chains: whether no node has a sibling; then all rows stand at their positions already.
+            lengths: int32 [B], tokens before the anchors; not changed.
+            block: S, the most tokens that a request commits.
+            chains: whether no node has a sibling; then all rows are at their positions already.
 
         Returns:
-            The verdict, and the rows of the path that was taken, int64 [B, S]; behind its last that again.
+            The verdict, and the rows of the accepted path, int64 [B, S]; its last row is repeated.
         """
         batch, ops = len(lengths), self.stack.ops
         last, forced = state.last_token[:batch], self._forced_now(batch, block)

@@ -54,7 +54,7 @@ def _matrices(spec: AttentionSpec | GatedDeltaNetSpec | MlpSpec, new: Callable[.
 class AttentionWeights:
     """Of an `AttentionSpec`."""
 
-    qkv: Weight  # [(N + 2 G) H, D]; of gated attention the gates of a head behind its queries, (2 N + 2 G) H
+    qkv: Weight  # [(N + 2 G) H, D]; gated attention: the gates of a head follow its queries, (2 N + 2 G) H
     qkv_bias: Tensor | None  # [(N + 2 G) H]
     q_norm: Tensor | None  # [H]
     k_norm: Tensor | None  # [H]
@@ -127,7 +127,7 @@ class GatedDeltaNetWeights:
         return {f"linear_attn.{name}": view for name, view in found.items()}
 
     def sort(self, spec: GatedDeltaNetSpec) -> None:
-        """Rows that were loaded a key head behind the other: all queries, then all keys, values, gates; likewise ba."""
+        """Sorts rows that were loaded by key head: all queries, then all keys, values, gates; likewise ba."""
         values = spec.num_heads // spec.num_k_heads
         each, (qkvz, scale) = [*[spec.k_head_dim] * 2, *[values * spec.head_dim] * 2], parts(self.qkvz)
         sorts = [(qkvz, each), (self.ba, [values] * 2)]
@@ -210,7 +210,7 @@ def _ffn_weights(spec: MlpSpec | MoeSpec, d: int, new: Callable[..., Tensor]) ->
 
 
 class ConvolutionWeights(NamedTuple):
-    """Of a `ConvolutionSpec`, around one sub-layer: the first half before it, the second behind it."""
+    """Of a `ConvolutionSpec`, around one sub-layer: the first half is before it, the second after it."""
 
     base: Tensor  # [2, T, D]
     projection: Weight  # [2 T (D / g), D], of the rows that enter
@@ -250,12 +250,12 @@ class LayerWeights:
     def quantized(self, *, first: bool) -> "LayerWeights":
         """The same layer with its matrices in fp8, but for the queries, keys and values of the `first`.
 
-        Those have a launch of their own, which knows bf16 only. Rows behind a norm are cast as they come; so its
-        weights are brought to the order of one, by a power of two which the scales of the matrix give back.
-        Convolutions of such rows leave their order, and their coefficients are a matrix behind the norm, too.
+        These have their own launch, which supports bf16 only. Rows after a norm are cast without scaling; so the norm's
+        weights are scaled to the order of one by a power of two, and the scales of the matrix undo it. Convolutions of
+        such rows keep their order, and the matrix of their coefficients also follows the norm.
         """
 
-        def behind(
+        def after_norm(
             norm: Tensor, matrix: Weight, conv: ConvolutionWeights | None
         ) -> tuple[Tensor, RowScaledFp8, ConvolutionWeights | None]:
             size = norm.float().pow(2).mean().sqrt().clamp(min=1e-6).log2().round().exp2()
@@ -271,18 +271,20 @@ class LayerWeights:
         mixer, ffn = self.mixer, self.ffn
         assert isinstance(mixer, AttentionWeights), "a drafter's"
         assert isinstance(mixer.o, Tensor) and isinstance(ffn, MlpWeights) and isinstance(ffn.down, Tensor)
-        post_norm, gate_up, ffn_conv = behind(self.post_norm, ffn.gate_up, self.ffn_conv)
+        post_norm, gate_up, ffn_conv = after_norm(self.post_norm, ffn.gate_up, self.ffn_conv)
         o = RowScaledFp8.of(mixer.o)
         down = RowScaledFp8.of(ffn.down)
         input_norm, qkv, mixer_conv = self.input_norm, mixer.qkv, self.mixer_conv
         if not first:
-            input_norm, qkv, mixer_conv = behind(input_norm, qkv, mixer_conv)
+            input_norm, qkv, mixer_conv = after_norm(input_norm, qkv, mixer_conv)
         mixer, ffn = replace(mixer, qkv=qkv, o=o), MlpWeights(gate_up, down)
         return LayerWeights(input_norm, mixer, post_norm, ffn, mixer_conv, ffn_conv)
 
     def fusible(self, following: "LayerWeights | None") -> tuple[Weight, Weight, Weight, Weight | None] | None:
-        """What a fused post-attention multiplies by: the output projection, the FFN, the next layer's queries, keys and
-        values. None where a bias stands between, the FFN is of experts, or the next mixer is another."""
+        """Returns the matrices of a fused post-attention: output projection, FFN, and the next queries, keys, values.
+
+        Returns None if there is a bias between, the FFN has experts, or the next mixer is not attention.
+        """
         mixer, following_mixer = self.mixer, following.mixer if following else None
         if isinstance(self.ffn, MoeWeights) or not isinstance(mixer, AttentionWeights) or mixer.o_bias is not None:
             return None
@@ -291,7 +293,7 @@ class LayerWeights:
         return mixer.o, self.ffn.gate_up, self.ffn.down, following_mixer.qkv if following_mixer else None
 
     def fuses(self, following: "LayerWeights | None", x: Tensor, ops: Ops) -> bool:
-        """Whether what stands behind the attention of rows x [M, D] is one operation."""
+        """Returns whether everything after the attention of rows x [M, D] is one operation."""
         matrices = self.fusible(following)
         if matrices is None or self.post_norm.dtype != x.dtype:
             return False
@@ -385,10 +387,10 @@ class TargetWeights:
 
     @classmethod
     def shared_with(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
-        """The weights of a loaded Hugging Face model, which from then on reads its own out of the fused matrices.
+        """Shares the weights of a loaded Hugging Face model, which then reads its own from the fused matrices.
 
-        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies, but for those whose
-        rows are sorted. A model in fp8 keeps its own.
+        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies, except those with
+        sorted rows. An FP8 model keeps its own.
         """
         if spec.fp8_blocks:
             return cls.of_module(model, spec)
@@ -458,7 +460,7 @@ class DrafterWeights:
         return found | {f"{prefix}.{name}": view for name, view in self.selector.parameter_views().items()}
 
     def copy_from(self, drafter: Drafter) -> None:
-        """Take the weights of a drafter of the same shape in place: captured steps go on with them."""
+        """Copies the weights of a drafter of the same shape in place: captured steps use them."""
         load_weights("drafter", self.parameter_views(), drafter.state_dict())
         for old, new in zip((self.context_kv, self.context_bias, self.k_norms), self._stacked(), strict=True):
             if old is not None and new is not None:

@@ -1,7 +1,7 @@
-"""What an engine and those who ask it say to each other, as msgpack over a Unix socket. Without torch.
+"""Messages between an engine and its front ends, as msgpack over a Unix socket. Without torch.
 
-The engine sends one `Update` a step to everybody who waits for something. Either side notices the other's end at once:
-its socket is closed.
+The engine sends one `Update` per step to every front end that waits for something. Each side notices at once when the
+other one ends: the socket is closed.
 """
 
 import contextlib
@@ -14,24 +14,24 @@ from ..generation import FinishReason, PromptLogprobs, TokenLogprobs
 from ..sampling import SamplingParams
 from .request import Capacity
 
-HEADER = 4  # bytes that say how long the message behind them is
+HEADER = 4  # bytes before a message that hold its length
 CHUNK = 1 << 16
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True):
     """Requests that differ in prompt and seed only."""
 
-    numbers: list[int]  # what this side calls them
+    numbers: list[int]  # the front end's names of them
     prompts: list[list[int]]
     seeds: list[int]
     params: SamplingParams
-    key: str = ""  # whose requests they are: turns are fair over keys
+    key: str = ""  # API key; turns are fair between keys
     priority: int = 0  # lower is earlier
     name: str = ""  # for the log
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Nobody waits for these any more."""
+    """Ends requests that the front end does not wait for any more."""
 
     numbers: list[int]
 
@@ -41,17 +41,17 @@ class Ping(msgspec.Struct, tag="ping", array_like=True):
 
 
 class Compile(msgspec.Struct, tag="compile", array_like=True):
-    """Asks for the grammar of requests to come to be read, and for a `Compiled`."""
+    """Asks the engine to compile the grammar of future requests; `Compiled` is the reply."""
 
     number: int
     params: SamplingParams
 
 
 class Compiled(msgspec.Struct, tag="compiled", array_like=True):
-    """A grammar is ready."""
+    """A grammar is compiled, or cannot be used."""
 
     number: int
-    error: str | None  # or cannot be used, and why
+    error: str | None  # why it cannot be used
 
 
 class Item(msgspec.Struct, array_like=True):
@@ -69,13 +69,13 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, tag="update", array_like=True):
-    """What one step brought."""
+    """The results of one step."""
 
     items: list[Item]
 
 
 class Stats(msgspec.Struct):
-    """The engine's counts and what it holds now."""
+    """The engine's counts, and how full it is now."""
 
     running: int = 0
     waiting: int = 0
@@ -97,17 +97,17 @@ class Pong(msgspec.Struct, tag="pong", array_like=True):
 
 
 class Info(msgspec.Struct, tag="info", array_like=True):
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
     capacity: Capacity
     max_num_seqs: int  # requests decoded together
     block_size: int  # of the longest draft, its anchor included
     place: str  # what it computes in and on
-    draft_sample_method: str  # where a request has a temperature
+    draft_sample_method: str  # of requests with a temperature
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):
-    """The engine serves nothing any more, and why.
+    """The engine has failed, and why.
 
     Attributes:
         gpus: of a target that it does not compute but others may, on how many; 0 where that is not the reason.
@@ -123,37 +123,37 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Channel:
-    """Messages over a connected stream socket, which never waits."""
+    """Sends and receives messages over a connected stream socket, without blocking."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket = connected
         self.gone = False
         self._came = bytearray()
-        self._left = bytearray()  # what the socket did not take yet
+        self._left = bytearray()  # bytes that the socket did not accept yet
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     @property
     def pending(self) -> bool:
-        """Whether `flush` has something to do."""
+        """Whether `flush` has anything to send."""
         return bool(self._left)
 
     def send(self, message: Any) -> None:
-        """Raises OSError where the other side has gone."""
+        """Sends a message. Raises OSError if the other side has closed."""
         body = _encoder.encode(message)
         self._left += len(body).to_bytes(HEADER, "little") + body
         self.flush()
 
     def flush(self) -> None:
-        """Hand over what the socket takes now. Raises OSError where the other side has gone."""
+        """Sends as much as the socket accepts now. Raises OSError if the other side has closed."""
         with contextlib.suppress(BlockingIOError):
             while self._left:
                 del self._left[: self.socket.send(self._left)]
 
     def receive(self) -> list[Any]:
-        """The messages that are there; afterwards `gone` says whether the other side is."""
+        """Yields the messages that have arrived; afterwards `gone` is whether the other side has closed."""
         with contextlib.suppress(BlockingIOError):
             try:
                 while chunk := self.socket.recv(CHUNK):

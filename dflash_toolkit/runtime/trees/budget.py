@@ -1,7 +1,7 @@
-"""How many rows a step verifies and how long a block it drafts: what drafts promise against what steps take.
+"""Chooses how many rows a step verifies and how long a block it drafts, from promised tokens and measured times.
 
-A row is the anchor of a request or a node of a draft tree, and a step of M rows verifies the M - B likeliest nodes of
-its B requests. For engines that verify trees, before `BlockChooser`.
+A row is the anchor of a request or a node of a draft tree. A step of M rows verifies the M - B most likely nodes of its
+B requests. Engines that verify trees ask this module first, then `BlockChooser`.
 """
 
 import itertools
@@ -18,26 +18,27 @@ from ..request import StepShape
 from ..timing import Shape, Times
 
 ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
-NODES = np.array([0.0, *np.geomspace(1 / 16, MOST_NODES, 64)])  # a request, at which promises are kept
+NODES = np.array([0.0, *np.geomspace(1 / 16, MOST_NODES, 64)])  # nodes of a request for which promises are stored
 
 
 def row_buckets(batch: int) -> tuple[int, ...]:
-    """The rows to choose from for that many requests, all of which have one: none are too many for the largest trees.
+    """Returns the numbers of rows to choose from for a batch: more than one per request, at most those of the largest
+    trees.
 
-    Of a few requests there are only so many that no row's bits depend on how many there are.
+    For up to EXACT_BATCH requests, the bits of a row do not depend on the number of rows.
     """
     most = EXACT_ROWS if batch <= EXACT_BATCH else ROWS[-1]
     return tuple(rows for rows in ROWS if batch < rows <= min(most, MOST_NODES * batch))
 
 
 def rows_of_trees(batch: int, nodes: int) -> tuple[int, ...]:
-    """Those of trees of so many nodes: up to the first that are enough for all of them."""
+    """Returns the row buckets for trees of `nodes` nodes: up to the first one that has room for all of them."""
     buckets, all_of_them = row_buckets(batch), batch * (nodes + 1)
     return tuple(rows for rows, fewer in zip(buckets, (0, *buckets), strict=False) if fewer < all_of_them)
 
 
 def key_of(shape: StepShape, batch: int) -> Shape:
-    """Of a step of that many requests in `Times`."""
+    """Returns the key of a step in `Times`."""
     return (batch, shape.rows, shape.block) if shape.rows else (batch, shape.block)
 
 
@@ -45,8 +46,8 @@ def key_of(shape: StepShape, batch: int) -> Shape:
 
 
 def tree_shapes(batches: Iterable[int], blocks: Sequence[int], nodes: int = MOST_NODES - 1) -> list[Shape]:
-    """The steps of trees to measure: of every batch all rows with the longest block, and the fewest rows with every
-    other one. `completed` tells the rest."""
+    """Returns the steps over trees to measure: all numbers of rows with the longest block, and the smallest with every
+    other block. `completed` derives the rest."""
     drafted, found = [block for block in blocks if block > 1], list[Shape]()
     for batch in batches:
         if drafted and (rows := rows_of_trees(batch, nodes)):
@@ -56,8 +57,10 @@ def tree_shapes(batches: Iterable[int], blocks: Sequence[int], nodes: int = MOST
 
 
 def completed(times: Times, batches: Iterable[int], blocks: Sequence[int]) -> Times:
-    """The times that were measured and those of all other trees of as many rows: drafting and verifying take turns, so
-    what more rows take is added to what a shorter block saves."""
+    """Returns the measured times and the times of all other steps over trees.
+
+    Drafting and verifying run one after the other, so the cost of more rows and the savings of a shorter block add up.
+    """
     found, longest = dict(times), max(blocks)
     for batch in batches:
         for rows, block in itertools.product(row_buckets(batch), blocks):
@@ -73,10 +76,10 @@ def completed(times: Times, batches: Iterable[int], blocks: Sequence[int]) -> Ti
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """How many drafted tokens one step could expect to be accepted, had it verified so much."""
+    """How many drafted tokens a step expected to be accepted, for every number of rows that it could verify."""
 
-    requests: int  # that were decoded
-    batch: int  # rows of the batch that it was computed for
+    requests: int  # in the step
+    batch: int  # computed rows of the batch
     accepted: Sequence[Sequence[float]]  # of `promise_trees`, for every block up to the one that was drafted
 
 
@@ -84,18 +87,18 @@ class Promise:
 
 
 class _Expected:
-    """Accepted tokens a request, averaged over steps: of every block those of a chain, then those of so many NODES.
+    """Expected accepted tokens per request, averaged over steps: for every block, of a chain and of trees of NODES.
 
-    A step tells of blocks up to its own. Longer ones are kept by how much more they promised than the one before when
-    both were seen, and promise no more before that.
+    A step reports blocks up to its own length. For a longer block, the ratio to the next shorter one is kept from when
+    both were seen; before that it promises no more than the shorter one.
     """
 
-    KEEP, PAUSED = 0.7, 0.5  # weight of what came before; and behind steps that drafted nothing
+    KEEP, PAUSED = 0.7, 0.5  # weight of earlier steps; the same after steps that drafted nothing
 
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = len(blocks), 1 + len(NODES)
         self._seen = 0
-        self._own, self._before = np.zeros(shape), np.zeros(shape)  # of every block and of the one before it
+        self._own, self._before = np.zeros(shape), np.zeros(shape)  # of every block, and of the next shorter one
 
     def observe(self, promise: Promise, paused: bool) -> None:
         accepted, count = np.array(promise.accepted) / promise.requests, len(promise.accepted)
@@ -110,7 +113,7 @@ class _Expected:
         return self._seen > 0
 
     def __call__(self, batch: int, requests: int) -> np.ndarray:
-        """[blocks, 1 + row buckets], of a request of such a batch."""
+        """Returns expected tokens [blocks, 1 + row buckets] per request of a batch."""
         more = np.divide(self._own, self._before, out=np.ones_like(self._own), where=self._before > 0)
         now = more.cumprod(axis=0)
         return np.concatenate([now[:, :1], now[:, 1:] @ _gathered(batch, requests)], axis=1)
@@ -118,56 +121,56 @@ class _Expected:
 
 @lru_cache(256)
 def _spread(batch: int, requests: int) -> np.ndarray:
-    """[row buckets, NODES]: what makes figures at every number of rows those at NODES a request."""
+    """Returns [row buckets, NODES], which interpolates values per number of rows to values per NODES of a request."""
     x = np.maximum(np.array([0, *row_buckets(batch)]) - batch, 0) / requests
     return np.array([np.interp(NODES, x, one) for one in np.eye(len(x))[1:]]).reshape(-1, len(NODES))
 
 
 @lru_cache(256)
 def _gathered(batch: int, requests: int) -> np.ndarray:
-    """[NODES, row buckets], the other way round."""
+    """Returns [NODES, row buckets], the inverse interpolation."""
     x = (np.array(row_buckets(batch)) - batch) / requests
     return np.array([np.interp(x, NODES, one) for one in np.eye(len(NODES))])
 
 
 class BudgetChooser:
-    """Picks what promises the batch the most tokens a second: plain decoding, chains of one length, or trees.
+    """Picks the step that promises the most tokens per second: plain decoding, chains of one length, or trees.
 
-    Chains and trees are judged by the same calibrated probabilities. How long blocks are where there are no trees is
-    then asked of `BlockChooser`: what was accepted tells more of that. As there, the choice changes only for a clear
-    gain, and what is not known is tried now and then: short drafts while decoding is plain, and the next longer block
-    while trees are less deep than they could be. Steps over chains tell nothing of what drafts promise: one over trees,
-    of the longest block and the rows that promise the most then, is put in between, soon at first and ever more seldom.
-    The first of all drafts are as long as can be, and awaited.
+    Chains and trees are compared with the same calibrated probabilities. Without trees, `BlockChooser` chooses the
+    length of blocks, as past acceptance predicts it better. The choice changes only for a clear gain. Unknown choices
+    are tried from time to time: short drafts during plain decoding, and the next longer block if trees can be deeper.
+    Steps over chains do not report what drafts promise. So a step over trees, with the longest block and the most
+    promising number of rows, runs between them: soon at first, then more rarely. The first drafts are as long as
+    possible, and the next step waits for their result.
 
     Args:
         blocks: lengths to choose from; 1 is plain decoding.
-        times: of every batch and block, and of trees where there are any, see `completed`.
-        bucket: the batch that is computed for so many requests.
+        times: of every batch and block, and of steps over trees, see `completed`.
+        bucket: returns the number of rows that are computed for a batch.
     """
 
     GAIN, PROBE = BlockChooser.GAIN, BlockChooser.PROBE
     FIRST_PROBE, LAST_PROBE = BlockChooser.FIRST_PROBE, BlockChooser.LAST_PROBE
-    FIRST_LOOK, LAST_LOOK = 2, 16  # steps over chains until one over trees, doubling up to so many a request
+    FIRST_LOOK, LAST_LOOK = 2, 16  # steps over chains before one over trees; doubles up to LAST_LOOK per request
 
     def __init__(self, blocks: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
         self._drafted = sorted(block for block in blocks if block > 1)
         self._times, self._bucket = times, bucket
         self._expected = _Expected(self._drafted)
-        self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # of a batch
-        self._promised: dict[int, dict[StepShape, float]] = {}  # by requests, until drafts promise something else
+        self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # by batch
+        self._promised: dict[int, dict[StepShape, float]] = {}  # by number of requests, until the next `observe`
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
-        self._chains, self._next_look = 0, self.FIRST_LOOK  # in a row, and how many there may be
+        self._chains, self._next_look = 0, self.FIRST_LOOK  # steps over chains in a row, and the limit
 
     def observe(self, promise: Promise) -> None:
-        """What a drafted step promised, once it is read; of one whose drafts are NaN nothing is believed."""
+        """Takes in what a drafted step promised, when it is read. Ignores a step with NaN in its drafts."""
         if np.isfinite(promise.accepted).all():
             self._promised.clear()
             self._expected.observe(promise, paused=self._current.block == 1)
 
     def promises(self, requests: int) -> dict[StepShape, float]:
-        """Tokens a second of everything that can be chosen."""
+        """Returns the promised tokens per second of all choices."""
         if requests in self._promised:
             return self._promised[requests]
         batch = self._bucket(requests)
@@ -183,13 +186,13 @@ class BudgetChooser:
         return found
 
     def __call__(self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True) -> StepShape:
-        """The next step's.
+        """Returns the shape of the next step.
 
         Args:
-            requests: that it decodes, >= 1.
-            untried: of them, those of which no draft was judged so far.
-            awaited: whether a step that drafts is in flight.
-            chains: whether drafts without trees are there to choose.
+            requests: number of requests in the batch, >= 1.
+            untried: number of them that had no draft verified so far.
+            awaited: whether a step with drafts is in flight.
+            chains: whether drafts without trees may be chosen.
         """
         if not self._drafted:
             return StepShape(1)
@@ -211,9 +214,9 @@ class BudgetChooser:
         return self._probed(requests, untried) or self._current
 
     def _looked(self, requests: int) -> StepShape:
-        """The current chains, or a step that tells of them and of all others."""
+        """Returns the current chains, or a step over trees that reports all promises."""
         self._chains += 1
-        most = self.LAST_LOOK * requests  # of whom there may have been more
+        most = self.LAST_LOOK * requests  # there may have been more requests before
         if self._chains < min(self._next_look, most):
             return self._current
         self._chains, self._next_look = 0, min(2 * self._next_look, most)
@@ -222,7 +225,7 @@ class BudgetChooser:
         return max(trees, key=found.__getitem__) if trees else self._current
 
     def _probed(self, requests: int, untried: int) -> StepShape | None:
-        """A try where one is due."""
+        """Returns a step that tries something unknown, if it is time for one."""
         current = self._current
         if current.block == self._drafted[-1]:
             return None
@@ -238,7 +241,7 @@ class BudgetChooser:
         return longer if key_of(longer, self._bucket(requests)) in self._times else None
 
     def _try(self, block: int, requests: int) -> StepShape:
-        """With as few rows as give every request a node, or as many as there are, of trees where there are such."""
+        """Returns a step of that block with the fewest rows that give every request a node, over trees if possible."""
         batch = self._bucket(requests)
         trees = [StepShape(block, rows) for rows in row_buckets(batch)]
         trees = [choice for choice in trees if choice.rows >= 2 * batch] or trees[-1:]

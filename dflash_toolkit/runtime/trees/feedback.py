@@ -1,7 +1,7 @@
-"""What verified trees say of the drafter's probabilities: pairs for `Calibration.refit_odds`, and when it is called.
+"""Keeps the calibration of a drafter fitted to which nodes of verified trees were accepted.
 
-For engines that verify trees. The device hands out calibrated probabilities of paths; what the drafter itself thought
-is told from them by the calibration that the step ran under.
+The device returns calibrated probabilities of paths. The drafter's own probabilities are computed from them with the
+calibration that the step used.
 """
 
 from collections import deque
@@ -12,17 +12,17 @@ import numpy as np
 
 from ...calibration import EXTREME, Calibration
 
-LEAST_SLOPE = 0.05  # with less nothing could be told from calibrated probabilities
+LEAST_SLOPE = 0.05  # with a smaller slope, the drafter's own odds could not be recovered
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOutcomes:
-    """Of one step the n nodes whose parents were accepted, and of each of B requests all its nodes together."""
+    """Outcomes of a step: of the n nodes with an accepted parent, and summed over all nodes of each of B requests."""
 
     slots: np.ndarray  # int64 [n], 1..K
-    odds: np.ndarray  # fp64 [n], the drafter's log-odds of the node behind its parent
+    odds: np.ndarray  # fp64 [n], the drafter's log-odds of the node after its parent
     accepted: np.ndarray  # bool [n]
-    promised: np.ndarray  # fp64 [B], path probabilities of the nodes that were verified, without discounts
+    promised: np.ndarray  # fp64 [B], sums of path probabilities of the verified nodes, without discounts
     accepted_nodes: np.ndarray  # int64 [B], nodes that were accepted
 
 
@@ -36,15 +36,15 @@ def node_outcomes(
     calibration: Calibration,
     discounts: np.ndarray | None = None,
 ) -> NodeOutcomes:
-    """What a step says. Of a request whose drafts are NaN it says nothing.
+    """Returns the outcomes of a step. Skips requests with NaN in their drafts.
 
     Args:
         starts, parents, depths, log_probs: of its `TreeRows`, [B + 1], [M], [M], [M].
         path, counts: of `accept_trees`, [B, P] and [B].
-        calibration: that its trees were drafted with.
-        discounts: fp [B], the log-probabilities that were added to those of the first slot.
+        calibration: used for its trees.
+        discounts: fp [B], added to the log-probabilities of the first slot.
     """
-    batch, every = len(counts), int(starts[-1])  # behind them is padding
+    batch, every = len(counts), int(starts[-1])  # the rest is padding
     parents, depths = parents[:every].astype(np.int64), depths[:every].astype(np.int64)
     paths = log_probs[:every].astype(np.float64)
     paths = np.where(np.isnan(paths), -np.inf, paths)
@@ -62,33 +62,33 @@ def node_outcomes(
 
 
 class CalibrationFeed:
-    """Keeps the calibration fitted to what was judged of late.
+    """Fits the calibration to recent outcomes.
 
-    It is fitted anew on a window of pairs, after few new ones at first and after ever more, on a thread of its own:
-    decoding goes on, and the result is taken a fixed number of steps later, so that a run can be repeated. Every fit is
-    drawn towards the one before it.
+    It fits a window of outcomes again, after few new ones at first and then more rarely, in its own thread. Decoding
+    continues, and the result is used a fixed number of steps later, so that a run can be repeated. Every fit is
+    regularised towards the previous one.
 
     Args:
-        start: of the drafter, `DrafterConfig.calibration`.
-        window: pairs that are kept, the newest.
+        start: the drafter's own, `DrafterConfig.calibration`.
+        window: number of newest outcomes that are kept.
 
     Attributes:
-        calibration: for the next step; another object once it has changed.
+        calibration: for the next step; a new object after each fit.
     """
 
-    FIRST, LAST = 64, 65536  # pairs between two fits, doubling
-    AFTER = 2  # steps that a fit may take, of which nearly all may be seldom looks at what drafts promise
+    FIRST, LAST = 64, 65536  # outcomes between two fits, doubling
+    AFTER = 2  # steps that a fit may take
 
     def __init__(self, start: Calibration, window: int = 8192) -> None:
         self.calibration = start
         self._window, self._pairs, self._held = window, deque[NodeOutcomes](), 0
-        self._new, self._wanted = 0, self.FIRST  # pairs since the last fit began, and those that the next waits for
+        self._new, self._wanted = 0, self.FIRST  # outcomes since the last fit began, and those that the next one needs
         self._taken = 0  # steps since it began
         self._fit: Future[Calibration] | None = None
         self._thread = ThreadPoolExecutor(1, "calibration")
 
     def observe(self, step: NodeOutcomes) -> None:
-        """What the next step said; in their order."""
+        """Takes in the outcomes of the next step, in order."""
         if len(step.slots):
             self._pairs.append(step)
             self._held += len(step.slots)
