@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..draft_tree import WIDTH
-from ..kernels.delta import DeltaMemory
 from ..kernels.ops import Ops
 from .batch_state import BatchState
 from .graphs import Captured, Captures, StepGraphs, buckets_up_to, to_device
@@ -93,13 +92,15 @@ class StepRunner:
         self.state = BatchState.empty(
             max_num_seqs, self.pages_per_request, page_size, self.device, sampler, spec.recurrent
         )
-        self._memories: list[DeltaMemory] = []
+        sizes = num_pages, page_size, self.pages_per_request, max_num_seqs, max_block, kept_states
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
-        self.verifier = Verifier(target, self._stack(target, num_pages, kept_states), taps, forced)
+        self.verifier = Verifier(target, Stack.allocate(target, ops, self.dtype, *sizes), taps, forced)
         self.proposer = None
         if drafter is not None:
             head = head_of(drafter, target.head, ops)
-            self.proposer = Proposer(drafter, self._stack(drafter, num_pages, kept_states), target.embedding, head)
+            self.proposer = Proposer(drafter, Stack.allocate(drafter, ops, self.dtype, *sizes), target.embedding, head)
+        stacks = [self.verifier.stack, *([self.proposer.stack] if self.proposer else [])]
+        self._stacks, self._memories = stacks, [memory for stack in stacks for memory in stack.memories]
         drafts = drafter is not None and max_block > 1
         sample_drafts = sample_drafts and drafts
         candidates = drafter.config.draft_candidates if drafter and sample_drafts else 0
@@ -124,23 +125,6 @@ class StepRunner:
         if blocks:
             self.trees = TreeProgram(self.context, tree_nodes, tree_width, blocks, chains, report_offered)
         self._masked = False  # whether a request ever had a grammar
-
-    def _stack(self, weights: TargetWeights | DrafterWeights, num_pages: int, kept_states: int) -> Stack:
-        spec = weights.spec
-        shape = (len(spec.attention), 2, num_pages * self.page_size, *spec.kv_heads)
-        # for all positions of the pages: a chunk may fill the last one
-        rope = spec.rope_table(self.pages_per_request * self.page_size, self.device)
-        cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # slot 0 belongs to no request
-        memories = [
-            DeltaMemory.empty(
-                1 + self.max_num_seqs, self.max_block, net.taps, net.channels, net.num_heads,
-                (net.k_head_dim, net.head_dim), self.dtype, self.device, kept_states,
-            )
-            for net in spec.delta_nets
-        ]  # fmt: skip
-        self._memories += memories
-        return Stack(spec, weights.layers, weights.norm, rope, cache, self.ops, memories)
 
     # ---- prefill -----------------------------------------------------------------------------------------
 
@@ -187,7 +171,7 @@ class StepRunner:
     def clean(self, pages: Sequence[int]) -> None:
         """Fills pages with zeros: some kernels multiply what follows the last key by zero."""
         at = to_device(pages, torch.int64, self.device)
-        for stack in (self.verifier.stack, *([self.proposer.stack] if self.proposer else [])):
+        for stack in self._stacks:
             stack.cache.unflatten(2, (-1, self.page_size)).index_fill_(2, at, 0.0)
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ of the next mixer may run as one kernel. That depends on the weights and the dev
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..kernels.delta import DeltaMemory
@@ -15,7 +16,16 @@ from ..kernels.ops import Ops
 from ..kernels.tree import TreeRows
 from ..kernels.weight import Operand, takes_groups, values_of
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
-from .weights import AttentionWeights, ConvolutionWeights, GatedDeltaNetWeights, LayerWeights, MlpWeights, MoeWeights
+from .weights import (
+    AttentionWeights,
+    ConvolutionWeights,
+    DrafterWeights,
+    GatedDeltaNetWeights,
+    LayerWeights,
+    MlpWeights,
+    MoeWeights,
+    TargetWeights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +241,7 @@ class Stack:
         memories: Sequence[DeltaMemory] = (),
     ) -> None:
         self.spec, self.layers, self.norm, self.rope, self.cache, self.ops = spec, layers, norm, rope, cache, ops
+        self.memories = list(memories)
         pages, states = iter(cache), iter(memories)
 
         def mixer(kind: LayerSpec, layer: LayerWeights) -> Attention | GatedDeltaNet:
@@ -245,6 +256,35 @@ class Stack:
         self._ffns = [Moe(ffn, ops) if isinstance(ffn, MoeWeights) else Mlp(ffn, ops) for ffn in ffns]
         self._around_mixers = [SublayerConvolutions(weights.mixer_conv, ops) for weights in layers]
         self._around_ffns = [SublayerConvolutions(weights.ffn_conv, ops) for weights in layers]
+
+    @classmethod
+    def allocate(
+        cls,
+        weights: TargetWeights | DrafterWeights,
+        ops: Ops,
+        dtype: torch.dtype,
+        num_pages: int,
+        page_size: int,
+        pages_per_request: int,
+        max_num_seqs: int,
+        max_block: int,
+        kept_states: int,
+    ) -> "Stack":
+        """Returns a stack with empty caches and states; `kept_states`: slots for prefixes, after those of requests."""
+        spec, device = weights.spec, weights.norm.device
+        shape = (len(spec.attention), 2, num_pages * page_size, *spec.kv_heads)
+        # for all positions of the pages: a chunk may fill the last one
+        rope = spec.rope_table(pages_per_request * page_size, device)
+        cache = torch.zeros(shape, dtype=dtype, device=device)
+        # slot 0 belongs to no request
+        memories = [
+            DeltaMemory.empty(
+                1 + max_num_seqs, max_block, net.taps, net.channels, net.num_heads,
+                (net.k_head_dim, net.head_dim), dtype, device, kept_states,
+            )
+            for net in spec.delta_nets
+        ]  # fmt: skip
+        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memories)
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Run embeddings through every layer and write their keys and values into the pages.

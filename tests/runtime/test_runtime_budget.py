@@ -71,7 +71,7 @@ def test_a_gain_of_one_per_cent_changes_nothing() -> None:
     assert choose(2) == StepShape(4)
 
 
-def test_where_somebody_wants_no_drafts_trees_are_weighed_against_plain_decoding_alone() -> None:
+def test_a_request_without_drafts_rules_out_chains() -> None:
     times = {(2, 1): 1.0, (2, 4): 1.01, (2, 16, 4): 1.5}
     choose = BudgetChooser((1, 4), times, lambda n: n)
     for _ in range(9):
@@ -252,7 +252,7 @@ def test_useless_drafts_end_in_plain_decoding_with_few_tries() -> None:
     assert made[StepShape(1)] >= 985 and rate > 0.99 * fixed[StepShape(1)]
 
 
-def test_the_first_drafts_are_awaited_and_new_requests_tried_soon() -> None:
+def test_first_drafts_are_awaited_and_new_requests_probed_soon() -> None:
     times = table((1, 2), 0.02, 0.01)
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
     assert choose(1) == StepShape(16, 16) and choose(1, awaited=True) == StepShape(1)
@@ -263,7 +263,7 @@ def test_the_first_drafts_are_awaited_and_new_requests_tried_soon() -> None:
     assert BudgetChooser((1,), times, lambda n: n)(2) == StepShape(1)
 
 
-def test_without_trees_and_where_a_batch_is_too_large_for_them_chains_are_left() -> None:
+def test_batches_too_large_for_trees_use_chains() -> None:
     times = {shape: t for shape, t in table((1,), 0.0, 0.001).items() if len(shape) == 2}
     choose = BudgetChooser(BLOCKS, times | {(256, block): 1.0 for block in BLOCKS}, lambda n: 1 if n == 1 else 256)
     assert choose(1) == StepShape(16)
@@ -274,7 +274,7 @@ def test_without_trees_and_where_a_batch_is_too_large_for_them_chains_are_left()
 
 
 @pytest.mark.parametrize(("requests", "looks"), [(1, [2, 6, 14, 30, 46, 62]), (150, [2, 6, 14, 30, 62])])
-def test_chains_are_looked_behind_soon_and_then_seldom(requests: int, looks: list[int]) -> None:
+def test_trees_probe_between_chains_soon_and_then_rarely(requests: int, looks: list[int]) -> None:
     """More requests tell more at a time. Looks are at the trees that promise the most: they cost the least."""
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((requests,), 0.0, 0.0)}
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
@@ -289,7 +289,7 @@ def test_chains_are_looked_behind_soon_and_then_seldom(requests: int, looks: lis
     assert [step for step, shape in enumerate(shapes, 1) if shape.rows] == looks
 
 
-def test_looks_are_no_sooner_again_where_chains_take_turns_with_longer_ones() -> None:
+def test_longer_chains_do_not_restart_tree_probes() -> None:
     times = {shape: 1.5 if len(shape) == 3 else 1.0 for shape in table((1,), 0.0, 0.0)}
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
     shapes, looks, promised = list[StepShape](), list[int](), 0.0
@@ -303,7 +303,7 @@ def test_looks_are_no_sooner_again_where_chains_take_turns_with_longer_ones() ->
     assert {b - a for a, b in itertools.pairwise(looks) if a > 50} == {choose.LAST_LOOK}
 
 
-def test_few_requests_are_looked_at_as_often_as_if_there_never_were_more() -> None:
+def test_tree_probes_follow_a_shrinking_batch() -> None:
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((1, 64), 0.0, 0.0)}
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
     choose(64)
@@ -313,7 +313,7 @@ def test_few_requests_are_looked_at_as_often_as_if_there_never_were_more() -> No
     assert sum(bool(choose(1).rows) for _ in range(160)) >= 9
 
 
-def test_one_look_does_not_overturn_what_many_steps_said() -> None:
+def test_one_probe_does_not_overrule_many_steps() -> None:
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((1,), 0.0, 0.0)}
     choose = BudgetChooser((1, 2), times, lambda n: n)
     for said in (*[0.8] * 20, 0.0):
@@ -336,7 +336,7 @@ def test_short_chains_become_long_ones_once_these_pay() -> None:
     assert sum(count for choice, count in made.items() if choice.rows) <= 400 / choose.LAST_LOOK + 8
 
 
-def test_a_request_whose_sure_drafts_fail_keeps_its_floor_alone() -> None:
+def test_overconfident_drafts_are_discounted_to_a_minimum() -> None:
     """One calibration serves all, so only what came true tells this one from the others."""
     rows, batch, dice = 48, 8, random.Random(0)
     trusts, taken = [Trust() for _ in range(batch)], np.zeros((400, batch), dtype=int)

@@ -32,7 +32,7 @@ def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> Non
 
 
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "sampled"])
-def test_however_long_the_chains_are_the_answers_are_those_without(params: SamplingParams) -> None:
+def test_chains_of_any_length_change_no_answer(params: SamplingParams) -> None:
     """Rows go to the likeliest tokens; blocks and plain steps come between, and take in what chains have left."""
     target, drafter = pair()
     engine, prompts = make_engine(target, drafter, draft_tree=7), prompts_of(4, 19, 7)
@@ -58,7 +58,7 @@ def test_however_long_the_chains_are_the_answers_are_those_without(params: Sampl
 
 
 @pytest.mark.parametrize("index", [2, 6, 11])
-def test_an_end_anywhere_in_a_chain_is_where_it_is_in_plain_decoding(index: int) -> None:
+def test_a_chain_ends_an_answer_where_plain_decoding_does(index: int) -> None:
     target, drafter = pair()
     (prompt,) = prompts_of(9)
     text = generate(target, None, prompt, replace(GREEDY, max_tokens=16)).tokens
@@ -73,7 +73,7 @@ def test_an_end_anywhere_in_a_chain_is_where_it_is_in_plain_decoding(index: int)
     assert engine.stats.cached_prompt_tokens == 2 * 8, "the others go on from what the first has left"
 
 
-def test_rows_of_nobody_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_request_change_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in steps that were captured for five requests and more rows than all their chains have."""
     target, drafter = pair()
     engine, prompts = make_engine(target, drafter, draft_tree=7, max_num_seqs=5, prefix_states=0), prompts_of(6, 19)
@@ -89,7 +89,7 @@ def test_rows_of_nobody_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
         assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"
 
 
-def test_a_target_with_recurrent_layers_gets_chains_and_no_wider_tree() -> None:
+def test_recurrent_targets_use_chains_and_no_wider_trees() -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, draft_tree=63)
     assert (engine.options.draft_tree, engine.options.draft_tree_width) == (7, 1), "no chain is longer than a block"

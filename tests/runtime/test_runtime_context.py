@@ -86,7 +86,7 @@ def test_context_is_there_when_it_is_read(
     engine.pool.check()
 
 
-def test_who_never_drafts_keeps_nothing() -> None:
+def test_an_engine_without_drafts_keeps_no_features() -> None:
     target, drafter = pair()
     engine, plain = make_engine(target, drafter, num_speculative_tokens=0), make_engine(target, None)
     assert engine.runner.verifier.forward(torch.tensor([1]), engine.runner.state.rows(1))[1] is None, "no features"
@@ -95,7 +95,7 @@ def test_who_never_drafts_keeps_nothing() -> None:
     assert answers[0] == answers[1]
 
 
-def test_acceptance_is_forgotten_between_requests_only() -> None:
+def test_acceptance_is_reset_only_between_requests() -> None:
     engine = make_engine(*pair(), num_speculative_tokens=None)
     engine.generate(prompts_of(5), SamplingParams(max_tokens=60, ignore_eos=True))
     learnt = engine.request([1]).acceptance.rate
@@ -107,7 +107,7 @@ def test_acceptance_is_forgotten_between_requests_only() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_steps_write_the_same() -> None:
+def test_captured_steps_write_what_a_prefill_writes() -> None:
     """Every answer's pages, against a prefill of the same tokens; bf16, so by the distance of each token's vectors."""
     import gpu_engines as gpu
 

@@ -47,13 +47,13 @@ def test_fewer_slots_than_were_trained_are_a_block_too(block: int) -> None:
     check_drafts(engine, (target, drafter), prompts_of(3, 20), SamplingParams(max_tokens=14))
 
 
-def test_sampled_answers_and_those_beside_them_are_those_without_a_drafter() -> None:
+def test_sampled_answers_are_those_without_a_drafter() -> None:
     target, _ = pair()
     params = [replace(one, max_tokens=12) for one in SAMPLINGS[:3]]
     check(make_engine(target, make_dflash2(target)), (target, make_dflash2(target)), prompts_of(4, 19, 7), *params)
 
 
-def test_with_its_initial_weights_it_drafts_what_plain_dflash_does() -> None:
+def test_initial_dflash2_weights_draft_as_plain_dflash() -> None:
     target, _ = pair()
     drafter, plain = make_dflash2(target), make_drafter(target)
     plain.load_state_dict({name: drafter.state_dict()[name] for name in plain.state_dict()})
@@ -100,9 +100,7 @@ def test_it_is_loaded_from_disk_and_follows_the_module(target_dir: Path, dflash2
 
 
 @pytest.mark.parametrize("size", [0.3, 90.0])
-def test_layers_in_fp8_compute_nearly_the_same_and_the_answers_stay(
-    size: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_layers_are_close_and_change_no_answer(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever size the norms have, whose rows are cast as they come."""
     monkeypatch.setattr(weights, "WIDE_IN_FP8", 0)
     target, _ = pair()

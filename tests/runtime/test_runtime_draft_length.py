@@ -37,7 +37,7 @@ def chooser(**times: float) -> BlockChooser:
     return BlockChooser([int(name[1:]) for name in times], table, lambda rows: 1)
 
 
-def test_expected_tokens_are_the_sum_of_the_chances_to_get_so_far() -> None:
+def test_expected_tokens_sum_the_acceptance_probabilities() -> None:
     for rate in (0.0, 0.3, 0.865, 0.999):
         assert expected_tokens(rate, 8) == pytest.approx(sum(rate**i for i in range(8)))
     assert expected_tokens(1.0, 8) == 8
@@ -238,7 +238,7 @@ def test_a_noisy_sample_decides_nothing() -> None:
     assert found == {one: 1.1, two: 2.0} and order == [one, two] * 3, "in turns"
 
 
-def test_times_that_fall_where_there_is_more_to_do_are_measured_again() -> None:
+def test_times_that_fall_with_more_rows_are_measured_again() -> None:
     sure, odd, large = repeat(1.0), chain([8.0] * 3, repeat(1.5)), repeat(2.0)
     found, order = clocked({(1, 1): sure, (1, 4): odd, (1, 8): large, (2, 1): repeat(1.2)})
     assert found == {(1, 1): 1.0, (1, 4): 1.5, (1, 8): 2.0, (2, 1): 1.2}
@@ -259,7 +259,7 @@ def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.Monkey
             assert cached_times("key", lambda now=seconds: {(1, 1): now}) == {(1, 1): seconds}
 
 
-def test_an_engine_left_to_choose_measures_and_still_writes_the_same(target_dir: Path, drafter_dir: Path) -> None:
+def test_a_measured_draft_length_changes_no_answer(target_dir: Path, drafter_dir: Path) -> None:
     free = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4)
     params = SamplingParams(max_tokens=30)
     answers = []

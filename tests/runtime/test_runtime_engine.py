@@ -51,7 +51,7 @@ def test_greedy_answers_are_those_of_hugging_face(kind: str) -> None:
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["filters", "hot", "penalties", "bias", "logprobs", "least"])
-def test_sampled_answers_are_those_of_generate_alone_and_beside_greedy_ones(params: SamplingParams) -> None:
+def test_sampled_answers_equal_generate_alone_and_in_batches(params: SamplingParams) -> None:
     first, *rest = prompts_of(4, 19, 7)
     prompts, all_params = [first, first, *rest], [SamplingParams(max_tokens=24), *[params] * 3]
     for prompt, each, got in zip(prompts, all_params, make_engine(*pair()).generate(prompts, all_params), strict=True):
@@ -88,7 +88,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParam
 
 
 @pytest.mark.parametrize("index", range(1, 10))  # a whole block and its borders
-def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int) -> None:
+def test_a_block_ends_an_answer_where_plain_decoding_does(index: int) -> None:
     target, drafter = pair()
     (prompt,) = prompts_of(9)
     text = generate(target, None, prompt, SamplingParams(max_tokens=20)).tokens
@@ -119,7 +119,7 @@ def test_scaled_rope_is_that_of_hugging_face(kind: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 6.0])
-def test_a_drafter_with_biases_or_scaled_blocks_drafts_as_the_reference_does(scale: float) -> None:
+def test_biased_and_scaled_drafters_draft_as_the_reference(scale: float) -> None:
     target = make_target()
     drafter = make_drafter(target, attention_bias=True, input_embedding_scale=scale)
     for name, parameter in drafter.named_parameters():
@@ -152,7 +152,7 @@ def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_short_of_pages_requests_are_computed_again_and_lose_nothing(kind: str) -> None:
+def test_requests_preempted_for_pages_lose_no_token(kind: str) -> None:
     target, drafter = pair(kind)
     prompts = prompts_of(30, 25, 40, 12, 33)
     params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
@@ -173,7 +173,7 @@ def test_short_of_pages_requests_are_computed_again_and_lose_nothing(kind: str) 
 )
 @example([(20, 25, 0), (30, 25, 0), (9, 25, 0), (14, 25, 0)], 2, 1200, {0, 3})  # a running one and a waiting one
 @pytest.mark.slow
-def test_any_arrival_of_any_requests_gives_each_its_own_answer_whoever_is_cancelled(
+def test_random_arrivals_and_cancels_change_no_answer(
     arrivals: Sequence[tuple[int, int, int]], max_num_seqs: int, cache_tokens: int, cancelled: set[int]
 ) -> None:
     target, drafter = pair()
@@ -227,7 +227,7 @@ def test_requests_that_cannot_be_served_are_refused(prompt: list[int], params: d
     assert engine.scheduler.idle
 
 
-def test_a_context_that_the_cache_does_not_hold_is_refused_at_the_start_or_as_long_as_it_holds(
+def test_a_context_larger_than_the_cache_is_refused_or_cut(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     models = pair()
@@ -248,7 +248,7 @@ def test_a_context_that_the_cache_does_not_hold_is_refused_at_the_start_or_as_lo
     assert not caplog.records
 
 
-def test_a_refused_prompt_leaves_nothing_of_the_others_behind() -> None:
+def test_a_refused_prompt_queues_nothing() -> None:
     engine = make_engine(make_target(), None)
     with pytest.raises(UserError, match="token 999"):
         engine.generate([[1], [2], [999]], SamplingParams(max_tokens=3))
@@ -270,7 +270,7 @@ def _interrupt() -> bool:
     raise KeyboardInterrupt
 
 
-def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() -> None:
+def test_padding_changes_nothing_that_a_prefill_writes() -> None:
     """In pages of NaN, as requests before may have left them."""
     target, drafter = pair("qwen3")
     ids, more = prompts_of(21, 6, seed=9)
@@ -299,7 +299,7 @@ def test_a_padded_prefill_writes_what_an_unpadded_one_does_and_nothing_else() ->
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_next"])
-def test_a_pass_over_several_chunks_writes_what_each_alone_does_and_nothing_else(kind: str) -> None:
+def test_a_batched_prefill_writes_what_single_ones_write(kind: str) -> None:
     """In pages of NaN, one of them going on from another chunk; and each leaves the state of its last token."""
     target, drafter = pair(kind)
     prompts = prompts_of(21, 6, 13, seed=9)
@@ -335,7 +335,7 @@ def test_a_pass_over_several_chunks_writes_what_each_alone_does_and_nothing_else
     assert one[0].isfinite().all() and all(cache.isfinite().any() for cache in one[1])
 
 
-def test_chunks_near_the_end_of_a_context_are_not_padded_beyond_it() -> None:
+def test_chunks_are_not_padded_beyond_the_context() -> None:
     target, drafter = pair("qwen3")
     engine = make_engine(target, drafter, max_num_seqs=12, max_model_len=128)
     runner = engine.runner
@@ -376,7 +376,7 @@ def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("drafted", [7, None])
-def test_an_engine_that_nobody_holds_is_gone_at_once(drafted: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_engine_is_freed_at_once(drafted: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the memory that it has: a second one would find none while the first waits to be collected."""
     runners: weakref.WeakSet[StepRunner] = weakref.WeakSet()
     init = StepRunner.__init__

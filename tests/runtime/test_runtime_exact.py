@@ -23,7 +23,7 @@ SEEDS = range(1000, 1500)  # not those of `generate` in test_decode.py: the engi
 
 @pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
 @pytest.mark.slow
-def test_sampled_tokens_follow_the_filtered_distribution_of_the_target(
+def test_sampled_tokens_follow_the_targets_distribution(
     sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix_cache = "top_p" in sampling  # it changes nothing, so one is shown with it and the other without

@@ -30,7 +30,7 @@ def test_answers_are_those_of_transformers_whatever_happens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES if LONG_RUN else ["Qwen3.5"])
-def test_answers_of_targets_in_fp8_are_those_of_transformers_whatever_happens(name: str, tmp_path: Path) -> None:
+def test_fp8_answers_equal_transformers_under_load(name: str, tmp_path: Path) -> None:
     in_fp8(ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {})), tmp_path)
     with in_modules(tmp_path) as target:
         # what lies between two numbers of the format may become the other one where sums are cut otherwise

@@ -58,7 +58,7 @@ def check(models: tuple[Target, Drafter], requests: Sequence[Request], bad: Sequ
 
 
 @pytest.mark.parametrize("place", ["prefill", "add", "decode"])
-def test_whoever_makes_the_device_raise_ends_alone(
+def test_a_request_that_makes_the_device_raise_ends_alone(
     models: tuple[Target, Drafter], place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(*models, max_num_seqs=4)
@@ -90,7 +90,7 @@ def test_whoever_makes_the_device_raise_ends_alone(
 
 
 @pytest.mark.parametrize("place", ["prefill", "add", "decode", "read", "set_pages", "move", "remove"])
-def test_a_fault_that_does_not_come_again_ends_nobody(models: tuple[Target, Drafter], place: str) -> None:
+def test_a_transient_fault_ends_no_request(models: tuple[Target, Drafter], place: str) -> None:
     engine = make_engine(*models, max_num_seqs=4)
     real, calls = getattr(engine.runner, place), 0
 
@@ -107,7 +107,7 @@ def test_a_fault_that_does_not_come_again_ends_nobody(models: tuple[Target, Draf
     assert calls >= 3
 
 
-def test_a_fault_of_many_together_leaves_them_to_go_on_alone(models: tuple[Target, Drafter]) -> None:
+def test_requests_continue_alone_after_a_fault_of_the_batch(models: tuple[Target, Drafter]) -> None:
     engine = make_engine(*models)
     real = engine.runner.decode
 
@@ -120,7 +120,7 @@ def test_a_fault_of_many_together_leaves_them_to_go_on_alone(models: tuple[Targe
     check(models, run(engine, prompts_of(9, 12, 5), [LONG] * 3), [])
 
 
-def test_whoever_computes_nan_ends_alone_and_leaves_none(
+def test_a_request_with_nan_ends_alone_and_leaves_no_nan(
     models: tuple[Target, Drafter], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(*models, max_num_seqs=4)
@@ -137,7 +137,7 @@ def test_whoever_computes_nan_ends_alone_and_leaves_none(
     engine.runner.target.embedding[BAD] = 0.0
 
 
-def test_nan_that_does_not_come_again_ends_nobody(models: tuple[Target, Drafter]) -> None:
+def test_transient_nan_ends_no_request(models: tuple[Target, Drafter]) -> None:
     """In the keys and values of one row, which others have a part of."""
     engine = make_engine(*models)
     prefix, *tails = prompts_of(12, 5, 9, 4)

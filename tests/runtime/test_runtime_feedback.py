@@ -16,7 +16,7 @@ BATCH, SLOTS, COUNT, VOCABULARY = 4, 5, 4, 9
 CALIBRATION = Calibration(0.7, (0.4, 0.0, -0.3, -0.6, -0.8))
 
 
-def test_a_step_tells_what_the_drafter_thought_of_every_judged_node() -> None:
+def test_node_outcomes_have_the_drafters_own_odds() -> None:
     dice = torch.Generator().manual_seed(2)
     unary = 2 * torch.randn(BATCH, SLOTS, COUNT, generator=dice)
     candidates = torch.stack(
@@ -60,7 +60,7 @@ def test_a_step_tells_what_the_drafter_thought_of_every_judged_node() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), -float("inf")])
-def test_a_request_whose_drafts_are_nan_teaches_nothing(broken: float) -> None:
+def test_drafts_with_nan_do_not_change_the_calibration(broken: float) -> None:
     """Not even if what the target chooses happens to be there."""
     starts, parents, depths = np.array([0, 3, 6]), np.array([0, 0, 1, 3, 3, 4]), np.array([0, 1, 2, 0, 1, 2])
     log_probs = np.array([0.0, -0.5, -1.0, broken, broken, broken], dtype=np.float32)
@@ -100,7 +100,7 @@ def fed(steps: list[NodeOutcomes]) -> list[Calibration]:
     return found
 
 
-def test_the_calibration_follows_what_is_judged_and_a_run_can_be_repeated() -> None:
+def test_the_calibration_follows_outcomes_reproducibly() -> None:
     dice = torch.Generator().manual_seed(0)
     later = replace(CALIBRATION, bias=tuple(bias - 2 for bias in CALIBRATION.bias))
     steps = [step(CALIBRATION, dice) for _ in range(150)] + [step(later, dice) for _ in range(300)]
@@ -113,7 +113,7 @@ def test_the_calibration_follows_what_is_judged_and_a_run_can_be_repeated() -> N
         assert found[at].bias == pytest.approx(planted.bias, abs=0.35)
 
 
-def test_steps_without_pairs_change_nothing_and_a_slope_stays_above_zero() -> None:
+def test_steps_without_outcomes_change_no_calibration() -> None:
     dice = torch.Generator().manual_seed(0)
     nothing = step(CALIBRATION, dice, count=0)
     assert fed([nothing] * 60)[-1] == Calibration.cold(SLOTS)

@@ -38,7 +38,7 @@ def answer(path: Path) -> list[int]:
 @pytest.mark.parametrize(
     "name", ["adapter_model.safetensors", "scheduler.safetensors", "model-00001-of-00002.safetensors"]
 )
-def test_other_tensors_beside_the_weights_are_not_read(name: str, tmp_path: Path) -> None:
+def test_unknown_tensors_are_not_read(name: str, tmp_path: Path) -> None:
     target = make_target()
     path = saved(target, tmp_path)
     save_file({"base_model.model.lora_A.weight": torch.ones(2, 2)}, path / name)
@@ -72,7 +72,7 @@ def test_a_stored_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path)
     assert answer(path) == generate(Target.load(str(path), "cpu"), None, PROMPT, SHORT).tokens
 
 
-def test_yarn_stretches_the_context_whatever_max_position_embeddings_says() -> None:
+def test_yarn_extends_the_context_limit() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
     stretched = make_target(limit=160, rope_parameters=yarn)
     assert context_limit(stretched.config) == stretched.context_limit == 512
@@ -82,7 +82,7 @@ def test_yarn_stretches_the_context_whatever_max_position_embeddings_says() -> N
     assert make_target(limit=77).context_limit == 77
 
 
-def test_on_a_cpu_the_first_token_does_not_wait_for_the_step_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_the_first_token_comes_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     target, order = make_target(), []
     engine = load_engine(target, None, options=OPTIONS)[0]
     real = engine.runner.decode

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Qwen3-Next", "Qwen3.5-MoE"])
-def test_the_engine_writes_what_transformers_modules_in_fp8_write(
+def test_fp8_answers_equal_those_of_transformers_modules(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, gated = reference.add_rms_norm, reference.gated_rms_norm
@@ -118,7 +118,7 @@ def test_other_quantizations_are_one_line(folder: Path, changes: dict[str, Any],
         ModelSpec.of_target(config_of(folder, **changes))
 
 
-def test_sides_that_are_no_multiples_of_a_block_are_refused_by_name(folder: Path) -> None:
+def test_dimensions_that_no_fp8_block_divides_are_refused(folder: Path) -> None:
     config = config_of(folder)
     config.intermediate_size = 192
     with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate_proj.weight' of \(192, 128\) is no multiple of"):
@@ -126,7 +126,7 @@ def test_sides_that_are_no_multiples_of_a_block_are_refused_by_name(folder: Path
 
 
 @pytest.mark.parametrize("form", ["16 bits", "blocks", "rows"])
-def test_rows_are_sorted_with_their_scales_as_transformers_sorts_what_they_make(form: str) -> None:
+def test_rows_and_scales_are_sorted_as_in_transformers(form: str) -> None:
     heads = {"num_heads": 4, "num_k_heads": 2, "head_dim": 128, "k_head_dim": 128, "taps": 4, "by_key_heads": True}
     spec = GatedDeltaNetSpec(**heads, fp8_blocks=form != "16 bits", fp8_by_rows=form == "rows")
     weights = GatedDeltaNetWeights.empty(spec, 128, torch.empty)
@@ -163,7 +163,7 @@ def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPa
             check_fp8(spec, torch.device("cuda"))
 
 
-def test_weights_of_another_kind_than_the_configuration_says_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_weights_that_contradict_the_configuration_are_refused(folder: Path, tmp_path: Path) -> None:
     path, name = Path(shutil.copytree(folder, tmp_path / "model")), "model.layers.0.mlp.up_proj.weight"
     damage(path / "model.safetensors", {name: torch.zeros(256, 128, dtype=torch.bfloat16)})
     with pytest.raises(UserError, match=rf"'{name}' is in bfloat16, not in float8_e4m3fn, as quantization_config"):
@@ -216,7 +216,7 @@ def quantize_experts(name: str, module: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5-MoE"])
-def test_a_target_in_fp8_by_channels_is_its_modules_with_rows_quantized_whole(name: str, tmp_path: Path) -> None:
+def test_fp8_by_channels_equals_modules_with_quantized_rows(name: str, tmp_path: Path) -> None:
     dense = ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {}))
     dense.model.save_pretrained(tmp_path)
     dense.tokenizer.save_pretrained(tmp_path)

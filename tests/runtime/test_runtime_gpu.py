@@ -92,7 +92,7 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
 
 
 @pytest.mark.parametrize(("kind", "few"), [*((kind, 4) for kind in KINDS), ("qwen2", 5)])  # 5: pairs
-def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few: int, monkeypatch: Any) -> None:
+def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("dflash_toolkit.kernels.triton.attention.FEW", few)
     target, drafter = pair(kind)
     prompts = prompts_of(320)
@@ -114,7 +114,7 @@ def test_a_drafter_changes_no_token_alone_or_in_batches_of_eight(kind: str, few:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5"])  # of the last chains alone
-def test_draft_trees_change_no_token_alone_or_in_batches_of_eight(kind: str) -> None:
+def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
     prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
     plain = [g.tokens for g in make_engine(target, None).generate(prompts, params)]
@@ -150,7 +150,7 @@ def test_the_drafters_own_trees_change_no_answer_greedy_or_sampled(dflash2: bool
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_a_drafter_changes_no_token_behind_kept_states(kind: str) -> None:
+def test_a_drafter_changes_no_token_after_kept_states(kind: str) -> None:
     """Conversations whose second turns go on from the states that their first ones left."""
     target, drafter = pair(kind)
     params, more = SamplingParams(max_tokens=48, ignore_eos=True), prompts_of(24, seed=2)
@@ -168,7 +168,7 @@ def test_a_drafter_changes_no_token_behind_kept_states(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
-def test_answers_to_sampled_drafts_are_the_same_alone_and_in_a_batch(dflash2: bool) -> None:
+def test_sampled_drafts_give_equal_answers_alone_and_batched(dflash2: bool) -> None:
     target, drafter = pair(dflash2=dflash2)
     prompts = prompts_of(24)
     ways = [{}, {"top_p": 0.9, "top_k": 40}, {"presence_penalty": 0.5, "logprobs": 2}, {"temperature": 0.0}]
@@ -279,7 +279,7 @@ def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks(kind: str) -> None
 
 @pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
-def test_the_real_drafter_leaves_the_answers_alone_in_every_batch_bucket(draft_dtype: str, dflash2: bool) -> None:
+def test_a_drafter_changes_no_answer_in_any_batch_bucket(draft_dtype: str, dflash2: bool) -> None:
     target, drafter = pair(dflash2=dflash2)
     prompts = prompts_of(40, seed=2)
     params = [SamplingParams(max_tokens=1 + 5 * (i % 13), ignore_eos=True) for i in range(40)]
@@ -327,7 +327,7 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(
 
 @pytest.mark.parametrize("draft_dtype", ["fp8", "full"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
-def test_drafts_of_dflash_2_do_not_depend_on_the_requests_beside(
+def test_dflash2_drafts_do_not_depend_on_other_requests(
     kind: str, draft_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash_toolkit.runtime.weights.WIDE_IN_FP8", 0 if kind == "qwen3" else 2560)
@@ -484,7 +484,7 @@ class Eagerly:
         """What a graph would do has been done."""
 
 
-def test_prompts_are_scored_as_by_hugging_face_and_nobody_else_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_scores_equal_hugging_face_and_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks in graphs and, of more than 512 tokens, without; 128 rows of logits at a time."""
     target, drafter = pair()
     exact = copy.deepcopy(target.model).double()
@@ -527,7 +527,7 @@ def test_prompts_are_scored_as_by_hugging_face_and_nobody_else_sees_it(monkeypat
     assert [(g.tokens, g.logprobs) for g in unasked[2::3]] == [(g.tokens, g.logprobs) for g in found[2::3]]
 
 
-def test_sampled_answers_repeat_by_seed_alone_and_in_company() -> None:
+def test_sampled_answers_repeat_by_seed_alone_and_batched() -> None:
     target, drafter = pair()
     prompts = prompts_of(8, seed=4)
     params = [
@@ -563,7 +563,7 @@ def test_every_divergence_from_hugging_face_is_a_near_tie() -> None:
     assert ours >= 0.9 * 64 * 48 and ours >= 0.98 * theirs
 
 
-def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
+def test_no_garbage_is_collected_during_a_capture() -> None:
     """Rubbish may hold the graphs of an engine that is gone, and to free one voids a capture under way."""
     target, _ = pair()
     during: list[bool] = []
@@ -582,7 +582,7 @@ def test_no_rubbish_is_collected_while_a_graph_is_captured() -> None:
     assert during and not any(during)
 
 
-def test_answers_to_prompts_of_one_pass_part_from_the_model_at_near_ties_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_prefills_differ_at_near_ties_only(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair()
     prompts, passes, real = prompts_of(24, seed=11), list[int](), StepRunner.prefill_batch
 
@@ -597,7 +597,7 @@ def test_answers_to_prompts_of_one_pass_part_from_the_model_at_near_ties_alone(m
     assert max(regret(target, prompt, a.tokens) for prompt, a in zip(prompts, answers, strict=True)) <= 0.2
 
 
-def test_graphs_are_captured_while_another_thread_uses_the_device(caplog: pytest.LogCaptureFixture) -> None:
+def test_captures_succeed_while_a_thread_uses_the_device(caplog: pytest.LogCaptureFixture) -> None:
     target, drafter = pair()
     prompts, params = prompts_of(3, seed=6), SamplingParams(max_tokens=12, ignore_eos=True)
     expected = [a.tokens for a in make_engine(target, drafter, max_num_seqs=16).generate(prompts, params)]
@@ -634,7 +634,7 @@ def test_the_largest_passes_stay_inside_their_memory() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_an_engine_runs_on_the_gpu_it_is_told(tmp_path: Path) -> None:
+def test_an_engine_runs_on_the_given_gpu(tmp_path: Path) -> None:
     target, drafter = pair()
     target.model.save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
@@ -667,7 +667,7 @@ def rel(found: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1152, 896), (896, 4864)])
-def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int, k: int) -> None:
+def test_products_are_exact_to_bf16_and_batch_invariant(n: int, k: int) -> None:
     from dflash_toolkit.kernels import gpu, reference
     from dflash_toolkit.kernels.weight import RowScaledFp8
 
@@ -697,9 +697,7 @@ def test_products_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(n: int,
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["blocks", "rows"])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (24576, 4096), (1280, 896)])
-def test_products_with_blocks_are_exact_to_bf16_and_do_not_depend_on_the_rows_beside(
-    n: int, k: int, by_rows: bool
-) -> None:
+def test_block_products_are_exact_to_bf16_and_batch_invariant(n: int, k: int, by_rows: bool) -> None:
     from dflash_toolkit.kernels import gpu
 
     x = torch.randn(300, k, device="cuda", dtype=torch.bfloat16) * torch.logspace(-2, 2, 300, device="cuda")[:, None]

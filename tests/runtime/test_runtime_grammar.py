@@ -92,7 +92,7 @@ def test_any_arrival_of_any_requests_gives_each_its_own_answer(
     engine.pool.check()
 
 
-def test_short_of_pages_an_answer_goes_on_where_its_grammar_was() -> None:
+def test_a_preempted_answer_continues_in_its_grammar() -> None:
     target, drafter = pair()
     params = [SamplingParams(grammar=Grammar("regex", f"[{c}]{{40}}"), temperature=1.0, seed=i, max_tokens=60)
               for i, c in enumerate(("a-f", "0-9", "x-z", "a-z"))]  # fmt: skip
@@ -104,7 +104,7 @@ def test_short_of_pages_an_answer_goes_on_where_its_grammar_was() -> None:
         assert answer.tokens == generate(target, None, prompt, each).tokens and answer.tokens[-1] == EOS
 
 
-def test_several_answers_to_a_prompt_have_a_place_in_the_grammar_each() -> None:
+def test_each_answer_of_a_prompt_has_its_own_matcher() -> None:
     target, drafter = pair()
     engine, params = make_engine(target, drafter), SamplingParams(grammar=CASES["regex"][0], temperature=1.5, seed=0)
     first = engine.request([1, 2, 3], params)
@@ -119,7 +119,7 @@ def test_several_answers_to_a_prompt_have_a_place_in_the_grammar_each() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_dead_end_ends_its_request_with_an_error_and_nobody_elses(late: bool) -> None:
+def test_a_dead_end_of_a_grammar_ends_one_request(late: bool) -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter)
     if late:
@@ -151,14 +151,14 @@ def parts_of(engine: Engine, params: list[SamplingParams], monkeypatch: pytest.M
     return ran
 
 
-def test_without_a_grammar_in_the_batch_a_step_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_without_a_grammar_runs_no_masked_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, sampled = SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0)
     assert parts_of(make_engine(*pair()), [plain] * 2, monkeypatch) == {("step", Mode.GREEDY)}
     ran = parts_of(make_engine(*pair()), [plain, sampled], monkeypatch)
     assert {mode for kind, mode in ran if kind == "choose"} == {Mode.GREEDY, Mode.SAMPLED}
 
 
-def test_neighbours_of_a_grammar_do_not_change_by_a_bit() -> None:
+def test_a_grammar_changes_no_bit_of_other_requests() -> None:
     target, drafter = pair()
     prompts = prompts_of(9, 12, 5)
     params = [
@@ -187,7 +187,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_at_once(
     assert engine.scheduler.idle
 
 
-def test_white_space_is_what_the_target_wants_where_json_may_have_it() -> None:
+def test_json_may_contain_white_space() -> None:
     """Nothing is biased: this is the grammar as it is."""
     target, drafter = pair()
     params = SamplingParams(grammar=CASES["schema"][0], max_tokens=60)

@@ -98,7 +98,7 @@ def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_cache_that_is_asked_for_may_take_all_of_the_memory_but_no_more() -> None:
+def test_a_cache_of_a_given_size_may_use_all_memory() -> None:
     room = int((TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES) // PAGE_BYTES) - 1
     assert pages_of(replace(OPTIONS, kv_cache_tokens=64 * room)) == room + 1
     with refused(r"0\.\d GiB short of a cache of \d+ tokens; lower kv_cache_tokens or max_num_seqs"):
@@ -137,7 +137,7 @@ def test_an_engine_that_finds_no_memory_names_its_options(where: str, draft_dtyp
 
 
 @pytest.mark.usefixtures("gpu")
-def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_larger_than_the_gpu_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec.of_target(make_target(tied=False).config)
     empty = TargetWeights.empty(spec, torch.device("cpu"), torch.float32)
     needed = sum(view.nbytes for view in empty.parameter_views().values())
@@ -155,7 +155,7 @@ def test_weights_larger_than_the_gpu_are_refused_before_they_are_read(monkeypatc
         assert caught.value.gpus == gpus, "with a quarter of each left to caches"
 
 
-def test_one_80_gib_gpu_has_room_for_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
+def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
     """With its drafter, copies of that and of its head in fp8, and as many states for prefixes; 4 GiB for steps."""
     meta, config = torch.device("meta"), named_shape("qwen3.8-27b-fp8")
     spec, shape = ModelSpec.of_target(config), drafter_shape(config, block_size=8)
@@ -211,7 +211,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
     (512, torch.bfloat16, 163, "has 163; serve the target with vLLM or SGLang"),
     (512, torch.float32, 163, "has 163; serve the target with vLLM or SGLang"),  # for bfloat16 is refused, too
 ])  # fmt: skip
-def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
+def test_unsupported_heads_are_refused_before_loading(
     width: int, dtype: torch.dtype, shared: int, way_out: str | None, named: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -234,7 +234,7 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
     assert bool(loaded) == (way_out is None)
 
 
-def test_a_drafter_s_heads_are_refused_before_the_target_is_loaded(
+def test_a_drafters_heads_are_checked_before_loading(
     named: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
@@ -284,7 +284,7 @@ def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("more", "named"), [({}, True), ({"draft_tree": 0}, False), ({"draft_tree_width": 1}, False)])
-def test_a_cache_too_small_for_a_context_names_trees_where_it_would_do_without(more: Any, named: bool) -> None:
+def test_a_small_cache_names_draft_trees_if_they_cause_it(more: Any, named: bool) -> None:
     config = named_shape("qwen3-8b")
     options = EngineOptions(max_model_len=4096, kv_cache_tokens=4096, **more)
     with refused("raise kv_cache_tokens, or lower max_model_len to ") as caught:
@@ -337,7 +337,7 @@ def test_drafts_are_in_fp8_where_that_is_faster(
     assert engine_module.resolve_draft_dtype("auto", torch.device("cpu"), dtype) == "full"
 
 
-def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_leaves_the_batch_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step runs before it is captured; were it to count, the device would be ahead of the host's pages."""
     target = make_target()
     options = EngineOptions(max_num_seqs=2, page_size=16, num_speculative_tokens=7, kv_cache_tokens=600)
@@ -366,7 +366,7 @@ def test_a_capture_that_fails_leaves_the_batch_as_it_was(monkeypatch: pytest.Mon
     assert failures == 0 and request.tokens == expected
 
 
-def test_rubbish_does_not_hide_what_a_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_does_not_hide_the_memory_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that nobody held any more was collected during the largest step, which seemed to take less."""
     held = peak = 0
 

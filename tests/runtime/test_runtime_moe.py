@@ -52,7 +52,7 @@ def test_experts_make_of_a_row_what_those_of_transformers_do(kind: str) -> None:
         torch.testing.assert_close(found.sum(0), theirs(h[None])[0], rtol=1e-4, atol=1e-3)
 
 
-def test_layers_without_experts_are_those_that_transformers_builds_dense() -> None:
+def test_dense_layers_are_those_of_transformers() -> None:
     every = {"num_hidden_layers": 7, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     spec = ModelSpec.of_target(Qwen3MoeConfig(**SIZES, **every, rope_parameters={"rope_theta": 1e4}))
     assert [layer for layer, each in enumerate(spec.layers) if isinstance(each.ffn, MoeSpec)] == [1, 5]
@@ -75,7 +75,7 @@ def test_experts_of_a_checkpoint_are_one_tensor_or_one_each(tmp_path: Path) -> N
         assert all(torch.equal(view, forms["stacked"][name]) for name, view in loaded.items()), form
 
 
-def test_steps_are_timed_with_rows_that_have_experts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_rows_have_their_own_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Tensor] = []
     engine = make_engine(*pair("qwen3_moe"), max_num_seqs=4)
     runner, forward = engine.runner, engine.runner.verifier.forward

@@ -48,9 +48,7 @@ def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_requests_of_every_kind_write_together_what_they_write_alone(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_of_all_modes_are_independent_in_a_batch(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_seqs=6, kv_cache_tokens=2400)
     if on_gpu:

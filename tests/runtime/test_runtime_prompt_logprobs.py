@@ -48,7 +48,7 @@ def test_they_are_the_log_softmax_of_hugging_face(turn: int, lengths: tuple[int,
         check(defined.prompt_logprobs, prompt, best)
 
 
-def test_a_prompt_that_nobody_is_to_answer_may_fill_the_context() -> None:
+def test_a_prompt_without_an_answer_may_fill_the_context() -> None:
     target, drafter = pair()
     engine, params = make_engine(target, drafter, max_model_len=target.context_limit), replace(ASKED, max_tokens=0)
     (prompt,) = prompts_of(target.context_limit)
@@ -64,7 +64,7 @@ def test_a_prompt_that_nobody_is_to_answer_may_fill_the_context() -> None:
         SamplingParams(max_tokens=0)
 
 
-def test_whoever_does_not_ask_gets_the_same_bits_beside_those_who_do() -> None:
+def test_scores_change_no_bit_of_other_requests() -> None:
     others = [SamplingParams(max_tokens=12, logprobs=2, temperature=1.0, seed=3), SamplingParams(max_tokens=9)]
 
     def beside(neighbours: SamplingParams) -> list[Generation]:
@@ -75,7 +75,7 @@ def test_whoever_does_not_ask_gets_the_same_bits_beside_those_who_do() -> None:
         assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
 
 
-def test_all_of_the_prompt_is_computed_though_its_pages_are_known_and_they_are_known_afterwards() -> None:
+def test_scored_prompts_ignore_known_pages_and_publish_theirs() -> None:
     engine = make_engine(*pair())
     (prompt,) = prompts_of(33)
     plain = SamplingParams(max_tokens=4)
@@ -87,7 +87,7 @@ def test_all_of_the_prompt_is_computed_though_its_pages_are_known_and_they_are_k
     assert engine.generate([prompt], plain)[0].prompt_logprobs is None
 
 
-def test_who_is_preempted_has_each_once() -> None:
+def test_a_preempted_request_has_each_score_once() -> None:
     target, drafter = pair()
     prompts = prompts_of(30, 40, 35, 25)
     params = SamplingParams(max_tokens=40, prompt_logprobs=2)

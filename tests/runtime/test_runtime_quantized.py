@@ -16,7 +16,7 @@ from dflash_toolkit.runtime import weights as model
 from dflash_toolkit.runtime.stack import Stack
 
 
-def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fp8_drafter_is_close_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[bool] = []  # of the drafter: whether in eight bits
     forward = Stack.forward
 
@@ -45,7 +45,7 @@ def test_a_drafter_in_eight_bits_drafts_nearly_the_same_and_the_answers_stay(mon
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 90.0])
-def test_norms_whose_rows_are_cast_as_they_come_are_of_the_order_of_one(size: float) -> None:
+def test_norms_before_cast_rows_are_of_the_order_of_one(size: float) -> None:
     weights = make_engine(*pair("qwen3")).runner.drafter
     for layer in weights.layers:
         for norm in (layer.input_norm, layer.post_norm):

@@ -56,7 +56,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int, params: S
 
 
 @pytest.mark.parametrize("index", [2, 6, 11])
-def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int) -> None:
+def test_a_block_ends_an_answer_where_plain_decoding_does(index: int) -> None:
     target, drafter = pair()
     (prompt,) = prompts_of(9)
     text = alone(target, None, prompt, SamplingParams(max_tokens=16, ignore_eos=True)).tokens
@@ -71,7 +71,7 @@ def test_an_end_anywhere_in_a_block_is_where_it_is_in_plain_decoding(index: int)
     assert engine.stats.cached_prompt_tokens == 2 * 8, "the others go on from what the first has left"
 
 
-def test_prompts_that_begin_alike_go_on_from_kept_states() -> None:
+def test_prompts_with_a_common_prefix_use_kept_states() -> None:
     """A conversation, whose blocks are accepted across the page behind which a state is kept; then what several have in
     common: its state is kept when it is seen for the second time."""
     target, drafter = pair()
@@ -92,7 +92,7 @@ def test_prompts_that_begin_alike_go_on_from_kept_states() -> None:
 
 
 @pytest.mark.parametrize(("states", "cached"), [(0, 0), (1, 0), (2, 24)])
-def test_states_are_kept_for_as_many_prompts_as_there_is_room_for(states: int, cached: int) -> None:
+def test_states_are_kept_for_as_many_prompts_as_fit(states: int, cached: int) -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, prefix_states=states)
     assert {len(memory.state) for memory in engine.runner._memories} == {1 + engine.runner.max_num_seqs + states}
@@ -105,7 +105,7 @@ def test_states_are_kept_for_as_many_prompts_as_there_is_room_for(states: int, c
 
 
 @pytest.mark.parametrize("cache_tokens", [120, 1200])
-def test_whoever_comes_leaves_or_gives_way_the_others_write_on(cache_tokens: int) -> None:
+def test_arrivals_cancels_and_preemptions_change_no_answer(cache_tokens: int) -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, kv_cache_tokens=cache_tokens)
     prompts = prompts_of(30, 25, 9, 14, 33)
@@ -164,7 +164,7 @@ def test_random_events_leave_every_request_its_own_states(nodes: int, monkeypatc
 
 
 @pytest.mark.parametrize(("place", "nodes"), [("prefill", 0), ("decode", 0), ("decode", 7)])
-def test_what_fails_half_way_leaves_no_state_that_anybody_goes_on_from(place: str, nodes: int) -> None:
+def test_a_partial_failure_leaves_no_wrong_state(place: str, nodes: int) -> None:
     """The device raises behind work that it did."""
     target, drafter = pair()
     engine = make_engine(target, drafter, draft_tree=nodes)
@@ -223,7 +223,7 @@ def test_padded_rows_of_a_step_touch_no_state(monkeypatch: pytest.MonkeyPatch) -
         assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"
 
 
-def test_steps_are_timed_that_read_and_write_a_state_of_every_row() -> None:
+def test_timed_steps_use_a_state_for_every_row() -> None:
     runner = make_engine(*pair(), max_num_seqs=3, prefix_states=1).runner
     for memory in runner._memories:
         memory.state.fill_(torch.nan)

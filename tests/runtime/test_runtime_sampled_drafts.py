@@ -38,7 +38,7 @@ def engine_of(target: Target, drafter: Drafter, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("kind", ["plain", "convolution", "selector"])
-def test_batches_of_all_kinds_of_requests_are_what_generate_writes_one_by_one(kind: str) -> None:
+def test_mixed_batches_equal_generate(kind: str) -> None:
     target, drafter = models(kind)
     engine = engine_of(target, drafter)
     prompts = prompts_of(*range(3, 3 + 4 * len(PARAMS), 4))
@@ -55,7 +55,7 @@ def test_batches_of_all_kinds_of_requests_are_what_generate_writes_one_by_one(ki
     )
 
 
-def test_an_answer_is_the_same_up_to_the_end_of_the_context_alone_and_in_company() -> None:
+def test_answers_are_equal_up_to_the_end_of_the_context() -> None:
     target, _ = pair(limit=60)
     drafter = make_dflash2(target)
     prompts, params = (
@@ -70,7 +70,7 @@ def test_an_answer_is_the_same_up_to_the_end_of_the_context_alone_and_in_company
 
 
 @pytest.mark.slow
-def test_answers_to_sampled_drafts_follow_the_distribution_of_the_target() -> None:
+def test_sampled_drafts_keep_the_targets_distribution() -> None:
     target, drafter = small_vocabulary_pair(8, dflash2_of_few)
     options = {"num_speculative_tokens": 2, "page_size": 2, "max_num_seqs": 32, "kv_cache_tokens": 400}
     engine = engine_of(target, drafter, **options)
@@ -80,7 +80,7 @@ def test_answers_to_sampled_drafts_follow_the_distribution_of_the_target() -> No
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.8, "min_p": 0.1}], ids=["plain", "filtered"])
-def test_drafts_sampled_from_the_targets_own_distribution_are_all_accepted(
+def test_drafts_from_the_targets_distribution_are_all_accepted(
     filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the verifier is told no q, or that of another slot or row, hardly one in two is."""
@@ -107,7 +107,7 @@ def test_drafts_sampled_from_the_targets_own_distribution_are_all_accepted(
         assert [(step.drafted, step.accepted) for step in answer.steps] == [(2, 2)] * 3 + [(0, 0)]
 
 
-def test_greedy_requests_write_the_same_whatever_the_drafts_of_others_are() -> None:
+def test_sampled_drafts_of_others_change_no_greedy_answer() -> None:
     target, drafter = models("selector")
     prompts, params = prompts_of(7, 9), [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=1.0)]
     sampled, greedy = engine_of(target, drafter), make_engine(target, drafter)

@@ -101,9 +101,7 @@ class FaultyDevice(TableDevice):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16), st.booleans())
-def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
-    lengths: list[int], chunk: int, prefix_cache: bool
-) -> None:
+def test_chunks_of_a_prompt_do_not_depend_on_other_requests(lengths: list[int], chunk: int, prefix_cache: bool) -> None:
     """Products of other sizes round otherwise: an answer would depend on who else was there."""
 
     def cuts(prompts: list[list[int]]) -> list[tuple[int, int, int]]:
@@ -123,7 +121,7 @@ def test_where_a_prompt_is_cut_does_not_depend_on_its_neighbours(
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
-def test_ten_thousand_random_events_lose_no_page_no_token_and_no_state(
+def test_random_events_lose_no_page_no_token_and_no_state(
     depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int
 ) -> None:
     check_events(depth, recurrent, seed, max_num_seqs, pages)
@@ -131,7 +129,7 @@ def test_ten_thousand_random_events_lose_no_page_no_token_and_no_state(
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("recurrent", [False, True])
-def test_such_events_preempt_and_cancel_and_find_prefixes_and_fail(
+def test_random_events_preempt_cancel_share_and_fail(
     recurrent: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, real = list[int](), TableDevice.prefill_batch
@@ -259,7 +257,7 @@ def in_one_pass(*requests: Request, running: int = 9, device: TableDevice | None
     return device
 
 
-def test_short_prompts_are_computed_together_where_a_batch_is_large() -> None:
+def test_short_prompts_of_large_batches_share_a_pass() -> None:
     def short(*lengths: int) -> list[Request]:
         return [request_of([10 * i + k for k in range(n)], 3) for i, n in enumerate(lengths)]
 
@@ -285,7 +283,7 @@ def test_prompts_of_up_to_eight_requests_are_never_batched() -> None:
     assert in_one_pass(*prompts(), running=7).called("prefill_batch") == [(3, 3)]
 
 
-def test_who_finds_anothers_pages_is_not_computed_beside_it() -> None:
+def test_a_common_prefix_is_computed_once() -> None:
     alike = [request_of([1, 2, 3, 4, 5, 6 + i], 3) for i in range(3)]
     apart = [request_of([1 + i, 2, 3, 4, 5, 6], 3) for i in range(2)]
     assert in_one_pass(*alike, prefix_cache=True).called("prefill_batch") == [(2, 2)], "of those that found them"
@@ -293,7 +291,7 @@ def test_who_finds_anothers_pages_is_not_computed_beside_it() -> None:
     assert in_one_pass(*apart, prefix_cache=True).called("prefill_batch") == [(6, 6)]
 
 
-def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_failed_pass_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else notices, and it was not given to anybody."""
     failed, charged, real = list[int](), list[int](), WaitQueue.charge
 
@@ -314,7 +312,7 @@ def test_a_pass_that_fails_is_computed_one_by_one(monkeypatch: pytest.MonkeyPatc
     assert {requests for requests, *_ in device.called("decode")} <= {9, 12}, "no step without the others"
 
 
-def test_what_a_pass_leaves_of_a_prompt_is_computed_in_the_same_turn() -> None:
+def test_the_rest_of_a_batched_prompt_runs_in_the_same_turn() -> None:
     device = TableDevice()
     device.recurrent = True
     requests = [request_of([10 * i + k for k in range(6)], 3) for i in range(3)]
@@ -326,7 +324,7 @@ def test_what_a_pass_leaves_of_a_prompt_is_computed_in_the_same_turn() -> None:
     assert not device.mistakes
 
 
-def test_who_is_cancelled_when_a_first_token_comes_joins_nobody() -> None:
+def test_a_request_cancelled_by_a_first_token_gets_no_row() -> None:
     """Where results are waited for, they come while prompts are still chosen."""
     device, waiting = TableDevice(0), [request_of([20 + i] * 3, 9) for i in range(12)]
     device.prefill_limits = PREFILL_LIMITS
@@ -344,7 +342,7 @@ def test_who_is_cancelled_when_a_first_token_comes_joins_nobody() -> None:
     assert scheduler.preemptions == 0
 
 
-def test_who_is_due_may_be_cancelled_by_a_first_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_first_token_may_cancel_the_guaranteed_request(caplog: pytest.LogCaptureFixture) -> None:
     device, begun = TableDevice(0), request_of([1] * 9, 30)
     due, short = request_of([2] * 30, 9), request_of([3] * 3, 9)
     begun.key = due.key = "theirs"
@@ -359,7 +357,7 @@ def test_who_is_due_may_be_cancelled_by_a_first_token(caplog: pytest.LogCaptureF
     assert short.tokens == truth(short.prompt_ids, 9) and not caplog.records
 
 
-def test_what_reads_that_failed_have_left_is_told_before_the_next_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_a_failed_read_come_before_the_next_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that end one step after the other cannot be removed; the third hears of every step when it is the newest."""
     device, failures, told = TableDevice(1), [True, True], list[int]()
     requests = [request_of([10 + i], limit) for i, limit in enumerate((3, 4, 9))]
@@ -381,7 +379,7 @@ def test_what_reads_that_failed_have_left_is_told_before_the_next_result(monkeyp
     assert not failures and [request.tokens for request in requests] == [truth(r.prompt_ids, r.limit) for r in requests]
 
 
-def test_an_end_is_told_though_its_row_cannot_be_removed() -> None:
+def test_an_end_is_reported_if_its_row_cannot_be_removed() -> None:
     """Of a request alone, whose last step is in flight when the next one fails."""
     device, failures, told = TableDevice(1), ["decode", "remove"], list[int]()
     request = request_of([1, 2, 3], 6)
@@ -398,7 +396,7 @@ def test_an_end_is_told_though_its_row_cannot_be_removed() -> None:
 
 
 @pytest.mark.parametrize(("who", "whom"), [*itertools.permutations(range(3), 2)])
-def test_who_is_cancelled_while_others_are_computed_alone_is_gone(who: int, whom: int) -> None:
+def test_a_request_cancelled_during_recovery_is_released(who: int, whom: int) -> None:
     device, failures = TableDevice(1), ["decode"]
     requests = [request_of([10 + i] * 3, 12) for i in range(3)]
 
@@ -415,7 +413,7 @@ def test_who_is_cancelled_while_others_are_computed_alone_is_gone(who: int, whom
     assert scheduler.table.pool.available == scheduler.table.pool.capacity and not any(r.error for r in requests)
 
 
-def test_a_row_that_cannot_be_removed_fails_nobody_whose_answer_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_cannot_be_removed_fails_no_ended_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends in the step that it makes alone."""
     device, failures, told = TableDevice(1), ["decode"], list[int]()
     requests = [request_of([10 + i] * 3, limit) for i, limit in enumerate((5, 12, 12))]
@@ -455,7 +453,7 @@ def failing(device: TableDevice, names: list[str]) -> None:
         setattr(device, name, functools.partial(calls, name, getattr(device, name)))
 
 
-def test_a_copy_that_fails_beside_others_ends_one_request_alone() -> None:
+def test_a_failed_copy_of_states_ends_one_request() -> None:
     """Of a request that was computed alone before, as a pass with it failed."""
     device, pool = TableDevice(1), PagePool(2000, SIZE, range(40, 80))
     device.recurrent, device.prefill_limits = True, PREFILL_LIMITS
@@ -476,7 +474,7 @@ def test_a_copy_that_fails_beside_others_ends_one_request_alone() -> None:
     assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in (first, beside, *others))
 
 
-def test_nobody_goes_on_from_states_whose_copy_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_with_a_failed_copy_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device, pool = TableDevice(0), PagePool(200, SIZE, [9])
     device.recurrent, real, copies = True, device.copy_states, list[tuple[int, ...]]()
 
@@ -497,7 +495,7 @@ def test_nobody_goes_on_from_states_whose_copy_failed(monkeypatch: pytest.Monkey
     assert {tuple(request.tokens) for request in requests} == {tuple(truth(list(range(9)), 20))}
 
 
-def test_a_finished_answer_does_not_wait_for_the_prompt_behind_it() -> None:
+def test_a_finished_answer_does_not_wait_for_the_next_prompt() -> None:
     told: list[tuple[int, bool]] = []
     short, long = request_of([1, 2, 3], 1), request_of(list(range(90)) * 4, 4)
 
@@ -516,7 +514,7 @@ def test_prompts_fill_a_chunk_to_its_last_token() -> None:
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(1, 0), (2, 1), (5, 4)])
-def test_no_step_is_launched_for_who_surely_ends_without_it(limit: int, steps: int) -> None:
+def test_no_step_is_launched_for_requests_that_surely_end(limit: int, steps: int) -> None:
     device = TableDevice(2)
     drain(scheduled(device, *(request_of([i, 1], limit) for i in range(2))))
     assert device.called("decode") == [(2,)] * steps
@@ -556,7 +554,7 @@ def test_an_evicted_parent_does_not_come_back_through_its_page() -> None:
     assert pool.match([3, 3, 3, 3, 2, 2, 2, 2], 8) == first[:1], "the child belongs behind the ones"
 
 
-def test_a_state_is_kept_as_long_as_its_page_and_the_oldest_gives_way() -> None:
+def test_states_live_as_long_as_pages_and_the_oldest_is_replaced() -> None:
     pool = PagePool(5, SIZE, [8, 9])
     tokens, pages = list(range(16)), pool.allocate(4)
     first, second = pool.keep_state(tokens[:8], pages), pool.keep_state(tokens, pages)
@@ -581,7 +579,7 @@ def test_more_pages_than_there_are_change_nothing() -> None:
         PagePool(1, SIZE)
 
 
-def test_who_came_last_gives_way_whatever_row_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_request_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     *early, last = (request_of([i] * 8, limit) for i, limit in enumerate((20, 220, 220)))
     scheduler, preempted = scheduled(TableDevice(0), *early, pool=61, max_num_seqs=3, max_block=1), list[Request]()
     real = scheduler.table.preempt

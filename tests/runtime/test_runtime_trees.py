@@ -117,7 +117,7 @@ def test_the_drafters_own_trees_are_those_of_generate(
     [*((params, 8) for params in SAMPLINGS), (SAMPLINGS[2], 1)],
     ids=["filters", "hot", "penalties", "bias", "logprobs", "least", "penalties in chains"],
 )
-def test_sampled_answers_and_those_beside_them_are_those_without_a_drafter(params: SamplingParams, width: int) -> None:
+def test_sampled_answers_are_those_without_a_drafter(params: SamplingParams, width: int) -> None:
     """Penalties count the nodes on the path, and log-probabilities are those of its rows."""
     target, drafter = pair()
     engine, prompts = make_engine(target, drafter, draft_tree=24, draft_tree_width=width), prompts_of(4, 19, 7)
@@ -135,7 +135,7 @@ def test_sampled_answers_and_those_beside_them_are_those_without_a_drafter(param
         assert [[i for i, _ in t.best] for t in got.logprobs] == [[i for i, _ in t.best] for t in alone.logprobs]
 
 
-def test_few_rows_go_to_the_likeliest_nodes_and_change_no_answer() -> None:
+def test_few_rows_verify_the_likeliest_nodes() -> None:
     target, drafter = pair()
     prompts, params = prompts_of(4, 19, 7), [GREEDY] * 3
     texts, taken = plain(target, prompts, params), []
@@ -157,7 +157,7 @@ def test_few_rows_go_to_the_likeliest_nodes_and_change_no_answer() -> None:
     assert sorted(taken, reverse=True) == taken and taken[-1] < taken[0] / 1.5
 
 
-def test_what_a_step_tells_of_its_nodes_is_what_was_accepted() -> None:
+def test_reported_nodes_are_those_that_were_accepted() -> None:
     """Of one request: the walk's nodes are accepted, their siblings are not, and nothing behind those is judged."""
     target, drafter = pair()
     (prompt,) = prompts_of(9)
@@ -174,7 +174,7 @@ def test_what_a_step_tells_of_its_nodes_is_what_was_accepted() -> None:
         assert judged.slots.max(initial=0) <= step.accepted + 1 and np.isfinite(judged.odds).all()
 
 
-def test_pages_behind_trees_hold_what_a_prefill_writes() -> None:
+def test_pages_after_trees_hold_what_a_prefill_writes() -> None:
     """Keys and values of the target: accepted nodes stand at their positions, nothing else does."""
     target, drafter = pair()
     prompts = prompts_of(4, 19)
@@ -211,7 +211,7 @@ def test_an_answer_ends_exactly_at_the_context_limit(room: int) -> None:
         assert same(got, generate(*models, prompts[0], params, draft_tree=63)) and len(got.tokens) == room
 
 
-def test_who_wants_no_drafts_has_a_row_and_the_others_their_trees() -> None:
+def test_a_request_without_drafts_has_one_row_next_to_trees() -> None:
     target, drafter = pair()
     engine, prompts = make_engine(target, drafter, draft_tree=24), prompts_of(4, 19, 7)
     each = [GREEDY, replace(GREEDY, drafting=False), replace(GREEDY, temperature=0.9, seed=3)]
@@ -223,7 +223,7 @@ def test_who_wants_no_drafts_has_a_row_and_the_others_their_trees() -> None:
     assert all(max(step.accepted for step in got.steps) >= 3 for got in answers[::2])
 
 
-def test_requests_with_a_grammar_take_blocks_and_the_next_batch_trees_again() -> None:
+def test_batches_with_a_grammar_use_blocks() -> None:
     engine, shapes = make_engine(*pair(), draft_tree=20), list[StepShape]()
     watch(engine, engine.scheduler.choose_shape, shapes)
     for params, over_trees in ((SamplingParams(grammar=CASES["regex"][0]), False), (GREEDY, True)):
@@ -258,7 +258,7 @@ def test_the_budget_follows_the_drafts_and_the_answers_do_not(monkeypatch: pytes
             assert sum(over_trees[20:]) < 0.3 * len(shapes[20:])
 
 
-def test_blocks_between_trees_are_as_long_as_what_was_accepted_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_between_trees_follow_the_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little the drafter thinks of its drafts, all of which are accepted, and however dear trees are."""
     target, drafter = pair()
     prompts, params = prompts_of(4, 19), SamplingParams(max_tokens=90, ignore_eos=True)
@@ -275,7 +275,7 @@ def test_blocks_between_trees_are_as_long_as_what_was_accepted_promises(monkeypa
     assert len(blocks) > 5 and set(blocks) == {8}, shapes
 
 
-def test_a_request_whose_drafts_fail_keeps_its_row_and_hardly_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_with_failing_drafts_gets_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """However sure the drafter is of them; the others' trees are as before."""
     target, drafter = pair()
     prompts, params = prompts_of(4, 19, 7, 12), SamplingParams(max_tokens=90, ignore_eos=True)
@@ -292,7 +292,7 @@ def test_a_request_whose_drafts_fail_keeps_its_row_and_hardly_more(monkeypatch: 
     assert sum(failing[:20]) < 30 and all(sum(each) > 2 * len(each) for each in others)
 
 
-def test_who_wants_no_drafts_is_no_reason_to_try_some_and_takes_chains_from_the_choice(
+def test_a_request_without_drafts_starts_no_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[int, int, bool]] = []
@@ -319,7 +319,7 @@ def test_who_wants_no_drafts_is_no_reason_to_try_some_and_takes_chains_from_the_
     assert engine.runner.trees.calibration == cold, "the drafter's own"
 
 
-def test_times_are_those_of_whole_trees_and_leave_no_trace() -> None:
+def test_timed_steps_verify_whole_trees_and_leave_no_trace() -> None:
     engine = make_engine(*pair(), draft_tree=6)
     runner, shape = engine.runner, StepShape(8, 21)
     before = [field.clone() for field in (*runner.advanced(), runner.state.active, runner.state.sampler.ends_at)]
@@ -332,7 +332,7 @@ def test_times_are_those_of_whole_trees_and_leave_no_trace() -> None:
     assert not runner.state.active.any() and not runner.state.lengths.any()
 
 
-def test_what_takes_no_tree_is_refused_in_one_line() -> None:
+def test_options_that_exclude_trees_are_refused() -> None:
     target, drafter = pair()
     assert MOST_TREE_NODES + 1 == MOST_NODES
     with pytest.raises(ValueError, match="draft_tree is 64; the engine takes 63 nodes at most"):

@@ -70,7 +70,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_one_before_it() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, CUT, 3 * CUT])
-def test_a_long_prompt_goes_on_in_every_turn_whatever_comes(tokens: int) -> None:
+def test_a_long_prompt_advances_in_every_turn(tokens: int) -> None:
     long = asked(10 * CUT)
     _, scheduler, told = roomy(long)
     for turn in range(10):
@@ -83,7 +83,7 @@ def test_a_long_prompt_goes_on_in_every_turn_whatever_comes(tokens: int) -> None
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(2, 40))
-def test_every_prompt_is_computed_in_as_many_turns_as_its_key_has_older_chunks(seed: int, keys: int, turn: int) -> None:
+def test_turns_of_a_prompt_are_bounded_by_its_keys_older_chunks(seed: int, keys: int, turn: int) -> None:
     """Times the keys: with K of them a request behind C chunks of its key, its own included, waits K * C turns."""
     dice = random.Random(seed)
     _, scheduler, told = roomy(max_num_batched_tokens=turn)
@@ -117,7 +117,7 @@ def test_equal_prompts_are_computed_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("mine", [{"key": "mine"}, {"group": "mine"}, {}])
-def test_a_thousand_small_answers_that_were_asked_for_together_do_not_hold_the_queue(mine: dict[str, str]) -> None:
+def test_a_large_group_does_not_block_the_queue(mine: dict[str, str]) -> None:
     many = [asked(2, 6, group="theirs") for _ in range(1024)]
     _, scheduler, told = roomy(*many, max_num_seqs=2)
     for _ in range(20):
@@ -129,7 +129,7 @@ def test_a_thousand_small_answers_that_were_asked_for_together_do_not_hold_the_q
     assert len(told) - started <= 4, "it has the second or third row that is free"
 
 
-def test_keys_are_given_as_much_whatever_they_ask_for() -> None:
+def test_keys_get_equal_numbers_of_tokens() -> None:
     one, other = ([asked(n, key=key) for _ in range(60)] for key, n in (("one", 2 * CUT), ("other", 2)))
     _, scheduler, told = roomy(*one, *other)
     while len([r for r in told if r.key == "other"]) < 50:
@@ -150,7 +150,7 @@ def test_a_key_that_asked_for_nothing_has_saved_nothing_up() -> None:
     assert 8 <= sum(request.key == "busy" for request in told[before:]) <= 12, "from now on they share"
 
 
-def test_lower_priorities_come_first_and_equal_ones_as_they_arrived() -> None:
+def test_lower_priorities_first_then_order_of_arrival() -> None:
     requests = [asked(CUT, priority=priority) for priority in (1, 0, 5, 0, -3, 1)]
     _, scheduler, told = roomy(*requests, max_num_seqs=1)
     drain(scheduler)
@@ -186,7 +186,7 @@ def crowded() -> tuple[PagePool, Scheduler, list[Request], Request]:
     return pool, scheduler, told, large
 
 
-def test_a_prompt_that_finds_no_pages_lets_smaller_ones_start_but_not_for_ever() -> None:
+def test_at_most_16_requests_overtake_one_that_lacks_pages() -> None:
     _, scheduler, told, large = crowded()
     while not large.pages:
         scheduler.add(asked(3, 3))
@@ -196,7 +196,7 @@ def test_a_prompt_that_finds_no_pages_lets_smaller_ones_start_but_not_for_ever()
     assert large in told
 
 
-def test_whoever_is_urgent_is_not_held_up() -> None:
+def test_urgent_requests_overtake_without_limit() -> None:
     _, scheduler, told, large = crowded()
     while large in scheduler.waiting and scheduler.waiting.entry(large).overtaken < MAX_OVERTAKEN:
         scheduler.add(asked(3, 3))
@@ -209,7 +209,7 @@ def test_whoever_is_urgent_is_not_held_up() -> None:
     assert urgent in told and small not in told
 
 
-def test_a_prefix_is_not_looked_up_again_before_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_is_looked_up_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, scheduler, told, large = crowded()
     looks, real = list[int](), pool.match
     monkeypatch.setattr(pool, "match", lambda ids, limit: looks.append(len(ids)) or real(ids, limit))

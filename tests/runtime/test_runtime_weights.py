@@ -50,7 +50,7 @@ def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Draft
     runner.prefills.launch_unpadded(PrefillJob([1] * positions, 0, [1] * runner.pages_per_request))
 
 
-def test_an_engine_starts_without_importing_the_networks_of_transformers(target_dir: Path, drafter_dir: Path) -> None:
+def test_an_engine_starts_without_transformers_networks(target_dir: Path, drafter_dir: Path) -> None:
     """They take as long to import as an 8B target takes to load."""
     program = (
         "import sys; from dflash_toolkit.runtime import EngineOptions, load_engine; "
@@ -102,7 +102,7 @@ DAMAGE: list[tuple[str, Any, str]] = [  # file, what it holds instead, what is s
 
 
 @pytest.mark.parametrize(("file", "change", "said"), DAMAGE)
-def test_a_checkpoint_that_does_not_fit_or_cannot_be_read_is_refused(
+def test_a_checkpoint_that_does_not_fit_is_refused(
     target_dir: Path, tmp_path: Path, file: str, change: Any, said: str
 ) -> None:
     path = Path(shutil.copytree(target_dir, tmp_path / "damaged"))
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_does_not_fit_or_cannot_be_read_is_refused(
         ("max_model_len", 513, "is 513, but the target supports 512"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_the_weights_are_read(
+def test_options_are_checked_before_weights_are_read(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, option: str, value: int, said: str
 ) -> None:
     path = Path(shutil.copytree(target_dir, tmp_path / "damaged"))
