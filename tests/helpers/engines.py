@@ -51,8 +51,8 @@ def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engi
 
 
 def knowing(engine: Engine, answers: dict[tuple[int, ...], list[int]], miss: Callable[[int], bool]) -> None:
-    """Let the engine draft what the answers hold, except at the positions that `miss` names; of trees chains, whose
-    probabilities depend on the position."""
+    """Makes the engine draft the given answers, except at positions that `miss` selects; trees are chains with
+    probabilities that depend on the position."""
 
     def propose(last: Tensor, rows: Any, block: int) -> Draft:
         drafts = torch.zeros(len(last), block - 1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Targets whose weights are FP8."""
+"""Targets with FP8 weights."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ SIZES = {
 
 @contextlib.contextmanager
 def in_modules(folder: Path) -> Iterator[Target]:
-    """By transformers' modules for FP8, whose kernel comes from the hub; here what it computes is computed by torch."""
+    """Loads the FP8 modules of transformers; torch replaces their kernel, which would come from the hub."""
     pytest.importorskip("accelerate")
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 

@@ -24,7 +24,7 @@ VOCAB, LIMIT = 4096, 1024
 
 @cache
 def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
-    """A random bf16 target of a few million weights whose answers are varied, and a random drafter."""
+    """Returns a random bf16 target of a few million weights, with varied answers, and a random drafter."""
     parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16} if dflash2 else {}
     torch.manual_seed(3)
     shape: dict[str, Any] = {

@@ -64,7 +64,7 @@ EBNF = 'root ::= "<" body ">"\nbody ::= "" | [a-c] body | "(" body ")"'
 LARK = 'start: "go" NUMBER ("," NUMBER)*\nNUMBER: /[0-9]{1,3}/'
 
 
-# grammars whose answers end soon, and what an answer must be
+# grammars with short answers, and checks of an answer
 CASES = {
     "schema": of_schema(PERSON),
     "regex": of_regex(r"(yes|no), [0-9]{3}(é|!)?"),

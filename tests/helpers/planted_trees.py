@@ -1,4 +1,4 @@
-"""Draft trees whose nodes hold a known text."""
+"""Draft trees with nodes that hold a known text."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ Texts = dict[tuple[int, ...], list[int]]  # answers by prompts
 
 
 def planted(text: Sequence[int], position: int, slots: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Candidates [slots, 3] behind `position` of a text, most of which hold what goes on there, and their
+    """Returns candidates [slots, 3] after `position` of a text, most of which contain the next token, and their
     log-probabilities, fp32 [slots, 3]."""
     dice = torch.Generator().manual_seed(1000 * len(text) + position)
     candidates = torch.stack([torch.randperm(vocabulary, generator=dice)[:3] for _ in range(slots)])

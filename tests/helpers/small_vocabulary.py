@@ -24,7 +24,7 @@ def hf_greedy(target: Target, prompt: list[int], count: int, eos: tuple[int, ...
 
 
 def small_vocabulary_pair(size: int, make: Callable[..., Drafter] = make_drafter) -> tuple[Target, Drafter]:
-    """So few tokens that the distribution of whole answers can be enumerated."""
+    """Returns a pair with so few tokens that all answers can be enumerated."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=size, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
@@ -62,7 +62,7 @@ SMALL_SAMPLINGS = [
 
 
 def exact_answers(target: Target, **filters: float) -> torch.Tensor:
-    """p(a, b, c) over the first three tokens behind SMALL_PROMPT, by enumeration: fp64 [V, V, V]."""
+    """Returns p(a, b, c) of the first three tokens after SMALL_PROMPT, by enumeration: fp64 [V, V, V]."""
     size = target.config.vocab_size
     singles, pairs = [[a] for a in range(size)], [[a, b] for a in range(size) for b in range(size)]
 

@@ -21,7 +21,7 @@ TREES = [StepShape(2, 40), StepShape(BLOCK, 64)]
 
 
 def next_token(text: Sequence[int]) -> int:
-    """The answer goes on in a way that depends on every token before it."""
+    """Returns the next token of an answer, which depends on every token before it."""
     return (sum((i + 1) * t for i, t in enumerate(text)) * 31 + len(text)) % 97
 
 
@@ -72,7 +72,7 @@ class TableDevice:
         return [self.slots[pages[p // SIZE], p % SIZE] for p in range(length)]
 
     def _check_state(self, slot: int, text: list[int]) -> None:
-        """Raising alone would not do: who makes the device raise is computed anew."""
+        """Also records the mistake: a request that makes the device raise is computed again."""
         if self.recurrent and self.states[slot] != text:
             self.mistakes.append((slot, text))
             raise AssertionError(f"slot {slot} holds {self.states[slot]} and not {text}")

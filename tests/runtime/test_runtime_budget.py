@@ -1,4 +1,4 @@
-"""The budget of rows: what is chosen, against what the best fixed choice gives; whose rows they are."""
+"""The choice of rows per step, compared with the best fixed choice, and how requests share the rows."""
 
 import heapq
 import itertools
@@ -145,7 +145,7 @@ def test_what_a_batch_promises_is_what_its_cut_holds(pairs: bool) -> None:
 
 @lru_cache
 def pool(rate: float, width: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Drafted blocks: path probabilities and depths of the 63 likeliest nodes, and the chain's path probabilities."""
+    """Returns drafted blocks: path probabilities and depths of the 63 likeliest nodes, and those of the chain."""
     dice, found = random.Random(f"{rate} {width}"), []
     for _ in range(POOL):
         best = [min(max(dice.gauss(rate, 0.2), 0.0), 0.98) if rate else 0.0 for _ in range(DRAFTED[-1] - 1)]
@@ -164,7 +164,7 @@ def pool(rate: float, width: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 class World:
-    """Requests whose drafts are accepted by chance, exactly as calibrated; what steps of every choice would commit."""
+    """Simulates requests with perfectly calibrated drafts, and what steps of every choice would commit."""
 
     def __init__(self, rates: Sequence[float], times: Times, width: int = 4) -> None:
         self.requests, self.times, self.dice = len(rates), times, random.Random(0)
@@ -275,7 +275,7 @@ def test_batches_too_large_for_trees_use_chains() -> None:
 
 @pytest.mark.parametrize(("requests", "looks"), [(1, [2, 6, 14, 30, 46, 62]), (150, [2, 6, 14, 30, 62])])
 def test_trees_probe_between_chains_soon_and_then_rarely(requests: int, looks: list[int]) -> None:
-    """More requests tell more at a time. Looks are at the trees that promise the most: they cost the least."""
+    """More requests give more information per step. Probes use the most promising trees, which cost the least."""
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((requests,), 0.0, 0.0)}
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
     choose(requests)
@@ -324,7 +324,7 @@ def test_one_probe_does_not_overrule_many_steps() -> None:
 
 
 def test_short_chains_become_long_ones_once_these_pay() -> None:
-    """Chains tell nothing of what they promise: steps over trees do, which are the slower ones here."""
+    """Steps over chains report no promises; steps over trees do, and are slower here."""
     times = {shape: t * (1.5 if len(shape) == 3 else 1.0) for shape, t in table((1,), 0.02, 0.002).items()}
     choose = BudgetChooser(BLOCKS, times, lambda n: n)
     choose(1)
@@ -337,7 +337,7 @@ def test_short_chains_become_long_ones_once_these_pay() -> None:
 
 
 def test_overconfident_drafts_are_discounted_to_a_minimum() -> None:
-    """One calibration serves all, so only what came true tells this one from the others."""
+    """All requests share one calibration; only the accepted nodes distinguish this one."""
     rows, batch, dice = 48, 8, random.Random(0)
     trusts, taken = [Trust() for _ in range(batch)], np.zeros((400, batch), dtype=int)
     for step in range(len(taken)):
@@ -354,7 +354,7 @@ def test_overconfident_drafts_are_discounted_to_a_minimum() -> None:
             trust.observe(sum(mine), 0 if b == 3 else min(survived, len(mine)))
     assert (taken[20:, 3] > 0).mean() < 0.1 and taken[20:, 3].mean() < 0.5, "tried now and then"
     others = np.delete(taken[20:].mean(axis=0), 3)
-    assert others.min() > 4.5, "nobody else is held to be like that"
+    assert others.min() > 4.5, "the others are not discounted"
     lone = Trust()
     for _ in range(30):
         lone.observe(3.0, 0)

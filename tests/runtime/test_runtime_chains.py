@@ -1,4 +1,4 @@
-"""Chains of each request's own length in the engine, for targets whose recurrent layers take no trees."""
+"""Chains of each request's own length, for targets with recurrent layers, which cannot verify trees."""
 
 import random
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> Non
 
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "sampled"])
 def test_chains_of_any_length_change_no_answer(params: SamplingParams) -> None:
-    """Rows go to the likeliest tokens; blocks and plain steps come between, and take in what chains have left."""
+    """Rows go to the likeliest tokens. Blocks and plain steps run between chains and use the states they leave."""
     target, drafter = pair()
     engine, prompts = make_engine(target, drafter, draft_tree=7), prompts_of(4, 19, 7)
     each = [replace(one, max_tokens=48) for one in (params, GREEDY, replace(params, seed=9))]
@@ -86,7 +86,7 @@ def test_rows_without_a_request_change_no_state(monkeypatch: pytest.MonkeyPatch)
     assert [got.tokens for got in engine.generate(prompts, GREEDY)] == list(texts.values())
     for memory in engine.runner._memories:
         untouched = memory.state.isnan().flatten(1).all(1).tolist()
-        assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"
+        assert untouched[1:] == [False, False, True, True, True], "slot 0 belongs to no request"
 
 
 def test_recurrent_targets_use_chains_and_no_wider_trees() -> None:
@@ -94,6 +94,6 @@ def test_recurrent_targets_use_chains_and_no_wider_trees() -> None:
     engine = make_engine(target, drafter, draft_tree=63)
     assert (engine.options.draft_tree, engine.options.draft_tree_width) == (7, 1), "no chain is longer than a block"
     assert engine.runner.max_places == 8
-    with pytest.raises(UserError, match="draft_tree_width is 8; the target has recurrent layers, which take chains"):
+    with pytest.raises(UserError, match="draft_tree_width is 8"):
         make_engine(target, drafter, draft_tree=8, draft_tree_width=8)
     assert make_engine(target, drafter, draft_tree_width=8).runner.trees is None, "without trees it means nothing"

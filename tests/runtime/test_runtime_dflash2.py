@@ -1,4 +1,4 @@
-"""DFlash 2 in the engine: its drafts are those of the reference, whatever else it decodes."""
+"""DFlash 2 in the engine: its drafts equal those of the reference, in any batch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_it_is_loaded_from_disk_and_follows_the_module(target_dir: Path, dflash2
 
 @pytest.mark.parametrize("size", [0.3, 90.0])
 def test_fp8_layers_are_close_and_change_no_answer(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever size the norms have, whose rows are cast as they come."""
+    """For norms of any size; their rows are cast without scaling."""
     monkeypatch.setattr(weights, "WIDE_IN_FP8", 0)
     target, _ = pair()
     drafter = make_dflash2(target)

@@ -79,7 +79,7 @@ def test_a_plain_batch_tries_a_draft_now_and_then() -> None:
     assert choose(requests(0.95)) == 16, "it pays again"
     assert [choose(requests(0.0)) for _ in range(8)] == [1] * 7 + [4], "soon at first, again"
     dear = chooser(s1=5.1, s2=6.2, s4=7.4)  # as in large batches
-    assert [dear(requests(0.0)) for _ in range(8)] == [1] * 7 + [2], "the cheapest that tells"
+    assert [dear(requests(0.0)) for _ in range(8)] == [1] * 7 + [2], "the cheapest probe"
     none_shorter = chooser(s1=4.0, s8=5.0, s16=5.6)
     assert [none_shorter(requests(0.0)) for _ in range(8)] == [1] * 7 + [8]
 
@@ -105,7 +105,7 @@ STEP_MS = {
 
 @pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
 def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: dict[int, float]) -> None:
-    """What drafting in vain costs over plain steps, whole answers; keys and values of the context come on top."""
+    """Returns the cost of rejected drafts over plain steps, for whole answers, without writing the context."""
     choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
     expected = expected_of_first_requests()
     unread = deque[int]()
@@ -127,7 +127,7 @@ def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: 
 @pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 0.865])  # acceptance lengths of 1, 1.4, 2, 6.7
 def test_choosing_is_hardly_slower_than_plain_decoding(batch: int, times: dict[int, float], rate: float) -> None:
-    """Answers of 256 tokens, a batch behind the other, as the engine keeps what they accepted."""
+    """Answers of 256 tokens, one batch after the other; the engine keeps their acceptance."""
     chance = random.Random(0)
     choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
     expected = expected_of_first_requests()
@@ -222,7 +222,7 @@ def test_times_are_measured_again_where_that_is_asked_for(tmp_path: Path, monkey
 def clocked(
     times: Mapping[Shape, Iterator[float]],
 ) -> tuple[Times, list[Shape]]:
-    """What is measured where every shape's runs take these times, and the order of the runs."""
+    """Returns the measured times if every shape's runs take these times, and the order of the runs."""
     order: list[Shape] = []
 
     def step(shape: Shape) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""The runtime writes what `decode.py` writes, whatever else it does at the same time."""
+"""The engine's answers equal those of `decode.py`, in any batch."""
 
 import math
 import weakref

@@ -33,7 +33,7 @@ def test_answers_are_those_of_transformers_whatever_happens(name: str) -> None:
 def test_fp8_answers_equal_transformers_under_load(name: str, tmp_path: Path) -> None:
     in_fp8(ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {})), tmp_path)
     with in_modules(tmp_path) as target:
-        # what lies between two numbers of the format may become the other one where sums are cut otherwise
+        # a value between two numbers of the format may round to the other one if sums are split differently
         assert check_whatever_happens(target) <= 2
 
 
@@ -57,7 +57,7 @@ def check_whatever_happens(target: Target) -> int:
         engine.step()
     engine.cancel(requests[4])
     requests.append(engine.submit(prompts[5], params[5]))
-    requests += [engine.submit(prompt, LONG) for prompt in prompts[:2]]  # once more, behind kept pages
+    requests += [engine.submit(prompt, LONG) for prompt in prompts[:2]]  # again, after kept pages
     while engine.step():
         pass
     engine.pool.check()

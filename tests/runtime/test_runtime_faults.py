@@ -183,7 +183,7 @@ def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter], n
 
 
 def test_nan_in_a_rejected_draft_is_cleaned_away(models: tuple[Target, Drafter]) -> None:
-    """It stands behind the answer, where a kernel may multiply it by zero."""
+    """It is after the answer, where a kernel may multiply it by zero."""
     engine = make_engine(*models)
     real, cache, spoilt = engine.runner.read, engine.runner.verifier.stack.cache, []
 

@@ -1,4 +1,4 @@
-"""What verified trees tell of the drafter: its own log-odds, recovered, and a calibration that follows them."""
+"""Outcomes of verified trees: the drafter's own log-odds are recovered, and the calibration follows them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What lies in a target's folder and what the engine makes of it: which files are read, and whose head is used."""
+"""Which files of a target's folder the engine reads, and which head it uses."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_tensor_of_two_files_of_a_target_is_named(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").rename(path / "model-0.safetensors")
     save_file({"model.norm.weight": tensors["model.norm.weight"]}, path / "model-1.safetensors")
-    with pytest.raises(UserError, match=r"'model.norm.weight' stands in model-0.safetensors and model-1.safetensors"):
+    with pytest.raises(UserError, match=r"'model.norm.weight'.*model-0.safetensors.*model-1.safetensors"):
         answer(path)
 
 
@@ -58,7 +58,7 @@ def test_a_stored_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path)
     path = saved(make_target(tied=False), tmp_path)
     expected = answer(path)
     configured(path, tie_word_embeddings=True)
-    with pytest.raises(UserError, match=r"stores another lm_head.weight; set tie_word_embeddings to false"):
+    with pytest.raises(UserError, match=r"lm_head.weight; .*tie_word_embeddings"):
         answer(path)
     loaded = Target.load(str(path), "cpu")
     if loaded.head_weight is not loaded.embedding.weight:  # newer transformers decode with the stored head

@@ -64,7 +64,7 @@ def test_fp8_answers_equal_those_of_transformers_modules(
 
 
 def check_answers(folder: Path, target: Target) -> None:
-    """With a drafter and without, from files and from modules, in batches and behind chunks of prompts."""
+    """With and without a drafter, from files and from modules, in batches and after chunks of prompts."""
     drafter = make_drafter(target, taps=1)
     prompts = prompts_of(3, 6, 11, 17)
     params = SamplingParams(max_tokens=11, ignore_eos=True)
@@ -78,7 +78,7 @@ def check_answers(folder: Path, target: Target) -> None:
     knowing(drafted, dict(zip(map(tuple, prompts), expected, strict=True)), lambda position: position % 5 == 0)
     for engine in (plain, drafted):
         found = engine.generate(prompts, params)
-        # what lies between two numbers of the format may become the other one where sums are cut otherwise
+        # a value between two numbers of the format may round to the other one if sums are split differently
         assert sum(answer.tokens == tokens for answer, tokens in zip(found, expected, strict=True)) >= len(prompts) - 1
     assert sum(len(answer.steps) for answer in found) < 0.5 * sum(len(answer.tokens) for answer in found)
 
@@ -121,7 +121,7 @@ def test_other_quantizations_are_one_line(folder: Path, changes: dict[str, Any],
 def test_dimensions_that_no_fp8_block_divides_are_refused(folder: Path) -> None:
     config = config_of(folder)
     config.intermediate_size = 192
-    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate_proj.weight' of \(192, 128\) is no multiple of"):
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.gate_proj.weight' of \(192, 128\)"):
         ModelSpec.of_target(config)
 
 
@@ -148,7 +148,7 @@ def test_rows_and_scales_are_sorted_as_in_transformers(form: str) -> None:
 def test_heads_that_share_a_block_of_sorted_rows_are_refused() -> None:
     config = ARCHITECTURES["Qwen3-Next"].config(**SIZES, **HYBRID)
     config.quantization_config = dict(FORM)
-    with pytest.raises(UnsupportedModel, match="linear_key_head_dim 64 is no multiple of its fp8 blocks of 128"):
+    with pytest.raises(UnsupportedModel, match=r"linear_key_head_dim 64 .*128"):
         ModelSpec.of_target(config)
 
 
@@ -158,7 +158,7 @@ def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPa
     for capability in ((8, 9), (8, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
         with (
-            contextlib.nullcontext() if capability == (8, 9) else pytest.raises(UnsupportedModel, match="Some GPU does")
+            contextlib.nullcontext() if capability == (8, 9) else pytest.raises(UnsupportedModel, match="Some GPU has")
         ):
             check_fp8(spec, torch.device("cuda"))
 
@@ -166,12 +166,10 @@ def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_weights_that_contradict_the_configuration_are_refused(folder: Path, tmp_path: Path) -> None:
     path, name = Path(shutil.copytree(folder, tmp_path / "model")), "model.layers.0.mlp.up_proj.weight"
     damage(path / "model.safetensors", {name: torch.zeros(256, 128, dtype=torch.bfloat16)})
-    with pytest.raises(UserError, match=rf"'{name}' is in bfloat16, not in float8_e4m3fn, as quantization_config"):
+    with pytest.raises(UserError, match=rf"'{name}' .*bfloat16.*float8_e4m3fn"):
         load_engine(str(path), None, "cpu")
     damage(path / "config.json", {"quantization_config": None})
-    with pytest.raises(
-        UnsupportedModel, match=r"is in float8_e4m3fn, not in float32|unknown tensor .*weight_scale_inv"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"float8_e4m3fn.*float32|weight_scale_inv"):
         load_engine(str(path), None, "cpu")
 
 
@@ -249,14 +247,14 @@ def test_shared_experts_are_as_the_others() -> None:
     config = ARCHITECTURES["Qwen3.5-MoE"].config(**SIZES | HYBRID)
     for kept in ("shared_expert", "experts"):
         config.quantization_config = DYNAMIC | {"ignore": ["lm_head", "re:.*in_proj_[ab]$", rf"re:.*mlp\.{kept}"]}
-        with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.shared_expert.gate_proj' and the other experts one"):
+        with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.shared_expert.gate_proj'"):
             ModelSpec.of_target(config)
 
 
 def test_gates_in_fp8_by_channels_are_one_line() -> None:
     config = ARCHITECTURES["Qwen3.5"].config(**SIZES | HYBRID)
     config.quantization_config = DYNAMIC | {"ignore": ["lm_head"]}
-    with pytest.raises(UnsupportedModel, match=r"linear_attn.in_proj_b' and its like in fp8 .* --engine vllm"):
+    with pytest.raises(UnsupportedModel, match=r"linear_attn.in_proj_b' .*--engine vllm"):
         ModelSpec.of_target(config)
 
 

@@ -151,7 +151,7 @@ def test_the_drafters_own_trees_change_no_answer_greedy_or_sampled(dflash2: bool
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_a_drafter_changes_no_token_after_kept_states(kind: str) -> None:
-    """Conversations whose second turns go on from the states that their first ones left."""
+    """Conversations: second turns continue from the states of first turns."""
     target, drafter = pair(kind)
     params, more = SamplingParams(max_tokens=48, ignore_eos=True), prompts_of(24, seed=2)
     turns, answers = [prompts_of(24)], list[list[list[int]]]()
@@ -378,7 +378,7 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(
 
 
 def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short behind long and long behind short, other lengths of answers, every batch bucket on the way up and down."""
+    """Prompts and answers of mixed lengths, in every batch bucket, growing and shrinking."""
     target, drafter = pair()
     words = torch.randint(0, VOCAB - 1, (900,), generator=torch.Generator().manual_seed(8)).tolist()
     lengths = (5, 700, 12, 300, 64, 3, 150, 900)
@@ -409,7 +409,7 @@ def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pyte
 
 
 def test_grammars_are_followed_in_every_kind_of_batch() -> None:
-    """With drafts and without the same, beside rows that have none, and these as they are alone."""
+    """Equal with and without drafts, next to rows without drafts, which are also unchanged."""
     pytest.importorskip("xgrammar")
     target, drafter = pair()
     regexes = ["[a-f]{40}", "[0-9]{3}(,[0-9]{3}){5}", "(yes|no)( maybe){3}", "[^a]{20}"]
@@ -624,7 +624,7 @@ def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
 
 
 def test_the_largest_passes_stay_inside_their_memory() -> None:
-    """Under `scripts/memcheck.py`, which sees an access behind a tensor's end; by itself, that nothing fails."""
+    """Under `scripts/memcheck.py`, which detects accesses beyond a tensor; otherwise checks that nothing fails."""
     for drafting in (pair()[1], None):
         runner: StepRunner = make_engine(pair()[0], drafting, max_num_seqs=3, max_model_len=LIMIT - 25).runner
         workspace_of(runner, 4096)

@@ -1,4 +1,4 @@
-"""Grammars in the runtime: what `decode.py` writes under one, whoever else is in the batch."""
+"""Grammars in the engine: answers equal those of `decode.py`, in any batch."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Drafting in eight bits: how the engine holds and takes the weights; answers are what they are without."""
+"""FP8 drafting: how the engine stores and uses the weights; answers do not change."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_an_fp8_drafter_is_close_and_changes_no_answer(monkeypatch: pytest.Monke
         assert isinstance(matrix, RowScaledFp8)
         exact = drafter.layers[1].mlp.down_proj.weight if name == "down" else drafter.layers[0].self_attn.o_proj.weight
         error = (matrix.dense(torch.float32) - exact).norm() / exact.norm()
-        assert 0.001 < error < 0.04, "e4m3 keeps three bits behind the leading one"
+        assert 0.001 < error < 0.04, "e4m3 keeps three bits after the leading one"
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 90.0])
@@ -73,7 +73,7 @@ def test_step_times_of_quantized_weights_are_kept_apart(tmp_path: Path, monkeypa
         again = Engine(engine.runner.target, weights, (), replace(engine.options, draft_dtype=kind))
         assert len(list(tmp_path.rglob("times-*.json"))) == files
         assert again.runner.drafter is not None and (again.runner.drafter.head is None) == (kind != "fp8")
-    assert weights is not None and weights.head is None, "whoever gave them has them as they were"
+    assert weights is not None and weights.head is None, "the given weights are unchanged"
 
 
 def test_layers_of_a_small_model_stay_what_they_are() -> None:

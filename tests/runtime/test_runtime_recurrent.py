@@ -1,4 +1,4 @@
-"""Gated delta nets in the engine: states follow their requests, whoever joins, leaves, fails or gives way."""
+"""Gated delta nets in the engine: states follow their requests through arrivals, ends, faults and preemptions."""
 
 import random
 from collections import defaultdict
@@ -72,7 +72,7 @@ def test_a_block_ends_an_answer_where_plain_decoding_does(index: int) -> None:
 
 
 def test_prompts_with_a_common_prefix_use_kept_states() -> None:
-    """A conversation, whose blocks are accepted across the page behind which a state is kept; then what several have in
+    """A conversation with blocks accepted across the page after which a state is kept; then what several have in
     common: its state is kept when it is seen for the second time."""
     target, drafter = pair()
     (first, more, *tails), (common,) = prompts_of(13, 6, 9, 5, 7), prompts_of(18, seed=3)
@@ -165,7 +165,7 @@ def test_random_events_leave_every_request_its_own_states(nodes: int, monkeypatc
 
 @pytest.mark.parametrize(("place", "nodes"), [("prefill", 0), ("decode", 0), ("decode", 7)])
 def test_a_partial_failure_leaves_no_wrong_state(place: str, nodes: int) -> None:
-    """The device raises behind work that it did."""
+    """The device raises after it has done the work."""
     target, drafter = pair()
     engine = make_engine(target, drafter, draft_tree=nodes)
     runner, calls = engine.runner, 0
@@ -220,7 +220,7 @@ def test_padded_rows_of_a_step_touch_no_state(monkeypatch: pytest.MonkeyPatch) -
     check(engine, (target, drafter), prompts, SHORT)
     for memory in engine.runner._memories:
         untouched = memory.state.isnan().flatten(1).all(1).tolist()
-        assert untouched[1:] == [False, False, True, True, True], "slot 0 is nobody's"
+        assert untouched[1:] == [False, False, True, True, True], "slot 0 belongs to no request"
 
 
 def test_timed_steps_use_a_state_for_every_row() -> None:
@@ -231,7 +231,7 @@ def test_timed_steps_use_a_state_for_every_row() -> None:
     measure_steps(runner, (1, 4), 3)
     for memory in runner._memories:
         assert all(memory.state[slot].any() and memory.state[slot].isfinite().all() for slot in (1, 2, 3))
-        assert memory.state[4].isnan().all(), "a prefix's is nobody's to write"
+        assert memory.state[4].isnan().all(), "states of a prefix are not written"
     assert not runner.state.active.any() and not runner.state.states.any() and not runner.state.lengths.any()
 
 

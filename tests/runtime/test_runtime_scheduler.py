@@ -1,4 +1,4 @@
-"""Whatever comes in whatever order, no page and no token is lost. The device here is a table."""
+"""No order of events loses a page or a token. The device is a table."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ class FaultyDevice(TableDevice):
         by_chance = self._calm < 0 and self._dice.random() < 0.05
         if not by_chance and not any(always):
             return run()
-        self._calm = CALM * (5 if self.recurrent else 1)  # whose states begin anew
+        self._calm = CALM * (5 if self.recurrent else 1)  # recurrent requests start again
         self.faults += by_chance
         if self._dice.random() < 0.5:
             run()
@@ -102,7 +102,7 @@ class FaultyDevice(TableDevice):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16), st.booleans())
 def test_chunks_of_a_prompt_do_not_depend_on_other_requests(lengths: list[int], chunk: int, prefix_cache: bool) -> None:
-    """Products of other sizes round otherwise: an answer would depend on who else was there."""
+    """Products of other sizes round differently: an answer would depend on other requests."""
 
     def cuts(prompts: list[list[int]]) -> list[tuple[int, int, int]]:
         device = TableDevice()
@@ -148,18 +148,18 @@ def test_random_events_preempt_cancel_share_and_fail(
 
 
 def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
-    """300 random events, and more by who hears of a result; how many preempted, cancelled, and finished requests with a
-    cached prefix there were, and how many faults, NaN by chance, and requests that ended with each kind of error."""
+    """Runs 300 random events, and more from reports. Returns counts: preempted, cancelled, and finished
+    requests with a cached prefix; faults, NaN by chance, and requests that ended with each kind of error."""
     dice = random.Random(seed)
     slots = range(1 + max_num_seqs, 1 + max_num_seqs + dice.choice([1, 3, 9]))
     pool = PagePool(pages, SIZE, slots)
     done: list[Request] = []
-    told: dict[Request, list[int]] = {}
+    reported: dict[Request, list[int]] = {}
 
     def report(request: Request, step: Step | None) -> None:
         if request.error is None:
-            told.setdefault(request, []).extend(request.tokens if step is None else step.tokens)
-            assert told[request] == request.tokens, "told once, as it comes"
+            reported.setdefault(request, []).extend(request.tokens if step is None else step.tokens)
+            assert reported[request] == request.tokens, "reported once, as it comes"
         if request.finished:
             done.append(request)
         if dice.random() < 0.05:
@@ -240,7 +240,7 @@ PREFILL_LIMITS = PrefillLimits(4, (4, 8), 16)
 
 
 def in_one_pass(*requests: Request, running: int = 9, device: TableDevice | None = None, **options: Any) -> TableDevice:
-    """What a device was asked for that computes chunks together, beside so many requests that are decoded."""
+    """Returns the calls of a device that prefills these requests while others decode."""
     device = device or TableDevice()
     device.prefill_limits = PREFILL_LIMITS
     others = [request_of([50 + i] * 9, 40) for i in range(running)]
@@ -292,7 +292,7 @@ def test_a_common_prefix_is_computed_once() -> None:
 
 
 def test_requests_of_a_failed_pass_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else notices, and it was not given to anybody."""
+    """Other requests do not change, and no key is charged for it."""
     failed, charged, real = list[int](), list[int](), WaitQueue.charge
 
     def fails(device: TableDevice, chunks: Sequence[PrefillJob]) -> None:
@@ -359,7 +359,7 @@ def test_a_first_token_may_cancel_the_guaranteed_request(caplog: pytest.LogCaptu
 
 def test_reports_of_a_failed_read_come_before_the_next_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that end one step after the other cannot be removed; the third hears of every step when it is the newest."""
-    device, failures, told = TableDevice(1), [True, True], list[int]()
+    device, failures, reported = TableDevice(1), [True, True], list[int]()
     requests = [request_of([10 + i], limit) for i, limit in enumerate((3, 4, 9))]
     real = device.remove
 
@@ -371,8 +371,8 @@ def test_reports_of_a_failed_read_come_before_the_next_result(monkeypatch: pytes
 
     def report(request: Request, step: Step | None) -> None:
         if request is requests[2]:
-            told.extend(request.tokens if step is None else step.tokens)
-            assert told == request.tokens
+            reported.extend(request.tokens if step is None else step.tokens)
+            assert reported == request.tokens
 
     monkeypatch.setattr(device, "remove", remove)
     drain(scheduled(device, *requests, report=report))
@@ -380,19 +380,19 @@ def test_reports_of_a_failed_read_come_before_the_next_result(monkeypatch: pytes
 
 
 def test_an_end_is_reported_if_its_row_cannot_be_removed() -> None:
-    """Of a request alone, whose last step is in flight when the next one fails."""
-    device, failures, told = TableDevice(1), ["decode", "remove"], list[int]()
+    """For a single request with its last step in flight when the next one fails."""
+    device, failures, reported = TableDevice(1), ["decode", "remove"], list[int]()
     request = request_of([1, 2, 3], 6)
 
     def report(_: Request, step: Step | None) -> None:
-        told.extend(step.tokens if step else request.tokens)
+        reported.extend(step.tokens if step else request.tokens)
 
     scheduler = scheduled(device, request, block=BLOCK, report=report)
     while not scheduler.table.launches:
         scheduler.advance()
     failing(device, failures)
     drain(scheduler)
-    assert not failures and told == request.tokens == truth(request.prompt_ids, 6)
+    assert not failures and reported == request.tokens == truth(request.prompt_ids, 6)
 
 
 @pytest.mark.parametrize(("who", "whom"), [*itertools.permutations(range(3), 2)])
@@ -415,7 +415,7 @@ def test_a_request_cancelled_during_recovery_is_released(who: int, whom: int) ->
 
 def test_a_row_that_cannot_be_removed_fails_no_ended_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends in the step that it makes alone."""
-    device, failures, told = TableDevice(1), ["decode"], list[int]()
+    device, failures, reported = TableDevice(1), ["decode"], list[int]()
     requests = [request_of([10 + i] * 3, limit) for i, limit in enumerate((5, 12, 12))]
     real = device.remove
 
@@ -427,7 +427,7 @@ def test_a_row_that_cannot_be_removed_fails_no_ended_request(monkeypatch: pytest
 
     def report(request: Request, step: Step | None) -> None:
         if request is requests[0]:
-            told.extend(step.tokens if step else request.tokens)
+            reported.extend(step.tokens if step else request.tokens)
 
     scheduler = scheduled(device, *requests, report=report)
     while len(requests[0].tokens) < 3:
@@ -435,7 +435,7 @@ def test_a_row_that_cannot_be_removed_fails_no_ended_request(monkeypatch: pytest
     failing(device, failures)
     monkeypatch.setattr(device, "remove", remove)
     drain(scheduler)
-    assert failures == ["removed"] and told == requests[0].tokens
+    assert failures == ["removed"] and reported == requests[0].tokens
     assert [r.tokens for r in requests] == [truth(r.prompt_ids, r.limit) for r in requests]
     assert scheduler.table.pool.available == scheduler.table.pool.capacity and not any(r.error for r in requests)
 
@@ -480,7 +480,7 @@ def test_states_with_a_failed_copy_are_not_used(monkeypatch: pytest.MonkeyPatch)
 
     def copy_states(*slots: int) -> None:
         copies.append(slots)
-        if len(copies) in (1, 3):  # to keep them, and to go on from them
+        if len(copies) in (1, 3):  # the copies that keep states, and that continue from them
             raise RuntimeError("a copy's own")
         real(*slots)
 
@@ -496,15 +496,15 @@ def test_states_with_a_failed_copy_are_not_used(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_finished_answer_does_not_wait_for_the_next_prompt() -> None:
-    told: list[tuple[int, bool]] = []
+    reported: list[tuple[int, bool]] = []
     short, long = request_of([1, 2, 3], 1), request_of(list(range(90)) * 4, 4)
 
     def report(request: Request, step: object) -> None:
-        told.append((len(device.called("prefill")), request is short))
+        reported.append((len(device.called("prefill")), request is short))
 
     device = TableDevice()
     drain(scheduled(device, short, long, block=BLOCK, max_num_batched_tokens=8, report=report))
-    assert told[0][1] and told[0][0] <= 2 and told[1][0] > 40
+    assert reported[0][1] and reported[0][0] <= 2 and reported[1][0] > 40
 
 
 def test_prompts_fill_a_chunk_to_its_last_token() -> None:
@@ -530,7 +530,7 @@ def test_a_row_is_moved_only_for_a_request_that_stays() -> None:
     """Copies of a row's state are a dozen launches: many rows that end together would make the next step wait."""
     device, requests = TableDevice(), [request_of([i, 1], limit) for i, limit in enumerate((9, 9, 30, 9, 9, 9))]
     drain(scheduled(device, *requests, max_num_seqs=6, prefix_cache=True))
-    assert device.called("move") == [(2, 1), (1, 0)], "the one that stays, and nobody who ends"
+    assert device.called("move") == [(2, 1), (1, 0)], "only the request that stays moves"
     assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in requests)
 
 
@@ -551,7 +551,7 @@ def test_an_evicted_parent_does_not_come_back_through_its_page() -> None:
     pool.release(first[:1])  # the child is still held
     assert pool.allocate(1) == first[:1]
     pool.publish([3, 3, 3, 3], first[:1])
-    assert pool.match([3, 3, 3, 3, 2, 2, 2, 2], 8) == first[:1], "the child belongs behind the ones"
+    assert pool.match([3, 3, 3, 3, 2, 2, 2, 2], 8) == first[:1], "the child belongs to the page of ones"
 
 
 def test_states_live_as_long_as_pages_and_the_oldest_is_replaced() -> None:
@@ -560,8 +560,8 @@ def test_states_live_as_long_as_pages_and_the_oldest_is_replaced() -> None:
     first, second = pool.keep_state(tokens[:8], pages), pool.keep_state(tokens, pages)
     assert {first, second} == {8, 9} and pool.keep_state(tokens, pages) == 0, "it is kept already"
     assert pool.match_state(tokens, 15) == (pages[:2], first, 12), "the next page parts from another"
-    assert pool.keep_state(tokens[:12], pages) == second, "the one that nobody asked for"
-    assert pool.match_state(tokens, 16) == (pages[:3], second, 0), "there is nothing behind it"
+    assert pool.keep_state(tokens[:12], pages) == second, "the unused one"
+    assert pool.match_state(tokens, 16) == (pages[:3], second, 0), "it is the last page"
     pool.check()
     for each in (pages, pages[:2], pages[:3]):
         pool.release(each)

@@ -1,4 +1,4 @@
-"""Whose prompt comes next: nobody waits for ever, whatever others ask for, and small ones do not wait for large."""
+"""The order of prompts: no request waits for ever, and small prompts do not wait for large ones."""
 
 import random
 from typing import Any
@@ -24,7 +24,7 @@ def asked(tokens: int, limit: int = 1, **fields: Any) -> Request:
     return request
 
 
-def told_in_order(scheduler: Scheduler) -> list[Request]:
+def in_order_of_first_tokens(scheduler: Scheduler) -> list[Request]:
     """Requests as they get their first tokens, in a list that grows."""
     order: list[Request] = []
     scheduler.table.report = lambda request, step: order.append(request) if step is None else None
@@ -36,7 +36,7 @@ def roomy(*requests: Request, **options: Any) -> tuple[TableDevice, Scheduler, l
     device = TableDevice(0)
     defaults = {"pool": 4000, "max_num_seqs": 200, "max_num_batched_tokens": TURN}
     scheduler = scheduled(device, *requests, **(defaults | options))
-    return device, scheduler, told_in_order(scheduler)
+    return device, scheduler, in_order_of_first_tokens(scheduler)
 
 
 def computed(device: TableDevice) -> int:
@@ -58,35 +58,35 @@ def test_an_answer_token_costs_two_prompt_tokens(prompt: int, first: str) -> Non
 
 def test_a_short_prompt_does_not_wait_for_the_long_one_before_it() -> None:
     long, short = asked(1900), asked(1)
-    device, scheduler, told = roomy(long, short)
-    scheduler.table.report = lambda request, step: told.append(request) or computed_then.append(computed(device))
+    device, scheduler, reported = roomy(long, short)
+    scheduler.table.report = lambda request, step: reported.append(request) or computed_then.append(computed(device))
     computed_then: list[int] = []
     scheduler.advance()
-    assert told == [short] and computed_then == [1], "its token is told before the others are computed"
+    assert reported == [short] and computed_then == [1], "its token is reported before the others are computed"
     late = asked(3)
     scheduler.add(late)
     scheduler.advance()
-    assert told == [short, late] and 0 < long.prefilled <= 2 * TURN
+    assert reported == [short, late] and 0 < long.prefilled <= 2 * TURN
 
 
 @pytest.mark.parametrize("tokens", [1, CUT, 3 * CUT])
 def test_a_long_prompt_advances_in_every_turn(tokens: int) -> None:
     long = asked(10 * CUT)
-    _, scheduler, told = roomy(long)
+    _, scheduler, reported = roomy(long)
     for turn in range(10):
         for _ in range(20):
             scheduler.add(asked(tokens))
         scheduler.advance()
-        assert long in told or long.prefilled >= (turn + 1) * CUT
-    assert long in told and len(told) > 1 - (tokens > CUT), "and others do, too"
+        assert long in reported or long.prefilled >= (turn + 1) * CUT
+    assert long in reported and len(reported) > 1 - (tokens > CUT), "and others do, too"
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(2, 40))
 def test_turns_of_a_prompt_are_bounded_by_its_keys_older_chunks(seed: int, keys: int, turn: int) -> None:
-    """Times the keys: with K of them a request behind C chunks of its key, its own included, waits K * C turns."""
+    """With K keys, a request waits at most K * C turns, where C counts its own and its key's older chunks."""
     dice = random.Random(seed)
-    _, scheduler, told = roomy(max_num_batched_tokens=turn)
+    _, scheduler, reported = roomy(max_num_batched_tokens=turn)
     cut, ends = max(turn // 2, 1), dict[Request, int]()
     chunks: dict[str, list[tuple[Request, int]]] = {}
     for now in range(60):
@@ -94,23 +94,23 @@ def test_turns_of_a_prompt_are_bounded_by_its_keys_older_chunks(seed: int, keys:
             request = asked(dice.choice([1, 2, cut, 5 * cut]), key=str(dice.randrange(keys)))
             mine = chunks.setdefault(request.key, [])
             mine.append((request, -(-len(request.prompt_ids) // cut)))
-            ends[request] = now + keys * sum(count for other, count in mine if other not in told)
+            ends[request] = now + keys * sum(count for other, count in mine if other not in reported)
             scheduler.add(request)
         scheduler.advance()
-        assert all(request in told for request, end in ends.items() if end <= now)
+        assert all(request in reported for request, end in ends.items() if end <= now)
     drain(scheduler)
-    assert set(told) == set(ends)
+    assert set(reported) == set(ends)
 
 
 def test_equal_prompts_are_computed_one_after_the_other() -> None:
     """Taking turns chunk by chunk would make all of them late."""
     requests = [asked(4 * CUT) for _ in range(4)]
-    _, scheduler, told = roomy(*requests)
+    _, scheduler, reported = roomy(*requests)
     scheduler.advance()
     scheduler.advance()
-    assert told == requests[:1]
+    assert reported == requests[:1]
     drain(scheduler)
-    assert told == requests
+    assert reported == requests
 
 
 # ---- keys, groups, priorities ------------------------------------------------------------------------------
@@ -119,42 +119,42 @@ def test_equal_prompts_are_computed_one_after_the_other() -> None:
 @pytest.mark.parametrize("mine", [{"key": "mine"}, {"group": "mine"}, {}])
 def test_a_large_group_does_not_block_the_queue(mine: dict[str, str]) -> None:
     many = [asked(2, 6, group="theirs") for _ in range(1024)]
-    _, scheduler, told = roomy(*many, max_num_seqs=2)
+    _, scheduler, reported = roomy(*many, max_num_seqs=2)
     for _ in range(20):
         scheduler.advance()
-    started, one = len(told), asked(30, 6, **mine)
+    started, one = len(reported), asked(30, 6, **mine)
     scheduler.add(one)
-    while one not in told:
+    while one not in reported:
         scheduler.advance()
-    assert len(told) - started <= 4, "it has the second or third row that is free"
+    assert len(reported) - started <= 4, "it has the second or third row that is free"
 
 
 def test_keys_get_equal_numbers_of_tokens() -> None:
     one, other = ([asked(n, key=key) for _ in range(60)] for key, n in (("one", 2 * CUT), ("other", 2)))
-    _, scheduler, told = roomy(*one, *other)
-    while len([r for r in told if r.key == "other"]) < 50:
+    _, scheduler, reported = roomy(*one, *other)
+    while len([r for r in reported if r.key == "other"]) < 50:
         scheduler.advance()
-    theirs = sum(r.prefilled for r in one) + sum(len(r.prompt_ids) for r in told if r.key == "one")
-    assert 0.5 < sum(len(r.prompt_ids) for r in told if r.key == "other") / theirs < 2
+    theirs = sum(r.prefilled for r in one) + sum(len(r.prompt_ids) for r in reported if r.key == "one")
+    assert 0.5 < sum(len(r.prompt_ids) for r in reported if r.key == "other") / theirs < 2
 
 
 def test_a_key_that_asked_for_nothing_has_saved_nothing_up() -> None:
-    _, scheduler, told = roomy(*(asked(CUT, key="busy") for _ in range(300)), max_num_seqs=1)
+    _, scheduler, reported = roomy(*(asked(CUT, key="busy") for _ in range(300)), max_num_seqs=1)
     for _ in range(50):
         scheduler.advance()
-    before = len(told)
+    before = len(reported)
     for _ in range(20):
         scheduler.add(asked(CUT, key="new"))
-    while len(told) < before + 20:
+    while len(reported) < before + 20:
         scheduler.advance()
-    assert 8 <= sum(request.key == "busy" for request in told[before:]) <= 12, "from now on they share"
+    assert 8 <= sum(request.key == "busy" for request in reported[before:]) <= 12, "from now on they share"
 
 
 def test_lower_priorities_first_then_order_of_arrival() -> None:
     requests = [asked(CUT, priority=priority) for priority in (1, 0, 5, 0, -3, 1)]
-    _, scheduler, told = roomy(*requests, max_num_seqs=1)
+    _, scheduler, reported = roomy(*requests, max_num_seqs=1)
     drain(scheduler)
-    assert [requests.index(request) for request in told] == [4, 1, 3, 0, 5, 2]
+    assert [requests.index(request) for request in reported] == [4, 1, 3, 0, 5, 2]
 
 
 def test_the_least_urgent_gives_way() -> None:
@@ -172,32 +172,32 @@ def test_the_least_urgent_gives_way() -> None:
 
 
 def crowded() -> tuple[PagePool, Scheduler, list[Request], Request]:
-    """A request that holds a third of the pages, and one behind it that needs more than are left."""
+    """A request that holds a third of the pages, and a later one that needs more than are left."""
     pool = PagePool(61, SIZE)
     scheduler = scheduled(
         TableDevice(0), pool=pool, max_num_seqs=8, max_num_batched_tokens=128, max_block=1, prefix_cache=True
     )
-    told = told_in_order(scheduler)
+    reported = in_order_of_first_tokens(scheduler)
     holder, large = asked(80, 90), asked(200)
     for request in (holder, large):
         scheduler.add(request)
         scheduler.advance()
-    assert told == [holder] and not large.pages
-    return pool, scheduler, told, large
+    assert reported == [holder] and not large.pages
+    return pool, scheduler, reported, large
 
 
 def test_at_most_16_requests_overtake_one_that_lacks_pages() -> None:
-    _, scheduler, told, large = crowded()
+    _, scheduler, reported, large = crowded()
     while not large.pages:
         scheduler.add(asked(3, 3))
         scheduler.advance()
-    assert len(told) - 1 == MAX_OVERTAKEN == 16
+    assert len(reported) - 1 == MAX_OVERTAKEN == 16
     drain(scheduler)
-    assert large in told
+    assert large in reported
 
 
 def test_urgent_requests_overtake_without_limit() -> None:
-    _, scheduler, told, large = crowded()
+    _, scheduler, reported, large = crowded()
     while large in scheduler.waiting and scheduler.waiting.entry(large).overtaken < MAX_OVERTAKEN:
         scheduler.add(asked(3, 3))
         scheduler.advance()
@@ -206,18 +206,18 @@ def test_urgent_requests_overtake_without_limit() -> None:
         scheduler.add(request)
     while not large.pages:
         scheduler.advance()
-    assert urgent in told and small not in told
+    assert urgent in reported and small not in reported
 
 
 def test_a_prefix_is_looked_up_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, scheduler, told, large = crowded()
+    pool, scheduler, reported, large = crowded()
     looks, real = list[int](), pool.match
     monkeypatch.setattr(pool, "match", lambda ids, limit: looks.append(len(ids)) or real(ids, limit))
     for _ in range(20):
         scheduler.advance()
     assert not large.pages and not looks, "the request before it decodes, and gives nothing back"
     drain(scheduler)
-    assert looks == [len(large.prompt_ids)] and large in told
+    assert looks == [len(large.prompt_ids)] and large in reported
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -235,6 +235,6 @@ def test_pages_of_a_cancelled_request_are_free_within_a_step(depth: int, turns: 
     scheduler.add(other)
     scheduler.advance()
     pool.check()
-    assert pool.capacity - pool.available == len(other.pages), "nobody else holds any"
+    assert pool.capacity - pool.available == len(other.pages), "no other request holds any"
     drain(scheduler)
     assert pool.available == pool.capacity and len(other.tokens) == 30 and not request.finished
