@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticAcceptance:
-    """Acceptance by dice instead of by the drafter, for benchmarks: the text is nonsense, the work is real.
+    """Random acceptance instead of the drafter's, for benchmarks: the text is nonsense, the work is real.
 
     Raises:
         ValueError: a rate outside 0..1, a length below 1, or not exactly one of the two.
@@ -36,7 +36,7 @@ class SyntheticAcceptance:
             raise ValueError(f"synthetic mean_length is {self.mean_length}; it must be >= 1")
 
     def table(self, steps: int, rows: int, block: int) -> "Tensor":
-        """Drafted tokens to accept, int32 [steps, rows], each in 0..block - 1."""
+        """Returns the number of drafted tokens to accept, int32 [steps, rows], each in 0..block - 1."""
         import torch
 
         dice = random.Random(self.seed)
@@ -153,18 +153,18 @@ class EngineOptions(DraftOptions):
         )
 
     def _trees_pay(self, target: "ModelSpec") -> bool:
-        """Whether they are the default: with dense targets whose steps are long beside what a tree adds to them."""
+        """Returns whether trees are the default: for dense targets with long steps, to which a tree adds little."""
         free = self.num_speculative_tokens is None and self.draft_sample_method == "greedy" and not self.synthetic
         large = not target.depends_on_requests and target.dense_parameters >= LEAST_FOR_TREES
         return free and large
 
     def _context(self, longest: int, overshoot: int, trees: bool) -> int:
-        """Tokens of one request; as many as the cache holds where that was asked for and the context was not.
+        """Returns the tokens of one request; as many as the cache holds if only the size of the cache is given.
 
         Args:
             longest: what the target was made for.
-            overshoot: tokens that steps in flight may write behind an answer's end.
-            trees: whether they would be fewer without draft trees.
+            overshoot: tokens that steps in flight may write after an answer's end.
+            trees: whether the overshoot would be smaller without draft trees.
         """
         wanted = self.max_model_len or longest
         if self.kv_cache_tokens is None:
