@@ -9,7 +9,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -
 # the tests start some fifty processes: each would compile the project anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast check kernels docs wheel tables format test-gpu test-peers test-long mutate clean
+.PHONY: help demo test test-fast check words kernels docs wheel tables format test-gpu test-peers test-long mutate clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -30,10 +30,14 @@ test: $(READY)   ## the whole suite, CPU; the kernels' compilation is `make kern
 test-fast: $(READY) ## what makes no target, trains nothing and starts no process (under a minute)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast --ignore=tests/kernels  # interpreted, they take minutes
 
-check: $(READY)  ## ruff, ruff format, mypy
+check: $(READY)  ## ruff, ruff format, mypy, words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/words.py
+
+words: $(READY)  ## count the words that make prose hard to read; `scripts/words.py FOLDER` prints the places
+	$(BIN)/python scripts/words.py
 
 kernels: $(READY) ## every kernel compiles for an H100 and keeps its values in registers, without a GPU (a minute)
 	$(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_sm90.py
