@@ -175,6 +175,7 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 SUPPORT = {"delta", "launch", "mix", "ops", "reference_tree", "tree", "weight"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.ring", "triton.attention", "triton.best"}
 SUPPORT |= {"triton.convolution", "triton.delta", "triton.dependent", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
+DEFINITIONS = {"ops", "reference", "reference_tree"}  # no kernel imports them
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
@@ -186,6 +187,10 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
         if path.stem not in ("gpu", "ops"):  # they choose among all
             inner = {name.removeprefix("dflash_toolkit.kernels.") for name in ours}
             assert {name for name in inner if not any(f"{name}.".startswith(f"{s}.") for s in SUPPORT)} == set(), path
+        if path.parts[2] in ("hopper", "triton"):
+            assert not {name.split(".")[2] for name in ours if name.count(".") > 1} & DEFINITIONS, path
+        if path.stem in DEFINITIONS - {"ops"}:
+            assert not any(name.split(".")[2:3] in (["gpu"], ["hopper"], ["triton"]) for name in ours), path
     for name in ("reference", "loss", "weight"):
         assert third_party(Path(f"dflash_toolkit/kernels/{name}.py")) == {"torch"}
 

@@ -32,6 +32,7 @@ from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.ring import fits
 from .launch import MAX_ROWS, keys_are_split
 from .mix import LogitScale
+from .ops import Reference
 from .tree import TreeRows
 from .triton import attention, delta, fp8_blocks
 from .triton import delta_chunk as chunked
@@ -53,51 +54,6 @@ from .triton.tree_build import cut_trees, draft_children, grow_trees
 from .triton.tree_tell import promise_trees, tell_trees
 from .triton.walk import sampled_walk, walk
 from .weight import BlockScaledFp8, Operand, RowScaledFp8, Weight, dense, parts, values_of
-
-__all__ = [
-    "accept",
-    "accept_trees",
-    "add_rms_norm",
-    "add_rms_norm_quantized",
-    "block_attention",
-    "block_conv",
-    "chain_attention",
-    "context_write",
-    "conv_add_rms_norm",
-    "cut_trees",
-    "delta_chunk",
-    "delta_inputs",
-    "delta_rule",
-    "draft_children",
-    "experts_mlp",
-    "fused_conv_post_attention",
-    "fused_post_attention",
-    "fuses_conv_post_attention",
-    "fuses_post_attention",
-    "gate_heads",
-    "gated_rms_norm",
-    "gated_rms_norm_quantized",
-    "grow_trees",
-    "linear",
-    "linear_argmax",
-    "linear_split_k",
-    "linear_swiglu",
-    "linear_top",
-    "linear_top_lse",
-    "mask_logits_",
-    "move_rows_",
-    "promise_trees",
-    "rejection_sample",
-    "rope_write",
-    "row_loss_",
-    "row_top",
-    "sample",
-    "sampled_walk",
-    "tell_trees",
-    "top_experts",
-    "tree_attention",
-    "walk",
-]
 
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
 QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums are long
@@ -298,3 +254,50 @@ def delta_chunk(
         return delta.delta_chunk(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
     parts = chunked.chunk_inputs(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
     return chunked.chunk_rule(*parts, memory.state, slots, starts, counts)
+
+
+class Gpu(Reference):
+    """The operations with their kernels; one that is missing here runs its definition."""
+
+    linear = staticmethod(linear)
+    linear_split_k = staticmethod(linear_split_k)
+    linear_swiglu = staticmethod(linear_swiglu)
+    linear_argmax = staticmethod(linear_argmax)
+    linear_top = staticmethod(linear_top)
+    linear_top_lse = staticmethod(linear_top_lse)
+    walk = staticmethod(walk)
+    sampled_walk = staticmethod(sampled_walk)
+    block_conv = staticmethod(block_conv)
+    add_rms_norm = staticmethod(add_rms_norm)
+    add_rms_norm_quantized = staticmethod(add_rms_norm_quantized)
+    conv_add_rms_norm = staticmethod(conv_add_rms_norm)
+    fuses_post_attention = staticmethod(fuses_post_attention)
+    fused_post_attention = staticmethod(fused_post_attention)
+    fuses_conv_post_attention = staticmethod(fuses_conv_post_attention)
+    fused_conv_post_attention = staticmethod(fused_conv_post_attention)
+    top_experts = staticmethod(top_experts)
+    experts_mlp = staticmethod(experts_mlp)
+    rope_write = staticmethod(rope_write)
+    gate_heads = staticmethod(gate_heads)
+    block_attention = staticmethod(block_attention)
+    context_write = staticmethod(context_write)
+    accept = staticmethod(accept)
+    draft_children = staticmethod(draft_children)
+    grow_trees = staticmethod(grow_trees)
+    cut_trees = staticmethod(cut_trees)
+    promise_trees = staticmethod(promise_trees)
+    tree_attention = staticmethod(tree_attention)
+    chain_attention = staticmethod(chain_attention)
+    accept_trees = staticmethod(accept_trees)
+    move_rows_ = staticmethod(move_rows_)
+    tell_trees = staticmethod(tell_trees)
+    mask_logits_ = staticmethod(mask_logits_)
+    sample = staticmethod(sample)
+    rejection_sample = staticmethod(rejection_sample)
+    delta_inputs = staticmethod(delta_inputs)
+    delta_rule = staticmethod(delta_rule)
+    delta_chunk = staticmethod(delta_chunk)
+    gated_rms_norm = staticmethod(gated_rms_norm)
+    gated_rms_norm_quantized = staticmethod(gated_rms_norm_quantized)
+    row_top = staticmethod(row_top)
+    row_loss_ = staticmethod(row_loss_)

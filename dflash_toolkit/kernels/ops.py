@@ -1,335 +1,64 @@
-"""The operations of a decoding step and of the loss, and which implementation a device has.
-
-`reference.py` defines each in plain torch; `gpu.py` chooses among the kernels by dtype and shape. Both modules are
-of the type `Ops`.
-"""
-
-from collections.abc import Sequence
-from typing import Protocol
+"""The operations of a decoding step and of the loss, and which implementation a device has."""
 
 import torch
-from torch import Tensor
 
-from .delta import DeltaMemory
-from .mix import LogitScale, LossMix, RowTerms
-from .tree import TreeRows, Trees
-from .weight import Operand, Stacked, Weight
+from . import reference as definitions
 
-SHARED_MEMORY = 160 << 10  # bytes that a thread block of some kernels takes
+SHARED_MEMORY = 160 << 10  # bytes of shared memory that a thread block of some kernels needs
 
 
-class Ops(Protocol):
-    """What `reference.py` defines, with the shapes of every argument.
+class Reference:
+    """All operations in plain torch; `reference.py` documents each with the shapes of its arguments.
 
-    No operation's result for a row depends on the rows beside it (batch-invariant), up to MAX_ROWS rows.
+    A row's result does not depend on the other rows (batch-invariant), up to MAX_ROWS rows.
+    `Gpu` overrides the operations that have a kernel. mypy compares the signatures.
     """
 
-    def linear(self, x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor: ...
+    linear = staticmethod(definitions.linear)
+    linear_split_k = staticmethod(definitions.linear_split_k)
+    linear_swiglu = staticmethod(definitions.linear_swiglu)
+    linear_argmax = staticmethod(definitions.linear_argmax)
+    linear_top = staticmethod(definitions.linear_top)
+    linear_top_lse = staticmethod(definitions.linear_top_lse)
+    walk = staticmethod(definitions.walk)
+    sampled_walk = staticmethod(definitions.sampled_walk)
+    block_conv = staticmethod(definitions.block_conv)
+    add_rms_norm = staticmethod(definitions.add_rms_norm)
+    add_rms_norm_quantized = staticmethod(definitions.add_rms_norm_quantized)
+    conv_add_rms_norm = staticmethod(definitions.conv_add_rms_norm)
+    fuses_post_attention = staticmethod(definitions.fuses_post_attention)
+    fused_post_attention = staticmethod(definitions.fused_post_attention)
+    fuses_conv_post_attention = staticmethod(definitions.fuses_conv_post_attention)
+    fused_conv_post_attention = staticmethod(definitions.fused_conv_post_attention)
+    top_experts = staticmethod(definitions.top_experts)
+    experts_mlp = staticmethod(definitions.experts_mlp)
+    rope_write = staticmethod(definitions.rope_write)
+    gate_heads = staticmethod(definitions.gate_heads)
+    block_attention = staticmethod(definitions.block_attention)
+    context_write = staticmethod(definitions.context_write)
+    accept = staticmethod(definitions.accept)
+    draft_children = staticmethod(definitions.draft_children)
+    grow_trees = staticmethod(definitions.grow_trees)
+    cut_trees = staticmethod(definitions.cut_trees)
+    promise_trees = staticmethod(definitions.promise_trees)
+    tree_attention = staticmethod(definitions.tree_attention)
+    chain_attention = staticmethod(definitions.chain_attention)
+    accept_trees = staticmethod(definitions.accept_trees)
+    move_rows_ = staticmethod(definitions.move_rows_)
+    tell_trees = staticmethod(definitions.tell_trees)
+    mask_logits_ = staticmethod(definitions.mask_logits_)
+    sample = staticmethod(definitions.sample)
+    rejection_sample = staticmethod(definitions.rejection_sample)
+    delta_inputs = staticmethod(definitions.delta_inputs)
+    delta_rule = staticmethod(definitions.delta_rule)
+    delta_chunk = staticmethod(definitions.delta_chunk)
+    gated_rms_norm = staticmethod(definitions.gated_rms_norm)
+    gated_rms_norm_quantized = staticmethod(definitions.gated_rms_norm_quantized)
+    row_top = staticmethod(definitions.row_top)
+    row_loss_ = staticmethod(definitions.row_loss_)
 
-    def linear_split_k(self, x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor: ...
 
-    def linear_swiglu(self, x: Operand, weight: Weight) -> Tensor: ...
-
-    def linear_argmax(self, x: Tensor, weight: Weight) -> Tensor: ...
-
-    def linear_top(self, x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]: ...
-
-    def linear_top_lse(
-        self, x: Tensor, weight: Weight, count: int, scale: LogitScale
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def walk(
-        self,
-        state: Tensor,
-        unary: Tensor,
-        candidates: Tensor,
-        predecessors: Tensor,
-        successors: Tensor,
-        anchors: Tensor,
-    ) -> Tensor: ...
-
-    def sampled_walk(
-        self,
-        state: Tensor,
-        unary: Tensor,
-        candidates: Tensor,
-        predecessors: Tensor,
-        successors: Tensor,
-        anchors: Tensor,
-        temperature: Tensor,
-        uniform: Tensor,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def block_conv(self, x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor: ...
-
-    def add_rms_norm(
-        self, x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def add_rms_norm_quantized(
-        self, x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
-    ) -> tuple[Tensor, Operand]: ...
-
-    def conv_add_rms_norm(
-        self,
-        x: Tensor,
-        partial_sums: Tensor,
-        dynamic: Tensor,
-        base: Tensor,
-        block: int,
-        weight: Tensor,
-        eps: float,
-        tap: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def fuses_post_attention(self, x: Tensor, weights: Sequence[Weight | None]) -> bool:
-        """Whether `fused_post_attention` takes the stream x [M, D] and these matrices; it is given no bias."""
-        ...
-
-    def fused_post_attention(
-        self,
-        x: Tensor,
-        a: Tensor,
-        o: Weight,
-        post_norm: Tensor,
-        gate_up: Weight,
-        down: Weight,
-        norm: Tensor,
-        qkv: Weight | None,
-        eps: float,
-        tap: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
-
-    def fuses_conv_post_attention(
-        self, x: Tensor, weights: Sequence[Weight | None], convolutions: Sequence[tuple[Tensor, Weight] | None]
-    ) -> bool:
-        """Whether `fused_conv_post_attention` takes the stream x [M, D], these matrices and convolutions."""
-        ...
-
-    def fused_conv_post_attention(
-        self,
-        x: Tensor,
-        a: Tensor,
-        behind: Tensor,
-        base: Tensor,
-        o: Weight,
-        post_norm: Tensor,
-        ffn: tuple[Tensor, Weight],
-        gate_up: Weight,
-        down: Weight,
-        norm: Tensor,
-        following: tuple[Tensor, Weight] | None,
-        qkv: Weight | None,
-        eps: float,
-        block: int,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
-
-    def top_experts(
-        self, partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def experts_mlp(self, x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor: ...
-
-    def rope_write(
-        self,
-        partial_sums: Tensor,
-        bias: Tensor | None,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        rope: Tensor,
-        lengths: Tensor,
-        page_table: Tensor,
-        cache: Tensor,
-        page_size: int,
-        counts: Tensor | None = None,
-        *,
-        gated: bool = False,
-        at: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def gate_heads(self, x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor: ...
-
-    def block_attention(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        lengths: Tensor,
-        page_table: Tensor,
-        page_size: int,
-        *,
-        causal: bool,
-        window: int = 0,
-        counts: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def context_write(
-        self,
-        kv: Tensor,
-        k_weights: Tensor,
-        eps: float,
-        rope: Tensor,
-        lengths: Tensor,
-        counts: Tensor,
-        page_table: Tensor,
-        cache: Tensor,
-        page_size: int,
-    ) -> None: ...
-
-    def accept(
-        self,
-        draft: Tensor,
-        choice: Tensor,
-        active: Tensor,
-        lengths: Tensor,
-        last_token: Tensor,
-        forced: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def draft_children(
-        self,
-        unary: Tensor,
-        lse: Tensor,
-        candidates: Tensor,
-        calibration: Tensor,
-        width: int,
-        pairs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def grow_trees(self, values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor, nodes: int) -> Trees: ...
-
-    def cut_trees(
-        self, trees: Trees, last_token: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, rows: int
-    ) -> TreeRows: ...
-
-    def promise_trees(
-        self, trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int], rows: Sequence[int]
-    ) -> Tensor: ...
-
-    def tree_attention(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        lengths: Tensor,
-        page_table: Tensor,
-        page_size: int,
-        rows: TreeRows,
-        paths: Tensor,
-        window: int = 0,
-    ) -> Tensor: ...
-
-    def chain_attention(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        lengths: Tensor,
-        page_table: Tensor,
-        page_size: int,
-        rows: TreeRows,
-        longest: int,
-        window: int = 0,
-    ) -> Tensor: ...
-
-    def accept_trees(
-        self,
-        rows: TreeRows,
-        choice: Tensor,
-        active: Tensor,
-        lengths: Tensor,
-        last_token: Tensor,
-        depth: int,
-        forced: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def move_rows_(
-        self,
-        cache: Tensor,
-        rows: TreeRows,
-        path: Tensor,
-        counts: Tensor,
-        lengths: Tensor,
-        page_table: Tensor,
-        page_size: int,
-    ) -> None: ...
-
-    def tell_trees(
-        self, rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, promise: Tensor
-    ) -> Tensor: ...
-
-    def mask_logits_(self, logits: Tensor, masks: Tensor, at: Tensor) -> None: ...
-
-    def sample(
-        self, logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor
-    ) -> Tensor: ...
-
-    def rejection_sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_p: Tensor,
-        top_k: Tensor,
-        min_p: Tensor,
-        uniform: Tensor,
-        draft: Tensor,
-        candidates: Tensor,
-        q: Tensor,
-        acceptance: Tensor,
-    ) -> Tensor: ...
-
-    def delta_inputs(
-        self,
-        qkv: Tensor,
-        ba: Tensor,
-        weight: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        memory: DeltaMemory,
-        slots: Tensor,
-        stay: Tensor,
-        counts: Tensor,
-        chains: TreeRows | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def delta_rule(
-        self,
-        mixed: Tensor,
-        gates: Tensor,
-        memory: DeltaMemory,
-        slots: Tensor,
-        stay: Tensor,
-        counts: Tensor,
-        chains: TreeRows | None = None,
-    ) -> Tensor: ...
-
-    def delta_chunk(
-        self,
-        qkv: Tensor,
-        ba: Tensor,
-        weight: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        memory: DeltaMemory,
-        slots: Tensor,
-        starts: Tensor,
-        counts: Tensor,
-    ) -> Tensor: ...
-
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def gated_rms_norm_quantized(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Operand: ...
-
-    def row_top(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]: ...
-
-    def row_loss_(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        terms: RowTerms,
-        mix: LossMix,
-        gradient: bool,
-        target: Tensor | None = None,
-        at: Tensor | None = None,
-    ) -> None: ...
+Ops = Reference  # the type of both
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -339,12 +68,10 @@ def ops_for(device: torch.device) -> Ops:
         ModuleNotFoundError: a GPU and no triton.
     """
     if device.type != "cuda":
-        from . import reference
+        return Reference()
+    from .gpu import Gpu  # needs triton
 
-        return reference
-    from . import gpu  # needs triton
-
-    return gpu
+    return Gpu()
 
 
 def unsupported(device: torch.device) -> str | None:

@@ -10,6 +10,7 @@ from recurrent_engines import any_shapes, pair
 
 from dflash_toolkit import SamplingParams, UserError, generate
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.ops import Reference
 from dflash_toolkit.runtime.request import StepShape
 
 GREEDY = SamplingParams(max_tokens=18, ignore_eos=True)
@@ -49,7 +50,7 @@ def test_chains_of_any_length_change_no_answer(params: SamplingParams) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "cut_trees", cutting)
+        patch.setattr(Reference, "cut_trees", staticmethod(cutting))
         answers = engine.generate(prompts, each)
     assert [got.tokens for got in answers] == list(texts.values())
     assert {1, 8} <= {shape.block for shape in shapes if not shape.rows} and len(starts) > 5

@@ -21,6 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from dflash_toolkit import SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.ops import Reference
 from dflash_toolkit.kernels.weight import BlockScaledFp8, QuantizedRows, dense, parts, quantize_groups
 from dflash_toolkit.models.quantized import FORM, GROUP
 from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
@@ -54,8 +55,9 @@ def test_fp8_answers_equal_those_of_transformers_modules(
         total, normed = plain(*given)
         return total, quantized(normed, "plain")
 
-    monkeypatch.setattr(reference, "add_rms_norm_quantized", add_rms_norm)
-    monkeypatch.setattr(reference, "gated_rms_norm_quantized", lambda *given: quantized(gated(*given), "gated"))
+    monkeypatch.setattr(Reference, "add_rms_norm_quantized", staticmethod(add_rms_norm))
+    gated_quantized = staticmethod(lambda *given: quantized(gated(*given), "gated"))
+    monkeypatch.setattr(Reference, "gated_rms_norm_quantized", gated_quantized)
     sizes = SIZES | CHANGES.get(name, {})
     in_fp8(ARCHITECTURES[name].target(**sizes), tmp_path)
     with in_modules(tmp_path) as target:

@@ -17,6 +17,7 @@ from dflash_toolkit import SamplingParams, decode, generate
 from dflash_toolkit.draft_tree import DraftTree
 from dflash_toolkit.generation import Step
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.ops import Reference
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.kernels.tree import MOST_NODES
 from dflash_toolkit.options import MOST_TREE_NODES
@@ -103,7 +104,7 @@ def test_the_drafters_own_trees_are_those_of_generate(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "propose_tree", by_generate)
-        patch.setattr(reference, "grow_trees", by_engine)
+        patch.setattr(Reference, "grow_trees", staticmethod(by_engine))
         params = SamplingParams(max_tokens=14)
         answers = engine.generate(prompts, params)
         for each, got in zip(prompts, answers, strict=True):

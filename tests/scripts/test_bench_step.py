@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.ops import Reference
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
@@ -122,7 +123,7 @@ def test_rows_of_a_block_choose_experts_independently(monkeypatch: pytest.Monkey
             blocks.append(len(routing[1].unique()))
         return routing
 
-    monkeypatch.setattr(reference, "top_experts", top_experts)
+    monkeypatch.setattr(Reference, "top_experts", staticmethod(top_experts))
     with random_tokens(engine.runner):
         request = engine.submit(list(range(300, 556)), SamplingParams(max_tokens=40, ignore_eos=True))
         while not request.finished:

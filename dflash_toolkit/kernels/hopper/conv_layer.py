@@ -329,7 +329,7 @@ def _barriers(device: int) -> Tensor:
 
 
 def conv_layer_fits(
-    x: Tensor, matrices: Sequence[Weight | None], convolutions: Sequence[tuple[Tensor, Weight] | None]
+    x: Tensor, weights: Sequence[Weight | None], convolutions: Sequence[tuple[Tensor, Weight] | None]
 ) -> bool:
     """Whether x [M, D] times these can stream, see `fits`, and rows of these convolutions are rows of a program.
 
@@ -338,8 +338,8 @@ def conv_layer_fits(
     there = [conv for conv in convolutions if conv is not None]
     group = 2 * there[0][0].shape[1] * x.shape[1] // len(there[0][1])
     whole = all(len(matrix) % BLOCK_N == 0 for _, matrix in there if is_quantized(matrix))
-    alike = {is_quantized(matrix) for _, matrix in there} == {is_quantized(m) for m in matrices if m is not None}
-    return fits(x, matrices) and whole and alike and group == next_power_of_two(group) and group <= 256
+    alike = {is_quantized(matrix) for _, matrix in there} == {is_quantized(m) for m in weights if m is not None}
+    return fits(x, weights) and whole and alike and group == next_power_of_two(group) and group <= 256
 
 
 def launch_conv_layer(
