@@ -9,7 +9,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -
 # the tests start some fifty processes: each would compile the project anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast check words kernels docs wheel tables format test-gpu test-peers test-long mutate clean
+.PHONY: help demo test test-fast check words kernels docs wheel tables format test-gpu test-peers test-long test-newest mutate clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -67,6 +67,21 @@ test-long: $(READY) ## recurrent targets with 10,000 random events, and targets 
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/runtime/test_runtime_recurrent.py \
 	    tests/runtime/test_runtime_families.py
 
+# no constraints: what a user gets who installs today; with a CUDA build of torch it takes 6 GB
+NEWEST := .venv-newest
+NEWEST_TESTS := tests/models/test_structure.py tests/models/test_target.py tests/models/test_packed.py \
+    tests/models/test_architectures.py tests/models/test_checkpoint.py tests/test_decode.py tests/test_preflight.py \
+    tests/runtime/test_runtime_engine.py tests/runtime/test_runtime_weights.py tests/kernels/test_kernels_step.py \
+    tests/train/test_train_cli.py tests/train/objective/test_parity.py \
+    tests/serve/test_serve_api.py tests/examples/test_nano.py
+NEWEST_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/python -m pip install --quiet --retries 10 --upgrade
+test-newest:     ## the core of the suite with the newest packages, in an environment of its own
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST_PIP) -e '.[demo]' triton numpy pytest pytest-timeout pytest-xdist hypothesis jsonschema openai
+	$(NEWEST)/bin/python -c "from importlib.metadata import version; \
+	    print(*(f'{name} {version(name)}' for name in ('torch', 'transformers', 'triton', 'numpy')), sep=', ')"
+	$(NEWEST)/bin/python -m pytest -q -n 2 --dist worksteal $(NEWEST_TESTS)
+
 mutate: $(READY) ## plant faults in the core modules: do the tests catch them? (about an hour; goes on where it was)
 	$(BIN)/python scripts/mutate.py
 
@@ -93,4 +108,4 @@ test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (
 	DFLASH_PEERS_SITE=$(PEERS_SITE) DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
 
 clean:           ## remove what the commands above made
-	rm -rf $(VENV) .venv-peers demo out site build dist *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-newest demo out site build dist *.egg-info
