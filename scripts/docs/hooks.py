@@ -92,7 +92,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         name = word.partition("=")[0].removesuffix(":")
         group = re.match(r"([a-z_]+)\.(?!json|yaml)[a-z_]+$", name)
         wrong = group and group[1] in groups and name not in known
-        if wrong or (name.startswith("--") and name not in flags and name.replace("--no-", "--") not in flags):
+        known_flag = name in flags or name.replace("--no-", "--") in flags or name == "--"
+        if wrong or (name.startswith("--") and not known_flag):
             log.warning("%s names the option `%s`, which no command has", page.file.src_uri, name)
     return markdown
 

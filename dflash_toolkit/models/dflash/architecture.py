@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..spec import ConvolutionSpec
     from .network import DrafterConfig
 
-BUILT_IN = ("dflash2",)  # folders beside this one; in `architecture.py` each has its ARCHITECTURE
+BUILT_IN = ("dflash2",)  # folders next to this one; each has an ARCHITECTURE in `architecture.py`
 DRAFT_CANDIDATES = 16  # best tokens of a slot that its draft is sampled from, where no selector has a number of its own
 
 
