@@ -35,6 +35,10 @@ def test_words_count_per_folder(tmp_path: Path) -> None:
     assert counts == {"docs": (3, 1), "dflash_toolkit/data": (1, 1)}
 
 
+def test_bars_and_arrows_are_not_words() -> None:
+    assert words.words_in("| a | 1.5x | -> |\n|---|---|\n") == 2
+
+
 def test_words_above_the_allowance_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "ALLOWED", {"serve": 20})
     counts = {"docs": words.Count(1000, 6), "serve": words.Count(1000, 20), "train": words.Count(10, words.MINIMUM)}

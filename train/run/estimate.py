@@ -130,7 +130,7 @@ class Estimate:
             ("start and end", duration(self.seconds["start and end"]), "assumed"),
             ("total", duration(self.total), ""),
             ("disk", size(self.disk), "resume points, checkpoints, responses, features on disk"),
-            ("GPU memory", f"{size(self.memory)} of {self.machine.memory_gib:.0f} GiB"
+            (self.machine.memory_name, f"{size(self.memory)} of {self.machine.memory_gib:.0f} GiB"
              + ("" if self.fits else ": TOO MUCH"), "computed"),
             ("tokens per step", self.acceptance, "see docs/train.md"),
         ]  # fmt: skip
@@ -139,7 +139,9 @@ class Estimate:
     def summary(self) -> list[str]:
         """Returns two lines to print before the first stage of a run."""
         stages = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 1)
-        memory = f"{size(self.memory)} of GPU memory" + ("" if self.fits else f", MORE than a {self.machine.name} has")
+        memory = f"{size(self.memory)} of {self.machine.memory_name}" + (
+            "" if self.fits else f", MORE than a {self.machine.name} has"
+        )
         return [
             f"estimate for {self.world} x {self.machine.name}: {duration(self.total)} ({stages})",
             f"{self.responses:,} responses of about {self.response_tokens:,.0f} tokens; {size(self.disk)} of disk, "
@@ -323,7 +325,7 @@ def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
     if config.device == "cpu" or target.hidden_size < SMALL:
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        return Machine(CPU, memory, CPU_TFLOPS_PER_CORE * cores, CPU_READ_TB_S_PER_CORE * cores)
+        return Machine(CPU, memory, CPU_TFLOPS_PER_CORE * cores, CPU_READ_TB_S_PER_CORE * cores, "memory")
     return H100
 
 

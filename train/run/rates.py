@@ -15,6 +15,7 @@ class Machine:
     memory_gib: float
     tflops: float
     read_tb_s: float
+    memory_name: str = "GPU memory"
 
 
 H100 = Machine("H100", 79.0, 989.0, 3.0)

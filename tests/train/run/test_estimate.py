@@ -132,6 +132,7 @@ def test_estimate_prints_a_table_and_runs_nothing(tmp_path: Path) -> None:
 def test_a_run_prints_its_estimate_before_responses(dflash_train: Program) -> None:
     said = "".join(dflash_train())
     assert said.index("estimate for 1 x this CPU: ") < said.index("responses")
+    assert "GPU memory" not in said
     assert DEFAULT not in said, "prompts come from a file"
     assert "estimate for" not in "".join(dflash_train("optim.steps=30")), "responses are there already"
 
