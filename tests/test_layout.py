@@ -25,7 +25,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"generation", "models.quantized"},
+    {"generation", "models.quantized", "openai_http"},
     {
         "checkpoint",
         "models.cache",

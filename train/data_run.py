@@ -23,6 +23,7 @@ from dflash_toolkit.models.target import (
     resolve_device,
     resolve_dtype,
 )
+from dflash_toolkit.openai_http import find_models
 from dflash_toolkit.preflight import check_target
 from dflash_toolkit.progress import disable_library_bars
 from dflash_toolkit.threads import use_threads
@@ -35,7 +36,6 @@ from .responses.conversation import likeliest_end_first, load_chat_tokenizer
 from .responses.endpoint import EndpointBackend
 from .responses.file import of_another_run, resume
 from .responses.generate import SAID, ResponsePlan, Tally, limit_of, reasons, respond
-from .responses.openai_http import find_models
 from .responses.vllm_backend import VllmBackend, import_vllm
 from .run.identity import target_digest
 from .run.state import first_difference

@@ -175,7 +175,7 @@ def test_of_several_requests_in_flight_no_finished_answer_is_lost(
 def test_what_only_counters_tell_is_of_no_request_among_others(
     url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_toolkit.evaluation.measure.endpoint.ASKED", {})
+    monkeypatch.setattr("dflash_toolkit.evaluation.measure.endpoint.STREAM_OPTIONS", {})
     pair = EndpointPair(str(target_dir), url)
     answer = pair.decode([1, 2, 3], PARAMS, draft=True)
     assert sum(len(step.tokens) for step in answer.steps) == 19
@@ -229,19 +229,17 @@ def test_what_cannot_be_measured_is_one_line(
 
     assert "drafter is missing" in refused()
     assert "runtime is given with endpoint" in refused("--endpoint", url, "--runtime", "engine")
-    assert "max_concurrency is 2, but models in this process" in refused("--max-concurrency", "2")
-    assert "max_concurrency is 0; it must be >= 1" in refused("--endpoint", url, "--max-concurrency", "0")
+    assert "max-concurrency is 2, but models in this process" in refused("--max-concurrency", "2")
+    assert "--max-concurrency is 0" in refused("--endpoint", url, "--max-concurrency", "0")
     assert "draft_tree_width is given with endpoint" in refused("--endpoint", url, "--draft-tree-width", "3")
     assert "also give --drafter, the directory of its card" in refused("--endpoint", url, "--write-model-card")
     assert "draft_tree is given with endpoint" in refused("--endpoint", url, "--draft-tree", "8")
-    assert "endpoint http://127.0.0.1:9: no answer" in refused("--endpoint", "http://127.0.0.1:9")
-    assert "expected http://HOST:PORT" in refused("--endpoint", "localhost")
-    assert "has org/tiny; name one with --served-model-name" in refused("--endpoint", url, "--served-model-name", "x")
+    assert "endpoint http://127.0.0.1:9/v1 does not answer" in refused("--endpoint", "http://127.0.0.1:9")
+    assert "endpoint 'ftp://h' is no address" in refused("--endpoint", "ftp://h")
+    assert "has org/tiny; name one as --served" in refused("--endpoint", url, "--served-model-name", "x")
     with serving(make_engine(target, None, max_model_len=256)) as plain:
         line = refused("--endpoint", plain)
-        assert (
-            "does not tell what became of drafts" in line and "acceptance by position" in line and "--drafter" in line
-        )
+        assert "does not report drafts" in line and "acceptance by position" in line and "--drafter" in line
     assert not (tmp_path / "report").exists()
 
 

@@ -23,8 +23,7 @@ from dflash_toolkit.checkpoint.reader import each_tensor, locate, weight_files
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.structure import Structure
 from dflash_toolkit.models.target import Target, TargetOutput, load_config, load_tokenizer, resolve_dtype, use_device
-
-from ..responses.openai_http import TryAgainError, base_url, find_models, request_json
+from dflash_toolkit.openai_http import TryAgainError, base_url, find_models, request_json
 
 CONNECTIONS = 32  # texts that the server has at a time
 TIMEOUT_S = 600.0

@@ -14,10 +14,18 @@ from typing import Any
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.generation import FinishReason, Generation
+from dflash_toolkit.openai_http import (
+    MissingError,
+    RefusedError,
+    TryAgainError,
+    base_url,
+    error_message,
+    find_models,
+    request_json,
+)
 from dflash_toolkit.sampling import SamplingParams
 
 from .chat_endpoint import chat_fields, is_our_prompt, plain_text, rendered_message
-from .openai_http import MissingError, RefusedError, TryAgainError, base_url, error_message, find_models, request_json
 
 LONGEST_PAUSE_S = 60.0
 BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error")  # finish_reason of half a response

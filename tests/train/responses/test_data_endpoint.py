@@ -18,8 +18,8 @@ from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.openai_http import base_url, find_models, seconds
 from dflash_toolkit.train.responses.endpoint import EndpointBackend
-from dflash_toolkit.train.responses.openai_http import base_url, find_models, seconds
 
 WORDS = make_tokenizer()
 FINE = [*WORDS("fine").input_ids, EOS]
