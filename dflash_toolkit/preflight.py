@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .models.dflash.network import DrafterConfig
 
 GIB = 2**30
+ANSWER_BYTES = 12  # of a token of a response: its number as text in JSON, then in the mapped rows
 QUANTIZED_BY: dict[str, tuple[str, ...]] = {  # packages that transformers needs for the weights
     "bitsandbytes": ("bitsandbytes", "accelerate"),
     "compressed-tensors": ("compressed_tensors", "accelerate"),
@@ -86,6 +87,19 @@ def check_space(folder: Path, needed: int, what: str) -> int:
             f"another --output"
         )
     return free
+
+
+def disk_line(parts: dict[str, int], folder: Path, way_out: str) -> str:
+    """Returns a line for the user: the most that a run writes to a folder, and what is free there.
+
+    Args:
+        parts: bytes of each kind of file, upper bounds.
+        way_out: what to do if the bound is more than what is free.
+    """
+    free, most = shutil.disk_usage(folder).free, sum(parts.values())
+    short = "" if free >= most else f"; that may be too little: {way_out}"
+    what = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+    return f"disk: at most {size(most)} ({what}); {size(free)} free in {folder}{short}"
 
 
 def size(count: float) -> str:

@@ -17,7 +17,9 @@ from dflash_toolkit.evaluation.cli import main as evaluate
 from dflash_toolkit.preflight import check_new_folder, check_space, check_target
 from dflash_toolkit.serve.cli import main as serve
 from dflash_toolkit.train.cli import main as train
+from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.data_cli import main as answer
+from dflash_toolkit.train.run.cost import before_responses
 
 # a decoder in which transformers has no list of layers; nothing but its config.json is there to be read
 UNSUPPORTED = BertConfig(
@@ -113,3 +115,24 @@ def test_training_without_space_for_checkpoints_writes_nothing(
     assert train(words) == 2
     assert "the checkpoints of this run take" in capsys.readouterr().err
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_features_on_another_disk_have_a_line_of_their_own(tmp_path: Path, drafter: Any) -> None:
+    folders = work, features = tmp_path / "work", tmp_path / "features"
+    for folder in folders:
+        folder.mkdir()
+    run = {"run": {"features": "disk", "feature_dir": str(features)}}
+    lines = before_responses(configure({"target": "x", "data": ["y"]} | run), drafter.config, 10, work)
+    assert [line.rpartition(" in ")[2] for line in lines] == [str(work), str(features)]
+    assert "features" in lines[1] and "features" not in lines[0].rpartition(" in ")[0]
+
+
+@pytest.mark.slow
+def test_dflash_data_says_what_it_writes_at_most(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", full)
+    words = ["--target", str(target_dir), "--data", str(data), "--output", str(tmp_path / "a.jsonl")]
+    assert answer([*words, "--max-tokens", "16", "--samples", "1"]) == 0
+    said = capsys.readouterr().err
+    assert "disk: at most" in said and "that may be too little: lower prompts.max_prompts or max_tokens" in said

@@ -24,7 +24,7 @@ from dflash_toolkit.models.target import (
     resolve_dtype,
 )
 from dflash_toolkit.openai_http import find_models
-from dflash_toolkit.preflight import check_target
+from dflash_toolkit.preflight import ANSWER_BYTES, check_target, disk_line
 from dflash_toolkit.progress import disable_library_bars
 from dflash_toolkit.threads import use_threads
 
@@ -201,6 +201,8 @@ def _answer(
         tokenizer=tokenizer, params=sampler.params(), length=length, thinking=sampler.thinking, seed=sampler.seed,
         samples=sampler.samples, greedy_first=sampler.greedy_first,
     )  # fmt: skip
+    written = (total - rows) * min(sampler.max_tokens, config.prompts.max_length) * ANSWER_BYTES
+    print(disk_line({"responses": written}, output.parent, "lower prompts.max_prompts or max_tokens"), file=sys.stderr)
     tally = Tally(rows, tokens, left_out=found)
     tally.add(respond(backend, plan, prompts, output, {key: record[key] for key in SAID}, done, total))
     limit = limit_of(config.prompts.max_length, length)

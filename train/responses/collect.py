@@ -91,7 +91,7 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
         return
     if "answered" not in state:
         if processes.main:
-            print(before_responses(config, run.shape, data.counts["prompts"], work), file=sys.stderr)
+            print(*before_responses(config, run.shape, data.counts["prompts"], work), sep="\n", file=sys.stderr)
         done = processes.broadcast(processes.rank_zero(_done, work)) or set()
         plan = ResponsePlan(
             tokenizer=run.tokenizer,

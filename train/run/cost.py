@@ -9,14 +9,13 @@ import torch
 
 from dflash_toolkit import DrafterConfig
 from dflash_toolkit.models.dflash.network import Drafter
-from dflash_toolkit.preflight import check_space, size
+from dflash_toolkit.preflight import ANSWER_BYTES, check_space, disk_line, size
 
 from ..config import TrainConfig
 from ..optim.optimizers import is_matrix
 from ..responses.corpus import lengths_of
 from ..responses.rows import Row
 
-ANSWER_BYTES = 12  # of a token of a response: its number as text in JSON, then in the mapped rows
 LONG_H = 12.0  # hours, from which on a run is told how it would be shorter
 
 
@@ -43,18 +42,18 @@ def check_checkpoints(config: TrainConfig, shape: DrafterConfig, output: Path) -
     check_space(output, checkpoint_bytes(_without_weights(shape), config) - there, "the checkpoints of this run")
 
 
-def before_responses(config: TrainConfig, shape: DrafterConfig, prompts: int, work: Path) -> str:
-    """A line for the user: the most that a run writes, and what is free, before it writes a response."""
+def before_responses(config: TrainConfig, shape: DrafterConfig, prompts: int, work: Path) -> list[str]:
+    """Returns a line for the user for each disk: the most that a run writes there, and what is free."""
     samples, longest = config.responses.samples, config.prompts.max_length
     answers = prompts * samples * min(config.responses.max_tokens, longest) * ANSWER_BYTES
     parts = {"responses": answers, "checkpoints": checkpoint_bytes(_without_weights(shape), config)}
-    if config.run.features in ("disk", "hybrid") and not config.run.feature_dir:
+    way_out = "lower prompts.max_prompts or responses.max_tokens"
+    places = {work: parts}
+    if config.run.features in ("disk", "hybrid"):
         width = 1 if config.run.feature_dtype == "float8" else 2
-        parts["features"] = prompts * samples * longest * shape.feature_size * width
-    free, most = shutil.disk_usage(work).free, sum(parts.values())
-    short = "" if free >= most else "; that may be too little: lower prompts.max_prompts or responses.max_tokens"
-    what = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-    return f"disk: at most {size(most)} ({what}); {size(free)} free in {work}{short}"
+        folder = Path(config.run.feature_dir) if config.run.feature_dir else work
+        places.setdefault(folder, {})["features"] = prompts * samples * longest * shape.feature_size * width
+    return [disk_line(each, folder, way_out) for folder, each in places.items()]
 
 
 def _without_weights(shape: DrafterConfig) -> Drafter:
