@@ -1,51 +1,51 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make their environment in .venv.
+# On a fresh machine run `make demo` or `make test`. Both create their environment in .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# what is imported is compiled then: of 17,000 files most never are
+# Files are compiled when they are imported; most of the 17,000 never are
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --retries 10 --no-compile -c constraints.txt
 
-# the tests start some fifty processes: each would compile the project anew
+# The tests start some fifty processes; without bytecode each would compile the project again
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-fast check words kernels docs wheel tables format test-gpu test-peers test-long test-newest mutate clean
 
-help:            ## what there is
+help:            ## list these commands
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
 
-# torch first and alone, pinned: a range would let pip look for another build of it
+# Install torch first, alone and pinned; with a range pip would look for another build
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	for try in 1 2 3; do $(PIP) $$(grep '^torch==' constraints.txt) && break; test $$try -lt 3 || exit 1; sleep 5; done
 	for try in 1 2 3; do $(PIP) -e '.[demo,dev,docs]' && break; test $$try -lt 3 || exit 1; sleep 5; done
 	touch $(READY)
 
-demo: $(READY)   ## fetch a real target, train a drafter, write the report, serve one request (about 8 minutes, CPU)
+demo: $(READY)   ## fetch a small target, train a drafter, write the report, serve one request (about 8 minutes on a CPU)
 	$(BIN)/python scripts/demo/demo.py
 
-test: $(READY)   ## the whole suite, CPU; the kernels' compilation is `make kernels`
+test: $(READY)   ## run the whole test suite on a CPU; `make kernels` compiles the kernels
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not compiles and not newest'  # the tests compute in one thread each
 
-test-fast: $(READY) ## what makes no target, trains nothing and starts no process (under a minute)
+test-fast: $(READY) ## run the tests that train nothing and start no process (under a minute)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast --ignore=tests/kernels  # interpreted, they take minutes
 
-check: $(READY)  ## ruff, ruff format, mypy, words
+check: $(READY)  ## run ruff, ruff format, mypy and the word count
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/words.py
 
-words: $(READY)  ## count the words that make prose hard to read; `scripts/words.py FOLDER` prints the places
+words: $(READY)  ## count words that make prose hard to read; `scripts/words.py FOLDER` prints the places
 	$(BIN)/python scripts/words.py
 
-kernels: $(READY) ## every kernel compiles for an H100 and keeps its values in registers, without a GPU (a minute)
+kernels: $(READY) ## compile every kernel for an H100, without a GPU, and check for register spills (a minute)
 	$(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_sm90.py
 
-docs: $(READY)   ## the documentation site, into site/; a broken link or a file that is none ends it
+docs: $(READY)   ## build the documentation site in site/; fails on a broken link or a missing file
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-wheel:           ## build the wheel, and run the five commands from it in an environment of its own
+wheel:           ## build the wheel, install it in a new environment, run the five commands from it
 	rm -rf build dist
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv build/env
@@ -56,18 +56,18 @@ tables: $(READY) ## write the tables of README.md and docs/ from scripts/results
 	$(BIN)/python scripts/docs/tables.py
 	$(BIN)/python scripts/docs/generated.py
 
-format: $(READY) ## let ruff rewrite what it can
+format: $(READY) ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test-gpu: $(READY) ## the tests that need a CUDA device
+test-gpu: $(READY) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-long: $(READY) ## recurrent targets with 10,000 random events, and targets of every family, in 16 bits and in FP8
+test-long: $(READY) ## run recurrent targets through 10,000 random events, and every family of targets in 16 bits and FP8
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/runtime/test_runtime_recurrent.py \
 	    tests/runtime/test_runtime_families.py
 
-# no constraints: what a user gets who installs today; with a CUDA build of torch it takes 6 GB
+# Without constraints, as a user installs today; with a CUDA build of torch it needs 6 GB
 NEWEST := .venv-newest
 NEWEST_TESTS := tests/models/test_structure.py tests/models/test_target.py tests/models/test_packed.py \
     tests/models/test_architectures.py tests/models/test_checkpoint.py tests/test_decode.py tests/test_preflight.py \
@@ -75,26 +75,26 @@ NEWEST_TESTS := tests/models/test_structure.py tests/models/test_target.py tests
     tests/train/test_train_cli.py tests/train/objective/test_parity.py \
     tests/serve/test_serve_api.py tests/examples/test_nano.py tests/docs/test_readme_commands.py
 NEWEST_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/python -m pip install --quiet --retries 10 --upgrade
-test-newest:     ## the core of the suite with the newest packages, in an environment of its own
+test-newest:     ## run the core of the suite with the newest packages, in a separate environment
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST_PIP) -e '.[train,serve,gpu]' pytest pytest-timeout pytest-xdist hypothesis jsonschema openai
 	$(NEWEST)/bin/python -c "from importlib.metadata import version; \
 	    print(*(f'{name} {version(name)}' for name in ('torch', 'transformers', 'triton', 'numpy')), sep=', ')"
 	$(NEWEST)/bin/python -m pytest -q -n 2 --dist worksteal $(NEWEST_TESTS)
 
-mutate: $(READY) ## plant faults in the core modules: do the tests catch them? (about an hour; goes on where it was)
+mutate: $(READY) ## plant faults in the core modules and count those that the tests catch (about an hour; resumes)
 	$(BIN)/python scripts/mutate.py
 
-# z-lab's client pins its own transformers: it gets an environment of its own and runs as a subprocess
-# vLLM and SGLang read the command lines of `dflash-serve --engine`, and vLLM loads drafters for every architecture: the
-# packages without what computes, 400 MB
-# lm-eval measures a tiny target through the server; the other clients have an environment each, with our torch
+# z-lab's client pins its own transformers, so it runs as a subprocess in a separate environment.
+# vLLM and SGLang parse the command lines of `dflash-serve --engine`, and vLLM loads drafters for every architecture; their
+# packages are installed without dependencies for computing (400 MB).
+# lm-eval measures a tiny target through the server. Each other client has its own environment, with our torch.
 PEERS_SITE := .venv-peers/site
 LM_EVAL := .venv-peers/lm-eval
 CLIENTS := schemathesis==4.32.5 guidellm==0.8.1 aiperf==0.13.0 litellm==1.110.2
 PARSERS := vllm==0.33.0 sglang==0.5.23 aiohappyeyeballs aiohttp aiosignal attrs cachetools cbor2 cloudpickle frozenlist \
     ipython llguidance multidict openai_harmony orjson partial_json_parser pillow propcache pybase64 pyzmq traitlets yarl
-test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (run `make demo` first); vLLM's loader; vLLM's and SGLang's parsers; lm-eval; other clients
+test-peers: $(READY) ## check against z-lab's client (run `make demo` first), vLLM's loader, vLLM's and SGLang's parsers, lm-eval and other clients
 	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
 	.venv-peers/bin/python -m pip install --quiet 'dflash[local]==0.1.0'
@@ -107,5 +107,5 @@ test-peers: $(READY) ## z-lab's client must decode the demo's checkpoint alike (
 	DFLASH_LM_EVAL=$(LM_EVAL)/bin/python DFLASH_PEERS_CLIENTS=.venv-peers/clients \
 	DFLASH_PEERS_SITE=$(PEERS_SITE) DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers
 
-clean:           ## remove what the commands above made
+clean:           ## remove the outputs of these commands
 	rm -rf $(VENV) .venv-peers .venv-newest demo out site build dist *.egg-info
