@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .formats import Weight, dequantized
 from .mix import LogitScale
 from .tree import TreeRows, Trees
-from .weight import Weight, dense
 
 EXTREME = 1e-6  # probabilities this close to 0 or 1 count as this
 
@@ -22,7 +22,7 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
     Returns:
         Logits behind `scale`, fp32 [M, count]; columns, int64 [M, count]; the log-sum-exp of all logits, fp32 [M].
     """
-    products = F.linear(x, dense(weight, x.dtype))
+    products = F.linear(x, dequantized(weight, x.dtype))
     found = products.sort(dim=-1, descending=True, stable=True)
     top, every = found.values[:, :count].float().contiguous(), products.float()
     scale.apply_(top)

@@ -22,8 +22,8 @@ from gluon_interpreter import Fault, Interpreted
 from test_kernels_layer import EPS, assert_close, double, in_fp8, matrices
 
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.formats import RowScaledFp8, cast_fp8
 from dflash_toolkit.kernels.hopper import head, layer, ring
-from dflash_toolkit.kernels.weight import RowScaledFp8, cast_fp8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 

@@ -19,11 +19,11 @@ from transformers import LlamaConfig
 pytest.importorskip("triton")
 
 from dflash_toolkit.kernels import gpu, reference
+from dflash_toolkit.kernels.formats import RowScaledFp8, cast_fp8
 from dflash_toolkit.kernels.hopper import layer, ring
 from dflash_toolkit.kernels.hopper.head import launch_head
 from dflash_toolkit.kernels.ops import Ops
 from dflash_toolkit.kernels.triton import linear
-from dflash_toolkit.kernels.weight import RowScaledFp8, cast_fp8
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime.stack import Stack
 from dflash_toolkit.runtime.weights import AttentionWeights, LayerWeights, MlpWeights

@@ -27,10 +27,10 @@ from test_kernels_step import _interpretable as _interpretable
 from dflash_toolkit.draft_tree import best_first
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels import reference_tree as definition
+from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.kernels.mix import LogitScale
 from dflash_toolkit.kernels.tree import TreeRows, Trees
 from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_build, tree_tell, walk
-from dflash_toolkit.kernels.weight import RowScaledFp8
 
 
 def random_trees(batch: int, slots: int, nodes: int, width: int = 3, limits: object = None) -> Trees:

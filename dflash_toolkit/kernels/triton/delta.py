@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..delta import DeltaMemory
+from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
-from ..weight import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from .dependent import start_next, wait_for_previous
 from .fp8_blocks import quantize
 
