@@ -172,9 +172,9 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 
 # how kernels are launched, what several are made of, and the choice among them
-SUPPORT = {"delta", "formats", "launch", "mix", "ops", "reference_tree", "tree"}
-SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.ring", "triton.attention", "triton.best"}
-SUPPORT |= {"triton.convolution", "triton.delta", "triton.dependent", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
+SUPPORT = {"delta", "formats", "launch", "loss_terms", "ops", "reference_tree", "tree"}
+SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "triton.attention", "triton.argmax"}
+SUPPORT |= {"triton.convolution", "triton.delta", "triton.pdl", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
 DEFINITIONS = {"ops", "reference", "reference_tree"}  # no kernel imports them
 
 

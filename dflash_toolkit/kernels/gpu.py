@@ -34,9 +34,9 @@ from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
 from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
 from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
-from .hopper.ring import fits
+from .hopper.pipeline import fits
 from .launch import MAX_ROWS, keys_are_split
-from .mix import LogitScale
+from .loss_terms import LogitScale
 from .ops import Reference
 from .tree import TreeRows
 from .triton import attention, delta, fp8_blocks
@@ -56,7 +56,7 @@ from .triton.sample import rejection_sample, sample
 from .triton.tree_accept import accept_trees, move_rows_
 from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
-from .triton.tree_tell import promise_trees, tell_trees
+from .triton.tree_results import expected_accepted, pack_tree_results
 from .triton.walk import sampled_walk, walk
 
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
@@ -304,12 +304,12 @@ class Gpu(Reference):
     draft_children = staticmethod(draft_children)
     grow_trees = staticmethod(grow_trees)
     cut_trees = staticmethod(cut_trees)
-    promise_trees = staticmethod(promise_trees)
+    expected_accepted = staticmethod(expected_accepted)
     tree_attention = staticmethod(tree_attention)
     chain_attention = staticmethod(chain_attention)
     accept_trees = staticmethod(accept_trees)
     move_rows_ = staticmethod(move_rows_)
-    tell_trees = staticmethod(tell_trees)
+    pack_tree_results = staticmethod(pack_tree_results)
     mask_logits_ = staticmethod(mask_logits_)
     sample = staticmethod(sample)
     rejection_sample = staticmethod(rejection_sample)

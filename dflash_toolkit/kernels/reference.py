@@ -17,16 +17,16 @@ from .formats import (
     is_row_scaled,
     values_of,
 )
-from .mix import LossMix, RowTerms
+from .loss_terms import LossMix, RowTerms
 from .reference_tree import accept_trees as accept_trees
 from .reference_tree import chain_attention as chain_attention
 from .reference_tree import cut_trees as cut_trees
 from .reference_tree import draft_children as draft_children
+from .reference_tree import expected_accepted as expected_accepted
 from .reference_tree import grow_trees as grow_trees
 from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
-from .reference_tree import promise_trees as promise_trees
-from .reference_tree import tell_trees as tell_trees
+from .reference_tree import pack_tree_results as pack_tree_results
 from .reference_tree import tree_attention as tree_attention
 from .tree import TreeRows
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..kernels.formats import Weight
-from ..kernels.mix import LogitScale
+from ..kernels.loss_terms import LogitScale
 from ..kernels.ops import Ops
 from ..kernels.reference import draw
 

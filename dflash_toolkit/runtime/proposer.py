@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.formats import Weight
-from ..kernels.mix import LogitScale
+from ..kernels.loss_terms import LogitScale
 from ..kernels.ops import Ops
 from ..models.drafting import Draft as Draft
 from ..models.drafting import Head, sampled, slots_of

@@ -20,7 +20,7 @@ from ..launch import next_power_of_two, padded
 from ..triton.fp8 import quantize_rows
 from .grid import async_sees_memory, grid_launch, grid_wait, join
 from .layer import _cast, _gemm, even_splits_of, splits_of
-from .ring import (
+from .pipeline import (
     BLOCK_N,
     WARPS,
     block_k,

@@ -26,7 +26,7 @@ from ..formats import FP8_MAX, Weight, is_row_scaled, parts
 from ..launch import next_power_of_two, padded
 from ..triton.fp8 import quantize_rows
 from .grid import async_sees_memory, grid_launch, grid_wait, join, stamp
-from .ring import (
+from .pipeline import (
     BLOCK_N,
     WARPS,
     accumulate,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, format_of, parts, values_of
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
-from .dependent import start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
+from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 # up to which no row is gathered: products of 64 rows of an expert, or 32 in FP8, nearly all of zero, take longer

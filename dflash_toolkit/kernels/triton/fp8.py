@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..formats import FP8_MAX, RowScaledFp8, Weight, format_of, parts
 from ..launch import next_power_of_two, pdl
-from .dependent import start_next, wait_for_previous
+from .pdl import start_next, wait_for_previous
 
 MAX_WIDTH = 32768  # of a row, which one program holds
 

@@ -27,8 +27,8 @@ from ..formats import (
     values_of,
 )
 from ..launch import MAX_ROWS, is_hopper, padded, pdl
-from .dependent import start_next, wait_for_previous
 from .fp8 import quantize_rows
+from .pdl import start_next, wait_for_previous
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
 # rows up to which every program quantizes what it loads; 32 took longer so than 64 quantized by a launch of their own

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..formats import Weight, is_row_scaled, parts
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
-from ..mix import PLAIN, LogitScale
-from .best import behind_scale, merge_lse, merge_top, ordered, reduce_best, tile_key
-from .dependent import start_next, wait_for_previous
+from ..loss_terms import PLAIN, LogitScale
+from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, tile_key
+from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 LSE_WARPS = 8  # of the widest tiles: the logits' exponentials stand beside the sums
@@ -135,7 +135,7 @@ def _top_kernel(
     if ROUNDED:
         b_acc *= tl.load(row_scale_p + o_m, mask=m_m, other=0.0)[None, :]
     if LSE:
-        b_logit = behind_scale(b_acc.to(LOGIT), multiplier, cap, CAPPED)
+        b_logit = scale_logits(b_acc.to(LOGIT), multiplier, cap, CAPPED)
         b_logit = tl.where((o_n < N)[:, None], b_logit, -float("inf"))
         b_most = tl.max(b_logit, axis=0)
         b_base = tl.where(b_most == -float("inf"), 0.0, b_most)
@@ -262,7 +262,7 @@ def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
         EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_row_scaled(x),
         num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
-    return reduce_best(best, index)
+    return reduce_argmax(best, index)
 
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...kernels.formats import Weight
-from ...kernels.mix import LogitScale
+from ...kernels.loss_terms import LogitScale
 from ...kernels.ops import Ops
 from ..drafting import Draft, slots_of
 
