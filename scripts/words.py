@@ -41,7 +41,6 @@ ALLOWED = {
     "dflash_toolkit/runtime": 41,
     "docs": 9,
     "scripts": 12,
-    "serve": 32,
     "tests": 11,
     "tests/checkpoint": 22,
     "tests/data": 33,
@@ -53,7 +52,6 @@ ALLOWED = {
     "tests/models": 15,
     "tests/runtime": 43,
     "tests/scripts": 11,
-    "tests/serve": 19,
     "tests/train": 14,
     "train": 38,
 }

@@ -1,4 +1,4 @@
-"""Around every request: an id, one access line, and no new answers once the server drains."""
+"""Middleware: gives every request an id and a log line, and refuses new answers while the server drains."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 DRAINING = b'{"error":{"message":"the server is shutting down","type":"server_error","param":null,' + (
     b'"code":"server_shutting_down"}}'
 )
-POLLED = frozenset({"/metrics", "/health", "/ready"})  # asked every few seconds; a line for each would hide the others
+POLLED = frozenset({"/metrics", "/health", "/ready"})  # polled every few seconds; logging them would hide the others
 log = logging.getLogger("dflash_toolkit.access")
 
 
@@ -29,7 +29,7 @@ class Access:
     """ASGI middleware.
 
     Every response carries `x-request-id`: the client's own, if it sent a plain one. The access line contains no query,
-    header or text of a request. Successful requests to the routes in `POLLED` have no line.
+    header or text of a request. Successful requests to the routes in `POLLED` are not logged.
     """
 
     def __init__(self, app: App, state: ServerState, responded: Callable[[int], None] = lambda status: None) -> None:
@@ -60,7 +60,7 @@ class Access:
             else:
                 await self._app(scope, receive, sending)
         finally:
-            self._responded(status or 499)  # nobody was there to answer any more
+            self._responded(status or 499)  # the client closed the connection
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if log.isEnabledFor(logging.INFO) and not (status == 200 and path in POLLED):
                 client = scope.get("client")
@@ -81,7 +81,7 @@ FIELDS = ("request_id", "client", "method", "path", "status", "seconds")
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -97,7 +97,7 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """For people."""
+    """Formats a record as one line of text."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).isoformat(sep=" ", timespec="milliseconds")
@@ -107,7 +107,7 @@ class PlainLines(logging.Formatter):
 
 
 def set_up_logs(as_json: bool, access: bool) -> None:
-    """Send the project's and uvicorn's log to stderr. A line that cannot be written (a full disk) is dropped."""
+    """Sends the project's and uvicorn's log to stderr. A line that cannot be written (a full disk) is dropped."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if as_json else PlainLines())
     handler.handleError = lambda record: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""One answer in the making: the text that may be sent, why it ended, and what it cost."""
+"""Turns the engine's progress into an answer: the text that may be sent, the finish reason and the usage."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -13,33 +13,33 @@ from .parsing import Delta, OutputParser
 from .parsing.output import THINK_END
 from .text import Detokenizer, StopScanner
 
-MARK_TOKENS = 16  # at most, that the end of the reasoning is written in
+MARK_TOKENS = 16  # most tokens of the mark that ends the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class StepText:
-    """What one step brought, for those who show the drafter at work."""
+    """Describes one step, for clients that show which text was drafted."""
 
     drafted: int
     accepted: int
     tokens: int
-    text: tuple[str, str]  # of the accepted drafts, and of the target's own token behind them
+    text: tuple[str, str]  # of the accepted drafts, and of the target's own token after them
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What may be sent at once."""
+    """Holds a part of an answer that can be sent."""
 
     text: str
-    tokens: tuple[AnswerToken, ...] = ()  # those whose text starts here, if log-probabilities were asked for
-    deltas: tuple[Delta, ...] | None = None  # what the text is, if it is parsed
-    steps: tuple[StepText, ...] = ()  # where the text is from, if that was asked for
+    tokens: tuple[AnswerToken, ...] = ()  # those whose text starts here, if log-probabilities were requested
+    deltas: tuple[Delta, ...] | None = None  # the parsed text; None: it is not parsed
+    steps: tuple[StepText, ...] = ()  # the steps that made the text, if they were requested
     echo: Echo | None = None  # the prompt that the text begins with
-    ids: tuple[int, ...] = ()  # the tokens, whether or not their text may be sent, if they were asked for
+    ids: tuple[int, ...] = ()  # the tokens, even if their text is still held back, if they were requested
 
     @classmethod
     def joined(cls, pieces: Sequence["Piece"]) -> "Piece":
-        """Pieces of one answer as one."""
+        """Joins pieces of one answer."""
         tokens = tuple(token for piece in pieces for token in piece.tokens)
         deltas = tuple(delta for piece in pieces for delta in piece.deltas or ())
         parsed = any(piece.deltas is not None for piece in pieces)
@@ -49,85 +49,85 @@ class Piece:
         return cls("".join(piece.text for piece in pieces), tokens, deltas if parsed else None, steps, echo, ids)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to send."""
+        """Returns whether there is anything to send."""
         more = self.tokens or self.steps or self.echo or self.ids
         return bool(more or (self.text if self.deltas is None else self.deltas))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What a request asks of the text of its answers."""
+    """Options of a request that concern the text of its answers."""
 
-    stops: Sequence[str] = ()  # strings that end it
-    stop_ids: Collection[int] = ()  # tokens that it asks to end it
-    include_stop: bool = False  # the text ends with what ended it, a stop string or token
-    least: int = 0  # tokens that it has before a stop string can end it
-    before: Sequence[int] = ()  # tokens that the text goes on behind
-    shown: Collection[str] = ()  # special tokens whose text is returned like others'
-    strings: TokenStrings | None = None  # of a request for log-probabilities; the progress must then hold them
-    ids: bool = False  # pieces have their tokens
-    follow: bool = False  # pieces say where their text is from
-    trace: bool = False  # what became of each draft is kept
-    prompt_alone: bool = False  # the answer is left out
+    stops: Sequence[str] = ()  # strings that end an answer
+    stop_ids: Collection[int] = ()  # the request's own stop tokens
+    include_stop: bool = False  # include the stop string or token in the text
+    least: int = 0  # tokens before a stop string can end the answer
+    before: Sequence[int] = ()  # tokens that the text continues
+    shown: Collection[str] = ()  # special tokens whose text is returned
+    strings: TokenStrings | None = None  # set if log-probabilities are requested; the progress must then hold them
+    ids: bool = False  # pieces carry their tokens
+    follow: bool = False  # pieces carry their steps
+    trace: bool = False  # keep the drafted and accepted tokens of each step
+    prompt_alone: bool = False  # return no answer, only the prompt
 
 
 class Answer:
     """Turns an engine's progress into text.
 
-    The result does not depend on how many tokens a step brought: a drafter changes the statistics, never the text,
+    The result does not depend on how many tokens a step adds: a drafter changes the statistics, never the text,
     the finish reason or the number of tokens.
 
     Args:
-        parser: of the text, which ends before a stop string.
-        echo: the prompt, if the text begins with it; the token that ends the answer then is one of those reported.
+        parser: parses the text, which ends before a stop string.
+        echo: the prompt, if the text begins with it; the token that ends the answer is then reported too.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         prompt_tokens: int,
-        asked: AnswerOptions,
+        options: AnswerOptions,
         parser: OutputParser | None = None,
         echo: Echo | None = None,
     ) -> None:
-        self._asked = asked
+        self._options = options
         self._echo, self._echoed = echo, False
         self.prompt_logprobs: PromptLogprobs | None = None
         self.prompt_tokens = prompt_tokens
-        self.tokens: list[int] = []  # up to the one that ended the answer, included
+        self.tokens: list[int] = []  # includes the token that ended the answer
         self.verify_steps = self.drafted = self.accepted = 0
         self.cached_tokens = 0  # of the prompt
-        self.reasoning_tokens = 0  # up to the mark that ends the reasoning, included
-        self.drafts: list[tuple[int, int]] = []  # tokens proposed and taken, if that is kept
+        self.reasoning_tokens = 0  # includes the mark that ends the reasoning
+        self.drafts: list[tuple[int, int]] = []  # drafted and accepted tokens of each step, with `trace`
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
-        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, asked.before, asked.shown)
+        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, options.before, options.shown)
         self._parser = parser
-        self._scanner = StopScanner(asked.stops, asked.include_stop)
-        self._queue = TokenQueue(asked.strings) if asked.strings else None
+        self._scanner = StopScanner(options.stops, options.include_stop)
+        self._queue = TokenQueue(options.strings) if options.strings else None
 
     @property
     def reason(self) -> str | None:
-        """`finish_reason` as clients know it; an answer that was cut says so though it has tool calls."""
+        """Returns OpenAI's `finish_reason`: "length" for an answer that was cut, even if it has tool calls."""
         called = self._parser is not None and self._parser.called
         return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
-        """What of the request ended it: a stop string or a stop token. As vLLM has it."""
+        """Returns vLLM's `stop_reason`: the request's stop string or stop token that ended the answer."""
         if self.finish_reason != "stop" or self._scanner.stopped:
             return self._scanner.found
-        return self.tokens[-1] if self.tokens[-1] in self._asked.stop_ids else None
+        return self.tokens[-1] if self.tokens[-1] in self._options.stop_ids else None
 
     def add(self, progress: Progress) -> Piece:
-        """What may be sent now; sets `finish_reason` when it is the last."""
+        """Returns the text that can be sent now; sets `finish_reason` with the last piece."""
         if progress.prompt_logprobs is not None:
             self.prompt_logprobs = progress.prompt_logprobs
-        if self._asked.prompt_alone:
+        if self._options.prompt_alone:
             progress = Progress((), None, "length")
         before = len(self.tokens)
-        piece = self._followed(progress) if self._asked.follow else self._add(progress)
-        if self._asked.ids:
+        piece = self._with_steps(progress) if self._options.follow else self._add(progress)
+        if self._options.ids:
             piece = replace(piece, ids=tuple(self.tokens[before:]))
         if self._echo is not None and not self._echoed:
             self._echoed = True
@@ -140,21 +140,21 @@ class Answer:
         if self.finish_reason is not None:
             deltas += self._parser.finish()
         if self._parser.thinking or thinking or any(delta.reasoning for delta in deltas):
-            self.reasoning_tokens = len(self.tokens) if self._parser.thinking else self._thought()
+            self.reasoning_tokens = len(self.tokens) if self._parser.thinking else self._count_reasoning()
         return replace(piece, deltas=tuple(deltas))
 
-    def _thought(self) -> int:
-        """Tokens up to the mark that has just ended the reasoning; all, where it was cut."""
+    def _count_reasoning(self) -> int:
+        """Counts the tokens up to the end mark of the reasoning; counts all tokens if the mark is missing."""
         first = max(self.reasoning_tokens - MARK_TOKENS, 0)
         for end in range(self.reasoning_tokens + 1, len(self.tokens)):
             if THINK_END in self._tokenizer.decode(self.tokens[first:end], skip_special_tokens=False):
                 return end
         return len(self.tokens)
 
-    def _followed(self, progress: Progress) -> Piece:
-        """Its text in two parts: of what the drafter proposed, and of the target's own token."""
+    def _with_steps(self, progress: Progress) -> Piece:
+        """Splits the text into that of the drafter's tokens and that of the target's own token."""
         step, tokens = progress.step, progress.tokens
-        taken = min(step.accepted, len(tokens) - 1) if step else 0  # with a stop token the target has the last word
+        taken = min(step.accepted, len(tokens) - 1) if step else 0  # a stop token is the target's own
         parts = [Piece("")]
         if taken:
             parts = [self._add(Progress(tokens[:taken], step, None, progress.logprobs[:taken]))]
@@ -173,13 +173,13 @@ class Answer:
             self.drafted += progress.step.drafted
             self.accepted += progress.step.accepted
             self.committed += len(progress.step.tokens)
-            if self._asked.trace and progress.step.drafted:
+            if self._options.trace and progress.step.drafted:
                 self.drafts.append((progress.step.drafted, progress.step.accepted))
 
         text = ""
-        silent = progress.finish_reason == "stop" and not self._asked.include_stop
+        silent = progress.finish_reason == "stop" and not self._options.include_stop
         visible = progress.tokens[:-1] if silent else progress.tokens
-        single = visible  # one by one, where it matters which of them completed a stop string, or carries which text
+        single = visible  # one at a time where it matters which token completed a stop string or carries which text
         if self._queue is None and not self._scanner.stops:
             self.tokens += visible
             text, single = self._detokenizer.add(visible), ()
@@ -203,7 +203,7 @@ class Answer:
     def _scan(self, text: str) -> str:
         if self._queue is not None:
             self._queue.completed(text, self._detokenizer.waiting)
-        return self._scanner.add(text, len(self.tokens) <= self._asked.least)
+        return self._scanner.add(text, len(self.tokens) <= self._options.least)
 
     def _piece(self, text: str) -> Piece:
         if self._queue is None:
@@ -218,13 +218,13 @@ class Answer:
         return len(self.tokens)
 
 
-def usage(answers: Sequence[Answer], of_a_prompt: int) -> dict[str, Any]:
-    """OpenAI's `usage` of a request, with the acceptance statistics under `dflash`.
+def usage(answers: Sequence[Answer], answers_per_prompt: int) -> dict[str, Any]:
+    """Returns OpenAI's `usage` of a request, with the acceptance statistics under `dflash`.
 
     Args:
-        of_a_prompt: answers to each prompt, which follow each other; its tokens count once.
+        answers: grouped by prompt; the tokens of a prompt count once.
     """
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers[::of_a_prompt])
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers[::answers_per_prompt])
     completion_tokens = sum(answer.completion_tokens for answer in answers)
     verify_steps = sum(answer.verify_steps for answer in answers)
     committed = sum(answer.committed for answer in answers)
@@ -232,24 +232,26 @@ def usage(answers: Sequence[Answer], of_a_prompt: int) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers[::of_a_prompt])},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(answer.cached_tokens for answer in answers[::answers_per_prompt])
+        },
         "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
         "dflash": {
             "verify_steps": verify_steps,
             "drafted": sum(answer.drafted for answer in answers),
             "accepted": sum(answer.accepted for answer in answers),
-            # committed tokens per verify step, bonus included; none before the first step
+            # committed tokens per verify step, bonus included; None before the first step
             "acceptance_length": committed / verify_steps if verify_steps else None,
         },
     }
 
 
 def speculative_decoding(answer: Answer, longest: int, detailed: bool) -> dict[str, Any]:
-    """vLLM's `metrics.speculative_decoding` of an answer whose drafts were kept.
+    """Returns vLLM's `metrics.speculative_decoding` of an answer with `trace`.
 
     Args:
-        longest: tokens that a draft can have.
-        detailed: with every draft by itself.
+        longest: most tokens of a draft.
+        detailed: also list every draft.
     """
     proposed, taken = [drafted for drafted, _ in answer.drafts], [accepted for _, accepted in answer.drafts]
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, who may use them, and every error in OpenAI's form."""
+"""The HTTP application: routes, API keys, and errors in OpenAI's form."""
 
 import asyncio
 import contextlib
@@ -26,14 +26,13 @@ from dflash_toolkit.version import __version__
 from .access import Access
 from .answer import Answer, AnswerOptions, Piece, speculative_decoding, usage
 from .keys import matching
-from .lanes import CLIENT_CLOSED_REQUEST, Lanes, unless_disconnected
 from .logprobs import Echo, TokenStrings, prompt_logprobs
-from .metrics import CONTENT_TYPE, Clock, Metrics, told
+from .metrics import CONTENT_TYPE, Clock, Metrics, fetch_counts
 from .openapi import description
 from .page import page
 from .parsing import OutputParser, Parsers
 from .protocol import (
-    MOST_SCORES,
+    MAX_PROMPT_LOGPROBS,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -45,13 +44,14 @@ from .replies import Replies, ReplyForm
 from .responses_api import responses
 from .state import Count, ServerState
 from .text import special_tokens
+from .thread_pools import CLIENT_CLOSED_REQUEST, ThreadPools, unless_disconnected
 from .tokenizing import Encoder, tokenizing
 
 STATS_S = 5.0
-ENGINE_TIMEOUT_S = 30.0  # an engine that says nothing for so long is taken for hung
+ENGINE_TIMEOUT_S = 30.0  # an engine that does not answer for this long counts as failed
 MAX_QUEUE = 1024  # answers
 MakeForm: TypeAlias = Callable[[PreparedRequest, TokenStrings | None], ReplyForm]
-Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # each with its answer's number; None is the end of one
+Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # with the index of the answer; None ends it
 log = logging.getLogger("dflash_toolkit.serve")
 
 
@@ -72,20 +72,20 @@ def create_app(
     aliases: Sequence[str] = (),
     per_request_spec_decode_metrics: str = "none",
 ) -> FastAPI:
-    """The application that serves `engine` as `model`.
+    """Creates the application that serves `engine` as `model`.
 
     Args:
-        api_keys: every route but /health asks for one of them.
-        defaults: of sampling, where a request names none (`defaults.py`).
-        tool_call_parser, reasoning_parser: as the options of `dflash-serve`.
+        api_keys: accepted keys; empty: no key is required.
+        defaults: sampling parameters for requests that omit them (`defaults.py`).
+        tool_call_parser, reasoning_parser: see the options of `dflash-serve`.
         state: shared with the server.
         max_queue: answers that may wait for a place in the batch; more are refused (429).
-        request_timeout_s: after so many seconds an answer is given up.
-        root_path: where a proxy shows the routes.
-        allowed_origins: pages of other sites that browsers may let ask.
-        scheduling_policy: "priority" lets requests say what comes first; otherwise turns are fair over keys.
-        aliases: more names for it.
-        per_request_spec_decode_metrics: "summary" or "detailed" says in an answer what became of its drafts.
+        request_timeout_s: seconds after which an answer is aborted.
+        root_path: path under which a proxy exposes the routes.
+        allowed_origins: sites whose pages may send requests from a browser.
+        scheduling_policy: "priority" follows the priority of requests; "fair" shares time among keys.
+        aliases: more names of the model.
+        per_request_spec_decode_metrics: "summary" or "detailed" adds draft statistics to an answer.
     """
     metrics = Metrics(model)
     shared = state or ServerState()
@@ -104,7 +104,7 @@ def create_app(
         (model, *aliases),
     )
     limit = engine.info.capacity.context_limit
-    lanes, encoder = Lanes(), Encoder(engine.tokenizer, limit)
+    pools, encoder = ThreadPools(), Encoder(engine.tokenizer, limit)
     card = {
         "id": model,
         "object": "model",
@@ -115,11 +115,12 @@ def create_app(
         "draft_sample_method": engine.info.draft_sample_method,
     }
 
-    async def authorise(request: Request) -> None:  # in a thread it would wait for the interpreter
+    async def authorise(request: Request) -> None:  # async: a thread would wait for the interpreter lock
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         number = matching(api_keys, key.strip() if scheme.lower() == "bearer" else "")
         if api_keys and number is None:
-            raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+            message = "wrong or missing API key; send one as `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
         request.state.key = "" if number is None else str(number)
 
     open_routes, routes = APIRouter(), APIRouter(dependencies=[Depends(authorise)])
@@ -145,11 +146,12 @@ def create_app(
 
     @routes.get("/metrics")
     async def render_metrics() -> Response:
-        stats = None  # of an engine that does not answer the last ones are shown
+        stats = None  # if the engine does not answer, the last statistics are shown
         with contextlib.suppress(EngineClosedError, TimeoutError):
             stats = await asyncio.wait_for(engine.ping(), STATS_S)
-        asked = [asyncio.wait_for(told(path), STATS_S) for path in shared.others]
-        others = [one for one in await asyncio.gather(*asked, return_exceptions=True) if isinstance(one, bytes) and one]
+        counts = [asyncio.wait_for(fetch_counts(path), STATS_S) for path in shared.others]
+        found = await asyncio.gather(*counts, return_exceptions=True)
+        others = [one for one in found if isinstance(one, bytes) and one]
         return Response(metrics.render(stats, others), media_type=CONTENT_TYPE)
 
     @routes.get("/v1/models")
@@ -163,19 +165,19 @@ def create_app(
 
     @routes.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer_chat(request, await lanes.parsed(request, ChatRequest.parse))
+        return await answer_chat(request, await pools.parsed(request, ChatRequest.parse))
 
     async def answer_chat(request: Request, body: ChatRequest, form: MakeForm | None = None) -> Response:
-        """Answer in another form than the route's own, if there is one."""
+        """Answers a chat request; `form` replaces the reply form of /v1/chat/completions."""
         service.check_model(body.model)
         tools = body.tools_for(parsers.tool_calls)
-        told = body.variables(template_variables(engine.tokenizer, tools)) if body.tells_the_template else {}
-        cut = body.cut(limit)
+        known = template_variables(engine.tokenizer, tools) if body.has_template_variables else ()
+        variables, cut = body.variables(known), body.cut(limit)
 
         def encoded() -> list[int]:
-            return encoder.chat([message.plain() for message in body.messages], tools, told, cut)
+            return encoder.chat([message.plain() for message in body.messages], tools, variables, cut)
 
-        ids = await lanes.run(request, encoded)
+        ids = await pools.run(request, encoded)
         start = parsers.start_of(engine.tokenizer, ids)
         grammar = body.grammar_for(parsers.tool_calls, start)
         requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
@@ -186,19 +188,19 @@ def create_app(
             body.model,
             body.include_usage,
             strings,
-            of_a_prompt=body.answers,
+            answers_per_prompt=body.answers,
             unique=body.request_id or request.state.request_id,
             prompt_ids=shown,
         )
         if form is not None:
             replies = form(requests[0], strings)
         parallel, named = body.parallel_tool_calls is not False, isinstance(body.tool_choice, NamedTool)
-        parse = [parsers.of_answer(start, tools, parallel, named) for _ in requests]
-        return await service.respond(request, body, requests, replies, parse, parsers.markers(bool(tools)))
+        output_parsers = [parsers.of_answer(start, tools, parallel, named) for _ in requests]
+        return await service.respond(request, body, requests, replies, output_parsers, parsers.markers(bool(tools)))
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await lanes.parsed(request, CompletionRequest.parse)
+        body = await pools.parsed(request, CompletionRequest.parse)
         service.check_model(body.model)
         decode, cut = engine.tokenizer.decode, body.cut(limit)
 
@@ -209,43 +211,44 @@ def create_app(
             whole = isinstance(prompt, str) and (cut is None or len(ids) < cut.most)
             return str(prompt) if whole else decode(ids, clean_up_tokenization_spaces=False)
 
-        prompts = await lanes.run(request, lambda: list(map(encoded, body.prompt)))
+        prompts = await pools.run(request, lambda: list(map(encoded, body.prompt)))
         requests = await service.requests(body, prompts, "prompt", request.state.key, body.grammar())
         strings = service.strings_for(body)
         shown = (
-            await lanes.run(request, lambda: list(map(text_of, body.prompt, prompts))) if strings or body.echo else []
+            await pools.run(request, lambda: list(map(text_of, body.prompt, prompts))) if strings or body.echo else []
         )
         echoes = [Echo(*prompt, body.logprobs) for prompt in zip(prompts, shown, strict=True)] if body.echo else []
-        told = [one.prompt_ids for one in requests] if body.return_token_ids else ()
+        ids = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         lengths = list(map(len, shown))
         name = body.request_id or request.state.request_id
-        replies = Replies("text", body.model, body.include_usage, strings, lengths, body.answers, name, prompt_ids=told)
+        replies = Replies("text", body.model, body.include_usage, strings, lengths, body.answers, name, prompt_ids=ids)
         return await service.respond(request, body, requests, replies, echoes=echoes)
 
-    routes.include_router(responses(answer_chat, lanes))
+    routes.include_router(responses(answer_chat, pools))
     routes.include_router(description([model, *aliases], bool(api_keys), root_path))
-    routes.include_router(tokenizing(engine, service.check_model, lanes, encoder))
+    routes.include_router(tokenizing(engine, service.check_model, pools, encoder))
 
     async def refuse(request: Request, error: Any) -> Response:
         metrics.refused(error.status)
         return _error_response(error)
 
     async def no_such_route(request: Request, error: Any) -> Response:
-        message = f"no such path: {request.url.path}"
+        message = f"no such path: {request.url.path}; /openapi.json lists the paths"
         return await refuse(request, ApiError(404, message, code="not_found"))
 
     async def wrong_method(request: Request, error: Any) -> Response:
-        message = f"{request.method} is not allowed for {request.url.path}"
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} is not allowed for {request.url.path}; use {allowed}"
         response = await refuse(request, ApiError(405, message, code="method_not_allowed"))
-        response.headers.update(error.headers or {})  # Allow
+        response.headers.update(error.headers or {})
         return response
 
     async def failed(request: Request, error: Exception) -> Response:
         return _error_response(_as_api_error(error))
 
-    # no schema routes of its own, so that every path that is not listed above is a 404 in OpenAI's form
+    # without FastAPI's schema routes, every path that is not listed above is a 404 in OpenAI's form
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    app.root_path = root_path  # uvicorn's would stand before every path, which a proxy may have left there already
+    app.root_path = root_path  # uvicorn would add its own to every path, even if the proxy has kept it
     app.state.metrics = metrics
     app.include_router(page())
     app.include_router(open_routes)
@@ -264,7 +267,7 @@ def create_app(
 
 
 class _Service:
-    """What both endpoints do once they have token ids."""
+    """Decodes requests and sends their answers, for all routes."""
 
     def __init__(
         self,
@@ -281,7 +284,7 @@ class _Service:
     ) -> None:
         self._names = names
         self._engine, self._model, self._metrics, self._defaults = engine, model, metrics, defaults
-        self._most_open = engine.info.max_num_seqs + max_queue
+        self._max_open = engine.info.max_num_seqs + max_queue
         self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
         self._open = opened  # answers, running or queued
         self._strings = TokenStrings(engine.tokenizer)
@@ -289,7 +292,7 @@ class _Service:
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) for a name that is not served."""
         if name not in self._names:
-            message = f"the model {name!r} does not exist; this server has {self._model!r}"
+            message = f"the model {name!r} does not exist; this server serves {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def requests(
@@ -300,49 +303,55 @@ class _Service:
         key: str,
         grammar: tuple[str, Grammar] | None,
     ) -> list[PreparedRequest]:
-        """Every prompt once for each of its answers, of which each has a seed of its own.
+        """Prepares one engine request for each answer to each prompt; each has its own seed.
 
         Args:
-            param: what the client calls the prompt.
-            key: whose request it is.
-            grammar: what asks for one, and the grammar.
+            param: the body's parameter that holds the prompt.
+            key: number of the API key.
+            grammar: the parameter that sets a grammar, and the grammar.
 
         Raises:
-            ApiError: (400) it cannot be decoded; (429) too many answers wait already.
+            ApiError: (400) it cannot be decoded; (429) the queue is full.
         """
-        if self._open.total + len(prompts) * body.answers > self._most_open:
-            raise ApiError(429, f"{self._open.total} answers are under way or wait; try again later", code="queue_full")
+        if self._open.total + len(prompts) * body.answers > self._max_open:
+            message = f"{self._open.total} answers are running or waiting; try again later"
+            raise ApiError(429, message, code="queue_full")
         if grammar and body.ignore_eos:
             raise ignores_its_end(grammar[0])
-        if body.priority and not self._priorities:  # whoever likes would go before all others
-            message = "`priority` counts only where the server was started with --scheduling-policy priority"
-            raise ApiError(400, message, param="priority", code="unsupported_parameter")
+        if body.priority and not self._priorities:  # otherwise every client could overtake all others
+            message = f"`priority` is {body.priority}, but the server was not started with --scheduling-policy priority"
+            raise ApiError(400, message + "; omit it", param="priority", code="unsupported_parameter")
         limit, eos = self._engine.info.capacity.context_limit, self._engine.tokenizer.eos_token_id
         least = body.least(body.length(limit), grammar and grammar[0])
         params = body.sampling(limit, self._defaults, eos, grammar[1] if grammar else None)
         scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
-        if params.prompt_logprobs is not None and scores > MOST_SCORES:
-            message = f"{scores} log-probabilities of prompts are asked for; ask for {MOST_SCORES} at most at a time"
+        if params.prompt_logprobs is not None and scores > MAX_PROMPT_LOGPROBS:
+            message = f"{scores} log-probabilities of prompts are requested; request at most {MAX_PROMPT_LOGPROBS}"
             raise ApiError(400, message, param="echo" if body.prompt_logprobs is None else "prompt_logprobs")
         found = []
         for ids in prompts:
-            if (asked := body.asked_tokens) is not None and len(ids) < limit < len(ids) + asked:
+            if (wanted := body.requested_tokens) is not None and len(ids) < limit < len(ids) + wanted:
                 raise ApiError(
                     400,
-                    f"{asked} tokens are asked for, and the prompt leaves {limit - len(ids)} of a context of {limit}; "
-                    f"ask for fewer or shorten the prompt",
+                    f"{wanted} tokens are requested, but the prompt leaves {limit - len(ids)} of a context of {limit}; "
+                    f"request fewer tokens or shorten the prompt",
                     param="max_completion_tokens" if "max_completion_tokens" in body.model_fields_set else "max_tokens",
                     code="context_length_exceeded",
                 )
             if len(ids) < limit < len(ids) + least:
-                message = f"min_tokens is {least}, and the prompt leaves {limit - len(ids)} of a context of {limit}"
-                raise ApiError(400, message, param="min_tokens", code="context_length_exceeded")
-            try:  # before a stream begins, whose status would be sent
+                message = f"min_tokens is {least}, but the prompt leaves {limit - len(ids)} of a context of {limit}"
+                raise ApiError(
+                    400,
+                    f"{message}; lower it or shorten the prompt",
+                    param="min_tokens",
+                    code="context_length_exceeded",
+                )
+            try:  # before a stream starts and its status is sent
                 first = self._engine.request(ids, params, key, body.priority or 0)
             except UserError as error:
                 at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
-            seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # in 64 bits
+            seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # wrapped to 64 bits
             found += [first, *map(first.with_seed, seeds)]
         try:
             await self._engine.compile(params)
@@ -351,45 +360,46 @@ class _Service:
         return found
 
     def strings_for(self, body: GenerationRequest) -> TokenStrings | None:
-        """The token strings, if the request asks for log-probabilities."""
+        """Returns the token strings if the request wants log-probabilities."""
         return None if body.best_tokens() is None else self._strings
 
     async def respond(
         self,
         request: Request,
         body: GenerationRequest,
-        asked: list[PreparedRequest],
+        requests: list[PreparedRequest],
         replies: ReplyForm,
-        parse: Sequence[OutputParser | None] = (),
+        output_parsers: Sequence[OutputParser | None] = (),
         shown: Collection[str] = (),
         echoes: Sequence[Echo] = (),
     ) -> Response:
-        """Decode what is asked for, and send the answers, at once or as events.
+        """Decodes the requests, and sends the answers as one body or as events.
 
         Args:
-            echoes: the prompts, if they are given back.
+            echoes: the prompts, if answers begin with them.
         """
         silent = body.skip_special_tokens is not False
         everything = () if silent else tuple(special_tokens(self._engine.tokenizer).values())
-        before = self._strings.before if replies.kind == "text" else ()  # a completion goes on, a chat starts
+        before = self._strings.before if replies.kind == "text" else ()  # a completion continues its prompt
         options = AnswerOptions(
             stops=body.stop or (),
             stop_ids=body.stop_token_ids or (),
             include_stop=bool(body.include_stop_str_in_output),
             least=body.min_tokens or 0,
             before=before,
-            shown=everything or (shown if any(parse) else ()),
+            shown=everything or (shown if any(output_parsers) else ()),
             strings=replies.strings,
             ids=bool(body.return_token_ids),
             follow=body.follow,
-            trace=self._draft_metrics != "none" and len(asked) == 1,
+            trace=self._draft_metrics != "none" and len(requests) == 1,
             prompt_alone=body.prompt_alone,
         )
+        each_echo = [echo for echo in echoes for _ in range(body.answers)]
         answers = [
             Answer(self._engine.tokenizer, len(one.prompt_ids), options, parser, echo)
-            for one, parser, echo in zip_longest(asked, parse, [echo for echo in echoes for _ in range(body.answers)])
+            for one, parser, echo in zip_longest(requests, output_parsers, each_echo)
         ]
-        pieces = self._pieces(asked, answers)
+        pieces = self._pieces(requests, answers)
         if body.stream:
             return EventResponse(self._events(pieces, answers, replies, body.continuous_usage))
         whole = await unless_disconnected(request, _join(pieces, len(answers)))
@@ -399,8 +409,8 @@ class _Service:
 
         def reply() -> Response:
             found = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
-            found |= self._beside_usage(answers, replies)
-            for choice, answer, one in zip(found.get("choices", ()), answers, asked, strict=False):
+            found |= self._metrics_field(answers, replies)
+            for choice, answer, one in zip(found.get("choices", ()), answers, requests, strict=False):
                 ids, scores = one.prompt_ids, answer.prompt_logprobs
                 choice["stop_reason"] = answer.stop_reason
                 if body.prompt_logprobs is not None and scores is not None:
@@ -408,25 +418,25 @@ class _Service:
                     where["prompt_logprobs"] = prompt_logprobs(self._strings, ids, scores, body.prompt_logprobs)
             return Response(msgspec.json.encode(found), media_type="application/json")
 
-        # a long prompt's log-probabilities are not written while other answers wait
+        # in a thread, so that other answers do not wait while a long prompt's log-probabilities are encoded
         return await asyncio.to_thread(reply) if body.best_prompt_tokens() is not None else reply()
 
-    async def _pieces(self, asked: list[PreparedRequest], answers: list[Answer]) -> Pieces:
-        """The answers as they come, counted however they end."""
+    async def _pieces(self, requests: list[PreparedRequest], answers: list[Answer]) -> Pieces:
+        """Yields the pieces of the answers as they arrive, and counts how each answer ends."""
         outcome = "disconnected"
-        clocks, prompts = [Clock() for _ in asked], set[int]()
+        clocks, prompts = [Clock() for _ in requests], set[int]()
         self._metrics.waiting.inc(len(answers))
         self._open.add(len(answers))
         late = None
         try:
-            with self._engine.decode(asked) as responses:
+            with self._engine.decode(requests) as responses:
                 if self._timeout_s is not None:
                     late = asyncio.get_running_loop().call_later(self._timeout_s, responses.put, LateError())
-                waiting: dict[int, list[Piece]] = {}  # what came while the client or this process lagged goes as one
+                waiting: dict[int, list[Piece]] = {}  # pieces that arrive while the client lags are sent as one
                 async for index, progress in responses:
                     answer = answers[index]
-                    if id(asked[index].prompt_ids) not in prompts:  # one list for all answers to it
-                        prompts.add(id(asked[index].prompt_ids))
+                    if id(requests[index].prompt_ids) not in prompts:  # all answers to a prompt share its list
+                        prompts.add(id(requests[index].prompt_ids))
                         self._metrics.prompt(answer.prompt_tokens)
                     before = answer.completion_tokens
                     waiting.setdefault(index, []).append(answer.add(progress))
@@ -473,18 +483,18 @@ class _Service:
                         chunks = await asyncio.to_thread(make) if long else make()
                     for chunk in chunks:
                         yield event(chunk, index)
-            for chunk in replies.closing(usage(answers, replies.of_a_prompt)):
-                yield replies.event(chunk | self._beside_usage(answers, replies))
+            for chunk in replies.closing(usage(answers, replies.answers_per_prompt)):
+                yield replies.event(chunk | self._metrics_field(answers, replies))
             if replies.end:
                 yield replies.end
-        except Exception as error:  # the status has been sent, so the error can only be an event
+        except Exception as error:  # the status has been sent, so the error must be an event
             if not isinstance(error, EngineClosedError | LateError | RequestFailedError | UserError):
                 log.exception("a streamed answer failed")
             for chunk in replies.failed(_as_api_error(error)):
                 yield replies.event(chunk)
 
-    def _beside_usage(self, answers: list[Answer], replies: ReplyForm) -> dict[str, Any]:
-        """As in vLLM, of a request with one answer and in the two routes only."""
+    def _metrics_field(self, answers: list[Answer], replies: ReplyForm) -> dict[str, Any]:
+        """Returns vLLM's `metrics` of a reply: only for chats and completions with one answer, as in vLLM."""
         if self._draft_metrics == "none" or len(answers) > 1 or not isinstance(replies, Replies):
             return {}
         longest, detailed = self._engine.info.block_size - 1, self._draft_metrics == "detailed"
@@ -492,14 +502,14 @@ class _Service:
 
 
 class LateError(Exception):
-    """An answer took longer than the server allows."""
+    """Raised when an answer takes longer than the server allows."""
 
 
 class EventResponse(StreamingResponse):
-    """A streaming response that ends its generator, and so the decoding, when it is over for any reason."""
+    """A streaming response that closes its generator, and so ends the decoding, when it ends for any reason."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        # nginx would hold events back until its buffer is full
+        # otherwise nginx buffers events
         super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
         self._events = events
 
@@ -507,11 +517,11 @@ class EventResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._events.aclose()  # a response cancelled while it sends leaves its generator suspended
+            await self._events.aclose()  # a cancelled response leaves its generator suspended
 
 
 async def _join(pieces: Pieces, answers: int) -> list[Piece]:
-    """Each answer in one piece."""
+    """Collects each answer in one piece."""
     parts: list[list[Piece]] = [[] for _ in range(answers)]
     async with aclosing(pieces):
         async for index, piece in pieces:
@@ -524,12 +534,13 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, LateError):
-        return ApiError(504, "the answer took longer than this server allows", code="deadline_exceeded")
+        message = "the answer took longer than this server allows; request fewer tokens, or stream the answer"
+        return ApiError(504, message, code="deadline_exceeded")
     if isinstance(error, RequestFailedError):
         return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineClosedError):
         return ApiError(503, str(error), code=error.code)
-    if isinstance(error, UserError):  # a request that this engine cannot hold or compute
+    if isinstance(error, UserError):  # the engine cannot hold or compute the request
         return ApiError(400, str(error))
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
@@ -538,6 +549,6 @@ def _error_response(error: ApiError) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.status == 429:
         headers["Retry-After"] = "1"
-    if error.code == "internal_error":  # starlette raises it again, whereupon uvicorn closes the connection
+    if error.code == "internal_error":  # starlette raises it again, and uvicorn then closes the connection
         headers["Connection"] = "close"
     return JSONResponse(error.body(), error.status, headers)

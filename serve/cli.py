@@ -1,20 +1,22 @@
-"""dflash-serve: an OpenAI-compatible server for a target and its drafter."""
+"""Command line of dflash-serve."""
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from dflash_toolkit.checkpoint.readahead import read_ahead
 from dflash_toolkit.config import UserError, from_mapping, given_values, run_command
 from dflash_toolkit.models.published import named_for
 
 from .config import OWN, ServeConfig
-from .external import check_own, offered, split, start
+from .external import check_built_in, split, start, suggest_vllm
 from .vllm_flags import translate_vllm_flags
 
 PROG = "dflash-serve"
@@ -26,7 +28,7 @@ EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "httptools")  # 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     return run_command(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
 
 
@@ -40,16 +42,16 @@ def _dispatch(argv: Sequence[str]) -> int:
     if not any(re.match(r"(--)?engine(=|$)", word) for word in own):
         own = translate_vllm_flags(own)
     given, source = given_values(ServeConfig, own, PROG, DESCRIPTION, EXAMPLE)
-    if isinstance(name := given.get("served_model_name"), str):  # of a file, where a list of one is seldom written
+    if isinstance(name := given.get("served_model_name"), str):  # a file may give a string instead of a list
         given["served_model_name"] = [name]
     config = from_mapping(ServeConfig, given, source)
     if config.drafter is None and (names := named_for(config.target)):
-        line = f"{PROG}: no drafter is given, so it decodes plainly; published for {config.target}: {names} (--drafter)"
-        print(line, file=sys.stderr)
+        text = f"no drafter is given, so it decodes plainly; published for {config.target}: {names} (--drafter)"
+        notice(text, config)
     if config.external.engine != OWN:
         start(config, given, passed)
-    check_own(config, given, passed)
-    with offered(config, given):
+    check_built_in(config, given, passed)
+    with suggest_vllm(config, given):
         return _run(config)
 
 
@@ -60,7 +62,7 @@ def _run(config: ServeConfig) -> int:
     from .processes import EngineProcess, Fronts
     from .server import bind, bind_path, url_of
 
-    read_ahead(config.drafter, config.target)  # into the system's cache, for the engine's process
+    read_ahead(config.drafter, config.target)  # into the page cache, for the engine's process
     keys = read_keys(config.api_key_file)
     set_up_logs(config.log_json, config.access_log)
     several = config.api_server_count > 1
@@ -69,27 +71,24 @@ def _run(config: ServeConfig) -> int:
         stack.enter_context(bound)
         pair = f"target {config.target}" + (f", drafter {config.drafter}" if config.drafter else "")
         where = f"on {config.device}" if config.device != "auto" else "on the GPU, if there is one"
-        print(
-            f"{PROG}: loads {pair} {where}; will listen on {url_of(bound, config.ssl_certfile is not None)}",
-            file=sys.stderr,
-        )
-        # until uvicorn handles SIGTERM: leaving this block ends the engine, whatever it is loading
+        address = url_of(bound, https=config.ssl_certfile is not None)
+        notice(f"loads {pair} {where}; will listen on {address}", config)
+        # until uvicorn handles SIGTERM: leaving this block ends the engine, even while it loads
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         process = stack.enter_context(contextlib.closing(EngineProcess(config)))
         process.start()
         fronts = stack.enter_context(contextlib.closing(Fronts(config, keys, bound, process.path)))
-        # not above: this imports torch and transformers, seconds in which the engine's process does the same
+        # imports torch and transformers, which takes seconds, while the engine's process does the same
         from .front import Front
 
         front = Front(config, keys)
         info = process.ready()
         process.watch(config.restart)
         drafting = f"drafter {config.drafter}" if config.drafter else "no drafter"
-        address = url_of(bound, https=config.ssl_certfile is not None)
         line = f"{PROG}: {address}/v1 serves {config.models[0]} ({drafting}, {info.place})"
         server = front.server(process.path, info, 0, ready=lambda: say(line), drain=fronts.drain)
         fronts.ready(info, server)
-        # these are how a server is stopped; uvicorn ends open answers first and then raises them again
+        # uvicorn finishes open answers and then raises the signal again
         signal.signal(signal.SIGTERM, lambda *_: None)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[bound])
@@ -99,16 +98,23 @@ def _run(config: ServeConfig) -> int:
         return 1 if fronts.failed else 0
 
 
-def say(line: str) -> None:
-    """Print a line; where stdout takes none (a full disk, a closed pipe), nothing goes there any more."""
+def say(line: str, file: TextIO | None = None) -> None:
+    """Prints a line; if the file (stdout) cannot be written (a full disk, a closed pipe), redirects it to /dev/null."""
+    file = file or sys.stdout
     try:
-        print(line, flush=True)
+        print(line, file=file, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def notice(text: str, config: ServeConfig) -> None:
+    """Prints a notice to stderr, with --log-json as JSON."""
+    message = {"level": "info", "logger": PROG, "message": text}
+    say(json.dumps(message, ensure_ascii=False) if config.log_json else f"{PROG}: {text}", sys.stderr)
 
 
 def _require_extra() -> None:
-    """Raises UserError unless everything that only the server needs is installed."""
+    """Raises UserError if a package of the extra `serve` is missing."""
     for package in EXTRA:
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{package} is not installed; install it with: pip install 'dflash-toolkit[serve]'")

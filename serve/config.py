@@ -15,7 +15,7 @@ ENGINES = (OWN, "vllm", "sglang")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExternalOptions:
-    """Which engine computes, and on how many GPUs.
+    """Chooses the engine and the number of GPUs.
 
     Raises:
         ValueError: a number below 1.
@@ -41,7 +41,7 @@ class ExternalOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig(ModelOptions):
-    """The options of `dflash-serve`."""
+    """Holds the options of `dflash-serve`."""
 
     drafter: str | None = option(
         None, "drafter: Hugging Face id or directory (default: none, decode plainly)", common=True, metavar="PATH"
@@ -140,5 +140,5 @@ class ServeConfig(ModelOptions):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names clients ask for; answers have the first."""
+        """Returns the names that requests may use; responses have the first."""
         return self.served_model_name or (self.target,)

@@ -1,4 +1,4 @@
-"""How a target's makers would have it sampled, for requests that do not say."""
+"""Reads the sampling defaults that a target is published with."""
 
 import math
 
@@ -10,17 +10,17 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(target: str) -> dict[str, float]:
-    """What the target's generation_config.json says of these, as vLLM and SGLang take it; `do_sample` is not looked at.
+    """Returns the sampling parameters in generation_config.json; like vLLM and SGLang, ignores `do_sample`.
 
     Raises:
-        UserError: a value that the sampler does not take.
+        UserError: the sampler does not accept a value.
     """
     config = load_generation_config(target)
     found = {name: value for name in NAMES if (value := getattr(config, name, None)) is not None}
-    if found.get("top_k") == -1:  # vLLM's word for all of them
+    if found.get("top_k") == -1:  # vLLM's value for no limit
         found["top_k"] = 0
     try:
-        # as in a request: what is too small to compute with means the most likely token alone
+        # as in a request: a value too small to compute with means greedy decoding
         if 0.0 < found.get("temperature", 0.0) < COLDEST:
             found["temperature"] = 0.0
         if 0.0 < found.get("top_p", 0.0) < LEAST_TOP_P:

@@ -1,8 +1,8 @@
-"""Other engines behind dflash-serve: vLLM and SGLang, started with the flags that our checkpoint needs.
+"""Starts vLLM or SGLang with the flags that a target and its drafter need.
 
-Looked at first, in this process: the package and its release, the drafter, whether it fits the target, options that the
-other engine lacks. Then the process becomes theirs. So their logs, signals and exit code need nobody in between, a
-supervisor sees one process, and nothing of ours stays in memory.
+This process first checks the package and its release, the drafter, whether it fits the target, and options that the
+other engine lacks. Then it executes the other engine in its place, so logs, signals and the exit code are that engine's
+own, a supervisor sees one process, and no memory stays in use.
 """
 
 import contextlib
@@ -32,9 +32,8 @@ from .keys import read_keys
 if TYPE_CHECKING:
     from .config import ServeConfig
 
-SPECULATORS = {each.kind: each.names[0] for each in architectures()}  # its types by the names of others
-SLIDING = "sliding layers or is_causal"  # in DFlashDraftModel; releases before ran such layers otherwise, in silence
-
+SPECULATORS = {each.kind: each.names[0] for each in architectures()}  # speculators_model_type -> architecture
+SLIDING = "sliding layers or is_causal"  # of DFlashDraftModel; older releases silently ignore them
 
 Flags = Callable[[Any], list[str]]
 
@@ -47,25 +46,25 @@ def _unless(given: Any, *words: str) -> Flags:
     return lambda value: [] if value == given else list(words)
 
 
-def _named(flag: str, names: Mapping[str, str], *beside: str) -> Flags:
-    """Of a parser, by its name there."""
+def _named(flag: str, names: Mapping[str, str], *also: str) -> Flags:
+    """Translates the name of a parser, and adds the flags `also`."""
 
     def words(value: Any) -> list[str]:
         if value == "none":
             return []
         if value not in names:
-            raise UserError(f"{flag} {value} is of our own engine; the other engine has {', '.join(names)}")
-        return [*beside, flag, names[value]]
+            raise UserError(f"{flag} {value} exists only in the built-in engine; choose from {', '.join(names)}")
+        return [*also, flag, names[value]]
 
     return words
 
 
 def _one(flag: str) -> Flags:
-    """Of a list."""
+    """Passes a list that may have one element."""
 
     def words(values: Any) -> list[str]:
         if len(values) > 1:
-            raise UserError(f"{flag} {' '.join(values)}: the other engine has one; give one")
+            raise UserError(f"{flag} {' '.join(values)}: the other engine accepts only one value; give one")
         return [flag, *values]
 
     return words
@@ -73,15 +72,15 @@ def _one(flag: str) -> Flags:
 
 @dataclass(frozen=True)
 class Engine:
-    """How another engine is started."""
+    """Describes how to start another engine."""
 
-    name: str  # of its package, too
-    module: tuple[str, ...]  # behind `python -m`; the target follows
+    name: str  # also of its package
+    module: tuple[str, ...]  # arguments of `python -m`; the target follows
     always: tuple[str, ...]
-    speculation: Callable[[str, int, str], list[str]]  # of the drafter, tokens of a block and how drafts are sampled
-    releases: Mapping[str, str]  # by architecture of a drafter, the first that computes it
-    speculators: bool  # reads that library's form
-    flags: Mapping[str, Flags]  # for an option of ours
+    speculation: Callable[[str, int, str], list[str]]  # flags for a drafter, its block size and a draft sample method
+    releases: Mapping[str, str]  # architecture of a drafter -> first release that supports it
+    speculators: bool  # reads checkpoints of the speculators library
+    flags: Mapping[str, Flags]  # option of dflash-serve -> flags of the engine
 
 
 def _releases(engine: str) -> dict[str, str]:
@@ -132,7 +131,7 @@ VLLM = Engine(
 SGLANG = Engine(
     name="sglang",
     module=("sglang.launch_server", "--model-path"),
-    always=("--enable-metrics",),  # off by default there, and we have /metrics
+    always=("--enable-metrics",),  # off by default in SGLang
     speculation=sglang_options,
     releases=_releases("sglang") | {SLIDING: "0.5.18"},
     speculators=False,
@@ -153,27 +152,27 @@ SGLANG = Engine(
     },
 )
 BY_NAME = {engine.name: engine for engine in (VLLM, SGLANG)}
-# options that are read here and become no flag of their own
-SPECULATION = {"num_speculative_tokens", "draft_sample_method"}  # part of one value or flag of theirs
+# options that are read here and have no flag of their own
+SPECULATION = {"num_speculative_tokens", "draft_sample_method"}  # passed by `Engine.speculation`
 READ_HERE = {"target", "drafter", "engine", "engine_python", "threads", "api_key_file", *SPECULATION}
-# their defaults are not ours
+# always passed, because the engines' defaults differ
 ALWAYS = {"host", "port", "tensor_parallel_size", "data_parallel_size", "allowed_origins"}
-# options of ours at values that ask nothing of another engine
+# values that need no flag
 NOTHING = {"device": ("auto", "cuda"), "draft_dtype": ("auto", "full"), "draft_tree": (None, 0)}
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line before and behind its first `--`: our words, and the other engine's."""
+    """Splits a command line at its first `--` into dflash-serve's and the other engine's arguments."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
 
 
-# ---- what is offered where our own engine refuses ----------------------------------------------------------------
+# ---- suggestions if the built-in engine cannot serve ---------------------------------------------------------------
 
 
-def offer(config: "ServeConfig", given: Collection[str], gpus: int = 1) -> str:
-    """The command that serves the same with vLLM, ready to paste; without keys that a log must not show."""
+def vllm_command(config: "ServeConfig", given: Collection[str], gpus: int = 1) -> str:
+    """Returns the command that serves the same with vLLM, without API keys."""
     words = ["dflash-serve", "--engine", VLLM.name]
     shown = {"target", "drafter", *SPECULATION, *VLLM.flags} - {"tensor_parallel_size"}
     for key, value in _values(config, given).items():
@@ -188,49 +187,50 @@ def offer(config: "ServeConfig", given: Collection[str], gpus: int = 1) -> str:
 
 
 @contextlib.contextmanager
-def offered(config: "ServeConfig", given: Collection[str]) -> Iterator[None]:
-    """Around the loading of our own engine: a target that it refuses is offered to vLLM."""
+def suggest_vllm(config: "ServeConfig", given: Collection[str]) -> Iterator[None]:
+    """Adds the command for vLLM to the error if the built-in engine does not support the target."""
     try:
         yield
     except UnsupportedModel as error:
-        raise UserError(f"{error}; with another engine: {offer(config, given, error.gpus)}") from error
+        raise UserError(f"{error}; to serve it with vLLM: {vllm_command(config, given, error.gpus)}") from error
 
 
-def check_own(config: "ServeConfig", given: Collection[str], passed: Sequence[str]) -> None:
-    """Raises UserError for what only another engine can be told, where our own is to compute."""
+def check_built_in(config: "ServeConfig", given: Collection[str], passed: Sequence[str]) -> None:
+    """Raises UserError for options that only other engines have."""
     external = config.external
     for name, count in (
         ("tensor_parallel_size", external.tensor_parallel_size),
         ("data_parallel_size", external.data_parallel_size),
     ):
         if count > 1:
-            raise UserError(f"{name} is {count}, and our own engine is on one GPU; use {offer(config, given)}")
-    if external.engine_python is not None:
-        raise UserError("engine_python is given, but no other engine; add --engine vllm or --engine sglang")
+            command = vllm_command(config, given)
+            raise UserError(f"{name} is {count}, but the built-in engine uses one GPU; use vLLM: {command}")
+    if python := external.engine_python:
+        raise UserError(f"engine_python is {python}, but no other engine is chosen; add --engine vllm or sglang")
     if passed:
-        raise UserError(f"{passed[0]!r} stands behind --, where options of vllm and sglang do; add --engine")
+        raise UserError(f"{passed[0]!r} after -- is an option of another engine; add --engine vllm or sglang")
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
 def start(config: "ServeConfig", given: Collection[str], passed: Sequence[str]) -> NoReturn:
-    """Become the other engine's server.
+    """Replaces this process by the other engine's server.
 
     Args:
-        given: the options that the user gave, by key.
+        given: keys of the options that the user gave.
         passed: the other engine's own options.
 
     Raises:
-        UserError: no such package, too old a release, a drafter that it does not compute or of another target, an
-            option of ours that it lacks.
+        UserError: the package is missing or too old, it does not support the drafter, the drafter is for another
+            target, or the engine lacks an option.
     """
     engine = BY_NAME[config.external.engine]
     python = _python(config.external.engine_python)
     version = installed(python, engine.name)
     words = command(engine, config, given, version)
     environment = given_environment() | _variables(engine, config)
-    # kernels are compiled by programs beside that Python, whether or not its environment was activated
+    # the engine's compilers are next to its Python; its environment need not be activated
     environment["PATH"] = os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
     rest = " ..." if passed else ""
     print(f"dflash-serve: {engine.name} {version}: {shlex.join([python, *words])}{rest}", flush=True)
@@ -241,12 +241,12 @@ def start(config: "ServeConfig", given: Collection[str], passed: Sequence[str]) 
 def _python(name: str | None) -> str:
     found = sys.executable if name is None else shutil.which(name)
     if not found:
-        raise UserError(f"engine_python is {name}; there is no such program")
-    return str(Path(found).absolute())  # not resolved: the link is what tells the environment
+        raise UserError(f"engine_python is {name}, which does not exist; give the path of a Python")
+    return str(Path(found).absolute())  # not resolved: Python finds its environment by the link
 
 
 def installed(python: str, package: str) -> str:
-    """The release of a package that a Python has. Raises UserError: none."""
+    """Returns the release of a package in a Python environment. Raises UserError if it is missing."""
     version: str | None
     if python == sys.executable:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -257,21 +257,21 @@ def installed(python: str, package: str) -> str:
         try:
             done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"engine_python is {python}; it is no Python that runs ({error})") from error
+            raise UserError(f"engine_python is {python}, which does not run ({error}); give another Python") from error
         version = done.stdout.strip() if done.returncode == 0 else None
     if version:
         return version
     least = BY_NAME[package].releases["DFlashDraftModel"]
     raise UserError(
-        f"{package} is not installed for {python}; install it with: pip install '{package}>={least}' (in an "
-        f"environment of its own, for it pins its torch; then give --engine-python ENVIRONMENT/bin/python)"
+        f"{package} is not installed for {python}; install it with: pip install '{package}>={least}' (in its own "
+        f"environment, because it pins torch; then give --engine-python ENVIRONMENT/bin/python)"
     )
 
 
 def command(engine: Engine, config: "ServeConfig", given: Collection[str], version: str) -> list[str]:
-    """The other engine's command line, behind its Python. Raises UserError, see `start`."""
+    """Returns the arguments of the other engine's Python. Raises UserError, see `start`."""
     if config.port == 0:
-        raise UserError(f"port is 0; {engine.name} does not say which it took, so give one")
+        raise UserError(f"port is 0, but {engine.name} does not report the port that it takes; give a number")
     words = ["-m", *engine.module, config.target]
     values = _values(config, {*given} | ALWAYS & engine.flags.keys())
     for key, value in values.items():
@@ -279,7 +279,7 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
             continue
         if key not in engine.flags:
             raise UserError(
-                f"{key} is an option of our own engine; leave it out, and give {engine.name}'s own options behind --"
+                f"{key} is an option of the built-in engine; remove it, and give {engine.name}'s own options after --"
             )
         words += engine.flags[key](value)
     words += engine.always
@@ -287,7 +287,7 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
     target = _read("target", config.target)
     if config.drafter is None:
         if drafted:
-            raise UserError(f"num_speculative_tokens is {drafted}; there is no drafter")
+            raise UserError(f"num_speculative_tokens is {drafted}, but there is no drafter; add --drafter")
     elif drafted != 0:
         draft = read_draft(config.drafter)
         draft.check(engine, version)
@@ -296,7 +296,7 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
         _check_heads("drafter", draft.raw, config.external.tensor_parallel_size)
         if drafted and drafted >= draft.block_size:
             most = draft.block_size - 1
-            raise UserError(f"num_speculative_tokens is {drafted}; the drafter drafts at most {most} tokens a step")
+            raise UserError(f"num_speculative_tokens is {drafted}, but the drafter drafts at most {most}; lower it")
         block_size = drafted + 1 if drafted else draft.block_size
         words += engine.speculation(config.drafter, block_size, config.runtime.draft_sample_method)
     _check_heads("target", target, config.external.tensor_parallel_size)
@@ -304,20 +304,20 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
 
 
 def _values(config: "ServeConfig", given: Collection[str]) -> dict[str, Any]:
-    """The given options in the order of their declaration."""
+    """Returns the given options in the order of their declaration."""
     return {key: value for key, value in to_mapping(config).items() if key in given}
 
 
 def _variables(engine: Engine, config: "ServeConfig") -> dict[str, str]:
-    """Of the environment: what has no place on a command line."""
+    """Returns the environment variables that the other engine needs."""
     found: dict[str, str] = {}
     if config.threads is not None:
         found["OMP_NUM_THREADS"] = str(config.threads)
     if keys := read_keys(config.api_key_file):
-        if engine is SGLANG:  # from its command line alone, and its log shows all options
-            raise UserError("sglang shows its API key in its log and to ps; leave it out and put a proxy before it")
+        if engine is SGLANG:  # accepts it only on the command line, and its log shows all options
+            raise UserError("sglang would show the API key in its log and to ps; remove it and use a proxy")
         if len(keys) > 1:
-            raise UserError(f"{len(keys)} API keys are given, and vllm takes one from the environment")
+            raise UserError(f"{len(keys)} API keys are given, but vllm accepts one; give one")
         found["VLLM_API_KEY"] = keys[0]
     return found
 
@@ -327,38 +327,38 @@ def _variables(engine: Engine, config: "ServeConfig") -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter's config.json says, as far as other engines have to know it."""
+    """Holds the parts of a drafter's config.json that other engines need."""
 
     name: str
     architecture: str
-    speculators: bool  # in that library's form
+    speculators: bool  # a checkpoint of the speculators library
     block_size: int
-    raw: Mapping[str, Any]  # the body: hidden_size and the like
+    raw: Mapping[str, Any]  # the part with hidden_size and the like
 
     def check(self, engine: Engine, version: str) -> None:
-        """Raises UserError unless this release computes it."""
+        """Raises UserError unless this release supports the drafter."""
         if self.architecture not in engine.releases:
             known = ", ".join(name for name in engine.releases if name != SLIDING)
             raise UserError(
-                f"drafter {self.name}: architecture {self.architecture!r}; {engine.name} is started here with {known}"
+                f"drafter {self.name}: {engine.name} does not support architecture {self.architecture!r}; it supports "
+                f"{known}"
             )
         if self.speculators and not engine.speculators:
             raise UserError(
-                f"drafter {self.name}: {engine.name} does not read the speculators form; write it as DFlash: python -c "
+                f"drafter {self.name}: {engine.name} does not read the speculators format; convert it: python -c "
                 f"\"from dflash_toolkit import *; save_drafter(load_drafter('{self.name}'), 'OUT')\""
             )
         drafting = named(self.architecture) or DFLASH
         if part := drafting.part_lacking(engine.name, self.raw.get("dflash_config") or {}):
             raise UserError(
-                f"drafter {self.name}: it has no {part}, which {engine.name} computes no {drafting.title} drafter "
-                f"without; "
-                f"leave --engine out"
+                f"drafter {self.name}: it has no {part}, which {engine.name} needs for a {drafting.title} drafter; "
+                f"use the built-in engine (remove --engine)"
             )
         for what in (self.architecture, *([SLIDING] if self._sliding else [])):
             if Version(version) < Version(least := engine.releases[what]):
                 raise UserError(
-                    f"drafter {self.name}: {engine.name} {version} does not know {what}; "
-                    f"install a release that does: pip install '{engine.name}>={least}'"
+                    f"drafter {self.name}: {engine.name} {version} does not support {what}; "
+                    f"install a newer release: pip install '{engine.name}>={least}'"
                 )
 
     @property
@@ -368,15 +368,15 @@ class Draft:
         return causal or "sliding_attention" in (self.raw.get("layer_types") or ())
 
     def check_served(self, engine: Engine, version: str, name: str, target: Mapping[str, Any]) -> None:
-        """Raises UserError for a target that this release serves no drafter with, or feeds this one otherwise."""
+        """Raises UserError if this release serves the target without drafters, or scales embeddings differently."""
         architecture = next(iter(target.get("architectures") or ()), "none")
         if Version(version) > Version(READ[engine.name]):
             return
         others = [f"use --engine {other}" for other in SERVED.get(architecture, ()) if other != engine.name]
         if architecture in SERVED and engine.name not in SERVED[architecture]:
             raise UserError(
-                f"target {name}: {engine.name} {version} gives a DFlash drafter no hidden states of {architecture}; "
-                + " or ".join([*others, "leave --drafter out"])
+                f"target {name}: {engine.name} {version} passes no hidden states of {architecture} to a DFlash "
+                "drafter; " + " or ".join([*others, "remove --drafter"])
             )
         if (drafting := named(self.architecture)) and engine.name in drafting.scaled_by:
             return
@@ -386,25 +386,27 @@ class Draft:
         if not math.isclose(trained, fed, rel_tol=0.01):
             raise UserError(
                 f"drafter {self.name}: its input_embedding_scale is {trained:g}, but {engine.name} {version} scales "
-                f"its blocks by {fed:.4g} with {architecture}, and it would draft badly; "
-                + " or ".join([*others, "leave --drafter out"])
+                f"its blocks by {fed:.4g} for {architecture}, so few drafts would be accepted; "
+                + " or ".join([*others, "remove --drafter"])
             )
 
     def check_fits(self, target: Mapping[str, Any]) -> None:
-        """Raises UserError for a drafter that was made for another target."""
-        for key, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
-            ours, theirs = self.raw.get(key), target.get(key)
-            if None not in (ours, theirs) and ours != theirs:
+        """Raises UserError if the drafter was trained for another target."""
+        for key, target_key, what in (
+            ("hidden_size", "hidden_size", "hidden size"),
+            ("vocab_size", "vocab_size", "vocabulary"),
+            ("num_target_layers", "num_hidden_layers", "number of target layers"),
+        ):
+            value, expected = self.raw.get(key), target.get(target_key)
+            if None not in (value, expected) and value != expected:
                 raise UserError(
-                    f"the drafter's {what} is {ours}, the target's {theirs}: this drafter was made for another target"
+                    f"the drafter's {what} is {value}, the target's {expected}; give a drafter that was trained for "
+                    "this target"
                 )
-        made_for, layers = self.raw.get("num_target_layers"), target.get("num_hidden_layers")
-        if None not in (made_for, layers) and made_for != layers:
-            raise UserError(f"the drafter was made for a target of {made_for} layers; this one has {layers}")
 
 
 def read_draft(name: str) -> Draft:
-    """Read a drafter's config.json, of any architecture. Raises UserError: there is none, or it has no block size."""
+    """Reads a drafter's config.json. Raises UserError if it cannot be read or its block size is invalid."""
     raw = _read("drafter", name)
     nested, kind = raw.get("dflash_config") or {}, raw.get("speculators_model_type")
     architecture = SPECULATORS.get(str(kind), str(kind)) if kind else next(iter(raw.get("architectures") or ()), "none")
@@ -415,28 +417,29 @@ def read_draft(name: str) -> Draft:
 
 
 def _read(what: str, name: str) -> dict[str, Any]:
-    """A config.json of a directory or of the hub; of a target with more than text, the part on text."""
+    """Reads config.json from a directory or the hub; returns the text part of a multimodal target's."""
     from huggingface_hub import hf_hub_download
 
     try:
         here = os.path.isdir(name)
         if not here and name.count("/") != 1:
-            raise UserError(f"{what} {name}: no such directory")
+            raise UserError(f"{what} {name}: no such directory; give a directory or an id of the hub (OWNER/NAME)")
         path = os.path.join(name, "config.json") if here else hf_hub_download(name, "config.json")
         found = json.loads(Path(path).read_bytes())
         if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         if unreachable(error):
-            said = f"{what} {name}: no such directory, and the hub cannot be reached; give the directory of a {what}"
-            raise UserError(said) from error
+            line = f"{what} {name}: no such directory, and the hub cannot be reached; give the directory of a {what}"
+            raise UserError(line) from error
         raise UserError(f"{what} {name}: cannot read its config.json ({' '.join(str(error).split())})") from error
     text = found.get("text_config")
     return text | {"architectures": found.get("architectures")} if text else found
 
 
 def _check_heads(what: str, raw: Mapping[str, Any], gpus: int) -> None:
-    """Raises UserError for attention heads that so many GPUs cannot share."""
+    """Raises UserError if the number of GPUs does not divide the attention heads."""
     heads = raw.get("num_attention_heads")
     if isinstance(heads, int) and heads % gpus:
-        raise UserError(f"tensor_parallel_size is {gpus}, which does not divide the {what}'s {heads} attention heads")
+        message = f"tensor_parallel_size is {gpus}, which does not divide the {what}'s {heads} attention heads"
+        raise UserError(f"{message}; give a divisor")

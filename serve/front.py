@@ -1,4 +1,4 @@
-"""A process of HTTP and text. The server's first is the command's own; `--api-server-count` puts others beside it."""
+"""A front-end process: HTTP and text. The command's own process is the first; `--api-server-count` adds others."""
 
 import asyncio
 import contextlib
@@ -23,23 +23,23 @@ from dflash_toolkit.threads import use_threads
 from .access import set_up_logs
 from .app import create_app
 from .defaults import sampling_defaults
-from .metrics import tell
+from .metrics import serve_counts
 from .server import Connection, Server, raise_open_files
 from .state import ServerState
 
 if TYPE_CHECKING:
     from .config import ServeConfig
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 
 
 class Front:
-    """What it needs of the target. Raises UserError."""
+    """Loads what a front-end process needs: the tokenizer and the sampling defaults. Raises UserError."""
 
     def __init__(self, config: "ServeConfig", keys: Sequence[str]) -> None:
         use_threads(config.threads)
         transformers.utils.logging.disable_progress_bar()  # errors are one line
-        load_config(config.target)  # says first if there is no such target
+        load_config(config.target)  # first, for its error if there is no such target
         self._config, self._keys = config, keys
         self._defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
         self._tokenizer = load_tokenizer(config.target)
@@ -52,11 +52,11 @@ class Front:
     def server(
         self, path: Path, info: Info, number: int, ready: Callable[[], None], drain: Callable[[], None] = lambda: None
     ) -> Server:
-        """The server of front `number`.
+        """Creates the server of front-end process `number`.
 
         Args:
             path: the engine's socket.
-            ready, drain: as `Server` takes them.
+            ready, drain: see `Server`.
         """
         config = self._config
         engine = EngineClient(path, info, self._tokenizer, again=config.restart)
@@ -78,16 +78,16 @@ class Front:
             aliases=config.models[1:],
             per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
         )
-        Connection.limit = min(config.max_connections or MOST_CONNECTIONS, raise_open_files())
+        Connection.limit = min(config.max_connections or MAX_CONNECTIONS, raise_open_files())
         Connection.client_timeout_s = config.client_timeout
         Connection.open = state.connections
-        telling: list[asyncio.Future[asyncio.Server]] = []
+        counts_servers: list[asyncio.Future[asyncio.Server]] = []
 
         def on_ready() -> None:
             if state.own is not None:
-                telling.append(asyncio.ensure_future(tell(app.state.metrics, state.own)))
+                counts_servers.append(asyncio.ensure_future(serve_counts(app.state.metrics, state.own)))
             gc.collect()
-            gc.freeze()  # what is here stays; to look through it again and again stops every answer
+            gc.freeze()  # these objects stay; collecting them repeatedly would pause every answer
             ready()
 
         def on_drain() -> None:
@@ -108,14 +108,14 @@ class Front:
 def front_main(
     config: "ServeConfig", keys: Sequence[str], bound: socket.socket, path: Path, number: int, control: Pipe
 ) -> None:
-    """The process of every front but the first, which says when to go on; when it closes `control`, this one drains."""
+    """Runs a front-end process other than the first, which controls it; drains when the first closes `control`."""
     set_up_logs(config.log_json, config.access_log)
     try:
         front = Front(config, keys)
         control.send("loaded")
         info: Info = control.recv()
     except (UserError, EOFError, OSError):
-        return  # the first has gone, or meets the same and says it
+        return  # the first process has ended, or reports the same error
     server = front.server(path, info, number, ready=lambda: control.send("ready"))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
 
@@ -128,4 +128,4 @@ def front_main(
     server.run(sockets=[bound])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # as the engine's process
+    os._exit(0)  # as in the engine's process

@@ -1,4 +1,4 @@
-"""API keys: from a file or the environment, never from a command line, which everybody on the machine can list."""
+"""Reads API keys from a file or the environment; a command line would show them in the list of processes."""
 
 import hmac
 import os
@@ -11,10 +11,12 @@ VARIABLE = "DFLASH_API_KEY"
 
 
 def read_keys(file: str | None) -> tuple[str, ...]:
-    """The keys of a file, one a line, and those of the environment, separated by commas; none: nobody is asked for one.
+    """Returns the keys in a file, one a line, and in the environment, separated by commas.
+
+    Without any key, requests need none.
 
     Raises:
-        UserError: a file that cannot be read or holds no key, or a key that no header can carry.
+        UserError: the file cannot be read or holds no key, or an HTTP header cannot carry a key.
     """
     keys = []
     if file is not None:
@@ -24,7 +26,7 @@ def read_keys(file: str | None) -> tuple[str, ...]:
             raise UserError(f"api_key_file {file}: cannot be read ({error})") from error
         keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
         if not keys:
-            raise UserError(f"api_key_file {file}: holds no key; give one a line, or leave the option out")
+            raise UserError(f"api_key_file {file}: holds no key; write one a line, or remove the option")
     if VARIABLE in os.environ:
         given = [key.strip() for key in os.environ[VARIABLE].split(",")]
         if not all(given):
@@ -32,14 +34,15 @@ def read_keys(file: str | None) -> tuple[str, ...]:
         keys += given
     if wrong := next((key for key in keys if not (key.isascii() and key.isprintable()) or " " in key), None):
         raise UserError(
-            f"an API key of {len(wrong)} characters holds a space or one outside ASCII, which no header carries"
+            f"an API key of {len(wrong)} characters contains a space, a control or a non-ASCII character; replace it, "
+            "because an HTTP header cannot carry it"
         )
     return tuple(keys)
 
 
 def matching(keys: Sequence[str], given: str) -> int | None:
-    """Which of the keys was given, in a time that does not tell how much of one was right; None: none of them."""
-    raw = given.encode("latin-1")  # as headers are decoded
+    """Returns the index of the key that was sent, or None; compares in constant time."""
+    raw = given.encode("latin-1")  # the encoding of headers
     found = None
     for number, key in enumerate(keys):
         if hmac.compare_digest(raw, key.encode()):

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI reports them: what a token is called, and which tokens a piece of the text carries."""
+"""Log-probabilities in OpenAI's form: the names of tokens, and the tokens that each piece of text carries."""
 
 import codecs
 import re
@@ -15,7 +15,7 @@ FLOOR = -9999.0  # OpenAI's value for "very unlikely"; JSON has no infinity
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet, in which byte-level vocabularies are written: a printable letter for every byte."""
+    """Returns GPT-2's alphabet, which byte-level vocabularies use: a printable letter for every byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -29,11 +29,11 @@ BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in a SentencePiece vocab
 class TokenString:
     """One token of the vocabulary."""
 
-    raw: bytes | None  # what it adds to the text; None for special tokens and ids without any
-    text: str | None  # None: the bytes are no whole characters
+    raw: bytes | None  # bytes that it adds to the text; None for special tokens and unused ids
+    text: str | None  # None: the bytes are not whole characters
 
     def name(self, prefix: str = "") -> str:
-        """The text, or the bytes that are none as `\\xe9\\x80` behind the prefix."""
+        """Returns the text, or for incomplete characters the prefix and the bytes as `\\xe9\\x80`."""
         if self.text is not None:
             return self.text
         assert self.raw is not None
@@ -41,12 +41,12 @@ class TokenString:
 
 
 class TokenStrings:
-    """The tokens of a tokenizer one by one, inside a text: joined, their bytes are those of the text."""
+    """Decodes the tokens of a tokenizer one by one; their joined bytes are those of the text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._silent = silent_tokens(tokenizer)
-        # SentencePiece drops the space of the token that starts a text, so every token is decoded behind another
+        # SentencePiece drops the space of the token that starts a text, so every token is decoded after another one
         self.before = tokenizer.encode("a", add_special_tokens=False)
         self._skip = len(self._decode(self.before))
         self._known: dict[int, TokenString] = {}
@@ -83,23 +83,23 @@ class AnswerToken:
     """A token of an answer."""
 
     token: int
-    start: int  # characters of the answer before it; before the character that it continues, if it does
+    start: int  # characters of the answer before it, or before the character that it continues
     logprobs: TokenLogprobs
 
 
 class TokenQueue:
-    """Tokens waiting for their text to be sent: each leaves once, with the piece that its text starts in."""
+    """Holds tokens until their text is sent: each leaves once, with the piece in which its text starts."""
 
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
         self._waiting: deque[AnswerToken] = deque()
         self._sent = 0  # characters
         self._whole = 0  # characters that the detokenizer has completed
-        self._begun = 0  # characters behind those, which it holds because the last one is not complete
+        self._begun = 0  # characters after those, which it holds back because the last one is not complete
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int, logprobs: TokenLogprobs) -> None:
-        """The next token of the answer."""
+        """Adds the next token of the answer."""
         raw = self._strings[token].raw or b""
         start = self._whole + self._begun
         unfinished, _ = self._utf8.getstate()
@@ -109,7 +109,7 @@ class TokenQueue:
         self._begun += len(self._utf8.decode(raw))
 
     def completed(self, text: str, waiting: bool) -> None:
-        """The text that the detokenizer made of the tokens so far; whether it holds some of them back."""
+        """Adds the text that the detokenizer has completed; `waiting`: it holds some tokens back."""
         self._whole += len(text)
         if waiting:
             self._begun = max(0, self._begun - len(text))
@@ -118,7 +118,7 @@ class TokenQueue:
             self._utf8.reset()
 
     def carried_by(self, text: str) -> tuple[AnswerToken, ...]:
-        """The tokens that leave with the next text."""
+        """Returns the tokens that leave with the next text."""
         self._sent += len(text)
         leaving = []
         while self._waiting and self._leaves(self._waiting[0]):
@@ -126,7 +126,7 @@ class TokenQueue:
         return tuple(leaving)
 
     def rest(self) -> tuple[AnswerToken, ...]:
-        """The tokens that are left when all text was sent."""
+        """Returns the remaining tokens after all text has been sent."""
         leaving = tuple(self._waiting)
         self._waiting.clear()
         return leaving
@@ -137,7 +137,7 @@ class TokenQueue:
 
 
 def chat_logprobs(strings: TokenStrings, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/chat/completions."""
+    """Returns `choices[].logprobs` of /v1/chat/completions."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         string = strings[token]
@@ -153,17 +153,17 @@ def chat_logprobs(strings: TokenStrings, tokens: Sequence[AnswerToken]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is given back in front of its answer."""
+    """A prompt that its answer begins with."""
 
     ids: Sequence[int]
     text: str
-    best: int | None  # tokens reported beside each; None: no log-probabilities
-    logprobs: PromptLogprobs | None = None  # once they are known; there may be more than `best`
+    best: int | None  # alternatives reported with each token; None: no log-probabilities
+    logprobs: PromptLogprobs | None = None  # set when known; may have more alternatives than `best`
 
     def offsets(self, strings: TokenStrings) -> list[int]:
-        """Characters of the text before each token; before the character that it continues, if it does.
+        """Returns the number of characters before each token, or before the character that it continues.
 
-        A special token that the text does not show, as that which begins a text, takes none.
+        A special token that the text omits, such as the one that begins a text, has no characters.
         """
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         found, at, begun = [], 0, False
@@ -171,12 +171,12 @@ class Echo:
             string = strings[token]
             raw, unfinished = string.raw, utf8.getstate()[0]
             if raw is None:
-                at += len(utf8.decode(b"", final=True)) if string.text else 0  # what it ends is no character
+                at += len(utf8.decode(b"", final=True)) if string.text else 0  # it ends an incomplete character
                 found.append(at)
                 at += len(string.text or "") if self.text.startswith(string.text or "", at) else 0
                 continue
             if not begun and raw.startswith(b" ") and not self.text.startswith(" ", at):
-                raw = raw[1:]  # the space that SentencePiece writes in front of a text
+                raw = raw[1:]  # the space that SentencePiece adds before a text
             begun = True
             found.append(at + (len((unfinished + raw[:1]).decode(errors="replace")) - 1 if unfinished and raw else 0))
             at += len(utf8.decode(raw))
@@ -186,15 +186,15 @@ class Echo:
 def text_logprobs(
     strings: TokenStrings, tokens: Sequence[AnswerToken], prompt_length: int, echo: Echo | None = None
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/completions; offsets count from the start of the prompt, in characters.
+    """Returns `choices[].logprobs` of /v1/completions; offsets count characters from the start of the prompt.
 
     Args:
-        echo: the prompt, where it is given back too; its first token has no log-probability.
+        echo: the prompt, if the answer begins with it; its first token has no log-probability.
     """
 
     def best_of(token: int, logprobs: TokenLogprobs, best: int | None = None) -> dict[str, float]:
         found: dict[str, float] = {}
-        for other, logprob in logprobs.best[:best]:  # of tokens of one name the most probable, but always the chosen
+        for other, logprob in logprobs.best[:best]:  # if names repeat, the most probable, but always the chosen one
             found.setdefault(strings[other].name("bytes:"), max(FLOOR, logprob))
         return found | {strings[token].name("bytes:"): max(FLOOR, logprobs.chosen)}
 
@@ -205,10 +205,10 @@ def text_logprobs(
             (offset, token, *((max(FLOOR, score.chosen), best_of(token, score, echo.best)) if score else (None, None)))
             for offset, token, score in zip(offsets, echo.ids, scores, strict=True)
         ]
-    behind = (
+    after = (
         (prompt_length + t.start, t.token, max(FLOOR, t.logprobs.chosen), best_of(t.token, t.logprobs)) for t in tokens
     )
-    rows = [*before, *behind]
+    rows = [*before, *after]
     return {
         "text_offset": [offset for offset, *_ in rows],
         "token_logprobs": [logprob for _, _, logprob, _ in rows],
@@ -220,7 +220,7 @@ def text_logprobs(
 def prompt_logprobs(
     strings: TokenStrings, ids: Sequence[int], logprobs: PromptLogprobs, best: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: of each token, itself and the `best` most probable ones, by id."""
+    """Returns vLLM's `prompt_logprobs`: for each token, its own and the `best` most probable ones, by id."""
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
         name = strings[token].name("bytes:")

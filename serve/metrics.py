@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: vLLM's by its names, types and buckets, and a few of our own.
+"""Metrics for Prometheus: vLLM's names, types and buckets, and a few of our own.
 
-`examples/deploy/grafana` shows them. A registry of their own keeps two servers in one process apart.
+`examples/deploy/grafana` shows them. Each server has its own registry, so one process can run two servers.
 """
 
 import asyncio
@@ -70,8 +70,8 @@ BETWEEN_S = (
 WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
 
-class _OfEngine:
-    """What the engine last said of itself."""
+class _EngineCollector:
+    """Collects the engine's last statistics."""
 
     def __init__(self, model: str) -> None:
         self.stats = Stats()
@@ -136,9 +136,7 @@ class _OfEngine:
             yield counter
 
 
-class _Times:
-    """A histogram."""
-
+class _Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
@@ -147,17 +145,17 @@ class _Times:
         self.sum += seconds
 
 
-class _OfSteps:
-    """What every step of every answer counts.
+class _StepCollector:
+    """Counts every step of every answer.
 
-    In plain numbers, which become the library's metrics when somebody looks: its own take a lock for every count.
+    Counts plain numbers and converts them when they are read: the library's own metrics take a lock for every count.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self.answered = self.steps = self.committed = self.drafts = self.drafted = self.accepted = 0
         self.by_position: list[int] = []
-        self.first, self.between = _Times(FIRST_S), _Times(BETWEEN_S)
+        self.first, self.between = _Histogram(FIRST_S), _Histogram(BETWEEN_S)
 
     def step(self, step: Step) -> None:
         self.steps += 1
@@ -212,21 +210,21 @@ class _OfSteps:
 
 
 class Metrics:
-    """What a server has done since it started, counted when it happens.
+    """Counts what a server has done since it started.
 
     `1 + spec_decode_num_accepted_tokens / spec_decode_num_drafts` is the mean acceptance length as vLLM's tools print
-    it. `dflash_committed_tokens / dflash_verify_steps` is a little less, and that in an answer's usage: a step whose
-    stop token was an accepted draft has no token of the target's own behind it.
+    it. `dflash_committed_tokens / dflash_verify_steps`, which an answer's usage also has, is a little less: a step
+    whose stop token was an accepted draft adds no token of the target's own.
 
     Args:
-        model: the name clients ask for, a label of all.
+        model: the served name, a label of all metrics.
     """
 
     def __init__(self, model: str = "") -> None:
         self._registry = CollectorRegistry()
-        self._engine = _OfEngine(model)
-        self._of_steps = _OfSteps(model)
-        self._registry.register(self._of_steps)
+        self._engine = _EngineCollector(model)
+        self._steps = _StepCollector(model)
+        self._registry.register(self._steps)
         named = ["model_name"]
 
         def counter(name: str, text: str, *more: str) -> Counter:
@@ -245,21 +243,21 @@ class Metrics:
         self._responses = Counter("dflash:http_responses", "By status", ["status"], registry=self._registry)
 
     def refused(self, status: int) -> None:
-        """Count a request that never reached the model; wrong keys and paths are none."""
+        """Counts a request that never reached the model; wrong keys and paths do not count."""
         if status in (400, 413, 429):
             self._requests.labels("refused").inc()
 
     def responded(self, status: int) -> None:
-        """Count a response by its status."""
+        """Counts a response by its status."""
         self._responses.labels(str(status)).inc()
 
     def prompt(self, tokens: int) -> None:
-        """Count a prompt, once whatever the number of its answers, when the first of them begins."""
+        """Counts a prompt when its first answer begins, once for all of its answers."""
         self._prompt.inc(tokens)
 
     def progress(self, clock: "Clock", step: Step | None, answered: int) -> None:
-        """Count what a step brought: `answered` tokens that the client gets."""
-        counts, now = self._of_steps, time.perf_counter()
+        """Counts a step and the `answered` tokens that the client gets."""
+        counts, now = self._steps, time.perf_counter()
         counts.answered += answered
         (counts.first if clock.last is None else counts.between).observe(now - (clock.last or clock.began))
         clock.last = now
@@ -267,34 +265,34 @@ class Metrics:
             counts.step(step)
 
     def ended(self, clock: "Clock", outcome: str) -> None:
-        """Count an answer that is over: stop, length, disconnected or error."""
+        """Counts an answer that has ended: stop, length, disconnected or error."""
         self._requests.labels(outcome).inc()
         if outcome in ("stop", "length"):
             self._success.labels(self._model, outcome).inc()
             self._whole.observe(time.perf_counter() - clock.began)
 
     def own(self) -> bytes:
-        """What this process has counted, for `render` in another."""
+        """Encodes the counts of this process for `render` in another."""
         return msgspec.msgpack.encode(_plain(self._registry.collect()))
 
     def render(self, stats: Stats | None = None, others: Sequence[bytes] = ()) -> bytes:
-        """The text exposition format.
+        """Returns the metrics in Prometheus's text format.
 
         Args:
-            stats: what the engine says now.
-            others: `own` of the other fronts.
+            stats: the engine's current statistics.
+            others: `own` of the other front-end processes.
         """
         if stats is not None:
             self._engine.stats = stats
         shown = CollectorRegistry()
         shown.register(self._engine)
-        told = (msgspec.msgpack.decode(other, type=list[_Family]) for other in others)
-        shown.register(_Sum([_plain(self._registry.collect()), *told]))
+        families = (msgspec.msgpack.decode(other, type=list[_Family]) for other in others)
+        shown.register(_SumCollector([_plain(self._registry.collect()), *families]))
         return generate_latest(shown)
 
 
 class _Family(msgspec.Struct, array_like=True):
-    """A metric as it goes from one front to another."""
+    """A metric as front-end processes exchange it."""
 
     name: str
     text: str
@@ -309,8 +307,8 @@ def _plain(metrics: Iterable[Metric]) -> list[_Family]:
     ]
 
 
-class _Sum:
-    """What several fronts have counted."""
+class _SumCollector:
+    """Sums the metrics of several front-end processes."""
 
     def __init__(self, fronts: Sequence[list[_Family]]) -> None:
         self._fronts = fronts
@@ -333,8 +331,8 @@ class _Sum:
             yield metric
 
 
-async def tell(metrics: Metrics, path: Path) -> asyncio.Server:
-    """Tell whoever connects to a Unix socket what this process has counted, as long as the result is kept."""
+async def serve_counts(metrics: Metrics, path: Path) -> asyncio.Server:
+    """Serves the counts of this process on a Unix socket while the result is referenced."""
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(metrics.own())
@@ -343,8 +341,8 @@ async def tell(metrics: Metrics, path: Path) -> asyncio.Server:
     return await asyncio.start_unix_server(answer, path)
 
 
-async def told(path: Path) -> bytes | None:
-    """What the process that listens there has counted; None: it has gone."""
+async def fetch_counts(path: Path) -> bytes | None:
+    """Returns the counts of the process that listens on a Unix socket; None if it has ended."""
     with contextlib.suppress(OSError):
         reader, writer = await asyncio.open_unix_connection(path)
         with contextlib.closing(writer):
@@ -353,7 +351,7 @@ async def told(path: Path) -> bytes | None:
 
 
 class Clock:
-    """When an answer was asked for, and when it last got something."""
+    """Holds the time of a request and of the last tokens of its answer."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the routes accept, from the models that read it, and what they answer."""
+"""`/openapi.json`: describes the requests by the models that parse them, and the replies by the models below."""
 
 import copy
 import functools
@@ -20,18 +20,18 @@ from .tokenizing import DetokenizeRequest, TokenizeRequest
 
 REF = "#/components/schemas/{model}"
 ERRORS = {
-    400: "The request cannot be answered as it is; the message names what is wrong and the way out",
+    400: "The request is invalid; the message names the wrong parameter and what to do",
     401: "A wrong or missing API key",
     404: "No such model or path",
-    405: "The path has other methods",
+    405: "The path does not support this method",
     413: "The body is too long",
-    429: "Too many answers are under way or wait",
-    500: "This request failed, or the server has a defect; its log says more",
+    429: "Too many answers are running or waiting",
+    500: "The request failed, or the server has a defect; see its log",
     503: "The engine has failed, or the server is shutting down",
     504: "The answer took longer than the server allows",
 }
 
-# ---- answers: what is always there, and what may be; more may come with options ------------------------------
+# ---- replies: fields without a default are always present; options may add more ------------------------------
 
 
 class Fault(BaseModel):
@@ -42,13 +42,13 @@ class Fault(BaseModel):
 
 
 class Error(BaseModel):
-    """OpenAI's form of an error, of every route."""
+    """An error in OpenAI's form, as every route returns it."""
 
     error: Fault
 
 
 class Acceptance(BaseModel):
-    """What the drafter did for a request."""
+    """Acceptance statistics of a request."""
 
     verify_steps: int
     drafted: int
@@ -76,7 +76,7 @@ class Usage(BaseModel):
 class DraftMetrics(BaseModel):
     mean_acceptance_length: float
     draft_acceptance_rate: float
-    acceptance_histogram: list[int]  # steps by their accepted tokens
+    acceptance_histogram: list[int]  # number of steps by accepted tokens
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
@@ -306,7 +306,7 @@ class ResponseObject(BaseModel):
 
 
 class ResponseEvent(BaseModel):
-    """By `type`, as in OpenAI's API."""
+    """An event; its `type` decides which fields it has, as in OpenAI's API."""
 
     type: str
     sequence_number: int
@@ -350,24 +350,37 @@ class Version(BaseModel):
 # ---- routes --------------------------------------------------------------------------------------------------
 
 REQUESTS: tuple[type[BaseModel], ...] = (
-    ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest,
-)  # fmt: skip
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 REPLIES: tuple[type[BaseModel], ...] = (
-    Error, ChatCompletion, ChatCompletionChunk, Completion, ResponseObject, ResponseEvent, ModelCard, ModelList,
-    Tokenized, Detokenized, Version,
-)  # fmt: skip
-KEYED = (401, 500, 503)
-ASKED = (400, *KEYED, 413)
-DECODED = (*ASKED, 404, 429, 504)
+    Error,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ResponseObject,
+    ResponseEvent,
+    ModelCard,
+    ModelList,
+    Tokenized,
+    Detokenized,
+    Version,
+)
+KEYED = (401, 500, 503)  # errors of every route that needs a key
+POSTED = (400, *KEYED, 413)  # errors of routes with a body
+DECODED = (*POSTED, 404, 429, 504)  # errors of routes that decode
 
 
 def describe_routes(models: Sequence[str], keyed: bool = False, root_path: str = "") -> dict[str, Any]:
-    """The OpenAPI 3.1 description of a server.
+    """Returns the OpenAPI 3.1 description of a server.
 
     Args:
-        models: the names clients ask for.
-        keyed: API keys are asked for.
-        root_path: where a proxy shows the routes.
+        models: the served names.
+        keyed: an API key is required.
+        root_path: path under which a proxy exposes the routes.
     """
     schemas = copy.deepcopy(_schemas())
     for each in REQUESTS:
@@ -391,9 +404,9 @@ def describe_routes(models: Sequence[str], keyed: bool = False, root_path: str =
             "get": _get("The served model", (*KEYED, 404), _json("ModelCard")) | {"parameters": [named]}
         },
         "/tokenize": {
-            "post": _post("Tokens of a text or a conversation", "TokenizeRequest", "Tokenized", (*ASKED, 404))
+            "post": _post("Tokens of a text or a conversation", "TokenizeRequest", "Tokenized", (*POSTED, 404))
         },
-        "/detokenize": {"post": _post("The text of tokens", "DetokenizeRequest", "Detokenized", (*ASKED, 404))},
+        "/detokenize": {"post": _post("The text of tokens", "DetokenizeRequest", "Detokenized", (*POSTED, 404))},
         "/metrics": {"get": _get("Metrics in Prometheus's text format", KEYED, _text(CONTENT_TYPE))},
         "/openapi.json": {"get": _get("This description", KEYED, {"application/json": {"schema": {"type": "object"}}})},
         "/health": {"get": _get("Whether the engine serves", (500, 503), None)},
@@ -413,7 +426,7 @@ def describe_routes(models: Sequence[str], keyed: bool = False, root_path: str =
         "info": {
             "title": "dflash-serve",
             "version": __version__,
-            "description": "OpenAI's API, with a drafter behind it",
+            "description": "OpenAI's API, with speculative decoding",
         },
         "servers": [{"url": root_path or "/"}],
         "security": [{"key": []}],
@@ -428,7 +441,7 @@ def describe_routes(models: Sequence[str], keyed: bool = False, root_path: str =
 
 @functools.cache
 def _schemas() -> dict[str, Any]:
-    """The schema of every body by the name of its class."""
+    """Returns the schema of every body by the name of its class."""
     _, accepted = models_json_schema([(each, "validation") for each in REQUESTS], ref_template=REF)
     _, answered = models_json_schema([(each, "serialization") for each in REPLIES], ref_template=REF)
     found: dict[str, Any] = accepted["$defs"] | answered["$defs"]
@@ -436,19 +449,19 @@ def _schemas() -> dict[str, Any]:
 
 
 def _close(schema: dict[str, Any], request: type[GenerationRequest]) -> None:
-    """Say of a body what `GenerationRequest.parse` says: which other fields it may have, and which not."""
+    """Adds the checks of `GenerationRequest.parse` to a schema: ignored and unsupported parameters, and no others."""
     properties = schema["properties"]
     if request is ResponsesRequest:
         for name in ELSEWHERE:
             properties.pop(name, None)
     for name in IGNORED:
-        properties.setdefault(name, {"description": "Changes nothing of an answer"})
+        properties.setdefault(name, {"description": "Ignored; does not change the answer"})
     for name, harmless in request.unsupported.items():
         if name in request.model_fields:
             continue
         properties[name] = {
             "enum": [None, *copy.deepcopy(harmless)],
-            "description": "Not supported: only what asks for nothing",
+            "description": "Not supported; only values without effect are accepted",
         }
     schema["additionalProperties"] = False
 
@@ -471,16 +484,14 @@ def _error(status: int) -> dict[str, Any]:
 
 
 def _get(summary: str, errors: Iterable[int], content: dict[str, Any] | None) -> dict[str, Any]:
-    done: dict[str, Any] = {"description": "So it is"} | ({"content": content} if content else {})
+    done: dict[str, Any] = {"description": "Success"} | ({"content": content} if content else {})
     refused = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(errors)}
     return {"summary": summary, "responses": {"200": done} | refused}
 
 
 def _post(summary: str, body: str, reply: str, errors: Iterable[int], events: str | None = None) -> dict[str, Any]:
     content = _json(reply)
-    if (
-        events is not None
-    ):  # with `stream`; chats and completions end with [DONE], all with an Error where one came late
+    if events is not None:  # with `stream`; chats and completions end with [DONE], a late error is an event too
         data = {
             "type": "string",
             "contentMediaType": "application/json",
@@ -492,7 +503,7 @@ def _post(summary: str, body: str, reply: str, errors: Iterable[int], events: st
 
 
 def description(models: Sequence[str], keyed: bool = False, root_path: str = "") -> APIRouter:
-    """The route of the description; see `describe_routes`."""
+    """Creates the route of the description; see `describe_routes`."""
     routes, document = APIRouter(), describe_routes(models, keyed, root_path)
 
     @routes.get("/openapi.json")

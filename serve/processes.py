@@ -1,4 +1,4 @@
-"""The engine in a process of its own, so that HTTP and text have no share in its interpreter lock."""
+"""Runs the engine and the other front-end processes; the engine's interpreter lock is then free of HTTP and text."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ from dflash_toolkit.config import UnsupportedModel, UserError, one_line
 from dflash_toolkit.runtime.wire import Channel, Info, Lost
 
 from .access import set_up_logs
-from .server import beside
+from .server import share_address
 
 if TYPE_CHECKING:
     from dflash_toolkit.runtime import Engine
@@ -31,23 +31,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dflash_toolkit.serve")
 END_S = 5.0  # seconds that the engine gets to end by itself
-STEADY_S = 60.0  # an engine that ran for so long starts again after a second, others after twice what it was last
+STEADY_S = 60.0  # an engine that ran this long restarts after a second; otherwise the wait doubles
 LONGEST_WAIT_S = 60.0
 
 
 class EngineProcess:
-    """Starts the engine, and starts it again.
-
-    Args:
-        config: what the engine is made of; weights are read in its own process.
+    """Starts and restarts the engine's process, which reads the weights itself.
 
     Attributes:
-        path: of the Unix socket that it listens on.
+        path: path of the Unix socket that the engine listens on.
     """
 
     def __init__(self, config: "ServeConfig") -> None:
         self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="dflash-")  # for its owner only
+        self._folder = tempfile.TemporaryDirectory(prefix="dflash-")  # mode 0700
         self.path = Path(self._folder.name) / "engine"
         self._process: Any = None
         self._control: socket.socket | None = None
@@ -55,7 +52,7 @@ class EngineProcess:
         self._starting = threading.Lock()  # held while a process is started
 
     def start(self) -> None:
-        """Start a process, which `ready` waits for."""
+        """Starts a process; `ready` waits for it."""
         self._ready = False
         self.path.unlink(missing_ok=True)
         self._control, control = socket.socketpair()
@@ -65,10 +62,10 @@ class EngineProcess:
         control.close()
 
     def ready(self) -> Info:
-        """Wait until it takes requests.
+        """Waits until the engine accepts requests.
 
         Raises:
-            UserError: why it cannot.
+            UserError: the engine could not start.
         """
         assert self._control is not None
         channel = Channel(self._control)
@@ -88,7 +85,7 @@ class EngineProcess:
         return int(self._process.pid)
 
     def watch(self, restart: bool) -> None:
-        """Say so when the process ends by itself and, if asked, start another; returns at once."""
+        """Logs when the process ends by itself and, with `restart`, starts another one; returns at once."""
         threading.Thread(target=self._watch, args=(restart,), name="watch", daemon=True).start()
 
     def _watch(self, restart: bool) -> None:
@@ -100,10 +97,10 @@ class EngineProcess:
                 return
             end = f"the engine ended by itself (exit code {self._process.exitcode})"
             if not restart:
-                log.error("%s; requests are refused until the server is started again, see --restart", end)
+                log.error("%s; requests are refused until you restart the server; --restart does it for you", end)
                 return
             wait_s = 1.0 if time.monotonic() - began > STEADY_S else min(2 * wait_s, LONGEST_WAIT_S)
-            log.error("%s; another one starts in %.0f s", end, wait_s)
+            log.error("%s; it restarts in %.0f s", end, wait_s)
             time.sleep(wait_s)
             with self._starting:
                 if self._closing:
@@ -114,35 +111,35 @@ class EngineProcess:
             except UserError as error:
                 log.error("%s", error)
             else:
-                log.warning("the engine takes requests again")
+                log.warning("the engine accepts requests again")
 
     def close(self) -> None:
-        """End it: by itself, if it can, after the step under way."""
+        """Ends the process: after its current step if possible, otherwise by force."""
         with self._starting:
             self._closing = True
         loading = not self._ready
         if self._control is not None:
             self._control.close()
-        if self._process is not None and self._process.pid is not None:  # where it could not start, it never ran
+        if self._process is not None and self._process.pid is not None:  # None: it could not be started
             self._process.join(0 if loading else END_S)
-            if self._process.is_alive():  # a long prefill, a kernel that is compiled
+            if self._process.is_alive():  # a long prefill, or a kernel is being compiled
                 self._process.kill()
                 self._process.join()
         self._folder.cleanup()
 
 
 class Fronts:
-    """The front processes beside this one, which is the first.
+    """Runs the front-end processes other than this one, which is the first.
 
-    They listen on the same address and ask the same engine. If one ends by itself, all drain and end.
+    They listen on the same address and use the same engine. If one ends by itself, all drain and end.
 
     Args:
         keys: API keys.
         bound: this process's listening socket.
-        path: the engine's.
+        path: the engine's socket.
 
     Attributes:
-        failed: one has ended by itself.
+        failed: a process has ended by itself.
     """
 
     def __init__(self, config: "ServeConfig", keys: Sequence[str], bound: socket.socket, path: Path) -> None:
@@ -153,20 +150,20 @@ class Fronts:
         context = multiprocessing.get_context("spawn")
         for number in range(1, config.api_server_count):
             control, theirs = context.Pipe()
-            with beside(bound) as listener, theirs:
+            with share_address(bound) as listener, theirs:
                 options = (config, keys, listener, path, number, theirs)
                 process = context.Process(target=_front_main, args=options, name=f"front{number}")
                 process.start()
             self._processes.append((process, control))
 
     def ready(self, info: Info, server: "Server") -> None:
-        """Wait until all take requests.
+        """Waits until all processes accept requests.
 
         Args:
-            server: this process's, which is told to end when one of them has.
+            server: this process's server, which stops when one of the processes has ended.
 
         Raises:
-            UserError: one could not.
+            UserError: a process could not start.
         """
         for step in ("loaded", "ready"):
             for process, control in self._processes:
@@ -193,13 +190,13 @@ class Fronts:
                 server.should_exit = True
 
     def drain(self) -> None:
-        """Have them finish what they have, and end."""
+        """Lets the processes finish their answers and end."""
         self._closing = True
         for _, control in self._processes:
             control.close()
 
     def close(self) -> None:
-        """Drain, and end those that do not end."""
+        """Drains, and kills processes that do not end in time."""
         self.drain()
         ends = time.monotonic() + (self._wait_s if self._ready else 0.0)
         for process, _ in self._processes:
@@ -210,8 +207,7 @@ class Fronts:
 
 
 def _front_main(*options: Any) -> None:
-    """The process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first front says when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first front-end process decides when to end
         signal.signal(number, signal.SIG_IGN)
     from .front import front_main
 
@@ -219,28 +215,27 @@ def _front_main(*options: Any) -> None:
 
 
 def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> None:
-    """The process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server says when to end; its own end closes `control`
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when to end; `control` closes when it ends
         signal.signal(number, signal.SIG_IGN)
     set_up_logs(config.log_json, config.access_log)
-    told = Channel(control)
+    channel = Channel(control)
     code = 0
     try:
-        code = _serve(config, path, told)
+        code = _serve(config, path, channel)
     except Exception as error:
-        said = one_line(error)
-        if said is None:
+        line = one_line(error)
+        if line is None:
             log.exception("the engine failed")
         gpus = error.gpus if isinstance(error, UnsupportedModel) else 0
-        with contextlib.suppress(OSError):  # the server has gone
-            told.send(Lost(said or f"the engine failed: {error!r}", gpus))
-        code = 2 if said else 1
+        with contextlib.suppress(OSError):  # the server has ended
+            channel.send(Lost(line or f"the engine failed: {error!r}", gpus))
+        code = 2 if line else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # an interpreter that ends while a thread is inside C++ code aborts the process
 
 
-def _serve(config: "ServeConfig", path: Path, told: Channel) -> int:
+def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
     import transformers
 
     from dflash_toolkit.runtime import load_engine
@@ -252,18 +247,18 @@ def _serve(config: "ServeConfig", path: Path, told: Channel) -> int:
     engine, _ = load_engine(config.target, config.drafter, config.device, config.dtype, config.runtime)
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
-    loop = EngineLoop(engine, path, told.socket)
+    loop = EngineLoop(engine, path, channel.socket)
     gc.collect()
-    gc.freeze()  # what is here stays; every answer would wait while Python looks through it
-    told.send(info_of(engine))
+    gc.freeze()  # these objects stay; collecting them repeatedly would pause every answer
+    channel.send(info_of(engine))
     loop.run()
     return 1 if loop.failure else 0
 
 
 def _read_grammars(engine: "Engine") -> None:
-    """Load xgrammar, and show it the vocabulary, so that no request waits for that; where it is not installed, nothing.
+    """Loads xgrammar and its view of the vocabulary before the first request needs them; does nothing without xgrammar.
 
-    In a thread, while steps are captured.
+    Runs in a thread while steps are captured.
     """
     from dflash_toolkit.sampling import Grammar, SamplingParams
 
@@ -274,7 +269,7 @@ def _read_grammars(engine: "Engine") -> None:
 
 
 def _capture(engine: "Engine") -> None:
-    """Capture every step that requests may ask for, so that none of them waits for one."""
+    """Captures every step that requests may need, so that no request waits for a capture."""
     from dflash_toolkit.progress import Progress
 
     try:
@@ -284,5 +279,5 @@ def _capture(engine: "Engine") -> None:
                 while engine.prepare():
                     bar.advance()
     except RuntimeError as error:
-        log.warning("steps are captured when a batch first needs them, as one could not be now: %s", error)
+        log.warning("a step could not be captured, so the rest are captured when a batch first needs them: %s", error)
         engine.runner.check()

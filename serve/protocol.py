@@ -1,7 +1,7 @@
-"""What a client may send: the OpenAI request bodies, and the one error form in which everything else is refused.
+"""OpenAI's request bodies and errors.
 
-Types are strict (`"max_tokens": "5"` is an error). A parameter that would change the answer and that this server
-does not implement is refused by name; one that would not (`user`, `metadata`, ...) is ignored.
+Types are strict (`"max_tokens": "5"` is an error). A parameter that this server does not implement is refused by name
+if it would change the answer, and ignored otherwise (`user`, `metadata`, ...).
 """
 
 import difflib
@@ -28,28 +28,26 @@ from .parsing.output import Start
 from .structured import Structured
 
 COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
-COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may ask for MAX_LOGPROBS
-MOST_STOPS = 16  # strings; OpenAI takes four, tasks of lm-eval have more
-MOST_OF_A_PROMPT = 128  # answers, OpenAI's limit
-MOST_BIASED = 1024  # tokens; they are added for every answer
-MOST_SCORES = 1 << 19  # log-probabilities of the prompts of one request, the most probable tokens' included
-MOST_ANSWERS = 1024  # of one request, to all of its prompts
-MOST_MESSAGES = 8192
-MOST_OF_A_MESSAGE = 1024  # parts, or calls
-MOST_TOOLS = 1024
-MOST_STOP_IDS = 1024
+COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may have MAX_LOGPROBS
+MAX_STOPS = 16  # strings; OpenAI accepts four, tasks of lm-eval have more
+MAX_N = 128  # answers to a prompt, OpenAI's limit
+MAX_BIASED_TOKENS = 1024
+MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
+MAX_ANSWERS = 1024  # to all prompts of a request
+MAX_MESSAGES = 8192
+MAX_MESSAGE_PARTS = 1024  # parts, or calls
+MAX_TOOLS = 1024
+MAX_STOP_IDS = 1024
 T = TypeVar("T")
-List = Annotated[list[T], Field(fail_fast=True)]  # a million things that are wrong take as long to list
+List = Annotated[list[T], Field(fail_fast=True)]  # listing the errors of a million items would take long
 
 
-# of OpenAI's parameters, those that change nothing of an answer
-IGNORED = {
-    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id",
-}  # fmt: skip
+# OpenAI's parameters that do not change the answer
+IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"}
 
 
 class ApiError(Exception):
-    """An error the client sees as `{"error": {"message", "type", "param", "code"}}` with HTTP `status`."""
+    """An error that is sent as `{"error": {"message", "type", "param", "code"}}` with HTTP `status`."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -62,7 +60,7 @@ class ApiError(Exception):
 
 
 def clipped(text: str, most: int) -> str:
-    """The text without its middle, if it has more than `most` characters: what a client sent may be megabytes."""
+    """Shortens a text of more than `most` characters in the middle; it may quote megabytes of a request."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[len(text) - most // 2 :]}"
 
 
@@ -72,15 +70,15 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False  # with it: every chunk says what its answer has cost so far
-    include_dflash: bool | None = False  # chunks say which text was drafted, step by step
+    continuous_usage_stats: bool | None = False  # with include_usage: every chunk has a usage
+    include_dflash: bool | None = False  # chunks report which text was drafted, step by step
 
 
 class Speculative(_Strict):
-    """How a request is drafted for."""
+    """Draft options of a request."""
 
     model_config = ConfigDict(extra="forbid")
-    # 0 turns the drafter off; other lengths the server chooses
+    # 0 turns the drafter off; the server chooses other lengths
     num_speculative_tokens: int | None = Field(None, ge=0, le=0)
 
 
@@ -91,10 +89,10 @@ class TextPart(_Strict):
 
 class CalledFunction(_Strict):
     name: str
-    arguments: str  # JSON, as far as the model wrote it
+    arguments: str  # JSON; the model may have written it incompletely
 
     def plain(self) -> dict[str, Any]:
-        """With the arguments as chat templates take them: a mapping, or the text that is none."""
+        """Returns the call for chat templates; the arguments become a mapping if they are a JSON object."""
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -108,23 +106,23 @@ class ToolCall(_Strict):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """The call as chat templates take it."""
+        """Returns the call for chat templates."""
         named = {} if self.id is None else {"id": self.id}
         return named | {"type": self.type, "function": self.function.plain()}
 
 
 class ChatMessage(_Strict):
-    """One turn. `developer` is OpenAI's newer word for `system`; chat templates know the older one."""
+    """One turn. `developer` is OpenAI's newer name of `system`; chat templates know the older one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     # an assistant's may be null
-    content: List[TextPart] = Field(None, validate_default=True, max_length=MOST_OF_A_MESSAGE)
-    tool_calls: List[ToolCall] | None = Field(None, max_length=MOST_OF_A_MESSAGE)
+    content: List[TextPart] = Field(None, validate_default=True, max_length=MAX_MESSAGE_PARTS)
+    tool_calls: List[ToolCall] | None = Field(None, max_length=MAX_MESSAGE_PARTS)
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # what vLLM calls it
-    function_call: None = None  # OpenAI's older word for a tool call
+    reasoning: str | None = None  # vLLM's name
+    function_call: None = None  # OpenAI's older name of a tool call
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
@@ -139,13 +137,13 @@ class ChatMessage(_Strict):
 
     @field_validator("tool_calls", "reasoning_content", "reasoning")
     @classmethod
-    def _of_an_assistant(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and info.data.get("role") != "assistant":
-            raise ValueError("only a message of the assistant may have this")
+    def _check_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and (role := info.data.get("role")) != "assistant":
+            raise ValueError(f"is allowed only in a message with role assistant, not {role}")
         return value
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """Returns the message for chat templates."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content)}
         if self.tool_calls:
@@ -158,7 +156,7 @@ class ChatMessage(_Strict):
 
 
 class Function(_Strict):
-    model_config = ConfigDict(extra="allow")  # what a template may show
+    model_config = ConfigDict(extra="allow")  # templates may render other fields
     name: str = Field(pattern=r"^[\w.:/-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
@@ -170,18 +168,18 @@ class Tool(_Strict):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """Returns the tool for chat templates."""
         return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
 
 
 class NamedTool(_Strict):
-    """The function that `tool_choice` names."""
+    """Names the function that must be called."""
 
     name: str
 
 
 class NamedChoice(_Strict):
-    """How it is named."""
+    """The form of `tool_choice` that names a function."""
 
     type: Literal["function"]
     function: NamedTool
@@ -191,16 +189,16 @@ Choice: TypeAlias = Literal["none", "auto", "required"]
 
 
 class Cut(NamedTuple):
-    """What is kept of a prompt that is too long."""
+    """How to truncate a prompt."""
 
-    most: int  # tokens
-    side: Literal["left", "right"] | None  # where it is cut; None: on the left, behind what begins a text
+    most: int  # tokens to keep
+    side: Literal["left", "right"] | None  # side to cut; None: left, but keep the special tokens that begin a text
 
     def of(self, ids: list[int], head: int = 0) -> list[int]:
-        """The tokens that are kept.
+        """Returns the tokens to keep.
 
         Args:
-            head: tokens that begin a text.
+            head: number of special tokens that begin the text.
         """
         if len(ids) <= self.most:
             return ids
@@ -209,11 +207,11 @@ class Cut(NamedTuple):
 
 
 class GenerationRequest(Structured, _Strict):
-    """What both endpoints share. `null` means the default, as it does for OpenAI."""
+    """Parameters that the routes share. `null` means the default, as in OpenAI's API."""
 
-    model_config = ConfigDict(extra="allow")  # what is not declared is looked up in `unsupported`
+    model_config = ConfigDict(extra="allow")  # `parse` looks up undeclared fields in `unsupported`
 
-    # parameter -> the values that ask for nothing; any other value is refused
+    # parameter -> values that have no effect; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "store": (False,),
         "service_tier": ("auto", "default"),
@@ -263,7 +261,7 @@ class GenerationRequest(Structured, _Strict):
     }
 
     model: str
-    n: int | None = Field(None, ge=1, le=MOST_OF_A_PROMPT)  # answers to each prompt
+    n: int | None = Field(None, ge=1, le=MAX_N)  # answers to each prompt
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0.0, le=HOTTEST)
@@ -273,22 +271,22 @@ class GenerationRequest(Structured, _Strict):
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, ge=LEAST_PENALTY, le=MOST_PENALTY)  # 1 is none
-    logit_bias: dict[str, float] | None = None  # token id, as JSON keys are strings, -> what is added to its logit
+    logit_bias: dict[str, float] | None = None  # token id (JSON keys are strings) -> number added to its logit
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)  # nothing ends an answer before it has so many
+    min_tokens: int | None = Field(None, ge=0)  # nothing ends an answer earlier
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # so many are kept; -1: what the context holds
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # tokens to keep; -1: as many as fit in the context
     truncation_side: Literal["left", "right"] | None = None
     request_id: str | None = Field(None, pattern=r"^[\w.:-]{1,128}$")
     speculative: Speculative | None = None
-    stop: List[str] | None = Field(None, max_length=MOST_STOPS)
-    stop_token_ids: List[int] | None = Field(None, max_length=MOST_STOP_IDS)
+    stop: List[str] | None = Field(None, max_length=MAX_STOPS)
+    stop_token_ids: List[int] | None = Field(None, max_length=MAX_STOP_IDS)
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False
-    return_token_ids: bool | None = False  # as vLLM and SGLang: `token_ids` and `prompt_token_ids` beside the text
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # as vLLM
+    return_token_ids: bool | None = False  # as in vLLM and SGLang: add `token_ids` and `prompt_token_ids`
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # as in vLLM
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str] | None)
     @classmethod
@@ -304,34 +302,34 @@ class GenerationRequest(Structured, _Strict):
 
     @field_validator("logit_bias")
     @classmethod
-    def _of_tokens(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        if bias and len(bias) > MOST_BIASED:
-            raise ValueError(f"names {len(bias)} tokens; at most {MOST_BIASED} may be biased")
+    def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if bias and len(bias) > MAX_BIASED_TOKENS:
+            raise ValueError(f"has {len(bias)} tokens; bias at most {MAX_BIASED_TOKENS}")
         for token, value in (bias or {}).items():
-            # int() refuses thousands of digits; "01" would be another name for "1"
+            # int() refuses thousands of digits; "01" would be a second name of "1"
             if not (token.isascii() and token.isdigit() and len(token) < 16 and str(int(token)) == token):
-                raise ValueError(f"{token[:20]!r} is not a token id")
+                raise ValueError(f"{token[:20]!r} is not a token id; use a number such as '42'")
             if not -100.0 <= value <= 100.0:
-                raise ValueError(f"the bias of token {token} must be in -100..100")
+                raise ValueError(f"the bias of token {token} is {value:g}; it must be in -100..100")
         return bias
 
     @field_validator("prompt_logprobs")
     @classmethod
-    def _of_whole_answers(cls, wanted: int | None, info: ValidationInfo) -> int | None:
+    def _not_streamed(cls, wanted: int | None, info: ValidationInfo) -> int | None:
         if wanted is not None and info.data.get("stream"):
-            raise ValueError("is not supported for streamed answers")
+            raise ValueError("is not supported with `stream: true`; omit one of them")
         return wanted
 
     @field_validator("stream_options")
     @classmethod
-    def _of_streams(cls, options: Any, info: ValidationInfo) -> Any:
+    def _needs_stream(cls, options: Any, info: ValidationInfo) -> Any:
         if options is not None and not info.data.get("stream"):
-            raise ValueError("needs `stream: true`")
+            raise ValueError("needs `stream: true`; add it, or omit stream_options")
         return options
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Read a request body. Raises ApiError (400) that names the first parameter at fault."""
+        """Parses a request body. Raises ApiError (400) that names the first wrong parameter."""
         try:
             request = cls.model_validate_json(body)
         except ValidationError as error:
@@ -340,18 +338,14 @@ class GenerationRequest(Structured, _Strict):
         for name in extra:
             if name not in cls.unsupported and name not in IGNORED:
                 near = difflib.get_close_matches(name, cls.model_fields, 1)
-                hint = f"; did you mean `{near[0]}`?" if near else ""
-                raise ApiError(
-                    400,
-                    f"`{name[:100]}` is no parameter of this server{hint}",
-                    param=name[:100],
-                    code="unknown_parameter",
-                )
+                hint = f"did you mean `{near[0]}`?" if near else "omit it"
+                message = f"`{name[:100]}` is not a parameter of this server; {hint}"
+                raise ApiError(400, message, param=name[:100], code="unknown_parameter")
         for name, harmless in cls.unsupported.items():
             value = extra.get(name)
-            # by type too: for Python 1 is True
+            # compare types too, because 1 == True in Python
             if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
-                message = f"`{name}` is not supported by this server; leave it out"
+                message = f"`{name}` is not supported by this server; omit it"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         request.check()
         try:
@@ -361,16 +355,16 @@ class GenerationRequest(Structured, _Strict):
         return request
 
     def check(self) -> None:
-        """Raises ApiError (400) for what does not go together."""
+        """Raises ApiError (400) if parameters contradict each other."""
 
     @property
     def answers(self) -> int:
-        """To each prompt."""
+        """Returns the number of answers to each prompt."""
         return self.n or 1
 
     @property
     def prompt_alone(self) -> bool:
-        """Whether there is to be no answer."""
+        """Returns whether only the prompt is wanted, without an answer."""
         return False
 
     @property
@@ -379,83 +373,84 @@ class GenerationRequest(Structured, _Strict):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk has a usage of its own."""
+        """Returns whether every chunk has a usage."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def follow(self) -> bool:
-        """Whether chunks say where their text is from."""
+        """Returns whether chunks report which text was drafted."""
         return bool(self.stream and self.stream_options and self.stream_options.include_dflash)
 
     @property
-    def asked_tokens(self) -> int | None:
-        """The longest answer, as the client asked for it."""
+    def requested_tokens(self) -> int | None:
+        """Returns the most tokens of an answer that the client requests."""
         return self.max_tokens
 
     def cut(self, limit: int) -> Cut | None:
-        """What is kept of a prompt. Raises ApiError (400) for more tokens than the context, `limit`, has."""
+        """Returns how to truncate prompts. Raises ApiError (400) if more than `limit` tokens are to be kept."""
         kept = self.truncate_prompt_tokens
         if kept is not None and kept > limit:
-            message = f"truncate_prompt_tokens is {kept}; the context has {limit}"
+            message = f"truncate_prompt_tokens is {kept}, but the context has {limit} tokens; lower it"
             raise ApiError(400, message, param="truncate_prompt_tokens")
         return None if kept is None else Cut(limit - 1 if kept < 0 else kept, self.truncation_side)
 
     def length(self, most: int) -> int:
-        """The most tokens of an answer, where there may be `most`."""
-        return min(self.asked_tokens or most, most)
+        """Returns the most tokens of an answer, at most `most`."""
+        return min(self.requested_tokens or most, most)
 
     def least(self, most: int, grammar: str | None) -> int:
-        """The fewest tokens of an answer that may have `most`.
+        """Returns the fewest tokens of an answer.
 
         Args:
-            grammar: the parameter that says what the answer is to be, if one does.
+            most: most tokens of the answer.
+            grammar: the parameter that sets a grammar, if there is one.
 
         Raises:
-            ApiError: (400) that is more than it may have, or its end is where what it is to be is complete.
+            ApiError: (400) it is more than `most`, or a grammar decides where the answer ends.
         """
         least = self.min_tokens or 0
         if least > most:
-            message = f"min_tokens is {least}, but the answer may have {most} tokens at most"
+            message = f"min_tokens is {least}, but the answer may have at most {most} tokens; lower min_tokens"
             raise ApiError(400, message, param="min_tokens")
         if least and grammar:
-            message = f"`min_tokens`: what `{grammar}` asks for ends where it is complete; leave one of them out"
+            message = f"`min_tokens` cannot be combined with `{grammar}`, which decides where the answer ends; omit one"
             raise ApiError(400, message, param="min_tokens")
         return least
 
     def best_tokens(self) -> int | None:
-        """How many to report beside each token; None: no log-probabilities at all."""
+        """Returns how many alternatives to report with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     def best_prompt_tokens(self) -> int | None:
-        """The same beside each token of the prompt."""
+        """Returns how many alternatives to report with each token of the prompt; None: no log-probabilities."""
         return self.prompt_logprobs
 
     def sampling(
         self, most: int, defaults: Mapping[str, float], eos: int | None, grammar: Grammar | None = None
     ) -> SamplingParams:
-        """How to decode; without a seed a random one is taken.
+        """Returns the sampling parameters; chooses a random seed if the request has none.
 
         Args:
-            most: tokens that an answer may have.
-            defaults: what holds where the request names no value; without one it is OpenAI's.
-            eos: the tokenizer's own end of a turn, which a checkpoint's configurations need not name.
-            grammar: what the answer is to be.
+            most: most tokens of an answer.
+            defaults: values of parameters that the request omits; OpenAI's defaults apply to the others.
+            eos: the tokenizer's own end-of-turn token, which a checkpoint's configurations may not name.
+            grammar: constrains the answer.
         """
 
-        def asked(name: str, otherwise: float) -> float:
+        def value_of(name: str, otherwise: float) -> float:
             value: float | None = getattr(self, name)
             return defaults.get(name, otherwise) if value is None else value
 
-        temperature = asked("temperature", 1.0)
+        temperature = value_of("temperature", 1.0)
         ends = (self.stop_token_ids or []) + ([] if eos is None or self.ignore_eos else [eos])
         return SamplingParams(
             temperature=temperature if temperature >= COLDEST else 0.0,
-            top_p=max(asked("top_p", 1.0), LEAST_TOP_P),
-            top_k=max(int(asked("top_k", 0)), 0),
-            min_p=asked("min_p", 0.0),
+            top_p=max(value_of("top_p", 1.0), LEAST_TOP_P),
+            top_k=max(int(value_of("top_k", 0)), 0),
+            min_p=value_of("min_p", 0.0),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=asked("repetition_penalty", 1.0),
+            repetition_penalty=value_of("repetition_penalty", 1.0),
             logit_bias=tuple((int(token), value) for token, value in (self.logit_bias or {}).items()),
             logprobs=self.best_tokens(),
             prompt_logprobs=self.best_prompt_tokens(),
@@ -481,127 +476,127 @@ class ChatRequest(GenerationRequest):
         "chat_template": (),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
-        "add_special_tokens": (False,),  # a template has its own
+        "add_special_tokens": (False,),  # the template adds them
         "echo": (False,),
         "documents": ([],),
     }
 
-    messages: List[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
-    chat_template_kwargs: dict[str, Any] | None = None  # of the target's template
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: List[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tools: List[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choice | NamedTool | None = None
     parallel_tool_calls: bool | None = True
 
     @field_validator("tools")
     @classmethod
-    def _named_once(cls, tools: list[Tool] | None) -> list[Tool] | None:
+    def _unique_names(cls, tools: list[Tool] | None) -> list[Tool] | None:
         seen: set[str] = set()
         for name in (tool.function.name for tool in tools or ()):
             if name in seen:
-                raise ValueError(f"two tools have the name {name!r}")
+                raise ValueError(f"two tools have the name {name!r}; rename one of them")
             seen.add(name)
         return tools
 
     @field_validator("tool_choice", mode="wrap", json_schema_input_type=Choice | NamedChoice | None)
     @classmethod
-    def _of_the_tools(cls, choice: Any, handler: Any, info: ValidationInfo) -> Any:
+    def _check_choice(cls, choice: Any, handler: Any, info: ValidationInfo) -> Any:
         if isinstance(choice, dict):
             function = choice.get("function")
             name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
             if not isinstance(name, str):
                 raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
-            if name not in (tool.function.name for tool in info.data.get("tools") or ()):
-                raise ValueError(f"names {name!r}, which is none of the tools")
+            if name not in (names := [tool.function.name for tool in info.data.get("tools") or ()]):
+                raise ValueError(f"names {name!r}, but `tools` has {', '.join(names) or 'no tool'}")
             return NamedTool(name=name)
         if choice not in (None, "none", "auto", "required"):
             raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
         if choice == "required" and not info.data.get("tools"):
-            raise ValueError("is required, but there are no tools")
+            raise ValueError("is 'required', but `tools` is empty; add a tool or omit tool_choice")
         return choice
 
     @field_validator("top_logprobs")
     @classmethod
     def _with_logprobs(cls, best: int | None, info: ValidationInfo) -> int | None:
         if best and not info.data.get("logprobs"):
-            raise ValueError("`logprobs` must be true if this is set")
+            raise ValueError(f"is {best}, but `logprobs` is not true; set `logprobs: true`")
         return best
 
     def tools_for(self, form: str | None) -> list[dict[str, Any]]:
-        """The tools that may be called, as chat templates take them.
+        """Returns the tools that may be called, for chat templates.
 
         Args:
             form: the server's parser of tool calls, if it has one.
 
         Raises:
-            ApiError: (400) this server cannot do what is asked with them.
+            ApiError: (400) the server has no parser.
         """
         if not self.tools or self.tool_choice == "none":
             return []
         if form is None:
-            message = "`tools`: it is not known how this target writes tool calls; start with --tool-call-parser"
+            message = "`tools`: the target's form of tool calls is unknown; start the server with --tool-call-parser"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         return [tool.plain() for tool in self.tools]
 
     @property
-    def tells_the_template(self) -> bool:
-        """Whether `variables` are asked for."""
+    def has_template_variables(self) -> bool:
         return bool(self.chat_template_kwargs) or self.reasoning_effort is not None
 
     def variables(self, known: Collection[str]) -> dict[str, Any]:
-        """What the chat template is told beside messages and tools.
+        """Returns the variables for the chat template, besides messages and tools.
 
         Args:
-            known: the variables that it looks at.
+            known: the variables that the template uses.
 
         Raises:
-            ApiError: (400) it does not look at what is asked for.
+            ApiError: (400) the template does not use a variable.
         """
-        told = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
-        if not isinstance(told.get("enable_thinking", False), bool):
-            raise ApiError(400, "enable_thinking must be true or false", param="chat_template_kwargs.enable_thinking")
-        if told.get("enable_thinking") is False and "enable_thinking" not in known:
-            del told["enable_thinking"]  # of a template without thoughts many clients ask for none
-        if unknown := next((name for name in told if name not in known), None):
+        given = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
+        if not isinstance(thinking := given.get("enable_thinking", False), bool):
+            message = f"enable_thinking is {clipped(repr(thinking), 100)}; it must be true or false"
+            raise ApiError(400, message, param="chat_template_kwargs.enable_thinking")
+        if given.get("enable_thinking") is False and "enable_thinking" not in known:
+            del given["enable_thinking"]  # many clients send it to every model
+        if unknown := next((name for name in given if name not in known), None):
             knows = ", ".join(sorted(known)) or "none"
-            message = f"the target's chat template takes no {unknown[:100]!r}; those that it takes: {knows}"
+            message = f"the target's chat template does not use {unknown[:100]!r}; it uses: {knows}"
             raise ApiError(400, message, param=f"chat_template_kwargs.{unknown[:100]}")
         if (effort := self.reasoning_effort) is None:
-            return told
+            return given
         if not {"reasoning_effort", "enable_thinking"} & set(known):
-            message = "`reasoning_effort`: the target's chat template has no such switch; leave it out"
+            message = "`reasoning_effort` is not supported by the target's chat template; omit it"
             raise ApiError(400, message, param="reasoning_effort", code="unsupported_parameter")
-        asked = {"enable_thinking": effort != "none"} | told | {"reasoning_effort": effort}
-        return {name: value for name, value in asked.items() if name in known}
+        given = {"enable_thinking": effort != "none"} | given | {"reasoning_effort": effort}
+        return {name: value for name, value in given.items() if name in known}
 
     def grammar_for(self, form: str | None, start: Start) -> tuple[str, Grammar] | None:
-        """What the answer is to be, a tool's call too, and the parameter that says so.
+        """Returns the grammar of the answer, tool calls included, and the parameter that sets it.
 
         Args:
             form: the server's parser of tool calls, if it has one.
             start: what the answer begins with.
 
         Raises:
-            ApiError: (400) a call is to come and something else too.
+            ApiError: (400) both the tools and another parameter set a grammar.
         """
-        asked = self.grammar()
+        given = self.grammar()
         if form is not None and self.tools and self.tool_choice != "none":
             named = self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
             tools = [tool.model_dump() for tool in self.tools]
             required, parallel = self.tool_choice == "required", self.parallel_tool_calls is not False
             tag = structural_tag(form, tools, required=required, named=named, parallel=parallel, start=start)
             if tag is not None:
-                if asked is not None:
-                    message = f"`{asked[0]}`: a tool call has a form of its own; leave it out"
-                    raise ApiError(400, message, param=asked[0])
+                if given is not None:
+                    message = f"`{given[0]}` cannot be combined with a tool call, which has its own grammar; omit it"
+                    raise ApiError(400, message, param=given[0])
                 return ("tool_choice" if required or named else "tools"), Grammar("structural_tag", json.dumps(tag))
-        return asked and (asked[0], after_reasoning(asked[1], start))
+        return given and (given[0], after_reasoning(given[1], start))
 
     @property
-    def asked_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     def best_tokens(self) -> int | None:
@@ -609,24 +604,24 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions: prompts, as text or as token ids."""
+    """The body of POST /v1/completions: prompts as text or as token ids."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "suffix": ("",),
         "add_special_tokens": (True,),
     }
 
-    prompt: List[str | List[int]]  # one prompt may come without the list around it
-    max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone
+    prompt: List[str | List[int]]  # a single prompt need not be in a list
+    max_tokens: int | None = Field(None, ge=0)  # 0: no answer, only the prompt
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
     echo: bool | None = False
     best_of: int | None = None
 
     @field_validator("best_of")
     @classmethod
-    def _all(cls, best_of: int | None, info: ValidationInfo) -> int | None:
-        if best_of not in (None, 1, info.data.get("n") or 1):
-            raise ValueError("is supported where it is `n`: every answer is returned")
+    def _equals_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of not in (None, 1, n := info.data.get("n") or 1):
+            raise ValueError(f"is {best_of}, but must equal `n` ({n}), because every answer is returned; omit it")
         return best_of
 
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str | list[int]])
@@ -634,8 +629,8 @@ class CompletionRequest(GenerationRequest):
     def _prompts(cls, prompt: Any, info: ValidationInfo) -> Any:
         several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)
         prompts = prompt if several else [prompt]
-        if len(prompts) * (info.data.get("n") or 1) > MOST_ANSWERS:
-            raise ValueError(f"asks for more than {MOST_ANSWERS} answers, `n` to each prompt; send several requests")
+        if len(prompts) * (info.data.get("n") or 1) > MAX_ANSWERS:
+            raise ValueError(f"times `n` is more than {MAX_ANSWERS} answers; send several requests")
         for one in prompts:
             if not isinstance(one, str) and not (isinstance(one, list) and all(type(item) is int for item in one)):
                 raise ValueError("must be a string, a list of token ids, or a list of such prompts")
@@ -645,9 +640,7 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         if self.prompt_alone and not self.echo and self.prompt_logprobs is None:
-            message = (
-                "`max_tokens` is 0 and neither `echo` nor `prompt_logprobs` asks for the prompt; ask for one token"
-            )
+            message = "`max_tokens` is 0, so set `echo` or `prompt_logprobs`, or request at least one token"
             raise ApiError(400, message, param="max_tokens")
 
     @property
@@ -655,7 +648,7 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens == 0
 
     def length(self, most: int) -> int:
-        # with nothing to tell of the prompt the engine ends a request with a token, which nobody sees
+        # the engine needs one token to end a request that has no prompt log-probabilities; it is not returned
         least = 1 if self.best_prompt_tokens() is None else 0
         return min(COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, least), most)
 
@@ -663,16 +656,19 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def best_prompt_tokens(self) -> int | None:
-        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((best for best in asked if best is not None), default=None)
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((best for best in wanted if best is not None), default=None)
 
 
 def ignores_its_end(name: str) -> ApiError:
-    return ApiError(400, f"`ignore_eos`: what `{name}` asks for ends with an end-of-sequence token", param="ignore_eos")
+    message = (
+        f"`ignore_eos` cannot be combined with `{name}`, whose answer ends with an end-of-sequence token; omit one"
+    )
+    return ApiError(400, message, param="ignore_eos")
 
 
 def describe(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, with the parameter's place in OpenAI's notation."""
+    """Returns the first error of a body, with the parameter's path in OpenAI's notation."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON ({first['msg']})", code="invalid_json")

@@ -1,4 +1,4 @@
-"""What a client receives: the JSON of an answer, whole or in chunks, for both endpoints."""
+"""Builds the JSON of chats and completions, whole or in chunks."""
 
 import secrets
 import time
@@ -17,64 +17,64 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encodes a server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class ReplyForm(Protocol):
-    """How the answers to one request are told; a route has its own."""
+    """Builds the reply to one request; each route has its own form."""
 
     @property
     def kind(self) -> Literal["chat", "text"]: ...
     @property
     def strings(self) -> TokenStrings | None:
-        """Of a request for log-probabilities."""
+        """The token strings, if the request wants log-probabilities."""
 
     @property
-    def of_a_prompt(self) -> int:
-        """Answers to each prompt, which follow each other."""
+    def answers_per_prompt(self) -> int:
+        """Number of answers to each prompt; they are consecutive."""
 
     @property
     def end(self) -> bytes:
-        """Behind the last event."""
+        """Bytes after the last event."""
 
     def event(self, chunk: dict[str, Any]) -> bytes:
-        """A chunk as it is sent."""
+        """Encodes a chunk."""
 
     def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
-        """All answers and why each ended."""
+        """Returns the body with all answers and their finish reasons."""
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
-        """The chunks before the first text."""
+        """Returns the chunks before the first text."""
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of a piece."""
+        """Returns the chunks of a piece."""
 
     def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
-        """The chunks after the last text of an answer."""
+        """Returns the chunks after the last text of an answer."""
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks after the last of all answers."""
+        """Returns the chunks after all answers."""
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
-        """The chunks instead of all others."""
+        """Returns the chunks of an error that ends the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """The bodies that belong to one request; every one of them carries its id, time and model."""
+    """Builds the bodies of one request; every body carries the request's id, time and model."""
 
     kind: Literal["chat", "text"]
     model: str
     include_usage: bool = False  # every chunk then has a `usage`, null in all but the last
-    strings: TokenStrings | None = None  # of a request for log-probabilities
-    prompt_lengths: Sequence[int] = (0,)  # characters of each of a completion's prompts
-    of_a_prompt: int = 1  # answers to each, which follow each other
+    strings: TokenStrings | None = None  # set if the request wants log-probabilities
+    prompt_lengths: Sequence[int] = (0,)  # characters of each prompt of a completion
+    answers_per_prompt: int = 1
     unique: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
     end: bytes = DONE
-    prompt_ids: Sequence[Sequence[int]] = ()  # of each answer, if tokens were asked for
-    _begun: set[int] = field(default_factory=set)  # answers whose prompt was told
+    prompt_ids: Sequence[Sequence[int]] = ()  # prompt tokens of each answer, if tokens were requested
+    _begun: set[int] = field(default_factory=set)  # answers whose prompt tokens were sent
 
     def event(self, chunk: dict[str, Any]) -> bytes:
         return event(chunk)
@@ -83,7 +83,6 @@ class Replies:
         return [error.body()]
 
     def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
-        """All answers and why each ended."""
         choices = []
         for index, (answer, finish_reason) in enumerate(answers):
             content: dict[str, Any] = {"text": answer.text}
@@ -94,23 +93,23 @@ class Replies:
                 choices[-1]["token_ids"] = answer.ids
         body = self._body("chat.completion" if self.kind == "chat" else "text_completion", choices)
         for index in range(len(answers)):
-            self._tell_prompt(index, body, choices[index])
+            self._add_prompt_ids(index, body, choices[index])
         return {**body, "usage": usage}
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
-        """The chunks before the first text: a chat names the role in every answer."""
+        """Returns the chunks that name the role in every answer of a chat."""
         if self.kind == "text":
             return []
         first = {"delta": {"role": "assistant", "content": ""}}
-        return [self._told(i, [self._chunk(i, first, (), None)])[0] for i in range(answers)]
+        return [self._with_prompt_ids(i, [self._chunk(i, first, (), None)])[0] for i in range(answers)]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of a piece: one, or of a parsed answer one for each of its deltas."""
+        """Returns the chunks of a piece: one, or one for each delta of a parsed answer."""
         if self.kind == "text":
             contents: list[dict[str, Any]] = [{"text": piece.text}]
         elif piece.deltas is None:
             contents = [{"delta": {"content": piece.text}}]
-        else:  # tokens whose text is held back go without it
+        else:  # an empty delta carries tokens whose text is held back
             contents = [{"delta": _delta(delta)} for delta in piece.deltas] or [{"delta": {}}]
         chunks = [
             self._chunk(index, each, () if i else piece.tokens, None, piece.echo) for i, each in enumerate(contents)
@@ -119,25 +118,24 @@ class Replies:
             chunks[0]["choices"][0]["dflash"] = [asdict(step) for step in piece.steps]
         if self.prompt_ids:
             chunks[0]["choices"][0]["token_ids"] = piece.ids
-        return self._told(index, chunks)
+        return self._with_prompt_ids(index, chunks)
 
     def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
-        """The chunk after the last text of an answer."""
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
-        return self._told(index, [self._chunk(index, content, None, finish_reason)])
+        return self._with_prompt_ids(index, [self._chunk(index, content, None, finish_reason)])
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks after the last of all answers: the usage, without choices, when asked for."""
+        """Returns the chunk with the usage, without choices, if it is requested."""
         return [{**self._body(self._chunk_name, []), "usage": usage}] if self.include_usage else []
 
-    def _told(self, index: int, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The chunks, the first of an answer with its prompt's tokens, if they were asked for."""
+    def _with_prompt_ids(self, index: int, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Adds the prompt's tokens to the first chunk of an answer, if they were requested."""
         if index not in self._begun:
             self._begun.add(index)
-            self._tell_prompt(index, chunks[0], chunks[0]["choices"][0])
+            self._add_prompt_ids(index, chunks[0], chunks[0]["choices"][0])
         return chunks
 
-    def _tell_prompt(self, index: int, body: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _add_prompt_ids(self, index: int, body: dict[str, Any], choice: dict[str, Any]) -> None:
         if self.prompt_ids:  # a chat has one prompt
             (body if self.kind == "chat" else choice)["prompt_token_ids"] = self.prompt_ids[index]
 
@@ -169,7 +167,7 @@ class Replies:
             logprobs = (
                 chat_logprobs(self.strings, tokens)
                 if self.kind == "chat"
-                else text_logprobs(self.strings, tokens, self.prompt_lengths[index // self.of_a_prompt], echo)
+                else text_logprobs(self.strings, tokens, self.prompt_lengths[index // self.answers_per_prompt], echo)
             )
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -184,7 +182,7 @@ class Replies:
 
 
 def _message(answer: Piece) -> dict[str, Any]:
-    """The message of a whole answer; what it does not have has no key, except its content."""
+    """Returns the message of a whole answer; only `content` has a key if it is empty."""
     if answer.deltas is None:
         return {"role": "assistant", "content": answer.text, "refusal": None}
     message = joined(answer.deltas)
@@ -198,7 +196,7 @@ def _message(answer: Piece) -> dict[str, Any]:
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
-    """`choices[].delta` of a chunk."""
+    """Returns `choices[].delta` of a chunk."""
     if delta.tool is None:
         return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
     tool = delta.tool

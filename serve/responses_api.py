@@ -1,6 +1,6 @@
-"""`/v1/responses`: OpenAI's Responses API, as far as it keeps nothing between requests.
+"""`/v1/responses`: the part of OpenAI's Responses API that keeps no state between requests.
 
-A request becomes one of the chat route and is answered there; only names and forms are other ones.
+Translates a request for the chat route, which answers it, and the answer to a response object.
 """
 
 import json
@@ -19,13 +19,12 @@ from dflash_toolkit.runtime.client import PreparedRequest
 from dflash_toolkit.sampling import MAX_LOGPROBS
 
 from .answer import Piece
-from .lanes import Lanes
 from .logprobs import AnswerToken, TokenStrings, chat_logprobs
 from .parsing import Delta
 from .protocol import (
-    MOST_MESSAGES,
-    MOST_OF_A_MESSAGE,
-    MOST_TOOLS,
+    MAX_MESSAGE_PARTS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     ApiError,
     ChatRequest,
     Function,
@@ -34,6 +33,7 @@ from .protocol import (
     _Strict,
 )
 from .replies import ReplyForm
+from .thread_pools import ThreadPools
 
 LOGPROBS = "message.output_text.logprobs"
 CHOICE = {
@@ -48,7 +48,7 @@ CHOICE = {
 }
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
-# names of the chat route -> what they are called here
+# parameter of the chat route -> its name here
 RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -57,7 +57,7 @@ RENAMED = {
     "reasoning_effort": "reasoning.effort",
     "logprobs": "include",
 }
-# of the other routes, which share their fields
+# inherited parameters of the other routes
 ELSEWHERE = ("max_tokens", "response_format", "n", "return_token_ids", "prompt_logprobs")
 
 
@@ -71,11 +71,11 @@ def _as_parts(content: Any) -> Any:
 
 
 class InputMessage(_Strict):
-    """A turn of the conversation; our own come back as they were sent."""
+    """A turn of the conversation; also accepts messages from earlier responses."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: List[InputText] = Field(max_length=MOST_OF_A_MESSAGE)
+    content: List[InputText] = Field(max_length=MAX_MESSAGE_PARTS)
 
     _parts = field_validator("content", mode="before", json_schema_input_type=str | list[InputText])(_as_parts)
 
@@ -90,7 +90,7 @@ class FunctionCall(_Strict):
 class FunctionCallOutput(_Strict):
     type: Literal["function_call_output"]
     call_id: str
-    output: List[InputText] = Field(max_length=MOST_OF_A_MESSAGE)
+    output: List[InputText] = Field(max_length=MAX_MESSAGE_PARTS)
 
     _parts = field_validator("output", mode="before", json_schema_input_type=str | list[InputText])(_as_parts)
 
@@ -101,12 +101,12 @@ class ReasoningText(_Strict):
 
 
 class ReasoningItem(_Strict):
-    """Thoughts of an earlier answer; chat templates know what to do with them."""
+    """Reasoning of an earlier answer, for the chat template."""
 
     type: Literal["reasoning"]
-    content: List[ReasoningText] | None = Field(None, max_length=MOST_OF_A_MESSAGE)
-    summary: List[ReasoningText] | None = Field(None, max_length=MOST_OF_A_MESSAGE)  # taken where there is no content
-    encrypted_content: None = None  # only OpenAI can read its own
+    content: List[ReasoningText] | None = Field(None, max_length=MAX_MESSAGE_PARTS)
+    summary: List[ReasoningText] | None = Field(None, max_length=MAX_MESSAGE_PARTS)  # used if there is no content
+    encrypted_content: None = None  # only OpenAI can decrypt it
 
     @property
     def text(self) -> str:
@@ -128,35 +128,35 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A tool, without the object that the chat route has around it."""
+    """A tool; unlike in the chat route, its fields are not in a `function` object."""
 
     type: Literal["function"]
 
     @model_validator(mode="before")
     @classmethod
-    def _no_other(cls, tool: Any) -> Any:
+    def _check_type(cls, tool: Any) -> Any:
         if isinstance(tool, dict) and tool.get("type", "function") != "function":
-            raise ValueError(f"tools of type {tool['type']!r} are not supported; functions are")
+            raise ValueError(f"has type {tool['type']!r}, which is not supported; use type 'function'")
         return tool
 
 
 class TextFormat(_Strict):
-    """What the text is to be; a schema's fields stand here, not in an object of their own."""
+    """Constrains the text; unlike in the chat route, a schema's fields are not in a `json_schema` object."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # every schema is followed to the letter
+    strict: bool | None = None  # has no effect: every schema is enforced
 
     @model_validator(mode="after")
     def _whole(self) -> "TextFormat":
         if (self.schema_ is not None) != (self.type == "json_schema"):
-            raise ValueError("`schema` goes with the type 'json_schema', and only with it")
+            raise ValueError(f"type {self.type!r} {'cannot have' if self.schema_ else 'needs'} `schema`")
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As the chat route takes it."""
+        """Returns the `response_format` of the chat route."""
         fields = self.model_dump(by_alias=True, exclude_none=True)
         kind = fields.pop("type")
         return {"type": kind, "json_schema": fields} if kind == "json_schema" else {"type": kind}
@@ -164,12 +164,12 @@ class TextFormat(_Strict):
 
 class TextOptions(_Strict):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # nothing depends on it, as in the chat route
+    verbosity: Literal["low", "medium", "high"] | None = None  # has no effect
 
 
 class ReasoningOptions(_Strict):
     effort: str | None = None
-    summary: None = None  # thoughts come as they are
+    summary: None = None  # reasoning is returned unabridged
     generate_summary: None = None
 
 
@@ -180,12 +180,12 @@ class EventOptions(_Strict):
     @classmethod
     def _plain(cls, wanted: Any) -> Any:
         if wanted is True:
-            raise ValueError("is not supported; leave it out")
+            raise ValueError("is true, which is not supported; omit it")
         return wanted
 
 
 class ResponsesRequest(GenerationRequest):
-    """The body of POST /v1/responses. Sampling has the fields of the chat route, OpenAI's and the others."""
+    """The body of POST /v1/responses, with the sampling parameters of the chat route."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
         "previous_response_id": (),
@@ -200,19 +200,19 @@ class ResponsesRequest(GenerationRequest):
         "prompt_cache_options": (),
     }
 
-    input: List[Item] = Field(max_length=MOST_MESSAGES)
+    input: List[Item] = Field(max_length=MAX_MESSAGES)
     instructions: str | None = None
     stream_options: EventOptions | None = None  # type: ignore[assignment]
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: List[FunctionTool] | None = Field(None, max_length=MOST_TOOLS)
-    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None  # looked at with the tools, as in the chat route
+    tools: List[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None  # the chat route checks it
     parallel_tool_calls: bool | None = True
     include: List[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None  # comes back with the answer
+    metadata: dict[str, Any] | None = None  # returned with the answer
 
     @field_validator("input", mode="before", json_schema_input_type=str | list[Item])
     @classmethod
@@ -223,34 +223,35 @@ class ResponsesRequest(GenerationRequest):
             raise ValueError("must be a string or a list of items")
         for number, item in enumerate(given):
             if (kind := item.get("type", "message")) not in KINDS:
-                raise ValueError(f"item {number} is of type {kind!r}; supported are {', '.join(KINDS)}")
+                raise ValueError(f"item {number} has type {kind!r}; use one of {', '.join(KINDS)}")
         return given
 
     @field_validator("top_logprobs")
     @classmethod
     def _with_include(cls, best: int | None, info: ValidationInfo) -> int | None:
         if best and not info.data.get("include"):
-            raise ValueError(f"`include` must name {LOGPROBS!r} if this is set")
+            raise ValueError(f"is {best}, but `include` does not have {LOGPROBS!r}; add it")
         return best
 
     @classmethod
     def parse(cls, body: bytes) -> "ResponsesRequest":
-        """Read a request body. Raises ApiError (400) that names the first parameter at fault."""
+        """Parses a request body. Raises ApiError (400) that names the first wrong parameter."""
         try:
             request = super().parse(body)
         except ApiError as error:
-            raise in_own_words(error) from error
+            raise rename_parameters(error) from error
         for name in ELSEWHERE:
             if (value := getattr(request, name)) is not None and value is not False:
-                hint = f"; use `{RENAMED[name]}`" if name in RENAMED else ""
-                message = f"`{name}` is no parameter of /v1/responses{hint}"
+                hint = f"use `{RENAMED[name]}`" if name in RENAMED else "omit it"
+                message = f"`{name}` is not a parameter of /v1/responses; {hint}"
                 raise ApiError(400, message, param=name, code="unknown_parameter")
-        if request.include and request.tools:  # which token is whose cannot be said where calls stand between the text
-            raise ApiError(400, f"`include`: {LOGPROBS!r} cannot go with tools", param="include")
+        if request.include and request.tools:  # with calls within the text, tokens cannot be assigned to it
+            message = f"`include`: {LOGPROBS!r} cannot be combined with tools; omit one of them"
+            raise ApiError(400, message, param="include")
         return request
 
     def chat(self) -> ChatRequest:
-        """The same request as one of the chat route. Raises ApiError (400) that names the parameter at fault."""
+        """Returns the request for the chat route. Raises ApiError (400) that names the wrong parameter."""
         shared = {*GenerationRequest.model_fields, "chat_template_kwargs"} - {*ELSEWHERE, "stream_options"}
         chat = self.model_dump(by_alias=True, exclude_none=True, include=shared)
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
@@ -272,10 +273,10 @@ class ResponsesRequest(GenerationRequest):
         try:
             return ChatRequest.parse(json.dumps(chat).encode())
         except ApiError as error:
-            raise in_own_words(error) from error
+            raise rename_parameters(error) from error
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The items as messages: thoughts, words and calls of the assistant that follow each other are one."""
+        """Returns the items as messages; consecutive reasoning, text and calls of the assistant become one message."""
         found: list[dict[str, Any]] = []
         if self.instructions is not None:
             found.append({"role": "system", "content": self.instructions})
@@ -283,7 +284,7 @@ class ResponsesRequest(GenerationRequest):
         turn: dict[str, Any] | None = None
 
         def own(*later: str) -> dict[str, Any]:
-            """The assistant's turn that goes on, or a new one if it has one of these already."""
+            """Returns the assistant's current turn, or a new one if it already has one of the keys."""
             nonlocal turn
             if turn is None or any(turn.get(name) for name in later):
                 turn = {"role": "assistant", "content": None}
@@ -308,7 +309,7 @@ class ResponsesRequest(GenerationRequest):
                 case FunctionCallOutput():
                     turn = None
                     if item.call_id not in called:
-                        message = f"no function_call before it has the call_id {item.call_id[:100]!r}"
+                        message = f"no earlier function_call has the call_id {item.call_id[:100]!r}; add the call"
                         raise ApiError(400, message, param=f"input[{number}].call_id")
                     found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text_of(item.output)})
         return found
@@ -318,8 +319,8 @@ def _text_of(parts: Iterable[InputText]) -> str:
     return "".join(part.text for part in parts)
 
 
-def in_own_words(error: ApiError) -> ApiError:
-    """An error of the chat route with the names that this one has."""
+def rename_parameters(error: ApiError) -> ApiError:
+    """Replaces the chat route's parameter names in an error by those of this route."""
     kinds = re.compile(rf"(input\[\d+\])\.(?:{'|'.join(KINDS)})\b")
 
     def renamed(text: str) -> str:
@@ -336,26 +337,26 @@ def in_own_words(error: ApiError) -> ApiError:
 
 
 class ResponseReply:
-    """One answer as a response object, or as the events that tell how it comes to be.
+    """Builds a response object, or the events that describe its progress.
 
-    Both are made by the same steps: the object is what the events leave behind.
+    The same methods build both: the object is the final state of the events.
     """
 
     kind: Literal["chat", "text"] = "chat"
-    of_a_prompt = 1
+    answers_per_prompt = 1
     end = b""
 
-    def __init__(self, request: ResponsesRequest, asked: PreparedRequest, strings: TokenStrings | None) -> None:
+    def __init__(self, request: ResponsesRequest, prepared: PreparedRequest, strings: TokenStrings | None) -> None:
         self.strings = strings
-        self._request, self._params = request, asked.params
+        self._request, self._params = request, prepared.params
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
         self._events = 0
         self._items: list[dict[str, Any]] = []
-        self._open = ""  # the kind of the last item, while it goes on
-        self._texts: list[str] = []  # of it
-        self._raw = self._said = 0  # characters of the model's own text, and of those the message's
-        self._tokens: list[AnswerToken] = []  # whose text may yet turn out to be the message's
-        self._logprobs: list[dict[str, Any]] = []  # of the open message
+        self._open = ""  # type of the last item, until it is complete
+        self._texts: list[str] = []  # texts of the open item
+        self._raw = self._content = 0  # characters of the model's text, and of the message in it
+        self._tokens: list[AnswerToken] = []  # tokens whose text may belong to the message
+        self._logprobs: list[dict[str, Any]] = []  # log-probabilities of the open message
         self._status, self._incomplete = "in_progress", False
 
     def event(self, chunk: dict[str, Any]) -> bytes:
@@ -373,7 +374,7 @@ class ResponseReply:
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         deltas = piece.deltas if piece.deltas is not None else (Delta(piece.text),)
         self._raw += len(piece.text)
-        self._said += sum(len(delta.content) for delta in deltas)
+        self._content += sum(len(delta.content) for delta in deltas)
         self._tokens += piece.tokens
         events = []
         for delta in deltas:
@@ -409,10 +410,10 @@ class ResponseReply:
         return [self._event("response.failed", response=self._response() | {"error": failure})]
 
     def _logprobs_now(self) -> list[dict[str, Any]]:
-        """Of the waiting tokens, those of the message: it is the end of the model's text, behind the thoughts."""
+        """Returns those of the waiting tokens that belong to the message, the end of the model's text."""
         if self.strings is None:
             return []
-        tokens = [token for token in self._tokens if token.start >= self._raw - self._said]
+        tokens = [token for token in self._tokens if token.start >= self._raw - self._content]
         self._tokens.clear()
         found: list[dict[str, Any]] = chat_logprobs(self.strings, tokens)["content"]
         for entry in found:
@@ -425,7 +426,7 @@ class ResponseReply:
         return {"type": name, "sequence_number": self._events - 1, **fields}
 
     def _place(self) -> dict[str, Any]:
-        """Where the open item stands."""
+        """Returns the fields that locate the open item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _begin(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
@@ -455,7 +456,7 @@ class ResponseReply:
         return [self._event(name, **self._place(), delta=text, **fields)]
 
     def _close(self) -> list[dict[str, Any]]:
-        """The last item is whole."""
+        """Completes the open item, and returns its last events."""
         kind, self._open = self._open, ""
         if not kind:
             return []
@@ -480,9 +481,9 @@ class ResponseReply:
         return events
 
     def _response(self, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        asked, text = self._request, self._request.text or TextOptions()
-        reasoning = asked.reasoning or ReasoningOptions()
-        tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools or ()]
+        request, text = self._request, self._request.text or TextOptions()
+        reasoning = request.reasoning or ReasoningOptions()
+        tools = [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
         return {
             "id": self._id,
             "object": "response",
@@ -491,20 +492,20 @@ class ResponseReply:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "model": asked.model,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
             "output": list(self._items),
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": reasoning.effort, "summary": None},
             "store": False,
             "temperature": self._params.temperature,
             "text": {"format": text.format.model_dump(by_alias=True, exclude_none=True) if text.format else PLAIN},
-            "tool_choice": asked.tool_choice or "auto",
+            "tool_choice": request.tool_choice or "auto",
             "tools": [{"parameters": None, "strict": False} | tool for tool in tools],
-            "top_logprobs": asked.top_logprobs or 0,
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": self._params.top_p,
             "truncation": "disabled",
             "usage": usage and _usage(usage),
@@ -515,11 +516,10 @@ PLAIN = {"type": "text"}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """The chat route's usage in this one's words."""
+    """Returns the chat route's usage with this route's names."""
     renamed = {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"]
-        | {"cache_write_tokens": 0},  # which nobody is billed for
+        "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},  # OpenAI's, always 0
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
     }
@@ -530,13 +530,12 @@ def responses(
     answer: Callable[
         [Request, ChatRequest, Callable[[PreparedRequest, TokenStrings | None], ReplyForm]], Awaitable[Response]
     ],
-    lanes: Lanes,
+    pools: ThreadPools,
 ) -> APIRouter:
-    """The route.
+    """Creates the route.
 
     Args:
-        answer: what answers a chat request, in the form that it is given.
-        lanes: read long bodies beside the event loop.
+        answer: answers a chat request in a given reply form.
     """
     routes = APIRouter()
 
@@ -546,10 +545,10 @@ def responses(
             body = ResponsesRequest.parse(raw)
             return body, body.chat()
 
-        body, chat = await lanes.parsed(request, parse)
+        body, chat = await pools.parsed(request, parse)
         try:
-            return await answer(request, chat, lambda asked, strings: ResponseReply(body, asked, strings))
+            return await answer(request, chat, lambda prepared, strings: ResponseReply(body, prepared, strings))
         except ApiError as error:
-            raise in_own_words(error) from error
+            raise rename_parameters(error) from error
 
     return routes

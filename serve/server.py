@@ -1,4 +1,4 @@
-"""The listening socket and uvicorn on it."""
+"""Binds the listening socket and runs uvicorn on it."""
 
 import asyncio
 import math
@@ -17,31 +17,31 @@ from dflash_toolkit.config import UserError
 
 from .state import Count
 
-MOST_FILES = 65536
-SPARE_FILES = 64  # for what is no client's connection
-ASKED_S = (0.005, 1.0)  # seconds until a client that has sent all is first asked again whether it listens, and most
-CLOSED = 7  # of a TCP connection, in what Linux says of it
-GRACE_S = 5  # seconds that open answers get to say that they are cut off
+MAX_OPEN_FILES = 65536
+SPARE_FILES = 64  # open files other than connections
+PROBE_S = (0.005, 1.0)  # first and longest pause between probes of a client that has closed its sending side
+CLOSED = 7  # TCP_CLOSE in Linux's tcp_info
+GRACE_S = 5  # seconds that open answers get to send an error when they are aborted
 
 
 def bind(host: str, port: int, several: bool = False) -> socket.socket:
-    """A socket with its address; port 0 takes a free one. Clients are refused until the server listens on it.
+    """Binds a TCP socket; port 0 takes a free one. Clients are refused until the server listens on it.
 
     Args:
-        several: others are to have the address too, see `beside`.
+        several: other processes will share the address, see `share_address`.
 
     Raises:
-        UserError: the host cannot be resolved or is not ours, or the port is taken or not allowed.
+        UserError: the host cannot be resolved or is not this machine's, or the port is in use or not allowed.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
-        raise UserError(f"host {host!r} cannot be resolved; give a name or address of this machine") from error
+        raise UserError(f"--host {host!r} cannot be resolved; give a name or address of this machine") from error
     bound = socket.socket(family, kind, protocol)
     try:
         _set(bound)
         bound.bind(address)
-        if several:  # set only now: before, it would have let us in beside another server
+        if several:  # not earlier: with SO_REUSEPORT the first bind would succeed although another server has the port
             taken = bound.getsockname()
             bound.close()
             bound = socket.socket(family, kind, protocol)
@@ -54,10 +54,10 @@ def bind(host: str, port: int, several: bool = False) -> socket.socket:
     return bound
 
 
-def beside(bound: socket.socket) -> socket.socket:
-    """Another socket with a bound one's address, for another process; the system spreads connections over both.
+def share_address(bound: socket.socket) -> socket.socket:
+    """Creates a socket with the same address for another process; the system distributes connections.
 
-    A Unix socket is shared: whoever is first takes a connection.
+    A Unix socket is duplicated instead: the first process to accept a connection gets it.
     """
     if bound.family == socket.AF_UNIX:
         return bound.dup()
@@ -68,7 +68,7 @@ def beside(bound: socket.socket) -> socket.socket:
 
 
 def _set(listener: socket.socket, *more: int) -> None:
-    """Its options, which its connections have too: a client that is gone without a word is noticed in two minutes."""
+    """Sets options of a listener and its connections: a client that vanishes is noticed within two minutes."""
     for option in (socket.SO_REUSEADDR, socket.SO_KEEPALIVE, *more):
         listener.setsockopt(socket.SOL_SOCKET, option, 1)
     for name, value in (("KEEPIDLE", 60), ("KEEPINTVL", 10), ("KEEPCNT", 6), ("USER_TIMEOUT", 120_000)):  # s, s, , ms
@@ -77,7 +77,7 @@ def _set(listener: socket.socket, *more: int) -> None:
 
 
 def bind_path(path: str) -> socket.socket:
-    """A Unix socket at a path; one that an ended server left there is replaced. Raises UserError."""
+    """Binds a Unix socket, and replaces one that an ended server has left there. Raises UserError."""
     bound = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
@@ -86,18 +86,18 @@ def bind_path(path: str) -> socket.socket:
             except OSError:
                 os.unlink(path)
             else:
-                raise OSError("another server listens there")
+                raise OSError("another server listens on it")
             bound.close()
             bound = socket.socket(socket.AF_UNIX)
         bound.bind(path)
     except OSError as error:
         bound.close()
-        raise UserError(f"uds {path}: cannot listen there ({error.strerror or error}); give another path") from error
+        raise UserError(f"--uds {path}: cannot listen ({error.strerror or error}); give another path") from error
     return bound
 
 
 def url_of(bound: socket.socket, https: bool = False) -> str:
-    """The address clients use, e.g. http://127.0.0.1:8000."""
+    """Returns the address for clients, e.g. http://127.0.0.1:8000."""
     if bound.family == socket.AF_UNIX:
         return f"unix:{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
@@ -106,37 +106,37 @@ def url_of(bound: socket.socket, https: bool = False) -> str:
 
 
 def raise_open_files() -> int:
-    """Let this process open as many files as it may; how many connections that leaves room for."""
+    """Raises the limit on open files as far as possible; returns how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(1, max(soft, most) - SPARE_FILES)
 
 
 def _refused(transport: asyncio.Transport) -> bool:
-    """Whether the other side's system refused what it was sent."""
+    """Returns whether the client's system has refused data."""
     connection = transport.get_extra_info("socket")
     if connection.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
-        return False  # a write fails there
+        return False  # there a write fails instead
     return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CLOSED)
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection: there is a limited number of them, and of time to send a request and to take an answer.
+    """A client's connection; limits the number of connections and the time to send a request and read an answer.
 
-    Without limits connections that send nothing take every file that the process may open, and `/health` with them.
+    Without limits, idle connections could use every file that the process may open, and `/health` would fail.
     """
 
-    limit = 1 << 30  # of open connections
-    client_timeout_s = 30.0  # to send a header, and behind it a body; to take what it is sent
+    limit = 1 << 30  # open connections
+    client_timeout_s = 30.0  # each to send a header, to send a body, and to read buffered data
     open = Count()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._late: asyncio.TimerHandle | None = None
         self._full: asyncio.TimerHandle | None = None
-        self._asked: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
         self.open.add(1)
         if self.open.total > self.limit:
             self._refuse(b"503 Service Unavailable")
@@ -146,13 +146,13 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.open.add(-1)
         self._stop_waiting()
-        for timer in (self._full, self._asked):
+        for timer in (self._full, self._probing):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """It takes less than it is sent."""
+        """Starts the timeout of a client that reads more slowly than the server sends."""
         super().pause_writing()
         self._full = self.loop.call_later(self.client_timeout_s, self.transport.abort)
 
@@ -174,15 +174,15 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """It has said all that it will: it may be gone, or listen still, as `nc -N` does. Whether to go on."""
+        """Returns whether to keep a connection whose client has closed its sending side; `nc -N` still reads."""
         waits = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         if not waits or self.scope["http_version"] == "1.0" or self.transport.get_extra_info("sslcontext") is not None:
             return False
-        self._ask(ASKED_S[0])
+        self._probe(PROBE_S[0])
         return True
 
-    def _ask(self, pause: float) -> None:
-        """Send what every client passes over; the system of one that is gone refuses it, and closes the connection."""
+    def _probe(self, pause: float) -> None:
+        """Sends bytes that every client ignores; if the client is gone, its system refuses them."""
         if self.transport.is_closing() or self.cycle.response_complete:
             self.transport.close()
         elif _refused(self.transport):
@@ -190,12 +190,12 @@ class Connection(HttpToolsProtocol):
         else:
             if not self.cycle.response_started:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            elif self.cycle.chunked_encoding:  # of events: an empty comment
+            elif self.cycle.chunked_encoding:  # events: an empty comment
                 self.transport.write(b"3\r\n:\n\n\r\n")
-            if _refused(self.transport):  # on the same machine that is known at once
+            if _refused(self.transport):  # immediate if the client is on this machine
                 self.transport.abort()
             else:
-                self._asked = self.loop.call_later(pause, self._ask, min(2 * pause, ASKED_S[1]))
+                self._probing = self.loop.call_later(pause, self._probe, min(2 * pause, PROBE_S[1]))
 
     def _wait(self) -> None:
         self._stop_waiting()
@@ -216,13 +216,13 @@ class Connection(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """Serves an ASGI app.
 
-    Told to stop, it takes no more connections, lets open answers finish, and after `drain_s` seconds ends the others.
+    A server that stops accepts no more connections, lets open answers finish, and aborts them after `drain_s` seconds.
 
     Args:
         ready: called once requests are accepted.
-        drain: called when it is told to stop.
+        drain: called when the server begins to stop.
         stop: called when the open answers must end.
-        options: more of uvicorn's.
+        options: options of uvicorn.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Server(uvicorn.Server):
         self._ready, self._drain, self._stop, self._drain_s = ready, drain, stop, drain_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await anyio.sleep(0)  # which loads what the first answer would wait for
+        await anyio.sleep(0)  # loads modules that the first answer would otherwise wait for
         await super().startup(sockets)
         self._ready()
 

@@ -1,4 +1,4 @@
-"""What the application, the server that runs it and the other processes beside them know of each other."""
+"""State that the application shares with its server and with the other front-end processes."""
 
 import mmap
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class Count:
-    """A number that several processes have a share of: each writes its own, and all see the sum.
+    """Sums a counter over processes: each writes its own share, and all can read the sum.
 
     Args:
-        shares: memory that all see, 8 bytes a process.
-        own: which of them is this process's.
+        shares: shared memory, 8 bytes a process.
+        own: index of this process's share.
     """
 
     def __init__(self, shares: memoryview | None = None, own: int = 0) -> None:
@@ -29,16 +29,16 @@ class Count:
 
 @dataclass(slots=True)
 class ServerState:
-    """Of one front process.
+    """State of one front-end process.
 
     Attributes:
-        answers: that run or wait, of all fronts.
-        connections: that are open, of all fronts.
-        own: the Unix socket where it tells the other fronts what it has counted, if there are others.
-        others: theirs.
+        answers: running and waiting answers of all front-end processes.
+        connections: open connections of all front-end processes.
+        own: Unix socket on which this process serves its metrics to the others; None: it is the only one.
+        others: those of the others.
     """
 
-    draining: bool = False  # told to stop: open answers finish, new ones are refused
+    draining: bool = False  # stopping: open answers finish, new ones are refused
     answers: Count = field(default_factory=Count)
     connections: Count = field(default_factory=Count)
     own: Path | None = None
@@ -46,7 +46,7 @@ class ServerState:
 
     @classmethod
     def of_several(cls, folder: Path, fronts: int, number: int) -> "ServerState":
-        """Of front `number`, which shares a folder with the others."""
+        """Creates the state of process `number`, which shares a folder with the others."""
         kinds, size = 2, 8 * fronts
         file = os.open(folder / "counts", os.O_RDWR | os.O_CREAT, 0o600)
         try:

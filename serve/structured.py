@@ -1,4 +1,4 @@
-"""What a client may ask the form of its answer to be: OpenAI's `response_format`, and the names of vLLM and SGLang."""
+"""Parameters that constrain an answer: OpenAI's `response_format`, and those of vLLM and SGLang."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -29,7 +29,7 @@ class NamedSchema(_Strict):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # every schema is followed to the letter
+    strict: bool | None = None  # has no effect: every schema is enforced
 
 
 class ResponseFormat(_Strict):
@@ -41,7 +41,7 @@ class ResponseFormat(_Strict):
     def _whole(self) -> Self:
         for name, wanted in (("json_schema", "json_schema"), ("format", "structural_tag")):
             if (getattr(self, name) is not None) != (self.type == wanted):
-                raise ValueError(f"`{name}` goes with the type {wanted!r}, and only with it")
+                raise ValueError(f"type {self.type!r} {'needs' if self.type == wanted else 'cannot have'} `{name}`")
         return self
 
     def grammar(self) -> Grammar | None:
@@ -68,11 +68,11 @@ class StructuredOutputs(_Strict):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if len(self.asked()) != 1:
+        if len(self.grammars()) != 1:
             raise ValueError("must have exactly one of json, json_object, regex, choice, grammar and structural_tag")
         return self
 
-    def asked(self) -> list[Grammar]:
+    def grammars(self) -> list[Grammar]:
         found = [
             self.json_ is not None and _of_schema(self.json_),
             self.json_object and Grammar("json", OBJECT),
@@ -85,7 +85,7 @@ class StructuredOutputs(_Strict):
 
 
 class Structured(BaseModel):
-    """The fields of a request that say what its answer is to be; at most one is set."""
+    """The fields of a request that constrain its answer; at most one is set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -98,10 +98,10 @@ class Structured(BaseModel):
     ebnf: Text | None = None
 
     def grammar(self) -> tuple[str, Grammar] | None:
-        """The field that asks for a grammar, and the grammar. Raises ValueError if several do."""
+        """Returns the field that sets a grammar, and the grammar. Raises ValueError if several fields do."""
         found: dict[str, Grammar | None] = {
             "response_format": self.response_format.grammar() if self.response_format else None,
-            "structured_outputs": self.structured_outputs.asked()[0] if self.structured_outputs else None,
+            "structured_outputs": self.structured_outputs.grammars()[0] if self.structured_outputs else None,
             "guided_json": _of_schema(self.guided_json) if self.guided_json is not None else None,
             "guided_regex": Grammar("regex", self.guided_regex) if self.guided_regex else None,
             "guided_choice": _of_choices(self.guided_choice) if self.guided_choice else None,
@@ -110,10 +110,10 @@ class Structured(BaseModel):
             "regex": Grammar("regex", self.regex) if self.regex else None,
             "ebnf": Grammar("grammar", self.ebnf) if self.ebnf else None,
         }
-        asked = [(name, grammar) for name, grammar in found.items() if grammar is not None]
-        if len(asked) > 1:
-            raise ValueError(f"`{asked[0][0]}` and `{asked[1][0]}` both say what the answer is to be; give one of them")
-        return asked[0] if asked else None
+        given = [(name, grammar) for name, grammar in found.items() if grammar is not None]
+        if len(given) > 1:
+            raise ValueError(f"`{given[0][0]}` and `{given[1][0]}` both constrain the answer; send one of them")
+        return given[0] if given else None
 
 
 def _of_schema(schema: str | dict[str, Any]) -> Grammar:

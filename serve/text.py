@@ -1,4 +1,4 @@
-"""Tokens to text as they arrive: whole characters only, and nothing that may yet turn out to be a stop string."""
+"""Converts tokens to text as they arrive, in whole characters, and finds stop strings."""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -6,28 +6,28 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
-LONGEST = 4  # bytes of a character, and so tokens: what stands before so many is decided
+REPLACEMENT = "\ufffd"  # a decoder writes it for bytes that are not (yet) a character
+LONGEST = 4  # bytes, and so tokens, of a character; text before the last four tokens is final
 
 
 class Vocabulary:
-    """What detokenizers of one tokenizer share.
+    """Caches what the detokenizers of one tokenizer share.
 
     Args:
-        shown: special tokens whose text is returned like others'.
+        shown: special tokens whose text is returned.
     """
 
     def __init__(self, tokenizer: Any, shown: frozenset[str]) -> None:
         self._tokenizer = tokenizer
         self.silent = silent_tokens(tokenizer, shown)
         self._text: dict[int, bool] = {}
-        self._skip = not shown  # the decoder may not skip them; others never get there
-        # what `tokenizer.decode` comes down to, without the half of its time that it takes to look at its arguments
+        self._skip = not shown  # others are removed before they reach the decoder
+        # `tokenizer.decode` calls this backend, but spends half of its time on checking arguments
         plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
         self._backend = tokenizer.backend_tokenizer if plain else None
 
     def has_text(self, token: int) -> bool:
-        """Whether anything of an answer's text is of this token."""
+        """Returns whether the token adds to an answer's text."""
         if token not in self._text:
             found = token not in self.silent and self._tokenizer.convert_ids_to_tokens(token) is not None
             self._text[token] = found
@@ -44,38 +44,39 @@ vocabulary = functools.lru_cache(maxsize=16)(Vocabulary)
 
 
 def silent_tokens(tokenizer: Any, shown: Collection[str] = ()) -> set[int]:
-    """The special tokens, of which an answer's text has nothing, except those that are `shown`."""
+    """Returns the special tokens that an answer's text omits: all but those `shown`."""
     return {i for i, text in special_tokens(tokenizer).items() if text not in shown}
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The tokens that are marks of a text and no part of it."""
+    """Returns the special tokens and their names."""
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids} | added
 
 
 class Detokenizer:
-    """Incremental `tokenizer.decode(ids, skip_special_tokens=True)`: the pieces joined are exactly its result.
+    """Decodes incrementally: the joined pieces equal `tokenizer.decode(ids, skip_special_tokens=True)`.
 
-    One exception: a decoder with byte fallback reads a run of bytes as a whole, and so takes back the characters at the
-    start of a run that turns out to be invalid; they have been returned by then.
+    One exception: a decoder with byte fallback replaces a whole run of bytes if the run is invalid, although its first
+    characters have been returned by then.
 
     Args:
-        shown: special tokens whose text is returned like others'.
+        before: tokens that the text continues.
+        shown: special tokens whose text is returned.
     """
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = (), shown: Collection[str] = ()) -> None:
         self._vocabulary = vocabulary(tokenizer, frozenset(shown))
         self._decode = self._vocabulary.decode
-        # the tokens of the last piece and those after it; with the last piece in front, decoders that treat the
-        # start of a text differently (SentencePiece drops its space) do not see a start in the middle
+        # the tokens of the last piece and those after it; SentencePiece drops the space at the start of a text, so the
+        # decoder must not see a start in the middle
         self._window: list[int] = list(before)
-        self._sent = len(before)  # how many tokens of the window have been returned as text
-        # of invalid bytes the window keeps the first, which make them invalid, and the last: so many are the first
+        self._sent = len(before)  # tokens of the window whose text has been returned
+        # of a run of invalid bytes the window keeps the last tokens and this many first ones, which make it invalid
         self._first = 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text these tokens complete; an unfinished character waits for the next call."""
+        """Returns the text that these tokens complete; an unfinished character waits for the next call."""
         visible = [token for token in tokens if self._vocabulary.has_text(token)]
         text = self._decode([*self._window, *visible])
         if text.endswith(REPLACEMENT):
@@ -85,30 +86,30 @@ class Detokenizer:
 
     @property
     def waiting(self) -> bool:
-        """Whether tokens that have been added may still get text."""
+        """Returns whether tokens still wait for their text."""
         return self._sent < len(self._window)
 
     def finish(self) -> str:
-        """What is still waiting, as the decoder writes it when nothing follows."""
+        """Returns the rest of the text, as the decoder writes it when nothing follows."""
         return self._piece(self._decode(self._window))
 
     def _add(self, token: int) -> str:
         before = self._decode(self._window)
         self._window.append(token)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) and len(text) >= len(before):  # shorter: bytes have become U+FFFD itself
+        if text.endswith(REPLACEMENT) and len(text) >= len(before):  # shorter: the bytes encode U+FFFD itself
             return self._decided(text)
         return self._complete(text)
 
     def _complete(self, text: str) -> str:
-        """The part of `text`, which ends with a whole character, that has not been returned."""
+        """Returns the new part of `text`, which ends with a whole character."""
         piece = self._piece(text)
-        if piece:  # tokens without text of their own stay in the window, behind the piece before them
+        if piece:  # tokens without text stay in the window, after the piece before them
             self._window, self._sent, self._first = self._window[self._sent :], len(self._window) - self._sent, 0
         return piece
 
     def _decided(self, text: str) -> str:
-        """The part of `text`, which may end within a character, that no further token changes."""
+        """Returns the new part of `text`, which may end within a character, that no further token changes."""
         end = len(self._window) - LONGEST
         if end <= self._sent or not text.startswith(head := self._decode(self._window[:end])):
             return ""
@@ -125,19 +126,19 @@ class Detokenizer:
 
 
 class StopScanner:
-    """Passes text through up to the stop string that is complete first, wherever the text is cut into pieces.
+    """Passes text through up to the first complete stop string, however the text is cut into pieces.
 
-    Of those that end together the longest counts. Every character is looked at once (Knuth, Morris, Pratt).
+    Of stop strings that end together the longest counts. Reads every character once (Knuth, Morris, Pratt).
 
     Args:
-        include: the stop string is passed through too.
+        include: also pass the stop string through.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self.stops, self._include = tuple(stops), include
         self.found: str | None = None  # the stop string
         self._borders = [_borders(stop) for stop in self.stops]
-        self._matched = [0] * len(self.stops)  # characters of each that the text ends with
+        self._matched = [0] * len(self.stops)  # length of each stop string's prefix that ends the text
         self._held = ""  # may be the start of a stop string
 
     @property
@@ -145,10 +146,10 @@ class StopScanner:
         return self.found is not None
 
     def add(self, piece: str, early: bool = False) -> str:
-        """The text that is safe to send. After a stop string (`stopped`) there is none.
+        """Returns the text that is safe to send; "" after a stop string (`stopped`).
 
         Args:
-            early: a stop string that ends within this piece ends nothing.
+            early: ignore a stop string that ends within this piece.
         """
         if self.stopped or not self.stops:
             return "" if self.stopped else piece
@@ -171,13 +172,13 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text that was held back, now that nothing follows."""
+        """Returns the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _borders(text: str) -> list[int]:
-    """For every start of `text` the length of its longest proper start that is its end too."""
+    """Returns, for every prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     for i in range(1, len(text)):
         k = borders[i - 1]

@@ -1,4 +1,4 @@
-"""Texts to token ids and back; `/tokenize` and `/detokenize`, with vLLM's bodies and replies."""
+"""Converts texts to token ids and back; serves `/tokenize` and `/detokenize` with vLLM's bodies and replies."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,30 +13,30 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import Message, Tool, apply_template
 from dflash_toolkit.runtime import EngineClient
 
-from .lanes import Lanes
-from .protocol import MOST_MESSAGES, ApiError, ChatMessage, Cut, List, describe
+from .protocol import MAX_MESSAGES, ApiError, ChatMessage, Cut, List, describe
 from .text import special_tokens
+from .thread_pools import ThreadPools
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Encoder:
-    """Texts and conversations to token ids, from any thread.
+    """Encodes texts and conversations, from any thread.
 
     Args:
-        limit: tokens of the context. A text of more bytes than so many tokens can have is refused before it is encoded.
+        limit: tokens of the context. A text with more bytes than they can hold is refused before it is encoded.
     """
 
     def __init__(self, tokenizer: Any, limit: int) -> None:
         self._tokenizer, self._limit = tokenizer, limit
         self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
-        tokenizer.encode("a")  # the first call settles how texts are cut, which those of several threads may not change
-        with contextlib.suppress(ApiError):  # the first client shall not wait until the template is compiled
+        tokenizer.encode("a")  # the first call sets truncation, which is not safe from several threads
+        with contextlib.suppress(ApiError):  # compiles the template before the first request
             self.chat([{"role": "user", "content": "a"}])
 
     def text(self, text: str, special: bool = True, cut: Cut | None = None) -> list[int]:
-        """Raises ApiError (400) for a text that no context of this length holds, unless it is `cut`."""
-        if cut is not None:  # characters that no token kept is of are not encoded
+        """Encodes a text. Raises ApiError (400) if it has too many bytes for the context and no `cut`."""
+        if cut is not None:  # encodes only characters that the kept tokens can cover
             most = cut.most * self._longest + 1
             text = text[:most] if cut.side == "right" else text[max(0, len(text) - most) :]
             ids = list(self._tokenizer.encode(text, add_special_tokens=special))
@@ -46,7 +46,7 @@ class Encoder:
         if size > (most := self._limit * self._longest):
             raise ApiError(
                 400,
-                f"the text has {size} bytes, and a context of {self._limit} tokens holds {most} at most; shorten it",
+                f"the text has {size} bytes, but a context of {self._limit} tokens holds at most {most}; shorten it",
                 code="context_length_exceeded",
             )
         return list(self._tokenizer.encode(text, add_special_tokens=special))
@@ -58,13 +58,13 @@ class Encoder:
         variables: Mapping[str, Any] = NOTHING,
         cut: Cut | None = None,
     ) -> list[int]:
-        """What the chat template makes of a conversation.
+        """Renders a conversation with the chat template and encodes it.
 
         Args:
-            variables: more that the template is told.
+            variables: variables for the template.
 
         Raises:
-            ApiError: (400) as `text`, and where the template refuses the messages.
+            ApiError: (400) as `text`, or the template refuses the messages.
         """
         try:
             rendered = apply_template(
@@ -81,7 +81,7 @@ class _Body(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Raises ApiError (400) that names what is wrong."""
+        """Parses a body. Raises ApiError (400) that names the wrong parameter."""
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
@@ -92,17 +92,17 @@ class TokenizeRequest(_Body):
     """The body of POST /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: List[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
-    add_special_tokens: bool = True  # of a text; a chat template has its own
+    messages: List[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True  # to a text; a chat template adds its own
     add_generation_prompt: bool = True
     return_token_strs: bool | None = False
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("must have either `prompt` or `messages`")
         if self.messages is not None and not self.add_generation_prompt:
-            raise ValueError("add_generation_prompt: false is not supported")
+            raise ValueError("`add_generation_prompt` is false, which is not supported; omit it")
         return self
 
 
@@ -115,20 +115,19 @@ class DetokenizeRequest(_Body):
 def tokenizing(
     engine: EngineClient,
     check_model: Callable[[str], None],
-    lanes: Lanes,
+    pools: ThreadPools,
     encoder: Encoder,
 ) -> APIRouter:
-    """The routes.
+    """Creates the routes.
 
     Args:
-        check_model: raises for the name of a model that is not served.
-        lanes: run what takes long beside the event loop.
+        check_model: raises if a model of this name is not served.
     """
     routes, tokenizer = APIRouter(), engine.tokenizer
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await lanes.parsed(request, TokenizeRequest.parse)
+        body = await pools.parsed(request, TokenizeRequest.parse)
         if body.model is not None:
             check_model(body.model)
 
@@ -137,7 +136,7 @@ def tokenizing(
                 return encoder.chat([message.plain() for message in body.messages])
             return encoder.text(body.prompt or "", body.add_special_tokens)
 
-        ids = await lanes.run(request, encoded)
+        ids = await pools.run(request, encoded)
         reply: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": engine.info.capacity.context_limit,
@@ -148,13 +147,13 @@ def tokenizing(
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await lanes.parsed(request, DetokenizeRequest.parse)
+        body = await pools.parsed(request, DetokenizeRequest.parse)
         if body.model is not None:
             check_model(body.model)
         vocabulary = engine.info.capacity.vocabulary
         if wrong := next((token for token in body.tokens if not 0 <= token < vocabulary), None):
-            raise ApiError(400, f"token {wrong} is not in 0..{vocabulary - 1}", param="tokens")
-        text = await lanes.run(request, lambda: tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
+            raise ApiError(400, f"token {wrong} is out of range; use ids in 0..{vocabulary - 1}", param="tokens")
+        text = await pools.run(request, lambda: tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
         return JSONResponse({"prompt": text})
 
     return routes

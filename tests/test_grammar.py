@@ -16,7 +16,7 @@ from grammars import BYTE_OF, CASES, TOKENIZER, WAYS, of_choices, of_regex, of_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode import PROMPT, check_books, drafting, knows, pair, planting
-from test_serve_text import sentencepiece_like
+from token_texts import sentencepiece_like
 
 from dflash_toolkit import SamplingParams, UserError, generate
 from dflash_toolkit import grammar as grammar_module

@@ -1,4 +1,4 @@
-"""What a model's text means: reasoning, tool calls, and the rest. Pure text, no engine."""
+"""Parses a model's text into reasoning, tool calls and content, without the engine."""
 
 from .choice import Parsers as Parsers
 from .deltas import Call as Call

@@ -1,4 +1,4 @@
-"""Which parsers a target needs, by its chat template unless the user says so."""
+"""Chooses the parsers of a target from options or its chat template."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -13,18 +13,18 @@ from .output import THINK, THINK_END, OutputParser, Start
 AUTO, NONE = "auto", "none"
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, *OTHER_NAMES)
 REASONING_PARSERS = (AUTO, NONE, "qwen3", "deepseek_r1")
-TAIL = 16  # tokens of a prompt; what it opens for the answer stands at its end
+TAIL = 16  # last tokens of a prompt, which may open the reasoning
 OPENED = re.compile(rf"({THINK}|{THINK_END})\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """What is parsed in the answers of a server.
+    """The parsers of a server.
 
     Attributes:
         tool_calls: a name of `FORMS`; None: tools cannot be used.
-        reasoning: qwen3 (a model that opens <think>, or whose template does), deepseek_r1 (one that may begin within
-            its reasoning without a tag), or None.
+        reasoning: qwen3 (the model or its template opens <think>), deepseek_r1 (an answer may begin within the
+            reasoning, without a tag), or None.
     """
 
     tool_calls: str | None = None
@@ -32,10 +32,10 @@ class Parsers:
 
     @classmethod
     def choose(cls, tokenizer: Any, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "Parsers":
-        """Those that the options name; `auto` goes by the tokenizer's chat template, if that is plain.
+        """Chooses the parsers that the options name; `auto` detects them in the tokenizer's chat template.
 
         Raises:
-            UserError: an option that is neither of the choices.
+            UserError: an option has an unknown value.
         """
         for name, value, choices in (
             ("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS),
@@ -51,18 +51,18 @@ class Parsers:
     def of_answer(
         self, start: Start, tools: Sequence[Any] = (), parallel: bool = True, named: bool = False
     ) -> OutputParser | None:
-        """The parser of one answer; None: all of it is content.
+        """Returns the parser of one answer; None: all of it is content.
 
         Args:
-            start: what it begins with.
-            tools: those that may be called; none leaves calls in the content.
-            parallel, named: as for `OutputParser`.
+            start: what the answer begins with.
+            tools: tools that may be called; without any, calls stay in the content.
+            parallel, named: see `OutputParser`.
         """
         form = self.tool_calls if tools else None
         return None if start == "content" and form is None else OutputParser(start, form, tools, parallel, named)
 
     def start_of(self, tokenizer: Any, prompt: Sequence[int]) -> Start:
-        """What an answer to a chat's prompt begins with."""
+        """Returns what an answer to a chat's prompt begins with."""
         if self.reasoning is None:
             return "content"
         tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
@@ -71,13 +71,13 @@ class Parsers:
         return "reasoning" if self.reasoning == "deepseek_r1" else "either"
 
     def markers(self, with_tools: bool) -> Collection[str]:
-        """What a parser must see, even where it is one special token."""
+        """Returns the markers that a parser needs, which may be special tokens."""
         form = FORMS[self.tool_calls] if with_tools and self.tool_calls else None
         return (*((THINK, THINK_END) if self.reasoning else ()), *(form.special if form else ()))
 
 
 def _template(tokenizer: Any) -> str:
-    """The text of all chat templates; a tokenizer may have several by name."""
+    """Returns the text of all chat templates; a tokenizer may have several by name."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(map(str, dict(template).values()))
 

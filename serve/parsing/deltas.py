@@ -1,4 +1,4 @@
-"""What an answer is made of, in the order in which it comes: text, reasoning, tool calls."""
+"""The parts of an answer in their order: text, reasoning, tool calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A part of one tool call: the first has the id and the name, the rest of its arguments follow."""
+    """A part of one tool call: the first has the id and the name, the others more of the arguments."""
 
     index: int  # among the calls of the answer, from 0
     id: str | None = None
@@ -16,7 +16,7 @@ class ToolDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One of the three; the others are empty."""
+    """A piece of content, of reasoning or of a tool call; the other two are empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -29,12 +29,12 @@ class Call:
 
     id: str
     name: str
-    arguments: str  # JSON text; what there is of it, where the answer was cut
+    arguments: str  # JSON text, incomplete if the answer was cut
 
 
 @dataclass(slots=True)
 class Message:
-    """Deltas joined."""
+    """The joined deltas of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -42,7 +42,7 @@ class Message:
 
 
 def joined(deltas: Iterable[Delta]) -> Message:
-    """The message whose deltas these are."""
+    """Joins the deltas of a message."""
     content, reasoning, arguments = [], [], []
     calls: list[Call] = []
     for delta in deltas:
@@ -60,7 +60,7 @@ def joined(deltas: Iterable[Delta]) -> Message:
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same with neighbours of one kind in one: what arrives together is sent together."""
+    """Merges adjacent deltas of one kind, so that they are sent together."""
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None

@@ -1,4 +1,4 @@
-"""Tool calls that must come, and arguments that must follow their schema, as a grammar of the whole answer."""
+"""Builds grammars of whole answers that force tool calls, or arguments that match their schema."""
 
 import json
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from .forms import TOOL_CALL, TOOL_CALL_END, TOOL_CALLS
 from .output import THINK, THINK_END, Start
 
 ANY: dict[str, Any] = {"type": "object"}  # the schema of a tool that has none
-# of each form: what stands before the name, between it and the arguments, and behind them; between two calls; what
-# shows that a call begins
+# form -> text before the name, between the name and the arguments, after the arguments, and between two calls; text
+# that begins a call
 WRITTEN = {
     "hermes": (f'{TOOL_CALL}\n{{"name": "', '", "arguments": ', f"}}\n{TOOL_CALL_END}", "\n", TOOL_CALL),
     "qwen3_coder": (f"{TOOL_CALL}\n<function=", ">\n", f"\n</function>\n{TOOL_CALL_END}", "\n", TOOL_CALL),
@@ -29,22 +29,22 @@ def structural_tag(
     parallel: bool = True,
     start: Start = "content",
 ) -> dict[str, Any] | None:
-    """The grammar, as `structural_tag` is written for xgrammar; None: the answer is free.
+    """Returns the grammar as a `structural_tag` of xgrammar; None: the answer is not constrained.
 
     Args:
         form: a name of `FORMS`.
         tools: OpenAI's `tools`.
-        required: there is a call at least; otherwise calls are bound only where a tool is `strict`.
-        named: the one function that is called, once.
-        parallel: whether several may be called.
-        start: what the answer starts with, as for `OutputParser`.
+        required: the answer has at least one call; otherwise only calls of `strict` tools are constrained.
+        named: the function that must be called, once.
+        parallel: allow several calls.
+        start: what the answer begins with, see `OutputParser`.
     """
     functions = [tool["function"] for tool in tools]
     if named is not None:
         functions = [function for function in functions if function["name"] == named]
     elif not required and not any(function.get("strict") for function in functions):
         return None
-    before, between, behind, separator, trigger = WRITTEN[form]
+    before, between, after, separator, trigger = WRITTEN[form]
     tags = [
         {
             "type": "tag",
@@ -54,41 +54,44 @@ def structural_tag(
                 "json_schema": function.get("parameters") or ANY,
                 "style": "qwen_xml" if form == "qwen3_coder" else "json",
             },
-            "end": behind,
+            "end": after,
         }
         for function in functions
     ]
     calls: dict[str, Any] = {
-        "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True,
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
         "stop_after_first": named is not None or not parallel,
-    }  # fmt: skip
+    }
     if form == "mistral":
         calls = {"type": "tag", "begin": f"{TOOL_CALLS}[", "content": calls, "end": "]"}
     if not required and named is None:
         tags = [calls] if form == "mistral" else tags
         calls = {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not parallel}
-    return {"type": "structural_tag", "format": _after_thoughts(calls, start)}
+    return {"type": "structural_tag", "format": _after_reasoning(calls, start)}
 
 
 def after_reasoning(grammar: Grammar, start: Start) -> Grammar:
-    """The grammar of an answer that may think first: what it says of the answer it says of the part behind that."""
+    """Returns a grammar that allows reasoning first and applies `grammar` to the text after it."""
     if start == "content":
         return grammar
     try:
-        asked = {} if grammar.kind in ("regex", "grammar") else json.loads(grammar.text)
+        parsed = {} if grammar.kind in ("regex", "grammar") else json.loads(grammar.text)
     except (ValueError, RecursionError):
-        return grammar  # as it is: who reads it says so
+        return grammar  # compiling it reports the error
     element: Any = {
-        "json": {"type": "json_schema", "json_schema": asked},
+        "json": {"type": "json_schema", "json_schema": parsed},
         "regex": {"type": "regex", "pattern": grammar.text},
         "grammar": {"type": "grammar", "grammar": grammar.text},
-        "choice": {"type": "or", "elements": [{"type": "const_string", "value": one} for one in asked]},
-        "structural_tag": asked.get("format") if isinstance(asked, dict) else None,
+        "choice": {"type": "or", "elements": [{"type": "const_string", "value": one} for one in parsed]},
+        "structural_tag": parsed.get("format") if isinstance(parsed, dict) else None,
     }[grammar.kind]
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": _after_thoughts(element, start)}))
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": _after_reasoning(element, start)}))
 
 
-def _after_thoughts(element: dict[str, Any], start: Start) -> dict[str, Any]:
+def _after_reasoning(element: dict[str, Any], start: Start) -> dict[str, Any]:
     thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK_END}
     space = {"type": "regex", "pattern": r"\n{0,2}"}
     if start == "reasoning":

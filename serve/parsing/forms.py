@@ -1,4 +1,4 @@
-"""How models write tool calls. A form is named as vLLM's `--tool-call-parser` names it."""
+"""The forms in which models write tool calls, with the names of vLLM's `--tool-call-parser`."""
 
 import json
 import secrets
@@ -16,33 +16,33 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
 ARGUMENTS = ("arguments", "parameters")
-Tools = Mapping[str, Mapping[str, Any]]  # the schema of its parameters by a tool's name
+Tools = Mapping[str, Mapping[str, Any]]  # name of a tool -> schema of its parameters
 
 
 class Calls(Protocol):
-    """Where a form reports what it reads."""
+    """Receives the calls that a form reads."""
 
     def begin(self, name: str, id: str | None = None) -> None:
-        """The text is a call; what was read of it will not become content any more."""
+        """Begins a call; the text that was read for it is no longer content."""
 
     def arguments(self, text: str) -> None:
-        """A piece of its arguments' JSON."""
+        """Adds to the JSON of the call's arguments."""
 
     @property
     def begun(self) -> int:
-        """How many calls were begun."""
+        """Number of calls begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to write tool calls.
+    """A form of tool calls.
 
     Attributes:
-        starts: what a call begins with.
-        read: reads the call, or the calls, behind the start that it is given. Raises MalformedError.
-        special: all markers, which a tokenizer may have as special tokens.
-        new_id: makes ids that the models' templates take.
-        line_start: starts that count at the start of a line only.
+        starts: texts that begin a call.
+        read: reads the call or calls after the given start. Raises MalformedError.
+        special: all markers, which may be special tokens.
+        new_id: makes ids that the models' templates accept.
+        line_start: those of `starts` that count only at the start of a line.
     """
 
     starts: tuple[str, ...]
@@ -56,16 +56,16 @@ class Form:
 
 
 def _envelope(text: Text, calls: Calls, known: Tools | None = None) -> Reading[None]:
-    """Read an object that names the tool and has its arguments under either of `ARGUMENTS`, in any order.
+    """Reads an object that has the name of the tool and, under a key in `ARGUMENTS`, its arguments, in any order.
 
     Args:
-        known: the object is a call only if it names one of these, and has nothing else in it.
+        known: the object is a call only if it names one of these tools and has no other keys.
     """
     text.mark()
     if not (yield from text.one_of("{")):
         raise MalformedError
     name: str | None = None
-    before: str | None = None  # arguments that came before the name, or are no plain object
+    before: str | None = None  # arguments before the name, or not written as an object
     done = False
     yield from text.space()
     while True:
@@ -112,7 +112,7 @@ def _envelope(text: Text, calls: Calls, known: Tools | None = None) -> Reading[N
 
 
 def _object(value: str) -> str:
-    """The JSON of arguments that are an object, the text of one, or null. Raises MalformedError for others."""
+    """Returns the JSON of arguments that are an object, a string with one, or null. Raises MalformedError otherwise."""
     if value.startswith("{"):
         return value
     try:
@@ -120,7 +120,7 @@ def _object(value: str) -> str:
         if read is None:
             return "{}"
         if isinstance(read, str) and isinstance(json.loads(read), dict):
-            return read.encode().decode()  # half a surrogate pair is no text
+            return read.encode().decode()  # raises for a lone surrogate
     except (ValueError, RecursionError):
         pass
     raise MalformedError
@@ -134,12 +134,12 @@ def _ignore(text: str) -> None:
 
 
 def _hermes(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[None]:
-    """`<tool_call>{...}</tool_call>`, with several objects between the tags if need be."""
+    """Reads `<tool_call>{...}</tool_call>` with one or more objects."""
     yield from text.space()
     yield from _envelope(text, calls)
     while True:
         yield from text.space()
-        end = yield from text.one_of(TOOL_CALL_END, "}")  # or a brace too many
+        end = yield from text.one_of(TOOL_CALL_END, "}")  # or an extra brace
         if end == TOOL_CALL_END:
             return
         if not end and (yield from text.peek()) != "{":
@@ -149,7 +149,7 @@ def _hermes(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[None]
 
 
 def _llama3_json(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[None]:
-    """`{"name": ..., "parameters": {...}}`, behind `<|python_tag|>` or on a line of its own; `;` separates several."""
+    """Reads `{"name": ..., "parameters": {...}}` after `<|python_tag|>` or on its own line; `;` separates calls."""
     if start == PYTHON_TAG:
         yield from text.space()
         yield from _envelope(text, calls)
@@ -162,7 +162,7 @@ def _llama3_json(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[
 
 
 def _mistral(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[None]:
-    """`[TOOL_CALLS]`, then a list of objects, or `name[ARGS]{...}`, with `[CALL_ID]...` before or without `[ARGS]`."""
+    """Reads a list of objects, or `name[CALL_ID]...[ARGS]{...}` with either marker optional, after `[TOOL_CALLS]`."""
     yield from text.space()
     first = yield from text.peek()
     if first == "{":
@@ -190,7 +190,7 @@ def _mistral(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[None
 
 
 def _qwen3_coder(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[None]:
-    """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`."""
+    """Reads `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`."""
     if start == TOOL_CALL:
         yield from text.space()
         if not (yield from text.one_of(FUNCTION)):
@@ -203,14 +203,14 @@ def _qwen3_coder(start: str, text: Text, calls: Calls, tools: Tools) -> Reading[
 
 
 def _function(text: Text, calls: Calls, tools: Tools) -> Reading[None]:
-    """Read what follows `<function=`, up to its end; the values become JSON by the tool's schema."""
+    """Reads a function after `<function=`; converts the values to JSON by the tool's schema."""
     name = yield from _attribute(text)
     schema, separator, begun = tools.get(name, {}), "{", calls.begun
     while True:
         yield from text.space()
         marker = yield from text.one_of(PARAMETER, FUNCTION_END, TOOL_CALL_END)
         if not marker and not (yield from text.peek()):
-            raise MalformedError  # the end: it may have been cut, so the object stays open
+            raise MalformedError  # end of the text: the call may be cut, so the object stays open
         if calls.begun == begun:
             if not marker:
                 raise MalformedError
@@ -233,7 +233,7 @@ def _function(text: Text, calls: Calls, tools: Tools) -> Reading[None]:
 
 
 def _attribute(text: Text) -> Reading[str]:
-    """A name up to `>`."""
+    """Reads a name up to `>`."""
     pieces: list[str] = []
     end = yield from text.through((">", "<", "\n"), pieces.append)
     name = "".join(pieces).strip()
@@ -244,10 +244,10 @@ def _attribute(text: Text) -> Reading[str]:
 
 
 def _parameter(text: Text, emit: Emit, schema: Any, root: Any) -> Reading[None]:
-    """Pass on the value of a parameter as JSON: texts as they come, the rest when complete."""
-    if (yield from text.peek()) == "\n":  # one line break before and one behind are of the form
+    """Emits the value of a parameter as JSON: strings as they arrive, other values when complete."""
+    if (yield from text.peek()) == "\n":  # the form has one line break before and one after the value
         yield from text.one_of("\n")
-    # models forget an end tag, but then the next tag stands on a line of its own
+    # if a model forgets an end tag, the next tag is on its own line
     markers = (f"\n{PARAMETER_END}", PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTION_END}")
     pieces: list[str] = []
     if is_text(schema, root):
@@ -272,8 +272,8 @@ FORMS = {
         (TOOL_CALLS,),
         _mistral,
         (TOOL_CALLS, CALL_ID, ARGS),
-        # its templates refuse others
+        # Mistral's templates refuse other ids
         new_id=lambda: "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9)),
     ),
 }
-OTHER_NAMES = {"qwen3_xml": "qwen3_coder", "qwen3_json": "hermes", "llama4_json": "llama3_json"}  # vLLM has them too
+OTHER_NAMES = {"qwen3_xml": "qwen3_coder", "qwen3_json": "hermes", "llama4_json": "llama3_json"}  # vLLM's aliases

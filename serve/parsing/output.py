@@ -1,4 +1,4 @@
-"""An answer's text as it comes, split into content, reasoning and tool calls."""
+"""Splits an answer's text into content, reasoning and tool calls as it arrives."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -8,21 +8,21 @@ from .forms import FORMS, TOOL_CALL, Tools
 from .reading import MalformedError, Reading, Text
 
 THINK, THINK_END = "<think>", "</think>"
-Start = Literal["content", "reasoning", "either"]  # what an answer starts with; either: it opens <think> or does not
+Start = Literal["content", "reasoning", "either"]  # what an answer begins with; either: <think> is optional
 
 
 class OutputParser:
-    """Splits one answer. Whatever pieces the text comes in, the deltas joined are the same.
+    """Splits one answer. The joined deltas do not depend on how the text is cut into pieces.
 
-    Only markers are lost, and white space alone around tool calls. A call that cannot be read stays in the content as
-    it is; one that stops being JSON within its arguments, which have been sent, goes on as content there.
+    Drops only markers, and white space around tool calls. A call that cannot be read stays in the content. If the
+    arguments of a call become invalid JSON after a part of them has been sent, the rest is content.
 
     Args:
-        start: what the text starts with; with `content` there is no reasoning.
+        start: what the text begins with; after `content` there is no reasoning.
         form: a name of `FORMS`; None leaves all calls in the content.
-        tools: OpenAI's `tools`, by whose schemas values get types.
-        parallel: whether calls behind the first are wanted; if not, they are dropped.
-        named: the client has named the function, so that a call is no news.
+        tools: OpenAI's `tools`; their schemas decide the types of values.
+        parallel: keep calls after the first; otherwise they are dropped.
+        named: the client has named the function, so the answer ends with "stop", not "tool_calls".
     """
 
     def __init__(
@@ -40,29 +40,29 @@ class OutputParser:
         self._parallel = parallel
         self._text, self._deltas = Text(), list[Delta]()
         self.begun = 0  # tool calls
-        self.thinking = False  # what comes now is reasoning
-        self._space: str | None = "" if form is not None else None  # white space that stands alone so far
+        self.thinking = False  # within the reasoning
+        self._space: str | None = "" if form is not None else None  # white space that may be around a call
         self._line_start = True
         self._reading = self._read(start)
 
     @property
     def called(self) -> bool:
-        """Whether there is a tool call of the model's own choice; OpenAI calls an end behind another one a stop."""
+        """Returns whether the model has chosen to call a tool; OpenAI's finish reason for a named call is "stop"."""
         return self.begun > 0 and not self._named
 
     def feed(self, text: str) -> list[Delta]:
-        """What more of the text brings."""
+        """Returns the deltas that more text completes."""
         self._text.add(text)
         next(self._reading, None)
-        return self._taken()
+        return self._pop_deltas()
 
     def finish(self) -> list[Delta]:
-        """What was held back, now that nothing follows."""
+        """Returns the deltas of the text that was held back."""
         self._text.ended = True
         next(self._reading, None)
-        return self._taken()
+        return self._pop_deltas()
 
-    def _taken(self) -> list[Delta]:
+    def _pop_deltas(self) -> list[Delta]:
         deltas, self._deltas = merged(self._deltas), []
         return deltas
 
@@ -72,9 +72,9 @@ class OutputParser:
         if start != "content":
             yield from self._reasoning(start)
         starts = self._form.starts if self._form else ()
-        while marker := (yield from self._text.through(starts, self._say)):
+        while marker := (yield from self._text.through(starts, self._emit)):
             if self._form and marker in self._form.line_start and not self._line_start:
-                self._say(marker)
+                self._emit(marker)
             else:
                 yield from self._call(marker)
         if self._space and not self.begun:
@@ -90,29 +90,29 @@ class OutputParser:
         before = self._text.unmark()
         self.thinking = start == "reasoning" or bool(opened)
         if not opened:
-            self._say(before)
+            self._emit(before)
         if not self.thinking:
             return
         # a model that forgets to end its reasoning before it calls a tool
         starts = (TOOL_CALL,) if self._form and TOOL_CALL in self._form.starts else ()
-        while marker := (yield from self._text.through((THINK_END, *starts), self._say)):
+        while marker := (yield from self._text.through((THINK_END, *starts), self._emit)):
             if marker == THINK_END or (yield from self._call(marker)):
                 break
         self.thinking = False
 
     def _call(self, start: str) -> Reading[bool]:
-        """Read what may be a tool call behind its start; whether it is one."""
+        """Reads a possible tool call after its start; returns whether it is one."""
         assert self._form is not None
         begun = self.begun
         self._text.mark(len(start))
         try:
             yield from self._form.read(start, self._text, self, self._tools)
         except MalformedError:
-            self._say(self._text.unmark())
+            self._emit(self._text.unmark())
         return self.begun > begun
 
-    def _say(self, text: str) -> None:
-        """Text that is no call."""
+    def _emit(self, text: str) -> None:
+        """Adds text that is not a call."""
         if not text:
             return
         if self.thinking:
@@ -129,10 +129,10 @@ class OutputParser:
             self._space = None
         self._deltas.append(Delta(text))
 
-    # ---- what a form reports ---------------------------------------------------------------------------------
+    # ---- `Calls`, which forms report to ----------------------------------------------------------------------
 
     def begin(self, name: str, id: str | None = None) -> None:
-        """A call begins; what was read of it is no content."""
+        """Begins a call; the text that was read for it is not content."""
         assert self._form is not None
         self._text.unmark()
         self.begun += 1
@@ -141,7 +141,7 @@ class OutputParser:
             self._deltas.append(Delta(tool=ToolDelta(self.begun - 1, id or self._form.new_id(), name)))
 
     def arguments(self, text: str) -> None:
-        """A piece of the arguments of the call that began last."""
+        """Adds to the arguments of the last call."""
         if self._wanted:
             self._deltas.append(Delta(tool=ToolDelta(self.begun - 1, arguments=text)))
 

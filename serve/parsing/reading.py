@@ -1,7 +1,7 @@
-"""Reading text that is still arriving, in direct style: a reader is a generator that yields where it needs more.
+"""Reads text that is still arriving. A reader is a generator that yields when it needs more text.
 
-What a reader finds never depends on how the text is cut into pieces: it looks at characters, and waits where the next
-one may matter.
+The result never depends on how the text is cut into pieces, because a reader waits whenever the next character may
+matter.
 """
 
 import functools
@@ -15,22 +15,26 @@ Emit = Callable[[str], object]
 
 SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[\w.:/-]*")
-PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # of a JSON string
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a JSON string that need no escape
 SCALAR = re.compile(r"[-+.\w]*")
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 WORDS = {
-    "true": "true", "false": "false", "null": "null",
-    "True": "true", "False": "false", "None": "null",  # models that write Python into JSON
-}  # fmt: skip
+    "true": "true",
+    "false": "false",
+    "null": "null",
+    "True": "true",  # some models write Python's constants
+    "False": "false",
+    "None": "null",
+}
 HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 class MalformedError(Exception):
-    """The text is not what the reader was made for, from the character on that is read next."""
+    """Raised when the text does not match the reader, from the next character on."""
 
 
 class Text:
-    """The part of a text that has arrived and was not read yet."""
+    """Buffers text that has arrived but is not read yet."""
 
     def __init__(self) -> None:
         self._buffer, self._at = "", 0
@@ -38,37 +42,37 @@ class Text:
         self.ended = False
 
     def add(self, text: str) -> None:
-        """More of it has arrived."""
+        """Adds text that has arrived."""
         start = self._at if self._mark is None else self._mark
         self._buffer = self._buffer[start:] + text
         self._at -= start
         self._mark = None if self._mark is None else 0
 
     def mark(self, back: int = 0) -> None:
-        """Keep what is read from here, or from `back` characters before, unless an earlier mark keeps it already."""
+        """Keeps the text from here on, or from `back` characters before, unless there is an earlier mark."""
         if self._mark is None:
             self._mark = self._at - back
 
     def unmark(self) -> str:
-        """What was kept since the mark; "" without one."""
+        """Returns the text read since the mark, and removes the mark; "" without a mark."""
         read = "" if self._mark is None else self._buffer[self._mark : self._at]
         self._mark = None
         return read
 
     def unread(self, count: int) -> None:
-        """Go back over the last characters, which were read since the last wait."""
+        """Goes back over the last characters, which must have been read since the last wait."""
         self._at -= count
 
     # ---- any text --------------------------------------------------------------------------------------------
 
     def peek(self) -> Reading[str]:
-        """The next character, not read yet; "" at the end."""
+        """Returns the next character without reading it; "" at the end."""
         while self._at == len(self._buffer) and not self.ended:
             yield
         return self._buffer[self._at : self._at + 1]
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """As many characters as match, of a pattern that matches a class of characters only."""
+        """Reads as many characters as match; the pattern must be a repeated class of characters."""
         pieces = []
         while True:
             found = pattern.match(self._buffer, self._at)
@@ -80,20 +84,20 @@ class Text:
             yield
 
     def space(self) -> Reading[str]:
-        """White space."""
+        """Reads white space."""
         return self.run(SPACE)
 
     def ahead(self, count: int) -> Reading[str]:
-        """The next `count` characters, fewer at the end, not read yet."""
+        """Returns the next `count` characters, fewer at the end, without reading them."""
         while len(self._buffer) - self._at < count and not self.ended:
             yield
         return self._buffer[self._at : self._at + count]
 
     def one_of(self, *markers: str) -> Reading[str]:
-        """The marker that stands here, which is read, or "".
+        """Reads one of the markers, and returns it; "" if none is next.
 
         Raises:
-            MalformedError: the end comes within a marker, whose start has been read.
+            MalformedError: the text ends within a marker; its start has been read.
         """
         while True:
             here = self._buffer[self._at : self._at + max(map(len, markers))]
@@ -111,7 +115,7 @@ class Text:
             yield
 
     def through(self, markers: tuple[str, ...], emit: Emit) -> Reading[str]:
-        """Read up to and with the first marker, and pass on what stands before it; "" when the end comes first."""
+        """Reads through the first marker, emits the text before it, and returns the marker; "" at the end."""
         pattern = any_of(markers)
         while True:
             found = pattern.search(self._buffer, self._at) if markers else None
@@ -129,7 +133,7 @@ class Text:
             yield
 
     def _begun(self, markers: tuple[str, ...]) -> int:
-        """How many characters at the end may be the start of a marker."""
+        """Returns how many of the last characters may be the start of a marker."""
         longest = min(max(map(len, markers), default=1) - 1, len(self._buffer) - self._at)
         tail = self._buffer[len(self._buffer) - longest :]
         ends = (tail[i:] for i in range(longest))
@@ -138,14 +142,14 @@ class Text:
     # ---- JSON ------------------------------------------------------------------------------------------------
 
     def value(self, emit: Emit) -> Reading[None]:
-        """Pass on one JSON value, as it comes.
+        """Emits one JSON value as it arrives.
 
-        What models often get wrong is mended: raw control characters and unknown escapes in strings, Python's words.
+        Corrects frequent errors of models: raw control characters and unknown escapes in strings, Python's constants.
 
         Raises:
-            MalformedError: the text is no JSON, or ends. What was read has been passed on.
+            MalformedError: the text is not JSON, or ends early. The text that was read has been emitted.
         """
-        open_: list[str] = []  # the closing brackets that are due
+        open_: list[str] = []  # expected closing brackets
         while True:
             yield from self._space(emit)
             first = yield from self.peek()
@@ -161,7 +165,7 @@ class Text:
                 yield from self._string(emit)
             else:
                 yield from self._scalar(emit)
-            while open_:  # the value is complete: so are those that end here
+            while open_:  # the value is complete, and so are the values that end here
                 yield from self._space(emit)
                 following = yield from self.peek()
                 if following == open_[-1]:
@@ -179,7 +183,7 @@ class Text:
                 return
 
     def string(self) -> Reading[str]:
-        """The JSON string that stands here, with its quotes, as JSON. Raises MalformedError."""
+        """Reads a JSON string and returns it with its quotes, as JSON. Raises MalformedError."""
         pieces: list[str] = []
         yield from self._string(pieces.append)
         return "".join(pieces)
@@ -190,7 +194,7 @@ class Text:
 
     def _space(self, emit: Emit) -> Reading[None]:
         if space := (yield from self.space()):
-            emit(space if not space.strip(" \t\r\n") else " ")  # JSON knows four of them
+            emit(space if not space.strip(" \t\r\n") else " ")  # JSON allows only these four
 
     def _key(self, emit: Emit) -> Reading[None]:
         yield from self._string(emit)
@@ -258,5 +262,5 @@ CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 @functools.cache
 def any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches each of the markers."""
+    """Returns a pattern that matches any of the markers."""
     return re.compile("|".join(map(re.escape, markers)))

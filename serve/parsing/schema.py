@@ -1,4 +1,4 @@
-"""The values of parameters that are written as bare text, by the JSON schema of the tool."""
+"""Converts parameters that are written as bare text to JSON, by the JSON schema of the tool."""
 
 import json
 import math
@@ -6,13 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-TYPES = (("null", type(None)), ("boolean", bool), ("integer", int), ("number", float), ("string", str), ("array", list),
-         ("object", dict))  # fmt: skip
+TYPES = {
+    "null": type(None),
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "string": str,
+    "array": list,
+    "object": dict,
+}
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
-    """The JSON types that a schema allows, as far as it says so plainly; none for one that does not.
+    """Returns the JSON types that a schema explicitly allows; the set may be empty.
 
     Args:
         root: the schema of all parameters, to which `$ref` refers.
@@ -24,7 +31,9 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
     named = schema.get("type")
     found = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     if not found:
-        found.update(next(name for name, kind in TYPES if isinstance(value, kind)) for value in _values_of(schema))
+        found.update(
+            next(name for name, kind in TYPES.items() if isinstance(value, kind)) for value in _values_of(schema)
+        )
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
             found.update(*(types_of(each, root, seen) for each in schema[key]))
@@ -40,14 +49,14 @@ def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
 
 
 def is_text(schema: Any, root: Any) -> bool:
-    """Whether a value is any text, whatever it looks like: the schema says so, or nothing."""
+    """Returns whether any text is a valid value: the schema allows only strings, or names no type."""
     return types_of(schema, root) <= {"string"} and not _values_of(schema)
 
 
 def as_json(value: str, schema: Any, root: Any) -> str:
-    """The JSON of a value written as text: of the first type allowed that it can be, else a string.
+    """Converts a text to the JSON of the first allowed type that fits, otherwise to a string.
 
-    White space around one of the strings that are allowed is not its own.
+    Strips white space if the schema lists the stripped string.
     """
     types, bare = types_of(schema, root), value.strip()
     if "null" in types and bare.lower() in ("null", "none"):
@@ -62,7 +71,7 @@ def as_json(value: str, schema: Any, root: Any) -> str:
         try:
             read = json.loads(bare, strict=False, parse_constant=_refuse)
             text = json.dumps(read, ensure_ascii=False, allow_nan=False)
-            text.encode()  # half a surrogate pair is no text
+            text.encode()  # raises for a lone surrogate
         except (ValueError, RecursionError):
             pass
         else:
@@ -72,7 +81,7 @@ def as_json(value: str, schema: Any, root: Any) -> str:
 
 
 def _values_of(schema: Any) -> list[Any]:
-    """The values that a schema allows, if it lists them."""
+    """Returns the values that a schema lists."""
     if not isinstance(schema, Mapping):
         return []
     listed = schema["enum"] if isinstance(schema.get("enum"), list) else []
@@ -80,7 +89,7 @@ def _values_of(schema: Any) -> list[Any]:
 
 
 def _number(text: str) -> str | None:
-    """The JSON of a number; 3.0 is also an integer."""
+    """Returns the JSON of a number, or None; 3.0 becomes an integer."""
     if INTEGER.fullmatch(text):
         return text
     try:

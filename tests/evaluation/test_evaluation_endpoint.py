@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import make_engine, serving
 from schemas import validate
-from test_serve_api import serving
-from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, Target, UserError
 from dflash_toolkit.evaluation.cli import main

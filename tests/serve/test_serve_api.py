@@ -1,102 +1,51 @@
-"""The server as its clients see it: the real `openai` client over a real socket, on tiny models."""
+"""The server through the real `openai` client and a real socket, on tiny models."""
 
 import concurrent.futures
-import contextlib
 import http.client
 import inspect
 import json
 import re
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from live_server import (
+    LATE_S,
+    MESSAGES,
+    chat,
+    client,
+    client_of,
+    complete,
+    engine,
+    error_of,
+    gated,
+    joined,
+    make_engine,
+    refusal,
+    serving,
+    text_of,
+    url,
+    wait_until,
+)
 from openai import APIError, APIStatusError, OpenAI
-from test_serve_engine import LATE_S, gated, make_engine, wait_until
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.generation import Generation
 from dflash_toolkit.runtime import AsyncEngine
-from dflash_toolkit.serve.app import create_app
-from dflash_toolkit.serve.lanes import MAX_BODY
 from dflash_toolkit.serve.protocol import IGNORED, ChatRequest, CompletionRequest, Cut
-from dflash_toolkit.serve.server import Server, bind, url_of
+from dflash_toolkit.serve.thread_pools import MAX_BODY
 
-MESSAGES: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
-LONG = {"ignore_eos": True}
-
-
-@contextlib.contextmanager
-def serving(engine: AsyncEngine, port: int = 0, **options: Any) -> Iterator[str]:
-    """The URL of a server that runs in a thread."""
-    ready = threading.Event()
-    with bind("127.0.0.1", port) as listener:
-        server = Server(create_app(engine, "org/tiny", **options), ready=ready.set, stop=engine.close)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        url = url_of(listener)
-        thread.start()
-        try:
-            assert ready.wait(LATE_S)
-            yield url
-        finally:
-            server.should_exit = True
-            thread.join(LATE_S)
-    assert not thread.is_alive()
-
-
-@pytest.fixture(scope="session")
-def engine(target: Target, drafter: Drafter) -> AsyncEngine:
-    return make_engine(target, drafter)
-
-
-@pytest.fixture(scope="session")
-def url(engine: AsyncEngine) -> Iterator[str]:
-    with serving(engine) as url:
-        yield url
-
-
-def client_of(url: str, key: str = "none") -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=LATE_S)
-
-
-@pytest.fixture(scope="session")
-def client(url: str) -> OpenAI:
-    return client_of(url)
-
-
-def chat(client: OpenAI, **options: Any) -> Any:
-    return client.chat.completions.create(**{"model": "org/tiny", "messages": MESSAGES, "max_tokens": 20} | options)
-
-
-def complete(client: OpenAI, **options: Any) -> Any:
-    return client.completions.create(**{"model": "org/tiny", "prompt": "The sky", "max_tokens": 20} | options)
-
-
-def joined(chunks: Any) -> tuple[str, str | None, Any]:
-    """Text, finish reason and usage of a stream, of either endpoint."""
-    text, reason, usage = "", None, None
-    for chunk in chunks:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            assert reason is None, "text after the finish reason"
-            text += (choice.delta.content if hasattr(choice, "delta") else choice.text) or ""
-            reason = choice.finish_reason
-    return text, reason, usage
-
-
-def text_of(target: Target, generation: Generation) -> str:
-    tokens = generation.tokens[:-1] if generation.finish_reason == "stop" else generation.tokens
-    return target.tokenizer.decode(tokens, skip_special_tokens=True)
+__all__ = ["client", "engine", "url"]  # fixtures
+ENDLESS = {"ignore_eos": True}
 
 
 # ---- answers -------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_names_the_model_as_it_was_asked_for(target: Target) -> None:
+def test_answer_has_the_requested_model_name(target: Target) -> None:
     with serving(make_engine(target, None), aliases=["also"]) as url:
         client = client_of(url)
         for name in ("org/tiny", "also"):
@@ -107,7 +56,7 @@ def test_an_answer_names_the_model_as_it_was_asked_for(target: Target) -> None:
             assert client.responses.create(model=name, input="a", max_output_tokens=2).model == name
 
 
-def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, drafter: Drafter) -> None:
+def test_greedy_chat_equals_generate(client: OpenAI, target: Target, drafter: Drafter) -> None:
     ids = encode_chat(target.tokenizer, MESSAGES)
     expected = generate(target, drafter, ids, SamplingParams(max_tokens=20))
     answer = chat(client, temperature=0)
@@ -130,7 +79,7 @@ def test_a_greedy_chat_is_what_generate_gives(client: OpenAI, target: Target, dr
     }
 
 
-def test_a_prompt_as_text_list_or_tokens_gives_the_same(client: OpenAI, target: Target, drafter: Drafter) -> None:
+def test_prompt_as_text_list_or_tokens_is_equal(client: OpenAI, target: Target, drafter: Drafter) -> None:
     ids = target.tokenizer.encode("The sky")
     expected = text_of(target, generate(target, drafter, ids, SamplingParams(max_tokens=16)))
     for prompt in ("The sky", ["The sky"], ids, [ids]):
@@ -152,7 +101,7 @@ def test_the_drafter_changes_the_statistics_only(client: OpenAI, target: Target)
 @pytest.mark.parametrize("ask", [chat, complete])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, ask: Callable[..., Any], seed: int) -> None:
-    ask(client, max_tokens=1)  # from now on its prompt is in the cache
+    ask(client, max_tokens=1)  # puts the prompt into the cache
     answer = ask(client, seed=seed)
     choice = answer.choices[0]
     whole = choice.message.content if ask is chat else choice.text
@@ -162,9 +111,9 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, ask: Callable[..
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_every_chunk_says_its_tokens_and_what_they_cost(client: OpenAI, ask: Callable[..., Any], url: str) -> None:
-    options: dict[str, Any] = {"seed": 2, "n": 2, "stop": ["e"], "extra_body": {"return_token_ids": True} | LONG}
-    ask(client, max_tokens=1)  # from now on its prompt is in the cache
+def test_chunks_have_token_ids_and_continuous_usage(client: OpenAI, ask: Callable[..., Any], url: str) -> None:
+    options: dict[str, Any] = {"seed": 2, "n": 2, "stop": ["e"], "extra_body": {"return_token_ids": True} | ENDLESS}
+    ask(client, max_tokens=1)  # puts the prompt into the cache
     whole = ask(client, **options)
     usages = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = ask(client, stream=True, stream_options=usages, **options)
@@ -183,7 +132,7 @@ def test_every_chunk_says_its_tokens_and_what_they_cost(client: OpenAI, ask: Cal
 
 
 @pytest.mark.parametrize(("level", "ask"), [("summary", complete), ("detailed", chat)])
-def test_an_answer_says_what_became_of_its_drafts(
+def test_answer_has_vllm_draft_metrics(
     target: Target, drafter: Drafter, client: OpenAI, level: str, ask: Callable[..., Any]
 ) -> None:
     longest = drafter.config.block_size - 1
@@ -210,11 +159,11 @@ def test_an_answer_says_what_became_of_its_drafts(
 
 
 @pytest.mark.parametrize("prompt", ["a" * 700 + "bcd", [*range(97, 117)] * 30 + [5, 6, 7]], ids=["text", "tokens"])
-def test_a_prompt_can_be_cut_to_what_fits(client: OpenAI, target: Target, prompt: Any) -> None:
+def test_prompt_can_be_truncated_to_fit(client: OpenAI, target: Target, prompt: Any) -> None:
     ids = target.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    for asked, kept in (({"truncate_prompt_tokens": 3}, ids[-3:]), ({"truncate_prompt_tokens": -1}, ids[-511:]),
+    for wanted, kept in (({"truncate_prompt_tokens": 3}, ids[-3:]), ({"truncate_prompt_tokens": -1}, ids[-511:]),
                         ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5])):  # fmt: skip
-        extra = asked | {"return_token_ids": True, "logit_bias": {"65": 100}}
+        extra = wanted | {"return_token_ids": True, "logit_bias": {"65": 100}}
         choice = complete(client, prompt=prompt, max_tokens=1, logprobs=0, extra_body=extra).choices[0]
         assert choice.prompt_token_ids == kept
         assert choice.logprobs.text_offset[0] == len(target.tokenizer.decode(kept))
@@ -225,13 +174,13 @@ def test_a_prompt_can_be_cut_to_what_fits(client: OpenAI, target: Target, prompt
         assert answer.prompt_token_ids == encode_chat(target.tokenizer, messages)[-8:]
 
 
-def test_what_begins_a_text_is_kept_where_it_is_cut() -> None:
+def test_truncation_keeps_the_first_special_tokens() -> None:
     assert Cut(3, None).of([0, 1, 2, 3, 4], 1) == [0, 3, 4] and Cut(3, "left").of([0, 1, 2, 3, 4], 1) == [2, 3, 4]
     assert Cut(0, None).of([0, 1], 1) == [] and Cut(5, None).of([0, 1], 1) == [0, 1]
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_what_asks_for_nothing_is_taken(client: OpenAI, ask: Callable[..., Any]) -> None:
+def test_harmless_values_of_unsupported_parameters_are_accepted(client: OpenAI, ask: Callable[..., Any]) -> None:
     kind = ChatRequest if ask is chat else CompletionRequest
     body: dict[str, Any] = {
         "user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "request_id": "mine.1",
@@ -250,7 +199,7 @@ def test_what_asks_for_nothing_is_taken(client: OpenAI, ask: Callable[..., Any])
     assert ask(client, temperature=0, max_tokens=4, extra_body=nulls).choices == answer.choices
 
 
-def test_no_proxy_holds_events_back(url: str) -> None:
+def test_events_disable_proxy_buffering(url: str) -> None:
     body = {"model": "org/tiny", "prompt": "a", "max_tokens": 2, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LATE_S) as response:
         assert response.headers["x-accel-buffering"] == "no"
@@ -266,19 +215,19 @@ def test_sampling_parameters_reach_the_sampler(client: OpenAI, target: Target, d
     for options in ({"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.4}, {"temperature": 0.5}, stop, biased):
         expected = text_of(target, generate(target, drafter, ids, SamplingParams(**common | options)))
         assert expected != text_of(target, plain)
-        asked = options | ({"logit_bias": {"65": 3}} if options is biased else {})
-        answer = chat(client, seed=7, max_tokens=24, extra_body=asked)
+        wanted = options | ({"logit_bias": {"65": 3}} if options is biased else {})
+        answer = chat(client, seed=7, max_tokens=24, extra_body=wanted)
         assert answer.choices[0].message.content == expected, options
 
 
-def test_a_seed_repeats_an_answer_and_none_does_not(client: OpenAI) -> None:
+def test_equal_seeds_repeat_an_answer(client: OpenAI) -> None:
     first, again, *others = (chat(client, seed=seed).choices[0].message.content for seed in (5, 5, None, None))
     assert first == again
     assert len({first, *others}) == 3
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1, "top_p": 1e-46}])
-def test_what_fp32_cannot_divide_by_is_greedy(client: OpenAI, options: dict[str, float]) -> None:
+def test_tiny_temperature_or_top_p_is_greedy(client: OpenAI, options: dict[str, float]) -> None:
     assert chat(client, seed=1, **options).choices[0] == chat(client, temperature=0).choices[0]
 
 
@@ -295,7 +244,7 @@ def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
     assert (text, reason, usage) == (whole[: whole.find(stop)], "stop", stopped.usage)
 
 
-def test_a_stop_string_can_be_kept_and_can_come_too_early(client: OpenAI) -> None:
+def test_stop_string_can_be_included_and_min_tokens_delays_it(client: OpenAI) -> None:
     whole = complete(client, temperature=0).choices[0].text
     stop = whole[9:12]
     end = whole.find(stop) + len(stop)
@@ -304,13 +253,13 @@ def test_a_stop_string_can_be_kept_and_can_come_too_early(client: OpenAI) -> Non
     extra: dict[str, Any] = {"include_stop_str_in_output": True}
     kept = complete(client, temperature=0, stop=stop, extra_body=extra)
     assert kept.choices[0].text == whole[:end] and kept.choices[0].finish_reason == "stop"
-    asked = {"stop": stop, "extra_body": extra | {"min_tokens": kept.usage.completion_tokens}}
-    longer = complete(client, temperature=0, **asked)
+    wanted = {"stop": stop, "extra_body": extra | {"min_tokens": kept.usage.completion_tokens}}
+    longer = complete(client, temperature=0, **wanted)
     assert longer.choices[0].text.startswith(whole[: end + 1])
-    assert joined(complete(client, temperature=0, stream=True, **asked))[0] == longer.choices[0].text
+    assert joined(complete(client, temperature=0, stream=True, **wanted))[0] == longer.choices[0].text
 
 
-def test_an_answer_has_as_many_tokens_as_it_must(client: OpenAI) -> None:
+def test_answer_has_at_least_min_tokens(client: OpenAI) -> None:
     every = list(range(0, 256, 2))
     for least in (0, 7, 30):
         extra = {"min_tokens": least, "stop_token_ids": every, "return_token_ids": True}
@@ -318,7 +267,7 @@ def test_an_answer_has_as_many_tokens_as_it_must(client: OpenAI) -> None:
         *before, last = choice.token_ids
         assert choice.stop_reason == last
         assert len(before) >= least and last in every and not {*before[:least]} & {*every}
-    endless = complete(client, max_tokens=9, extra_body=LONG | {"min_tokens": 9})  # benchmarks ask so
+    endless = complete(client, max_tokens=9, extra_body=ENDLESS | {"min_tokens": 9})  # as benchmarks do
     assert endless.usage.completion_tokens == 9 and endless.choices[0].stop_reason is None
     room = refusal(complete, client, prompt="a" * 500, max_tokens=None, extra_body={"min_tokens": 13})
     assert (room.status_code, room.param) == (400, "min_tokens")
@@ -326,14 +275,14 @@ def test_an_answer_has_as_many_tokens_as_it_must(client: OpenAI) -> None:
     assert (both.status_code, both.param) == (400, "min_tokens") and "regex" in str(both)
 
 
-def test_special_tokens_are_shown_where_they_are_wanted(client: OpenAI, target: Target) -> None:
+def test_special_tokens_are_shown_if_requested(client: OpenAI, target: Target) -> None:
     mark = {"logit_bias": {str(target.tokenizer.convert_tokens_to_ids("<|user|>")): 100}, "max_tokens": 3}
     for extra, text in (({}, ""), ({"skip_special_tokens": False}, "<|user|>" * 3)):
         assert complete(client, extra_body=extra, **mark).choices[0].text == text
         assert chat(client, extra_body=extra, **mark).choices[0].message.content == text
 
 
-def test_priority_reaches_the_engine_where_the_server_lets_it(
+def test_priority_reaches_the_engine_if_enabled(
     target: Target, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = refusal(chat, client, extra_body={"priority": -1})
@@ -353,9 +302,9 @@ def test_priority_reaches_the_engine_where_the_server_lets_it(
 
 
 def test_ignore_eos_and_the_two_names_of_the_limit(client: OpenAI) -> None:
-    answer = chat(client, max_tokens=3, max_completion_tokens=60, extra_body=LONG)
+    answer = chat(client, max_tokens=3, max_completion_tokens=60, extra_body=ENDLESS)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (60, "length")
-    whole_context = complete(client, prompt="a" * 480, max_tokens=32, extra_body=LONG)
+    whole_context = complete(client, prompt="a" * 480, max_tokens=32, extra_body=ENDLESS)
     assert whole_context.usage.total_tokens == 512
 
 
@@ -371,7 +320,7 @@ def test_content_parts_developer_role_and_harmless_extras(client: OpenAI) -> Non
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )  # fmt: skip
     assert other.choices[0] == plain.choices[0]
-    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]  # which this target's template does not know
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]  # not supported by this target's template
     silent: list[Any] = [*MESSAGES, {"role": "assistant", "content": None}, *MESSAGES]
     empty: list[Any] = [*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES]
     found = chat(client, temperature=0, messages=silent, tools=tools, tool_choice="none")
@@ -408,7 +357,7 @@ def test_models_health_and_metrics(url: str, client: OpenAI) -> None:
 def counters(url: str) -> dict[str, float]:
     lines = httpx.get(f"{url}/metrics", timeout=LATE_S).text.splitlines()
     found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    # of one model, whose name is no news
+    # without the name of the only model
     return {
         re.sub(r'\{model_name="org/tiny"\}|,?model_name="org/tiny",?', "", name): float(value)
         for name, _, value in found
@@ -418,7 +367,7 @@ def counters(url: str) -> dict[str, float]:
 # ---- many clients --------------------------------------------------------------------------------------------
 
 
-def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
+def test_concurrent_requests_get_their_own_answers(client: OpenAI) -> None:
     def ask(i: int) -> str:
         options = {"prompt": f"Prompt {i}", "temperature": 0, "max_tokens": 24}
         if i % 2:
@@ -436,8 +385,8 @@ def test_concurrent_requests_all_get_their_own_answer(client: OpenAI) -> None:
 def test_a_client_that_leaves_stops_its_decoding(
     engine: AsyncEngine, url: str, client: OpenAI, prompts: list[str], streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_toolkit.serve.app.STATS_S", 0.01)  # an engine that stands still answers no ping
-    body = {"model": "org/tiny", "prompt": prompts, "max_tokens": 400, "stream": streamed, **LONG}
+    monkeypatch.setattr("dflash_toolkit.serve.app.STATS_S", 0.01)  # a stopped engine answers no ping
+    body = {"model": "org/tiny", "prompt": prompts, "max_tokens": 400, "stream": streamed, **ENDLESS}
     name = 'dflash_requests_total{outcome="disconnected"}'
     before, address = counters(url).get(name, 0), httpx.URL(url)
     with gated(engine, 10) as gate:
@@ -457,24 +406,8 @@ def test_a_client_that_leaves_stops_its_decoding(
 # ---- refusals ------------------------------------------------------------------------------------------------
 
 
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error object, in OpenAI's form and no other."""
-    body = json.loads(response.read())
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"]
-    return body["error"]
-
-
-def refusal(ask: Callable[..., Any], *args: Any, **options: Any) -> APIStatusError:
-    """The error that a client gets."""
-    with pytest.raises(APIStatusError) as caught:
-        ask(*args, **options)
-    assert error_of(caught.value.response)["type"] == "invalid_request_error"
-    return caught.value
-
-
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is named
+WRONG: dict[str, list[Any]] = {  # parameter named in the error -> wrong values, for both endpoints
     "n": [0, 129], "temperature": ["hot", -1, 1e39], "top_p": [0, 1.1], "top_k": [1.5], "min_p": [2], "seed": [2**64],
     "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
     "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}, {"01": 1},
@@ -486,7 +419,7 @@ WRONG: dict[str, list[Any]] = {  # of either endpoint, by the parameter that is 
     "prompt_logprobs": [-1, 21, True, "2"],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
-    "tools": [[{"type": "function", "function": {"name": "f"}}]],  # of a target whose template has none
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],  # the template does not support tools
     "tool_choice": ["required", "any", {"type": "function", "function": {"name": "f"}}, {"type": "function"}],
     "response_format.type": [{"type": "yaml"}, {}], "chat_template_kwargs.x": [{"x": 1}], 
     "messages[0].role": [[{"role": "function", "content": "x"}]],
@@ -495,7 +428,7 @@ WRONG_CHATS = WRONG | {
     "messages[0].tool_calls[0].function": [[{"role": "assistant", "content": "", "tool_calls": [{}]}]],
     "messages[0].tool_calls": [[{"role": "user", "content": "", "tool_calls": [CALL]}]],
     "messages[0].function_call": [[{"role": "assistant", "content": "", "function_call": {"name": "f"}}]],
-    "messages": [[], "hi", [{"role": "assistant", "content": None, "tool_calls": [CALL]}]],  # a template without calls
+    "messages": [[], "hi", [{"role": "assistant", "content": None, "tool_calls": [CALL]}]],  # unsupported
     "parallel_tool_calls": ["no"],
     "logprobs": [1, "yes"], "top_logprobs": [2, 21, -1, True, 1.5, "2"],
 }  # fmt: skip
@@ -506,11 +439,13 @@ WRONG_COMPLETIONS = WRONG | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("streamed", [False, True])  # not an event in a stream that has begun
+@pytest.mark.parametrize("streamed", [False, True])  # an error status, not an event
 @pytest.mark.parametrize(
     ("ask", "param"), [(chat, p) for p in WRONG_CHATS] + [(complete, p) for p in WRONG_COMPLETIONS]
 )
-def test_what_cannot_be_asked_for_is_named(client: OpenAI, ask: Callable[..., Any], param: str, streamed: bool) -> None:
+def test_invalid_parameter_gets_400_with_its_name(
+    client: OpenAI, ask: Callable[..., Any], param: str, streamed: bool
+) -> None:
     for value in (WRONG_CHATS if ask is chat else WRONG_COMPLETIONS)[param]:
         more = {"logprobs": value != 2} if param == "top_logprobs" else {"n": 128} if param == "prompt" else {}
         error = refusal(ask, client, stream=streamed, extra_body={re.split(r"[.[]", param)[0]: value, **more})
@@ -518,7 +453,7 @@ def test_what_cannot_be_asked_for_is_named(client: OpenAI, ask: Callable[..., An
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[]", b"", b'{"model": "\\ud800"}', b"[" * 100_000])
-def test_a_body_that_is_no_request_is_a_400(url: str, body: bytes) -> None:
+def test_invalid_body_gets_400(url: str, body: bytes) -> None:
     response = httpx.post(f"{url}/v1/chat/completions", content=body, timeout=LATE_S)
     assert response.status_code == 400
     error_of(response)
@@ -529,16 +464,20 @@ def test_a_prompt_longer_than_the_context_is_refused(client: OpenAI) -> None:
     for error in (refusal(complete, client, prompt="a" * 512), refusal(chat, client, messages=long, stream=True)):
         assert (error.status_code, error.code) == (400, "context_length_exceeded")
         assert error.param == ("messages" if "chat" in str(error.request.url) else "prompt")
-    assert complete(client, prompt="a" * 511, max_tokens=1, extra_body=LONG).usage.completion_tokens == 1
+    assert complete(client, prompt="a" * 511, max_tokens=1, extra_body=ENDLESS).usage.completion_tokens == 1
     more = refusal(complete, client, prompt="a" * 511, max_tokens=2)
     assert (more.status_code, more.code, more.param) == (400, "context_length_exceeded", "max_tokens")
 
 
-def test_a_parameter_that_nobody_knows_is_refused_and_the_one_that_was_meant_named(client: OpenAI) -> None:
-    for name, said in (("temprature", "did you mean `temperature`?"), ("reasoning_effort", "no such switch"),
-                       ("cache_salt", "not supported"), ("x" * 5000, "is no parameter")):  # fmt: skip
+def test_unknown_parameter_is_refused_with_the_nearest_name(client: OpenAI) -> None:
+    for name, words in (
+        ("temprature", "did you mean `temperature`?"),
+        ("reasoning_effort", "not supported"),
+        ("cache_salt", "not supported"),
+        ("x" * 5000, "is not a parameter"),
+    ):
         error = refusal(chat, client, extra_body={name: "low"})
-        assert error.status_code == 400 and said in error_of(error.response)["message"]
+        assert error.status_code == 400 and words in error_of(error.response)["message"]
         assert len(error_of(error.response)["message"]) < 300
 
 
@@ -556,7 +495,7 @@ def test_unknown_paths_and_wrong_methods(url: str) -> None:
     error_of(response)
 
 
-def test_a_body_over_the_limit_is_refused_also_in_chunks(url: str, client: OpenAI) -> None:
+def test_body_over_the_limit_gets_413_also_in_chunks(url: str, client: OpenAI) -> None:
     error = refusal(complete, client, prompt="a" * MAX_BODY)
     assert (error.status_code, error.code) == (413, "request_too_large")
     chunks = (b" " * 65536 for _ in range(MAX_BODY // 65536 + 1))
@@ -564,18 +503,18 @@ def test_a_body_over_the_limit_is_refused_also_in_chunks(url: str, client: OpenA
     assert response.status_code == 413 and error_of(response)
 
 
-def test_a_client_that_leaves_within_its_request_is_no_failure(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_that_leaves_mid_request_logs_no_error(url: str, caplog: pytest.LogCaptureFixture) -> None:
     name = 'dflash:http_responses_total{status="499"}'
     before = counters(url).get(name, 0)
     address = httpx.URL(url)
     with socket.create_connection((address.host, address.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        time.sleep(0.1)  # most often the server takes the request up meanwhile; it must not matter
+        time.sleep(0.1)  # usually the server has read the header by now, but both cases must work
     wait_until(lambda: counters(url).get(name, 0) == before + 1)
     assert caplog.records == []
 
 
-def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
+def test_all_routes_but_health_need_an_api_key(target: Target) -> None:
     with serving(make_engine(target, None), api_keys=["sécret"]) as url:
         for given in ("Bearer wrong", "Bearer sécre", "Bearer", "Basic sécret"):
             headers = {"Authorization": given.encode()}
@@ -588,7 +527,7 @@ def test_an_api_key_is_asked_for_everywhere_but_health(target: Target) -> None:
         assert httpx.get(f"{url}/health", timeout=LATE_S).status_code == 200
 
 
-def test_a_failure_inside_is_an_error_the_client_can_read(
+def test_internal_failure_is_reported_to_the_client(
     engine: AsyncEngine, client: OpenAI, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:
@@ -597,11 +536,11 @@ def test_a_failure_inside_is_an_error_the_client_can_read(
     with monkeypatch.context() as patch:
         patch.setattr(engine.engine.runner, "decode", fail)
         with pytest.raises(APIStatusError) as caught:
-            chat(client, n=3, extra_body=LONG)
+            chat(client, n=3, extra_body=ENDLESS)
         assert caught.value.status_code == 500
         assert "secret" not in str(error_of(caught.value.response))
         for ask, more in ((chat, {}), (complete, {"prompt": ["a", "b"]})):
             with pytest.raises(APIError, match="could not be computed"):
-                joined(ask(client, stream=True, extra_body=LONG, **more))
-    assert complete(client, n=2, max_tokens=1, extra_body=LONG).usage.completion_tokens == 2, "the next is served"
+                joined(ask(client, stream=True, extra_body=ENDLESS, **more))
+    assert complete(client, n=2, max_tokens=1, extra_body=ENDLESS).usage.completion_tokens == 2, "the next is served"
     assert counters(url)["dflash_requests_open"] == 0

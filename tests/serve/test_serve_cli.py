@@ -1,4 +1,4 @@
-"""`dflash-serve` as a command: what it refuses in one line, what it prints, and how it ends."""
+"""`dflash-serve` as a command: its errors, its output and its end."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from dflash_toolkit.serve.vllm_flags import translate_vllm_flags
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The one line that the command prints, without its start."""
+    """Returns the line that the command prints, without its prefix."""
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -46,29 +46,29 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--target", "x", "--max-queue", "-1"], "--max-queue is -1; it must be at least 0"),
         (["--target", "x", "--scheduling-policy", "fcfs"], "--scheduling-policy: 'fcfs' is not one of fair, priority"),
         (["--target", "x", "--per-request-spec-decode-metrics", "summary"], "needs a drafter"),
-        (["--target", "x", "--uds", "/no/such/folder/s"], "uds /no/such/folder/s: cannot listen there"),
+        (["--target", "x", "--uds", "/no/such/folder/s"], "--uds /no/such/folder/s: cannot listen"),
         (["--target", "x", "--host", "no.such.host.invalid"], "host 'no.such.host.invalid' cannot be resolved"),
         (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
         (["--target", "x", "--draft-dtype", "int4"], "--draft-dtype: 'int4' is not one of auto, fp8, full"),
         (["--target", "x", "--draft-dtype", "fp8", "prot=1"], "did you mean `port`?"),
-        (["x", "--tokenizer", "y"], "--tokenizer y: the target's own is used"),
-        (["x", "--revision=abc"], "--revision abc: download it"),
-        (["x", "--enforce-eager"], "--enforce-eager: steps are CUDA graphs"),
-        (["x", "--enable_log_requests"], "--enable-log-requests: what requests say is never logged"),
-        (["x", "--generation-config", "dir"], "--generation-config dir: put it into the target's directory"),
+        (["x", "--tokenizer", "y"], "--tokenizer y is not supported"),
+        (["x", "--revision=abc"], "--revision abc is not supported: run `hf download"),
+        (["x", "--enforce-eager"], "--enforce-eager is not supported"),
+        (["x", "--enable_log_requests"], "--enable-log-requests is not supported"),
+        (["x", "--generation-config", "dir"], "--generation-config dir is not supported"),
         (["x", "--speculative-config", "{"], "--speculative-config {: must be"),
-        (["x", "--speculative-config", '{"model": "d", "method": "eagle3"}'], "method eagle3 is not supported here"),
-        (["x", "--speculative-config", '{"model": "d", "quantization": "fp8"}'], "quantization is not supported here"),
-        (["x", "--max-log-len"], "--max-log-len: a value is missing"),
+        (["x", "--speculative-config", '{"model": "d", "method": "eagle3"}'], "method eagle3 is not supported"),
+        (["x", "--speculative-config", '{"model": "d", "quantization": "fp8"}'], "quantization is not supported"),
+        (["x", "--max-log-len"], "--max-log-len has no value"),
     ],
 )
-def test_bad_input_is_one_line(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_prints_one_line(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     port = [] if "--port" in argv or "192.0.2.1" in argv else ["--port", "0"]
     assert expected in refusal(capsys, *argv, *port)
 
 
 @pytest.mark.parametrize(
-    ("pasted", "meant", "needless"),
+    ("flags", "translated", "unneeded"),
     [
         (["org/m", "--port", "1"], ["--target", "org/m", "--port", "1"], 0),
         (["--model=m", "port=1"], ["--target", "m", "port=1"], 0),
@@ -91,16 +91,16 @@ def test_bad_input_is_one_line(argv: list[str], expected: str, capsys: pytest.Ca
          ["--target", "m", "--drafter", "d", "--draft-sample-method", "probabilistic"], 0),
     ],
 )  # fmt: skip
-def test_what_people_paste_from_vllm_is_said_translate_vllm_flags(
-    pasted: list[str], meant: list[str], needless: int, capsys: pytest.CaptureFixture[str]
+def test_vllm_flags_are_translated_or_refused(
+    flags: list[str], translated: list[str], unneeded: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert translate_vllm_flags(pasted) == meant
-    assert capsys.readouterr().err.count("is not needed") == needless
-    values, source = given_values(ServeConfig, meant, "dflash-serve", "")
+    assert translate_vllm_flags(flags) == translated
+    assert capsys.readouterr().err.count("is not needed") == unneeded
+    values, source = given_values(ServeConfig, translated, "dflash-serve", "")
     assert from_mapping(ServeConfig, values, source).target in ("m", "org/m")
 
 
-def test_a_port_in_use_is_found_before_the_target_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_reported_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         line = refusal(capsys, "--target", "./nowhere", "--port", port)
@@ -116,12 +116,12 @@ def test_a_missing_package_names_the_extra(
     assert line == f"{package} is not installed; install it with: pip install 'dflash-toolkit[serve]'"
 
 
-def test_clients_ask_for_the_target_as_given_or_by_its_own_name() -> None:
+def test_served_name_is_the_target_or_the_given_name() -> None:
     assert ServeConfig(target="demo/target").models == ("demo/target",)
     assert ServeConfig(target="demo/target", served_model_name=("mine", "b")).models == ("mine", "b")
 
 
-def test_ctrl_c_while_it_loads_is_an_interruption(
+def test_ctrl_c_while_loading_exits_with_130(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -136,7 +136,7 @@ def test_sigterm_while_loading_ends_the_engine(target_dir: Path, tmp_path: Path)
     words = [sys.executable, "-m", "dflash_toolkit.serve.cli", "--target", str(target_dir), "--port", "0"]
     with subprocess.Popen([*words, "--device", "cpu"], env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
         children, engine = Path(f"/proc/{process.pid}/task/{process.pid}/children"), 0
-        while not engine:  # as soon as it is started: it imports torch for seconds
+        while not engine:  # right after its start, while it imports torch
             assert process.poll() is None
             for pid in children.read_text().split():
                 with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir
         assert match, line
         assert urllib.request.urlopen(f"{match[1]}/health", timeout=60).status == 200
 
-        # Ctrl-C with answers under way: the client is told, the server does not wait for the end
+        # Ctrl-C while an answer runs: the client gets an error, the server does not wait for the end
         client = OpenAI(base_url=f"{match[1]}/v1", api_key="none", max_retries=0, timeout=60)
         answer = client.completions.create(
             model="tiny", prompt=["hello"] * 40, max_tokens=500, stream=True, extra_body={"ignore_eos": True}

@@ -16,10 +16,9 @@ from typing import Any
 import httpx
 import pytest
 from conftest import make_drafter
+from live_server import make_engine, serving
 from paths import ROOT
-from test_serve_api import serving
-from test_serve_engine import make_engine
-from test_serve_tools import SAYS, make_reciting
+from reciting import SAYS, make_reciting
 
 from dflash_toolkit import Target
 
@@ -48,14 +47,14 @@ def tokenizer(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*words: str, **env: str) -> str:
-    """What a program prints, which must end well."""
+    """Runs a program, which must succeed, and returns its output."""
     done = subprocess.run(words, env={**os.environ, **OFFLINE, **env}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
 
 
 def program(client: str, name: str) -> str:
-    """A program of a client's environment."""
+    """Returns a program in a client's environment."""
     folder = os.environ.get("DFLASH_PEERS_CLIENTS")
     if not folder:
         pytest.skip("DFLASH_PEERS_CLIENTS is not set: run `make test-peers`")
@@ -63,20 +62,20 @@ def program(client: str, name: str) -> str:
 
 
 def counted(url: str) -> dict[str, float]:
-    """What /metrics says of drafts."""
+    """Returns the draft counters in /metrics."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     pairs = [line.rpartition(" ") for line in lines if line.startswith("vllm:spec_decode_num")]
     return {name.partition("{")[0]: float(value) for name, _, value in pairs if "position" not in name}
 
 
 @pytest.mark.parametrize("keys", [[], [KEY]], ids=["open", "keys"])
-def test_schemathesis_finds_no_answer_that_is_not_described(target: Target, keys: list[str], tmp_path: Path) -> None:
-    """Nor a 5xx, nor a body that the description excludes and the server takes."""
+def test_schemathesis_finds_no_undescribed_reply(target: Target, keys: list[str], tmp_path: Path) -> None:
+    """Also finds no 5xx, and no accepted body that the description excludes."""
     schemathesis = program("schemathesis", "schemathesis")
     header = ["-H", f"Authorization: Bearer {KEY}"] if keys else []
     engine = make_engine(target, make_drafter(target), max_model_len=128)
     with serving(engine, api_keys=keys) as url:
-        # what the description allows may still be refused: a prompt too long, a schema without a grammar
+        # described bodies may still be refused: a prompt may be too long, a schema may have no grammar
         run(
             schemathesis, "run", f"{url}/openapi.json", *header, "--checks", "all",
             "--exclude-checks", "positive_data_acceptance", "--phases", "examples,coverage,fuzzing",
@@ -98,14 +97,14 @@ def test_vllm_bench_serve_prints_the_acceptance(url: str, tokenizer: str, backen
     if not site:
         pytest.skip("DFLASH_PEERS_SITE is not set: run `make test-peers`")
     before = counted(url)
-    said = run(
+    output = run(
         sys.executable, str(ROOT / "scripts/peers/vllm_bench.py"), "--backend", backend, "--base-url", url,
         "--endpoint", path, "--model", "org/tiny", "--tokenizer", tokenizer, "--dataset-name", "random",
         "--random-input-len", "20", "--random-output-len", "12", "--num-prompts", "6", "--max-concurrency", "3",
         "--ignore-eos", "--disable-tqdm",
         PYTHONPATH=str(ROOT / site),
     )  # fmt: skip
-    found = {name.strip(): float(value) for name, value in re.findall(r"^([^:\n]+):\s+([\d.]+)\s*$", said, re.M)}
+    found = {name.strip(): float(value) for name, value in re.findall(r"^([^:\n]+):\s+([\d.]+)\s*$", output, re.M)}
     assert (found["Successful requests"], found["Failed requests"]) == (6, 0)
     assert found["Total generated tokens"] == 72
     brought = {name: value - before.get(name, 0) for name, value in counted(url).items()}
@@ -120,7 +119,7 @@ def test_aiperf_measures_and_reads_the_metrics(url: str, tokenizer: str, tmp_pat
         aiperf, "profile", "-m", "org/tiny", "--url", url, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", tokenizer, "--concurrency", "2", "--request-count", "6", "--isl", "20", "--osl", "10",
         "--use-server-token-count", "--extra-inputs", "ignore_eos:true", "--output-artifact-dir", str(tmp_path),
-        HF_HUB_OFFLINE="",  # else it takes a folder for a name on the hub
+        HF_HUB_OFFLINE="",  # otherwise it treats a folder as a name on the hub
     )  # fmt: skip
     found = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
     assert found["request_count"]["avg"] == 6 and found["output_sequence_length"]["avg"] == 10

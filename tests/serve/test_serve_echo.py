@@ -1,4 +1,4 @@
-"""Prompts that are given back, and their log-probabilities: the target's own, one for every token of the text."""
+"""Echoed prompts and their log-probabilities: one for every token of the text, equal to the target's."""
 
 import copy
 import itertools
@@ -9,11 +9,9 @@ import pytest
 import torch
 from conftest import EOS
 from hypothesis import example, given
+from live_server import MESSAGES, chat, client_of, complete, joined, make_engine, refusal, serving
 from openai import OpenAI
-from test_serve_api import MESSAGES, chat, client_of, complete, joined, refusal, serving
-from test_serve_engine import make_engine
-from test_serve_logprobs import BYTE_OF, SPELLING, text_name
-from test_serve_text import BYTES, PIECES, byte_ids, encode
+from token_texts import BYTE_OF, BYTES, PIECES, SPELLING, byte_ids, encode, text_name
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.data.prompts import encode_chat
@@ -31,18 +29,18 @@ def client(target: Target, drafter: Drafter) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def exact(target: Target) -> Any:
-    """The target in float64, by Hugging Face."""
+    """Returns Hugging Face's model of the target in float64."""
     return copy.deepcopy(target.model).double()
 
 
 def rows_of(exact: Any, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities [T, V] of what may follow each token."""
+    """Returns the log-probabilities [T, V] of the next token after each token."""
     with torch.inference_mode():
         return exact(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
 def check(exact: Any, logprobs: Any, ids: list[int], best: int) -> None:
-    """A completion's `logprobs`, of all of these tokens."""
+    """Checks a completion's `logprobs` for all of these tokens."""
     names, rows = [text_name(token) for token in ids], rows_of(exact, ids)
     assert logprobs.tokens == names
     assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
@@ -51,7 +49,7 @@ def check(exact: Any, logprobs: Any, ids: list[int], best: int) -> None:
         rows, ids[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=False
     ):
         assert got == pytest.approx(float(row[token]), abs=1e-4) and top[text_name(token)] == got
-        reported = [*reversed(row.topk(best).indices.tolist()), token]  # under one name: the chosen, then the best
+        reported = [*reversed(row.topk(best).indices.tolist()), token]  # if names repeat: the chosen, then the best
         assert top == pytest.approx({text_name(t): float(row[t]) for t in reported}, abs=1e-4)
 
 
@@ -62,9 +60,9 @@ def test_an_echo_is_the_log_softmax_of_the_target(
     client: OpenAI, exact: Any, form: str, length: int, best: int
 ) -> None:
     prompts = [encode(text) for text in (TEXT, "a", "two words")]
-    asked: Any = prompts if form == "ids" else [TEXT, "a", "two words"]
+    fields: Any = prompts if form == "ids" else [TEXT, "a", "two words"]
     reply = complete(
-        client, prompt=asked, echo=True, logprobs=best, max_tokens=length, temperature=0,
+        client, prompt=fields, echo=True, logprobs=best, max_tokens=length, temperature=0,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )  # fmt: skip
     for ids, choice in zip(prompts, reply.choices, strict=True):
@@ -78,12 +76,12 @@ def test_an_echo_is_the_log_softmax_of_the_target(
     assert sums == (sum(map(len, prompts)), length * len(prompts))
 
 
-def test_one_prompt_alone_and_without_log_probabilities(client: OpenAI) -> None:
+def test_echo_without_logprobs_or_answer(client: OpenAI) -> None:
     for prompt in (TEXT, encode(TEXT)):
         choice = complete(client, prompt=prompt, echo=True, max_tokens=0).choices[0]
         assert (choice.text, choice.logprobs, choice.finish_reason) == (TEXT, None, "length")
-    told = complete(client, prompt=TEXT, seed=1, max_tokens=9).choices[0].text
-    assert complete(client, prompt=TEXT, seed=1, max_tokens=9, echo=True).choices[0].text == TEXT + told
+    text = complete(client, prompt=TEXT, seed=1, max_tokens=9).choices[0].text
+    assert complete(client, prompt=TEXT, seed=1, max_tokens=9, echo=True).choices[0].text == TEXT + text
 
 
 def test_a_prompt_alone_may_fill_the_context(client: OpenAI, exact: Any) -> None:
@@ -95,8 +93,8 @@ def test_a_prompt_alone_may_fill_the_context(client: OpenAI, exact: Any) -> None
     assert refused.code == "context_length_exceeded"
 
 
-def test_the_token_that_ends_an_answer_is_the_last_of_an_echo(client: OpenAI, exact: Any) -> None:
-    """lm-eval takes the last one for the answer's and leaves it out."""
+def test_echo_reports_the_end_token_last(client: OpenAI, exact: Any) -> None:
+    """lm-eval drops the last token, which it assumes to be the answer's."""
     ends = {"logit_bias": {str(EOS): 100}, "max_tokens": 1, "temperature": 0}
     choice = complete(client, prompt=TEXT, echo=True, logprobs=1, **ends).choices[0]
     assert (choice.text, choice.finish_reason) == (TEXT, "stop")
@@ -104,7 +102,7 @@ def test_the_token_that_ends_an_answer_is_the_last_of_an_echo(client: OpenAI, ex
     assert choice.logprobs.text_offset[-1] == len(TEXT)
 
 
-def test_a_stop_string_is_looked_for_behind_the_prompt(client: OpenAI) -> None:
+def test_stop_string_in_the_echoed_prompt_is_ignored(client: OpenAI) -> None:
     whole = complete(client, prompt="ab", temperature=0, echo=True).choices[0].text
     stop = next(letter for letter in whole[2:] if letter.isascii())
     choice = complete(client, prompt="ab" + stop, temperature=0, echo=True, stop=stop, logprobs=0).choices[0]
@@ -141,21 +139,21 @@ def check_field(exact: Any, found: Any, ids: list[int], best: int) -> None:
 
 
 @pytest.mark.parametrize("best", [0, 2, 20])
-def test_prompt_logprobs_are_those_of_the_target(client: OpenAI, target: Target, exact: Any, best: int) -> None:
-    asked = {"extra_body": {"prompt_logprobs": best}}
-    completion = complete(client, prompt=[TEXT, "b"], max_tokens=2, **asked)
+def test_prompt_logprobs_equal_the_target(client: OpenAI, target: Target, exact: Any, best: int) -> None:
+    fields = {"extra_body": {"prompt_logprobs": best}}
+    completion = complete(client, prompt=[TEXT, "b"], max_tokens=2, **fields)
     for text, choice in zip((TEXT, "b"), completion.choices, strict=True):
         check_field(exact, choice.prompt_logprobs, encode(text), best)
         assert choice.logprobs is None and not choice.text.startswith(text)
-    reply = chat(client, max_tokens=2, n=2, **asked)
+    reply = chat(client, max_tokens=2, n=2, **fields)
     check_field(exact, reply.prompt_logprobs, encode_chat(target.tokenizer, MESSAGES), best)
     assert not hasattr(reply.choices[0], "prompt_logprobs")
 
 
-def test_both_may_be_asked_for_each_with_its_own_number(client: OpenAI, exact: Any) -> None:
+def test_logprobs_and_prompt_logprobs_keep_their_counts(client: OpenAI, exact: Any) -> None:
     for best, field in ((1, 4), (4, 1)):
-        asked = {"extra_body": {"prompt_logprobs": field}}
-        choice = complete(client, prompt=TEXT, echo=True, logprobs=best, max_tokens=0, **asked).choices[0]
+        fields = {"extra_body": {"prompt_logprobs": field}}
+        choice = complete(client, prompt=TEXT, echo=True, logprobs=best, max_tokens=0, **fields).choices[0]
         check(exact, choice.logprobs, encode(TEXT), best)
         check_field(exact, choice.prompt_logprobs, encode(TEXT), field)
     plain = complete(client, prompt=TEXT, max_tokens=0, extra_body={"prompt_logprobs": 1}).choices[0]
@@ -163,22 +161,22 @@ def test_both_may_be_asked_for_each_with_its_own_number(client: OpenAI, exact: A
     check_field(exact, plain.prompt_logprobs, encode(TEXT), 1)
 
 
-def test_what_does_not_go_together_is_refused(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_parameters_get_400(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(complete, client, max_tokens=0).param == "max_tokens"
     assert refusal(chat, client, extra_body={"echo": True}).param == "echo"
     assert refusal(complete, client, stream=True, extra_body={"prompt_logprobs": 0}).param == "prompt_logprobs"
-    monkeypatch.setattr("dflash_toolkit.serve.app.MOST_SCORES", 60)
+    monkeypatch.setattr("dflash_toolkit.serve.app.MAX_PROMPT_LOGPROBS", 60)
     complete(client, prompt=["abcde"] * 2, n=2, echo=True, logprobs=2, max_tokens=0)
     error = refusal(complete, client, prompt=["abcde", "abcdef"], n=2, echo=True, logprobs=2, max_tokens=0)
     assert (error.status_code, error.param) == (400, "echo") and "66 log-probabilities" in error.message
     assert refusal(chat, client, extra_body={"prompt_logprobs": 20}).param == "prompt_logprobs"
 
 
-# ---- where tokens stand --------------------------------------------------------------------------------------
+# ---- offsets -------------------------------------------------------------------------------------------------
 
 
 def offsets_of(ids: list[int]) -> list[int]:
-    """Of a text that shows every token: it starts with the character that holds its first byte."""
+    """Returns the offsets of tokens if the text shows all of them: of the character with the token's first byte."""
     found, raw = [], b""
     for token in ids:
         silent = token not in BYTE_OF
@@ -189,15 +187,15 @@ def offsets_of(ids: list[int]) -> list[int]:
 
 @given(ids=byte_ids)
 @example(ids=[*encode("a😀")[:-1], EOS, *encode("é")])
-def test_offsets_are_those_of_a_text_of_tokens(ids: list[int]) -> None:
-    ids = [token for token in ids if SPELLING[token].text != ""]  # of which nothing is seen
+def test_offsets_match_token_starts(ids: list[int]) -> None:
+    ids = [token for token in ids if SPELLING[token].text != ""]  # tokens without text
     assert Echo(ids, BYTES.decode(ids), 0).offsets(SPELLING) == offsets_of(ids)
 
 
-def test_offsets_leave_out_what_a_tokenizer_adds() -> None:
+def test_offsets_ignore_tokens_added_by_the_tokenizer() -> None:
     strings = TokenStrings(PIECES)
     end, smile = PIECES.eos_token_id, [5 + byte for byte in "😀".encode()]
-    ids = [end, 2, 3, *smile, 4, end, 3]  # ▁a b 😀 ▁é, where a text does not begin with a space
+    ids = [end, 2, 3, *smile, 4, end, 3]  # ▁a b 😀 ▁é; a text does not begin with a space
     assert Echo(ids, "ab😀 é<|end|>b", 0).offsets(strings) == [0, 0, 1, 2, 2, 2, 2, 3, 5, 12]
     assert Echo([2, 4], "a é", 0).offsets(strings) == [0, 1]
-    assert Echo([2, 4, 4], " a é", 0).offsets(strings) == [0, 2, 4], "not behind the text"
+    assert Echo([2, 4, 4], " a é", 0).offsets(strings) == [0, 2, 4], "not after the end of the text"

@@ -1,13 +1,10 @@
-"""The seam between HTTP and decoding: requests run together, and nobody is waited for who does not wait himself."""
+"""The engine client and loop: batching, cancellation, failures, closing and metrics."""
 
 import asyncio
-import contextlib
 import gc
 import socket
-import sys
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 from typing import Any
@@ -16,6 +13,7 @@ import httpx
 import pytest
 from conftest import make_drafter
 from fastapi.testclient import TestClient
+from live_server import LATE_S, LONG, Gate, ask, collect, gated, make_engine, wait_until
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.runtime import (
@@ -24,7 +22,6 @@ from dflash_toolkit.runtime import (
     EngineOptions,
     Progress,
     Request,
-    Responses,
     SyntheticAcceptance,
     load_engine,
 )
@@ -34,101 +31,12 @@ from dflash_toolkit.runtime.wire import Channel
 from dflash_toolkit.serve import processes
 from dflash_toolkit.serve.app import EventResponse, create_app
 
-LONG = SamplingParams(max_tokens=50, ignore_eos=True)
-
-
-def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> AsyncEngine:
-    """The server's engine on tiny models, with the drafter's own block length."""
-    options = {
-        "num_speculative_tokens": drafter.config.block_size - 1 if drafter else 0,
-        "page_size": 4,
-        "max_num_seqs": 3,
-    } | options
-    return AsyncEngine(load_engine(target, drafter, options=EngineOptions(**options))[0], target.tokenizer)
-
-
-def ask(engine: AsyncEngine, prompt: list[int], params: SamplingParams = LONG) -> Responses:
-    return engine.decode([engine.request(prompt, params)])
-
-
-async def told(responses: Responses) -> list[Progress]:
-    """All that one request gets."""
-    with responses:
-        return [progress async for _, progress in responses]
-
-
-LATE_S = 60.0  # how long a test waits for what must come; nothing is said about how soon it does
-
-
-class Gate:
-    """Every turn of an engine that has something to do asks here; it stands still where it may do no more.
-
-    Attributes:
-        done: turns that were let through.
-    """
-
-    def __init__(self, engine: AsyncEngine, turns: int) -> None:
-        self.done, self._left, self._stands, self._engine = 0, turns, False, engine
-        self._changed = threading.Condition()
-
-    def enter(self) -> None:
-        with self._changed:
-            self._stands = self._left == 0
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._left != 0, LATE_S)
-            self._stands = False
-            self._left -= 1
-            self.done += 1
-
-    def wait(self, more: int = 0) -> None:
-        """Let `more` turns through, and wait until the engine stands before the next."""
-        with self._changed:
-            self._left += more
-            self._stands = self._stands and not more
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._stands, LATE_S)
-
-    def open(self) -> None:
-        with self._changed:
-            self._left = sys.maxsize
-            self._changed.notify_all()
-
-    def wait_idle(self) -> None:
-        """Let everything through, until nothing is left to do."""
-        self.open()
-        wait_until(lambda: self._engine.engine.scheduler.idle)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LATE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def gated(engine: AsyncEngine, turns: int) -> Iterator[Gate]:
-    gate = Gate(engine, turns)
-    real = engine.engine.step
-
-    def step() -> bool:
-        if not engine.engine.scheduler.idle:
-            gate.enter()
-        return real()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.engine, "step", step)
-        try:
-            yield gate
-        finally:
-            gate.open()
-
 
 def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) -> None:
     expected = generate(target, drafter, [1, 2, 3], LONG)
 
     async def play() -> list[Progress]:
-        return await told(ask(make_engine(target, drafter), [1, 2, 3]))
+        return await collect(ask(make_engine(target, drafter), [1, 2, 3]))
 
     found = asyncio.run(play())
     assert [token for progress in found for token in progress.tokens] == expected.tokens
@@ -136,9 +44,7 @@ def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) ->
     assert [progress.finish_reason for progress in found] == [None] * len(expected.steps) + ["length"]
 
 
-def test_a_device_that_fails_while_nobody_holds_a_row_is_noticed(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_failure_without_rows_is_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
     client = TestClient(create_app(engine, "m"), raise_server_exceptions=False)
     body = {"model": "m", "prompt": [1, 2], "max_tokens": 4}
@@ -155,7 +61,7 @@ def test_a_device_that_fails_while_nobody_holds_a_row_is_noticed(
     assert client.post("/v1/completions", json=body).json()["error"]["code"] == "engine_failed"
 
 
-def test_a_request_that_makes_steps_fail_ends_alone_and_the_log_says_which(
+def test_failing_request_ends_alone_and_is_logged(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(target, drafter)
@@ -169,8 +75,8 @@ def test_a_request_that_makes_steps_fail_ends_alone_and_the_log_says_which(
     monkeypatch.setattr(engine.engine.runner, "decode", decode)
 
     async def play() -> list[Any]:
-        asked = [told(ask(engine, prompt)) for prompt in ([1], [7, 7], [2, 3])]
-        return await asyncio.gather(*asked, return_exceptions=True)
+        tasks = [collect(ask(engine, prompt)) for prompt in ([1], [7, 7], [2, 3])]
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     first, failed, last = asyncio.run(play())
     assert isinstance(failed, RequestFailedError)
@@ -185,9 +91,7 @@ def test_a_request_that_makes_steps_fail_ends_alone_and_the_log_says_which(
     assert client.get("/health").status_code == 200
 
 
-def test_where_recovering_fails_too_they_end_and_the_next_are_served(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_recovery_ends_requests_and_serves_later_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
     runner, faults = engine.engine.runner, {"decode": 1, "remove": 1}
 
@@ -207,15 +111,15 @@ def test_where_recovering_fails_too_they_end_and_the_next_are_served(
 
     async def play() -> list[Any]:
         with pytest.raises(RequestFailedError):
-            await told(ask(engine, [1]))
+            await collect(ask(engine, [1]))
         assert not runner.state.active.any() and faults == {"decode": 0, "remove": 0}
-        return await told(ask(engine, [3]))
+        return await collect(ask(engine, [3]))
 
     expected = generate(target, None, [3], LONG).tokens
     assert [token for progress in asyncio.run(play()) for token in progress.tokens] == expected
 
 
-def test_a_step_that_does_not_return_is_seen_from_outside(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_step_fails_the_health_check(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
     app = create_app(engine, "m")
 
@@ -227,8 +131,8 @@ def test_a_step_that_does_not_return_is_seen_from_outside(target: Target, monkey
                 return [(await client.get(path)).status_code for path in ("/health", "/ready")]
 
             with gated(engine, 0) as gate:
-                asking = asyncio.ensure_future(told(ask(engine, [1])))
-                await asyncio.sleep(0)  # it asks
+                asking = asyncio.ensure_future(collect(ask(engine, [1])))
+                await asyncio.sleep(0)  # it sends the ping
                 await asyncio.to_thread(gate.wait)
                 with monkeypatch.context() as patch:
                     patch.setattr("dflash_toolkit.serve.app.ENGINE_TIMEOUT_S", 0.05)
@@ -247,7 +151,7 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
         ended = []
 
         async def consume(number: int, tokens: int) -> None:
-            await told(ask(engine, [1], SamplingParams(max_tokens=tokens, ignore_eos=True)))
+            await collect(ask(engine, [1], SamplingParams(max_tokens=tokens, ignore_eos=True)))
             ended.append(number)
 
         # the first takes fifty, and the longest of the others two hundred
@@ -260,11 +164,11 @@ def test_requests_run_together_even_when_the_first_is_not_read(target: Target) -
             await asyncio.wait_for(longest, LATE_S)
         return ended
 
-    # two rows are left beside the unread one: the third waits for the second
+    # the unread request leaves two rows, so the third request waits for the second
     assert asyncio.run(play()) == [2, 3, 1]
 
 
-def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_queued_request_is_never_decoded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None, max_num_seqs=1)
     joined: list[list[int]] = []
     real = engine.engine.runner.add
@@ -275,7 +179,7 @@ def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monk
     async def play(gate: Gate) -> None:
         with ask(engine, [1]) as running:
             await anext(running)
-            queued = asyncio.ensure_future(told(ask(engine, [2])))
+            queued = asyncio.ensure_future(collect(ask(engine, [2])))
             await asyncio.sleep(0)
             await asyncio.to_thread(gate.wait, 3)
             assert not engine.engine.scheduler.idle and not queued.done()
@@ -283,7 +187,7 @@ def test_a_queued_request_that_is_given_up_is_never_decoded(target: Target, monk
             with pytest.raises(asyncio.CancelledError):
                 await queued
         gate.open()
-        assert len(await told(ask(engine, [3], SamplingParams(max_tokens=1)))) == 1
+        assert len(await collect(ask(engine, [3], SamplingParams(max_tokens=1)))) == 1
 
     with gated(engine, 2) as gate:
         asyncio.run(play(gate))
@@ -305,7 +209,7 @@ def test_closing_ends_running_and_queued_answers(target: Target) -> None:
     assert [type(error) for error in asyncio.run(play())] == [EngineClosedError, EngineClosedError]
 
 
-def test_closing_tells_clients_before_a_long_step_is_over(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_answers_before_a_long_step_ends(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
     begun, over = threading.Event(), threading.Event()
     real = engine.engine.step
@@ -351,7 +255,7 @@ def test_closing_ends_the_thread_and_later_requests_are_refused(target: Target) 
         asyncio.run(again(request))
 
 
-def test_an_event_loop_that_has_ended_takes_nobody_with_it(target: Target) -> None:
+def test_closed_event_loop_does_not_end_other_requests(target: Target) -> None:
     engine = make_engine(target, None)
     left_open = []
 
@@ -364,7 +268,7 @@ def test_an_event_loop_that_has_ended_takes_nobody_with_it(target: Target) -> No
     assert engine._thread.is_alive() and engine.broken is None
 
 
-def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
+def test_device_failure_while_removing_a_request_ends_the_engine(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(target, None)
@@ -374,12 +278,12 @@ def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
 
     async def play() -> list[Any]:
         async def consume() -> None:
-            await told(ask(engine, [1]))
+            await collect(ask(engine, [1]))
 
         with gated(engine, 2) as gate, ask(engine, [2]) as left:
             await anext(left)
             other = asyncio.create_task(consume())
-            await asyncio.sleep(0)  # it asks
+            await asyncio.sleep(0)  # it sends the ping
             await asyncio.to_thread(gate.wait, 5)
             monkeypatch.setattr(engine.engine.runner, "remove", fail)
         found = await asyncio.gather(other, consume(), return_exceptions=True)
@@ -391,7 +295,7 @@ def test_a_device_that_fails_while_a_request_is_forgotten_ends_all(
     assert health.status_code == 503 and "restart the server" in health.text
 
 
-def test_a_response_cancelled_while_it_sends_ends_its_generator() -> None:
+def test_cancelled_response_closes_its_generator() -> None:
     ended = []
 
     async def events() -> AsyncGenerator[bytes]:
@@ -406,7 +310,7 @@ def test_a_response_cancelled_while_it_sends_ends_its_generator() -> None:
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.body":
                 sending.set()
-                await asyncio.Event().wait()  # a client that has stopped reading
+                await asyncio.Event().wait()  # the client has stopped reading
 
         async def receive() -> dict[str, Any]:
             await sending.wait()
@@ -414,13 +318,13 @@ def test_a_response_cancelled_while_it_sends_ends_its_generator() -> None:
 
         response = EventResponse(events())
         await asyncio.wait_for(response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send), LATE_S)
-        return list(ended)  # now, not whenever `response` is collected
+        return list(ended)  # before `response` is garbage-collected
 
     assert asyncio.run(play()) == [True]
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_client_hears_why_an_engine_serves_no_more(target: Target, failed: bool) -> None:
+def test_error_code_separates_failure_from_shutdown(target: Target, failed: bool) -> None:
     engine = make_engine(target, None)
     if failed:
         engine._loop.failure = RuntimeError("the device is gone")
@@ -437,7 +341,7 @@ def test_a_client_hears_why_an_engine_serves_no_more(target: Target, failed: boo
 
 
 def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
-    """Also where a stop token was an accepted draft: no token of the target's own is behind it."""
+    """Also if a stop token was an accepted draft, so that no token of the target's own follows it."""
     certain = EngineOptions(
         num_speculative_tokens=7, page_size=4, max_num_seqs=3, synthetic=SyntheticAcceptance(rate=1.0)
     )
@@ -463,7 +367,7 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
     assert counted["dflash_committed_tokens_total"] == pytest.approx(committed)
 
 
-def test_the_metrics_count_the_rows_of_steps_and_the_nodes_of_draft_trees(target: Target) -> None:
+def test_metrics_count_rows_of_steps_and_nodes_of_draft_trees(target: Target) -> None:
     options = EngineOptions(
         num_speculative_tokens=7, page_size=4, max_num_seqs=3, draft_tree=12, synthetic=SyntheticAcceptance(rate=0.6)
     )
@@ -490,16 +394,16 @@ def test_the_metrics_count_the_rows_of_steps_and_the_nodes_of_draft_trees(target
     verified, accepted = by_position("dflash:tree_nodes_per_pos"), by_position("dflash:tree_nodes_accepted_per_pos")
     assert len(verified) == len(accepted) == 7 and 0 < sum(verified) <= 12 * rows[13]
     assert all(a <= min(v, rows[13]) for a, v in zip(accepted, verified, strict=True)) and verified[0] > rows[13]
-    # vLLM's counter holds what answers took
+    # vLLM's counter has the tokens of the answers
     positions = by_position("vllm:spec_decode_num_accepted_tokens_per_pos")
     assert sum(positions) == over_trees["accepted"]
     assert 0 < over_trees["accepted"] <= sum(accepted)
 
 
-def test_no_answer_waits_while_python_looks_through_what_was_imported(
+def test_imported_objects_are_frozen_for_garbage_collection(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that an engine's process has imported is left out of collections of garbage."""
+    """Otherwise each garbage collection would pause all answers."""
     found: list[int] = []
     options = EngineOptions(page_size=4, max_num_seqs=2, kv_cache_tokens=64)
     config: Any = Namespace(target=target, drafter=None, device="cpu", dtype="float32", runtime=options, threads=1)

@@ -1,4 +1,4 @@
-"""Other engines behind `dflash-serve`: their command lines, what is refused before they start, and what is offered.
+"""`dflash-serve --engine`: command lines, errors before the start, and suggestions of the built-in engine.
 
 Their own argument parsers read these command lines in `tests/serve/test_serve_peers.py`.
 """
@@ -17,38 +17,16 @@ from typing import Any
 import pytest
 from conftest import make_tokenizer
 from forked import fork_processes
+from other_engines import BOTH, DFLASH, DFLASH2, NEWEST, SPECULATORS, TARGET, command, folder, parse
 from paths import ROOT
 
-from dflash_toolkit.config import UserError, from_mapping, given_values
+from dflash_toolkit.config import UserError
 from dflash_toolkit.serve import cli, external
-from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.external import SGLANG, VLLM
 from dflash_toolkit.serve.keys import VARIABLE
 
-NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23"}
-TARGET = {
-    "model_type": "qwen3_5_moe",  # not one of ours
-    "text_config": {"hidden_size": 64, "num_hidden_layers": 40, "vocab_size": 512, "num_attention_heads": 12},
-}
-DFLASH = {
-    "architectures": ["DFlashDraftModel"], "hidden_size": 64, "vocab_size": 512, "num_target_layers": 40,
-    "num_attention_heads": 8, "layer_types": ["full_attention"], "is_causal": False, "block_size": 16,
-    "dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 500, "block_size": 16},
-}  # fmt: skip
 SLIDING = DFLASH | {"layer_types": ["sliding_attention"]}
-BOTH = {"block_size": 8, "conv_kernel_size": 2, "selector_rank": 256}
-DFLASH2 = DFLASH | {"architectures": ["DFlash2DraftModel"], "dflash_config": BOTH}
 SCALED = DFLASH | {"dflash_config": {"block_size": 16, "input_embedding_scale": 8.0}}
-SPECULATORS = {
-    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 8, "mask_token_id": 500,
-    "aux_hidden_state_layer_ids": [2, 6], "transformer_layer_config": {"hidden_size": 64, "vocab_size": 512},
-}  # fmt: skip
-
-
-def folder(path: Path, values: dict[str, Any]) -> str:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(values))
-    return str(path)
 
 
 @pytest.fixture
@@ -61,18 +39,6 @@ def drafter(tmp_path: Path) -> str:
     return folder(tmp_path / "drafter", DFLASH)
 
 
-def parse(*argv: str) -> tuple[ServeConfig, Any]:
-    given, source = given_values(ServeConfig, argv, "dflash-serve", "")
-    return from_mapping(ServeConfig, given, source), given
-
-
-def command(*argv: str, version: str | None = None) -> list[str]:
-    """Of the other engine that the options name, behind its Python."""
-    config, given = parse(*argv)
-    engine = external.BY_NAME[config.external.engine]
-    return external.command(engine, config, given, version or NEWEST[engine.name])
-
-
 def after(words: Sequence[str], flag: str) -> str:
     assert words.count(flag) == 1, words
     return words[words.index(flag) + 1]
@@ -81,7 +47,7 @@ def after(words: Sequence[str], flag: str) -> str:
 # ---- command lines -----------------------------------------------------------------------------------------------
 
 
-def test_vllm_counts_the_drafted_tokens(target: str, drafter: str) -> None:
+def test_vllm_flag_counts_drafted_tokens(target: str, drafter: str) -> None:
     words = command("--engine", "vllm", "--target", target, "--drafter", drafter, "--tensor-parallel-size", "4")
     assert words[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", target]
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": 15}
@@ -91,7 +57,7 @@ def test_vllm_counts_the_drafted_tokens(target: str, drafter: str) -> None:
     assert after(words, "--allowed-origins") == "[]", "every site is the default of older releases"
 
 
-def test_sglang_counts_the_anchor_too(target: str, drafter: str) -> None:
+def test_sglang_flag_includes_the_anchor(target: str, drafter: str) -> None:
     words = command("--engine", "sglang", "--target", target, "--drafter", drafter, "--data-parallel-size", "2")
     assert words[:4] == ["-m", "sglang.launch_server", "--model-path", target]
     assert after(words, "--speculative-algorithm") == "DFLASH"
@@ -101,15 +67,15 @@ def test_sglang_counts_the_anchor_too(target: str, drafter: str) -> None:
     assert after(words, "--port") == "8000", "its own default is 30000"
 
 
-@pytest.mark.parametrize(("asked", "vllm", "sglang"), [("7", 7, "8"), ("15", 15, "16")])
-def test_fewer_tokens_are_drafted_where_asked(asked: str, vllm: int, sglang: str, target: str, drafter: str) -> None:
-    common = ("--target", target, "--drafter", drafter, "--num-speculative-tokens", asked)
+@pytest.mark.parametrize(("drafted", "vllm", "sglang"), [("7", 7, "8"), ("15", 15, "16")])
+def test_num_speculative_tokens_is_passed(drafted: str, vllm: int, sglang: str, target: str, drafter: str) -> None:
+    common = ("--target", target, "--drafter", drafter, "--num-speculative-tokens", drafted)
     speculative = json.loads(after(command("--engine", "vllm", *common), "--speculative-config"))
     assert speculative["num_speculative_tokens"] == vllm
     assert after(command("--engine", "sglang", *common), "--speculative-num-draft-tokens") == sglang
 
 
-def test_drafts_are_sampled_where_asked(target: str, drafter: str) -> None:
+def test_draft_sample_method_is_passed(target: str, drafter: str) -> None:
     common = ("--target", target, "--drafter", drafter, "--draft-sample-method")
     for method in ("greedy", "probabilistic"):
         vllm = json.loads(after(command("--engine", "vllm", *common, method), "--speculative-config"))
@@ -119,7 +85,7 @@ def test_drafts_are_sampled_where_asked(target: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("engine", NEWEST)
-def test_without_drafts_it_decodes_plainly(engine: str, target: str, drafter: str) -> None:
+def test_no_drafts_passes_no_speculative_flags(engine: str, target: str, drafter: str) -> None:
     none = command("--engine", engine, "--target", target)
     zero = command("--engine", engine, "--target", target, "--drafter", drafter, "--num-speculative-tokens", "0")
     assert none == zero and "speculative" not in " ".join(none)
@@ -165,15 +131,13 @@ def test_without_drafts_it_decodes_plainly(engine: str, target: str, drafter: st
     ],
     ids=lambda value: value[0].lstrip("-") if value else "",
 )
-def test_an_option_is_said_in_their_words_or_refused(
+def test_option_is_translated_or_refused(
     option: list[str], vllm: list[str] | None, sglang: list[str] | None, target: str
 ) -> None:
     for engine, expected in (("vllm", vllm), ("sglang", sglang)):
         argv = ("--engine", engine, "--target", target, *option)
         if expected is None:
-            with pytest.raises(
-                UserError, match=f"of our own engine; .*({engine}'s own options behind --|the other engine has)"
-            ):
+            with pytest.raises(UserError, match=f"built-in engine; .*({engine}|choose from)"):
                 command(*argv)
             continue
         words = " ".join(command(*argv))
@@ -182,8 +146,8 @@ def test_an_option_is_said_in_their_words_or_refused(
             assert words == " ".join(command("--engine", engine, "--target", target))
 
 
-def test_every_option_of_ours_is_known_to_be_theirs_or_not() -> None:
-    """An option that comes later is refused with another engine, and never ignored."""
+def test_every_option_is_translated_or_refused_for_other_engines() -> None:
+    """New options are then refused with another engine, never ignored."""
     config, _ = parse("--target", "t")
     every = external._values(config, external.to_mapping(config))
     for engine in (VLLM, SGLANG):
@@ -191,12 +155,12 @@ def test_every_option_of_ours_is_known_to_be_theirs_or_not() -> None:
     assert every.keys() >= external.READ_HERE | external.NOTHING.keys() | external.ALWAYS
 
 
-def test_words_behind_two_dashes_are_theirs() -> None:
+def test_arguments_after_two_dashes_are_split_off() -> None:
     assert external.split(["--a", "1", "--", "--b", "--", "c"]) == (["--a", "1"], ["--b", "--", "c"])
     assert external.split(["--a"]) == (["--a"], [])
 
 
-# ---- what is looked at first -------------------------------------------------------------------------------------
+# ---- checks before the start -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,11 +177,11 @@ def test_words_behind_two_dashes_are_theirs() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_release_before_the_first_that_knows_the_drafter_is_refused(
+def test_too_old_release_for_a_drafter_is_refused(
     engine: str, values: dict[str, Any], too_old: str, first: str, target: str, tmp_path: Path
 ) -> None:
     argv = ("--engine", engine, "--target", target, "--drafter", folder(tmp_path / "d", values))
-    with pytest.raises(UserError, match=rf"{engine} {too_old} does not know .*pip install '{engine}>={first}'"):
+    with pytest.raises(UserError, match=rf"{engine} {too_old} .*'{engine}>={first}'"):
         command(*argv, version=too_old)
     assert command(*argv, version=first)
     assert command(*argv, version=f"{first}.post1+cu130")
@@ -228,20 +192,20 @@ def test_a_release_before_the_first_that_knows_the_drafter_is_refused(
     [
         ("vllm", DFLASH | {"hidden_size": 32}, [], "hidden size is 32, the target's 64"),
         ("vllm", DFLASH | {"vocab_size": 500}, [], "vocabulary is 500, the target's 512"),
-        ("sglang", DFLASH | {"num_target_layers": 36}, [], "made for a target of 36 layers; this one has 40"),
-        ("vllm", DFLASH | {"architectures": ["EagleModel"]}, [], "'EagleModel'; vllm is started here with DFlashDraft"),
+        ("sglang", DFLASH | {"num_target_layers": 36}, [], "target layers is 36, the target's 40"),
+        ("vllm", DFLASH | {"architectures": ["EagleModel"]}, [], "'EagleModel'; it supports DFlashDraft"),
         ("vllm", {}, [], "architecture 'none'"),
-        ("sglang", SPECULATORS, [], "sglang does not read the speculators form"),
+        ("sglang", SPECULATORS, [], "speculators format"),
         ("vllm", DFLASH | {"block_size": 1, "dflash_config": {}}, [], "'block_size' is 1; expected"),
-        ("vllm", DFLASH, ["--num-speculative-tokens", "16"], "is 16; the drafter drafts at most 15"),
+        ("vllm", DFLASH, ["--num-speculative-tokens", "16"], "is 16, .* at most 15"),
         ("vllm", DFLASH, ["--tensor-parallel-size", "3"], "is 3, which does not divide the drafter's 8"),
         ("vllm", DFLASH, ["--tensor-parallel-size", "8"], "is 8, which does not divide the target's 12"),
-        ("vllm", DFLASH2 | {"dflash_config": {"selector_rank": 256}}, [], "it has no convolution, which vllm computes"),
-        ("sglang", DFLASH2 | {"dflash_config": {"conv_kernel_size": 2}}, [], "it has no selector, which sglang comp"),
-        ("sglang", DFLASH, ["--port", "0"], "port is 0; sglang does not say"),
+        ("vllm", DFLASH2 | {"dflash_config": {"selector_rank": 256}}, [], "no convolution, which vllm needs"),
+        ("sglang", DFLASH2 | {"dflash_config": {"conv_kernel_size": 2}}, [], "no selector, which sglang needs"),
+        ("sglang", DFLASH, ["--port", "0"], "port is 0, but sglang"),
     ],
 )
-def test_a_drafter_that_cannot_be_served_is_refused(
+def test_unsupported_drafter_is_refused(
     engine: str, values: dict[str, Any], more: list[str], expected: str, target: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=expected):
@@ -249,56 +213,56 @@ def test_a_drafter_that_cannot_be_served_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("engine", "architecture", "said"),
+    ("engine", "architecture", "error"),
     [
-        ("vllm", "Gemma3ForCausalLM", "no hidden states of Gemma3ForCausalLM; leave --drafter out"),
+        ("vllm", "Gemma3ForCausalLM", "Gemma3ForCausalLM .*; remove --drafter"),
         (
             "sglang",
             "Qwen2ForCausalLM",
-            "no hidden states of Qwen2ForCausalLM; use --engine vllm or leave --drafter out",
+            "Qwen2ForCausalLM .*; use --engine vllm or remove --drafter",
         ),
         ("vllm", "Qwen3_5MoeForConditionalGeneration", None),
         ("sglang", "Qwen3_5MoeForConditionalGeneration", None),
         ("vllm", "NeverHeardOfForCausalLM", None),
     ],
 )
-def test_a_release_that_serves_no_drafter_with_a_target_is_named_before_it_starts(
-    engine: str, architecture: str, said: str | None, tmp_path: Path, drafter: str
+def test_release_without_hidden_states_of_a_target_is_refused(
+    engine: str, architecture: str, error: str | None, tmp_path: Path, drafter: str
 ) -> None:
     argv = ("--engine", engine, "--target", folder(tmp_path / "t", TARGET | {"architectures": [architecture]}))
-    assert command(*argv), "without drafts it is not looked at"
-    if said is None:
+    assert command(*argv), "without a drafter this does not matter"
+    if error is None:
         assert command(*argv, "--drafter", drafter)
         return
-    with pytest.raises(UserError, match=f"target .*: {engine} {NEWEST[engine]} gives a DFlash drafter {said}$"):
+    with pytest.raises(UserError, match=f"{engine} {NEWEST[engine]} .* of {error}$"):
         command(*argv, "--drafter", drafter)
-    assert command(*argv, "--drafter", drafter, version="9.0"), "what a later release does is not known"
+    assert command(*argv, "--drafter", drafter, version="9.0"), "later releases are not checked"
 
 
 @pytest.mark.parametrize(
-    ("engine", "architecture", "values", "said"),
+    ("engine", "architecture", "values", "error"),
     [
-        ("vllm", "Gemma4ForConditionalGeneration", DFLASH, None),  # both read the table as it is
-        ("sglang", "Gemma4ForConditionalGeneration", DFLASH, "is 1, but sglang .* by 8 with .*; use --engine vllm or"),
+        ("vllm", "Gemma4ForConditionalGeneration", DFLASH, None),  # neither engine scales the embeddings
+        ("sglang", "Gemma4ForConditionalGeneration", DFLASH, "is 1, but sglang .* by 8 for .*; use --engine vllm or"),
         ("sglang", "Gemma4ForCausalLM", SCALED, None),
-        ("vllm", "Gemma4ForCausalLM", SCALED, "is 8, but vllm .* by 1 with .*; use --engine sglang or"),
+        ("vllm", "Gemma4ForCausalLM", SCALED, "is 8, but vllm .* by 1 for .*; use --engine sglang or"),
         ("vllm", "Gemma4ForCausalLM", DFLASH2 | {"dflash_config": BOTH | {"input_embedding_scale": 8.0}}, None),
-        ("sglang", "Qwen3ForCausalLM", SCALED, "is 8, but sglang .* by 1 with"),
+        ("sglang", "Qwen3ForCausalLM", SCALED, "is 8, but sglang .* by 1 for"),
     ],
 )
-def test_a_drafter_whose_blocks_another_engine_would_scale_otherwise_is_refused(
-    engine: str, architecture: str, values: dict[str, Any], said: str | None, tmp_path: Path
+def test_other_embedding_scale_than_trained_is_refused(
+    engine: str, architecture: str, values: dict[str, Any], error: str | None, tmp_path: Path
 ) -> None:
     target = folder(tmp_path / "t", TARGET | {"architectures": [architecture]})
     argv = ("--engine", engine, "--target", target, "--drafter", folder(tmp_path / "d", values))
-    if said is None:
+    if error is None:
         assert command(*argv)
         return
-    with pytest.raises(UserError, match=f"input_embedding_scale {said}"):
+    with pytest.raises(UserError, match=f"input_embedding_scale {error}"):
         command(*argv)
 
 
-def test_what_is_written_for_sglang_instead_of_the_speculators_form_loads(
+def test_suggested_conversion_of_speculators_checkpoint_loads(
     target_dir: Path, drafter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from conftest import make_drafter, make_target
@@ -311,7 +275,7 @@ def test_what_is_written_for_sglang_instead_of_the_speculators_form_loads(
     argv = ("--engine", "sglang", "--target", str(target_dir), "--drafter")
     with pytest.raises(UserError) as refused:
         command(*argv, "theirs")
-    words = shlex.split(str(refused.value).partition("write it as DFlash: ")[2])
+    words = shlex.split(str(refused.value).partition("convert it: ")[2])
     assert words[:2] == ["python", "-c"] and len(words) == 3
     exec(words[2], {})
     assert after(command(*argv, "OUT"), "--speculative-num-draft-tokens") == "8"
@@ -322,10 +286,13 @@ def test_what_is_written_for_sglang_instead_of_the_speculators_form_loads(
     [
         (["--engine", "vllm", "--target", "/no/where"], "target /no/where: no such directory"),
         (["--engine", "tgi", "--target", "t"], "'tgi' is not one of dflash, vllm, sglang"),
-        (["--tensor-parallel-size", "0", "--target", "t"], "tensor_parallel_size is 0; it must be >= 1"),
-        (["--engine-python", "python3", "--target", "t"], "add --engine vllm or --engine sglang"),
-        (["--target", "t", "--", "--enforce-eager"], "'--enforce-eager' stands behind --"),
-        (["--engine", "vllm", "--engine-python", "./none", "--target", "t"], "engine_python is ./none; there is no"),
+        (["--tensor-parallel-size", "0", "--target", "t"], "--tensor-parallel-size is 0; it must be >= 1"),
+        (["--engine-python", "python3", "--target", "t"], "add --engine vllm or sglang"),
+        (["--target", "t", "--", "--enforce-eager"], "'--enforce-eager' after --"),
+        (
+            ["--engine", "vllm", "--engine-python", "./none", "--target", "t"],
+            "--engine-python is ./none, which does not exist",
+        ),
         (["--engine", "vllm", "--engine-python", "false", "--target", "t"], "vllm is not installed for "),
         (
             ["--data-parallel-size", "2", "--target", "my model"],
@@ -333,7 +300,7 @@ def test_what_is_written_for_sglang_instead_of_the_speculators_form_loads(
         ),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_input_prints_one_line(
     argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(external, "installed", _installed(external.installed))
@@ -343,7 +310,7 @@ def test_bad_input_is_one_line(
 
 
 def _installed(real: Any) -> Any:
-    """Of this Python every package is there; of another it is asked."""
+    """Reports every package as installed for this Python, and queries other Pythons."""
     return lambda python, package: NEWEST[package] if python == sys.executable else real(python, package)
 
 
@@ -353,18 +320,18 @@ def test_a_missing_package_says_what_to_install(engine: str, least: str) -> None
         external.installed(sys.executable, engine)
 
 
-def test_sglang_is_given_no_key_that_its_log_would_show(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_for_sglang_is_refused(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "secret")
     config, _ = parse("--engine", "sglang", "--target", target)
-    with pytest.raises(UserError, match="sglang shows its API key") as refused:
+    with pytest.raises(UserError, match=r"sglang .* API key") as refused:
         external._variables(SGLANG, config)
     assert "secret" not in str(refused.value)
 
 
-# ---- what our own engine offers ----------------------------------------------------------------------------------
+# ---- suggestions of the built-in engine --------------------------------------------------------------------------
 
 
-def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
+def test_unsupported_target_suggests_vllm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "secret")
@@ -374,17 +341,17 @@ def test_a_target_that_we_do_not_compute_is_offered_to_vllm(
     argv = ["--target", target, "--drafter", "d/d", "--max-num-seqs", "4", "--no-prefix-cache", "--draft-dtype", "fp8"]
     assert cli.main([*argv, "--port", "0", "--allowed-origins", "http://a", "http://b"]) == 2
     err = capsys.readouterr().err
-    said, _, line = err.partition("; with another engine: ")
-    assert "architecture 'gpt2' is not served by this engine" in said and "secret" not in err and err.count("\n") == 1
+    error, _, line = err.splitlines()[-1].partition("; to serve it with vLLM: ")
+    assert "'gpt2'" in error and "secret" not in err
     program, *words = shlex.split(line)
     config, given = parse(*words)
     assert program == "dflash-serve" and config.external.engine == "vllm"
     assert (config.target, config.drafter, config.runtime.max_num_seqs) == (target, "d/d", 4)
     assert config.allowed_origins == ("http://a", "http://b")
-    assert config.runtime.prefix_cache is False and "draft_dtype" not in given, "what vllm lacks is left out"
+    assert config.runtime.prefix_cache is False and "draft_dtype" not in given, "options that vllm lacks are omitted"
 
 
-def test_what_the_engine_refuses_in_its_own_process_is_offered_too(
+def test_error_of_the_engine_process_suggests_vllm(
     target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "t"
@@ -393,10 +360,8 @@ def test_what_the_engine_refuses_in_its_own_process_is_offered_too(
     (target / "config.json").write_text(json.dumps(values))
     fork_processes(monkeypatch)
     assert cli.main(["--target", str(target), "--port", "0", "--device", "cpu"]) == 2
-    said = (
-        f"mlp_bias is not supported by the runtime; with another engine: dflash-serve --engine vllm --target {target}"
-    )
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "mlp_bias" in err and f": dflash-serve --engine vllm --target {target}" in err
 
 
 # ---- the process -------------------------------------------------------------------------------------------------
@@ -415,8 +380,8 @@ signal.pause()
 
 
 @pytest.mark.parametrize("python", [None, "another"])
-def test_the_process_becomes_theirs(python: str | None, target: str, drafter: str, tmp_path: Path) -> None:
-    """What stands in for vllm here says what it was given: the package itself needs a GPU."""
+def test_process_executes_the_other_engine(python: str | None, target: str, drafter: str, tmp_path: Path) -> None:
+    """Uses a package that prints its arguments, because vllm itself needs a GPU."""
     site = tmp_path / "site"
     package = site / "vllm/entrypoints/cli"
     package.mkdir(parents=True)
@@ -453,5 +418,5 @@ def test_the_process_becomes_theirs(python: str | None, target: str, drafter: st
     assert "secret" not in line and not any("secret" in word for word in argv)
     assert variables["VLLM_API_KEY"] == "secret" and variables["OMP_NUM_THREADS"] == "3"
     assert variables["OMP_WAIT_POLICY"] is variables["GOMP_SPINCOUNT"] is None, "how our own threads wait is not theirs"
-    beside = tmp_path / "bin" if python else Path(sys.executable).parent
-    assert variables["PATH"].split(os.pathsep)[0] == str(beside)
+    folder_of_python = tmp_path / "bin" if python else Path(sys.executable).parent
+    assert variables["PATH"].split(os.pathsep)[0] == str(folder_of_python)

@@ -1,4 +1,4 @@
-"""Grammars of tool calls: what the model must write is what the parser reads, and nothing else is allowed."""
+"""Grammars of tool calls: they allow exactly the calls that the parser reads."""
 
 import json
 from typing import Any
@@ -48,14 +48,14 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 def allows(form: str, text: str, tools: Any = TOOLS, **options: Any) -> bool:
-    """Whether an answer may be this, from its start to its end."""
+    """Returns whether the grammar allows this whole answer."""
     tag = structural_tag(form, tools, **options)
     matcher = xgrammar.GrammarMatcher(COMPILER.compile_structural_tag(json.dumps(tag)))
     return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(256)
 
 
 @forms
-def test_a_required_call_is_one_that_the_parser_reads(form: str) -> None:
+def test_grammar_of_required_call_matches_the_parser(form: str) -> None:
     for text, count in ((CALLS[form], 1), (SECOND[form], 1), (TWO[form], 2)):
         assert allows(form, text, required=True)
         parser = OutputParser(form=form, tools=TOOLS)
@@ -66,7 +66,7 @@ def test_a_required_call_is_one_that_the_parser_reads(form: str) -> None:
 
 
 @forms
-def test_a_named_function_is_called_once_whatever_its_name(form: str) -> None:
+def test_named_function_is_called_exactly_once(form: str) -> None:
     assert allows(form, CALLS[form], named="weather") and not allows(form, SECOND[form], named="weather")
     assert allows(form, SECOND[form], named="required") and not allows(form, CALLS[form], named="required")
     assert not allows(form, TWO[form], named="weather")

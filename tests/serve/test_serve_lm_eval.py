@@ -1,7 +1,7 @@
 """lm-eval measures a tiny target through the server as transformers does in this process: `make test-peers`.
 
-DFLASH_LM_EVAL is a Python that has lm_eval 0.4.13, in an environment of its own. Its tasks are local files: no hub is
-asked.
+DFLASH_LM_EVAL is a Python that has lm_eval 0.4.13, in its own environment. The tasks are local files, so no hub is
+needed.
 """
 
 import copy
@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_serve_api import serving
-from test_serve_engine import make_engine
+from live_server import make_engine, serving
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
@@ -57,7 +56,7 @@ def url(target: Target, drafter: Drafter) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def exact(target: Target) -> Any:
-    """The target in float64, by Hugging Face."""
+    """Returns Hugging Face's model of the target in float64."""
     return copy.deepcopy(target.model).double()
 
 
@@ -68,12 +67,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         task = {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}, **COMMON, **task}
-        (folder / f"{name}.yaml").write_text(json.dumps(task))  # which is YAML too
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
     return folder
 
 
 def measured(tasks: Path, tmp_path: Path, model: str, names: str, *more: str, **arguments: Any) -> dict[str, Any]:
-    """What lm-eval writes: the samples of every task, in the order of its file."""
+    """Returns the samples of every task that lm-eval writes, in the order of its file."""
     python = os.environ.get("DFLASH_LM_EVAL")
     if not python:
         pytest.skip("DFLASH_LM_EVAL is not set: run `make test-peers`")
@@ -93,7 +92,7 @@ def measured(tasks: Path, tmp_path: Path, model: str, names: str, *more: str, **
 
 
 def loglikelihood(exact: Any, before: list[int], ids: list[int]) -> tuple[float, bool]:
-    """Of `ids` behind `before`, and whether they are the most probable ones."""
+    """Returns the log-likelihood of `ids` after `before`, and whether they are the most probable ones."""
     with torch.inference_mode():
         rows = exact(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1].log_softmax(-1)
     return float(rows.gather(1, torch.tensor(ids)[:, None]).sum()), rows.argmax(-1).tolist() == ids
@@ -125,9 +124,7 @@ def test_loglikelihoods_are_those_of_transformers(
     check_answers(found["tiny_answer"], [encode(row["question"]) for row in QUESTIONS], target)
 
 
-def test_chats_are_answered_as_by_transformers(
-    url: str, tasks: Path, target: Target, target_dir: Path, tmp_path: Path
-) -> None:
+def test_chats_equal_transformers(url: str, tasks: Path, target: Target, target_dir: Path, tmp_path: Path) -> None:
     more = {"base_url": f"{url}/v1/chat/completions", "num_concurrent": 2}
     found = measured(tasks, tmp_path, "local-chat-completions", "tiny_answer", "--apply_chat_template", **more)
     chats = [[{"role": "user", "content": row["question"]}] for row in QUESTIONS]

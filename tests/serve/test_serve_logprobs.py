@@ -1,4 +1,4 @@
-"""Log-probabilities in the replies: the target's own, one for every token of the text, with the text it belongs to."""
+"""Log-probabilities in replies: one for every token, equal to the target's, and sent with the token's text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,11 +8,22 @@ import torch
 from conftest import EOS, VOCAB
 from hypothesis import example, given
 from hypothesis import strategies as st
+from live_server import chat, client_of, complete, make_engine, serving
 from openai import OpenAI
-from test_serve_api import chat, client_of, complete, serving
-from test_serve_engine import make_engine
-from test_serve_text import BYTES, PIECES, byte_ids, cut, cuts, encode, first_stop, sentencepiece_like
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from token_texts import (
+    BYTE_OF,
+    BYTES,
+    PIECES,
+    SPELLING,
+    byte_ids,
+    cut,
+    cuts,
+    encode,
+    first_stop,
+    named,
+    sentencepiece_like,
+    text_name,
+)
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
@@ -21,7 +32,6 @@ from dflash_toolkit.runtime import Progress
 from dflash_toolkit.serve.answer import Answer, AnswerOptions
 from dflash_toolkit.serve.logprobs import FLOOR, AnswerToken, TokenStrings, chat_logprobs, text_logprobs
 
-BYTE_OF = {BYTES.convert_tokens_to_ids(letter): bytes([byte]) for byte, letter in bytes_to_unicode().items()}
 ID_OF = {raw: i for i, raw in BYTE_OF.items()}
 # a, b, é and halves of é, nothing else, in about equal parts
 HALVES = {str(ID_OF[bytes([byte])]): bias for byte, bias in zip("éab".encode(), (100, 98, 97, 95), strict=True)}
@@ -35,27 +45,13 @@ def client(target: Target, drafter: Drafter) -> Iterator[OpenAI]:
 
 
 def rows_of(target: Target, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Log-probabilities [T, V] of the positions of the answer, by the model of Hugging Face in one pass."""
+    """Returns the log-probabilities [T, V] at the positions of the answer, from one pass of Hugging Face's model."""
     with torch.inference_mode():
         logits = target.model(torch.tensor([prompt + answer])).logits[0]
     return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
 
 
-def named(token: int) -> tuple[str, list[int] | None]:
-    """A token as a chat names it, with its bytes."""
-    if token not in BYTE_OF:
-        return BYTES.decode([token]), None
-    raw = BYTE_OF[token]
-    return (raw.decode() if raw.isascii() else f"\\x{raw.hex()}"), list(raw)
-
-
 SILENT = {named(token)[0] for token in range(VOCAB) if token not in BYTE_OF}
-
-
-def text_name(token: int) -> str:
-    """A token as a completion names it."""
-    name, raw = named(token)
-    return name if raw is None or raw[0] < 128 else f"bytes:{name}"
 
 
 def spoken(generation: Any) -> list[int]:
@@ -63,7 +59,7 @@ def spoken(generation: Any) -> list[int]:
 
 
 def streamed(chunks: Any) -> list[tuple[str, Any]]:
-    """Text and `logprobs` of every chunk with a choice."""
+    """Returns text and `logprobs` of every chunk with a choice."""
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     return [
         ((c.delta.content if hasattr(c, "delta") else c.text) or "", c.logprobs and c.logprobs.to_dict())
@@ -110,20 +106,20 @@ def test_a_completion_has_the_log_softmax_of_the_target(
     for i, (row, token) in enumerate(zip(rows_of(target, prompt, tokens), tokens, strict=True)):
         assert got.token_logprobs[i] == pytest.approx(float(row[token]), abs=1e-4)
         assert got.top_logprobs[i][names[i]] == got.token_logprobs[i]
-        reported = [*reversed(row.topk(best).indices.tolist()), token]  # under one name: the chosen, then the best
+        reported = [*reversed(row.topk(best).indices.tolist()), token]  # if names repeat: the chosen, then the best
         assert got.top_logprobs[i] == pytest.approx({text_name(t): float(row[t]) for t in reported}, abs=1e-4)
     for token, offset in zip(tokens, got.text_offset, strict=True):
         raw = BYTE_OF.get(token, b"\xff")
         assert not raw.isascii() or choice.text[offset - len(text)] == raw.decode()
 
 
-def test_nothing_is_reported_that_was_not_asked_for(client: OpenAI) -> None:
+def test_logprobs_are_null_unless_requested(client: OpenAI) -> None:
     assert chat(client, logprobs=False).choices[0].logprobs is None
     assert complete(client).choices[0].logprobs is None
     assert {logprobs for _, logprobs in streamed(chat(client, stream=True))} == {None}
 
 
-def test_bias_and_penalties_do_not_change_what_is_reported(client: OpenAI, target: Target) -> None:
+def test_bias_and_penalties_do_not_change_reported_logprobs(client: OpenAI, target: Target) -> None:
     prompt = target.tokenizer.encode("The sky")
     got = complete(client, logprobs=0, presence_penalty=1.5, **CHARACTERS).choices[0].logprobs
     tokens = [ID_OF[bytes([int(t[-2:], 16)])] if t.startswith("bytes:") else encode(t)[0] for t in got.tokens]
@@ -133,7 +129,7 @@ def test_bias_and_penalties_do_not_change_what_is_reported(client: OpenAI, targe
     assert got.token_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-# ---- which tokens, and where ---------------------------------------------------------------------------------
+# ---- tokens and their chunks ---------------------------------------------------------------------------------
 
 STOPS = ["never said", ["ab", "é"], "éa", "aa"]
 ASKS: list[dict[str, Any]] = [*({**CHARACTERS, "stop": stop} for stop in STOPS), {"seed": 5}, {"temperature": 0}]
@@ -141,7 +137,7 @@ ASKS: list[dict[str, Any]] = [*({**CHARACTERS, "stop": stop} for stop in STOPS),
 
 @pytest.mark.parametrize("options", ASKS)
 def test_a_stream_has_every_token_once_with_its_text(client: OpenAI, options: dict[str, Any]) -> None:
-    for ask in (complete, chat):  # of a prompt that is not in the cache yet sums are made in another order
+    for ask in (complete, chat):  # an uncached prompt would be summed in another order
         ask(client, **options)
     whole = complete(client, logprobs=2, **options).choices[0]
     sent, found = len("The sky"), {name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
@@ -164,7 +160,7 @@ def test_a_stream_has_every_token_once_with_its_text(client: OpenAI, options: di
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_tokens_that_a_stop_string_cuts_are_left_out(client: OpenAI, stop: Any) -> None:
+def test_tokens_cut_by_a_stop_string_have_no_logprobs(client: OpenAI, stop: Any) -> None:
     choice = chat(client, logprobs=True, stop=stop, **CHARACTERS).choices[0]
     assert (choice.finish_reason == "stop") == (stop != STOPS[0])
     raw = b"".join(bytes(t.bytes) for t in choice.logprobs.content)
@@ -174,14 +170,14 @@ def test_tokens_that_a_stop_string_cuts_are_left_out(client: OpenAI, stop: Any) 
         assert len(choice.logprobs.content) == 60
 
 
-def test_the_token_that_ends_an_answer_is_not_part_of_it(client: OpenAI) -> None:
+def test_end_token_has_no_logprobs(client: OpenAI) -> None:
     choice = complete(client, logprobs=1, temperature=0, logit_bias={str(EOS): 100}).choices[0]
     assert (choice.finish_reason, choice.text) == ("stop", "")
     assert choice.logprobs.to_dict() == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def play(ids: list[int], stops: list[str], reason: Any, steps: list[list[int]]) -> tuple[str, list[AnswerToken]]:
-    """What an answer sends; every token but a silent one must come with its text."""
+    """Returns the text and tokens that an answer sends; checks that each token comes with its text."""
     answer, text, tokens = Answer(BYTES, 1, AnswerOptions(stops=stops, strings=SPELLING)), "", []
     for i, step in enumerate(steps):
         news = tuple(TokenLogprobs(-float(token), ()) for token in step)
@@ -196,13 +192,10 @@ def play(ids: list[int], stops: list[str], reason: Any, steps: list[list[int]]) 
     return text, tokens
 
 
-SPELLING = TokenStrings(BYTES)
-
-
 @given(ids=byte_ids, stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), cuts=cuts)
 @example(ids=encode("ab😀é"), stops=["é"], cuts=[1, 2, 3, 4, 5])
 @example(ids=[*encode("a")[:1], ID_OF[b"\xf0"], EOS, 299, *encode("b")], stops=["bc"], cuts=[1, 2, 3])
-def test_the_tokens_sent_are_those_of_the_text(ids: list[int], stops: list[str], cuts: list[int]) -> None:
+def test_sent_tokens_match_the_sent_text(ids: list[int], stops: list[str], cuts: list[int]) -> None:
     if not ids:
         return
     text, tokens = play(ids, stops, "length", cut(ids, cuts))
@@ -220,7 +213,7 @@ def test_the_tokens_sent_are_those_of_the_text(ids: list[int], stops: list[str],
     assert len(tokens) == len(ids) or text != whole
 
 
-def test_a_token_whose_text_the_decoder_drops_leaves_at_the_end() -> None:
+def test_token_without_decoded_text_leaves_at_the_end() -> None:
     answer = Answer(PIECES, 1, AnswerOptions(strings=TokenStrings(PIECES)))
     piece = answer.add(Progress((1,), None, "length", (TokenLogprobs(-1.0, ()),)))
     assert (piece.text, [t.token for t in piece.tokens]) == ("", [1])
@@ -229,7 +222,7 @@ def test_a_token_whose_text_the_decoder_drops_leaves_at_the_end() -> None:
 # ---- names ---------------------------------------------------------------------------------------------------
 
 
-def test_the_bytes_of_tokens_joined_are_those_of_the_text() -> None:
+def test_joined_token_bytes_equal_the_text() -> None:
     for i in range(VOCAB):
         assert SPELLING[i].raw == BYTE_OF.get(i)
     pieces = TokenStrings(PIECES)
@@ -240,7 +233,7 @@ def test_the_bytes_of_tokens_joined_are_those_of_the_text() -> None:
     assert pieces[sentencepiece_like().eos_token_id].raw is None
 
 
-def test_a_token_of_a_character_and_a_half_keeps_its_ascii() -> None:
+def test_token_with_partial_character_keeps_its_ascii() -> None:
     class Half:
         all_special_ids, added_tokens_decoder = (), {}
 

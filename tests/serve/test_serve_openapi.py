@@ -1,4 +1,4 @@
-"""The description at /openapi.json against what the routes do; `make test-peers` lets schemathesis look for more."""
+"""The description at /openapi.json compared with the routes; `make test-peers` adds schemathesis."""
 
 import json
 import warnings
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from jsonschema import Draft202012Validator
+from live_server import make_engine
+from reciting import TOOLS, make_reciting
 from starlette.routing import Route
-from test_serve_engine import make_engine
-from test_serve_tools import TOOLS, make_reciting
 
 from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.responses_api import LOGPROBS
@@ -35,12 +35,12 @@ def document(client: TestClient) -> dict[str, Any]:
 
 
 def check(document: dict[str, Any], schema: Any, value: Any) -> list[str]:
-    """What is wrong with a value, by a schema of the document."""
+    """Returns the errors of a value by a schema of the document."""
     validator = Draft202012Validator({**schema, "components": document["components"]})
     return [f"{error.json_path}: {error.message[:200]}" for error in validator.iter_errors(value)]
 
 
-def test_it_names_every_route_and_no_other(client: TestClient, document: dict[str, Any]) -> None:
+def test_description_names_exactly_the_routes(client: TestClient, document: dict[str, Any]) -> None:
     def routes_of(routes: Any) -> Iterator[tuple[str, str]]:
         for route in routes:
             if isinstance(route, Route):
@@ -74,7 +74,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), TAKEN)
-def test_what_it_shows_is_taken_and_answered_so(
+def test_described_bodies_are_accepted_and_replies_match(
     client: TestClient, document: dict[str, Any], path: str, body: Any
 ) -> None:
     operation = document["paths"][path]["post"]
@@ -107,9 +107,7 @@ def test_what_it_shows_is_taken_and_answered_so(
         ("/detokenize", {"tokens": "5"}),
     ],
 )
-def test_what_it_excludes_is_refused_in_its_form(
-    client: TestClient, document: dict[str, Any], path: str, body: Any
-) -> None:
+def test_body_outside_the_schema_gets_400(client: TestClient, document: dict[str, Any], path: str, body: Any) -> None:
     operation = document["paths"][path]["post"]
     assert check(document, operation["requestBody"]["content"]["application/json"]["schema"], body)
     reply = client.post(path, json=body)
@@ -122,17 +120,17 @@ def test_what_it_excludes_is_refused_in_its_form(
     )
 
 
-def test_a_key_is_described_where_one_is_asked_for() -> None:
+def test_security_is_described_if_keys_are_required() -> None:
     with warnings.catch_warnings(action="error"):
         app = create_app(make_engine(make_reciting(), None), "m", ["secret"], root_path="/under", aliases=["n"])
     with TestClient(app) as client:
-        for path in ("/health", "/under/health"):  # as proxies that take the path away and others ask
+        for path in ("/health", "/under/health"):  # with proxies that remove the path and with others
             assert client.get(path).status_code == 200
         assert client.get("/elsewhere/health").status_code == 404
         assert client.get("/openapi.json").status_code == 401
         document = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
-    asked = document["components"]["schemas"]["ChatRequest"]["properties"]["model"]
-    assert asked == {"enum": ["m", "n"]}, "every name"
+    names = document["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+    assert names == {"enum": ["m", "n"]}, "every name"
     assert document["servers"] == [{"url": "/under"}]
     paths = document["paths"]
     assert "401" in paths["/v1/models"]["get"]["responses"] and "security" not in paths["/v1/models"]["get"]

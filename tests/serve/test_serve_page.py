@@ -1,4 +1,4 @@
-"""The page at `/`, and what the API gives it to show."""
+"""The page at `/`, and the fields of the API that it shows."""
 
 import json
 import re
@@ -12,8 +12,7 @@ import httpx
 import pytest
 from browser import CHROMIUM, Page, browser
 from fastapi.testclient import TestClient
-from test_serve_api import serving
-from test_serve_engine import LATE_S, gated, make_engine
+from live_server import LATE_S, gated, make_engine, serving
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.runtime import AsyncEngine
@@ -58,7 +57,7 @@ def test_steps_of_a_stream_hold_its_whole_text(engine: AsyncEngine, more: dict[s
     assert not any("dflash" in choice for chunk in chunks(client, **more) for choice in chunk["choices"])
 
 
-def test_a_request_can_do_without_the_drafter(engine: AsyncEngine) -> None:
+def test_request_can_disable_the_drafter(engine: AsyncEngine) -> None:
     client = TestClient(create_app(engine, "m"))
     drafted = client.post("/v1/chat/completions", json=ASK).json()
     plain = client.post("/v1/chat/completions", json=ASK | {"speculative": {"num_speculative_tokens": 0}}).json()
@@ -68,7 +67,7 @@ def test_a_request_can_do_without_the_drafter(engine: AsyncEngine) -> None:
     assert refused.status_code == 400 and "speculative.num_speculative_tokens" in refused.json()["error"]["message"]
 
 
-def test_page_files_are_sent_without_key_under_a_strict_policy(engine: AsyncEngine) -> None:
+def test_page_files_need_no_key_and_have_a_strict_policy(engine: AsyncEngine) -> None:
     with serving(engine, api_keys=["secret"]) as url:
         for path, (name, _) in FILES.items():
             reply = httpx.get(f"{url}{path}", timeout=LATE_S)
@@ -78,8 +77,8 @@ def test_page_files_are_sent_without_key_under_a_strict_policy(engine: AsyncEngi
             if "vendor" not in path:
                 assert not re.search(r"https?://|//[a-z]+\.|innerHTML|insertAdjacentHTML|document\.write", reply.text)
     page = (FOLDER / "page.html").read_text()
-    asked = set(re.findall(r'\$\("([\w-]+)"\)', (FOLDER / "page.js").read_text()))
-    assert asked <= set(re.findall(r'id="([\w-]+)"', page)), "every element that the script looks for"
+    used = set(re.findall(r'\$\("([\w-]+)"\)', (FOLDER / "page.js").read_text()))
+    assert used <= set(re.findall(r'id="([\w-]+)"', page)), "every element that the script looks for"
     assert set(re.findall(r'(?:href|src)="([\w./-]+)"', page)) <= {name for name, _ in FILES.values()}
 
 
@@ -93,7 +92,7 @@ def test_vendored_libraries_are_named_with_version_and_licence() -> None:
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node")
-def test_what_the_page_computes() -> None:
+def test_page_computations() -> None:
     run = subprocess.run(
         [str(NODE), "--test", str(Path(__file__).with_name("page.test.mjs"))], capture_output=True, text=True
     )
@@ -150,7 +149,7 @@ def new_chat(request: pytest.FixtureRequest) -> None:
         page.click("#new")
 
 
-def test_an_answer_is_shown_in_coloured_tokens(tab: Page) -> None:
+def test_page_colours_drafted_and_own_tokens(tab: Page) -> None:
     assert tab.visible(".example") and tab.visible("#drafter") and tab.text("#model") == "org/tiny"
     send(tab, "Why?")
     shown = tab.run("document.querySelector('.answer .text').textContent")
@@ -177,7 +176,7 @@ def test_escape_stops_and_the_partial_answer_is_kept(tab: Page, page_engine: Asy
     assert body["messages"][0]["content"] == "Count." and body["messages"][1]["content"] == partial
 
 
-def test_an_error_puts_the_question_back_into_the_box(tab: Page) -> None:
+def test_error_returns_the_question_to_the_input(tab: Page) -> None:
     tab.run("document.getElementById('tokens').value = 1e6")
     send(tab, "Too long?")
     assert "1000000" in tab.text(".answer .error")
@@ -201,7 +200,7 @@ def test_editing_and_regenerating_replace_an_answer(tab: Page) -> None:
     assert tab.run("[...document.querySelectorAll('.said')].map((one) => one.textContent)") == ["one and a half"]
 
 
-def test_compare_asks_twice_and_a_new_answer_clears_it(tab: Page) -> None:
+def test_compare_sends_two_requests_and_next_answer_clears_it(tab: Page) -> None:
     tab.click("#compare")
     send(tab, "Why?")
     assert tab.run("document.querySelectorAll('.answer').length") == 2
@@ -232,7 +231,7 @@ HOSTILE = """<script>window.hurt = 1</script> <img src=x onerror="window.hurt = 
 """
 
 
-def test_text_of_a_model_stays_harmless(tab: Page) -> None:
+def test_model_text_cannot_run_scripts(tab: Page) -> None:
     restore(tab, HOSTILE)
     assert tab.text(".answer pre").startswith("<script>window.hurt = 11")
     assert tab.run(f"document.querySelectorAll('.answer .text :is({BAD})').length") == 0
@@ -244,7 +243,7 @@ def test_text_of_a_model_stays_harmless(tab: Page) -> None:
     assert tab.run("window.hurt ?? 0") == 0
 
 
-def test_the_cleaner_alone_keeps_text_harmless(tab: Page) -> None:
+def test_sanitizer_alone_removes_scripts(tab: Page) -> None:
     """The Markdown parser escapes HTML; this is what happens if it ever lets some through."""
     tab.run(
         "import('/markdown.js').then(({ clean }) => document.getElementById('chat').replaceChildren(clean("
@@ -267,7 +266,7 @@ def test_markdown_has_code_blocks_that_can_be_copied(tab: Page) -> None:
     assert tab.run("window.copied") == "def f():\n    return 1\n"
 
 
-def test_new_text_does_not_move_a_reader_who_scrolled_up(tab: Page, page_engine: AsyncEngine) -> None:
+def test_new_text_does_not_scroll_a_page_scrolled_up(tab: Page, page_engine: AsyncEngine) -> None:
     top = "document.getElementById('chat').scrollTop"
     try:
         tab.size(1200, 400)
@@ -310,7 +309,7 @@ def test_a_phone_has_a_pinned_box_and_a_scrolling_chat(tab: Page) -> None:
         tab.size(1200, 700)
 
 
-def test_everything_is_reached_with_the_keyboard(tab: Page) -> None:
+def test_all_controls_work_with_the_keyboard(tab: Page) -> None:
     tab.run("document.activeElement.blur()")
     tab.run("getSelection().removeAllRanges()")
     tab.go(tab.run("location.href"))
@@ -326,7 +325,7 @@ def test_everything_is_reached_with_the_keyboard(tab: Page) -> None:
     )
 
 
-def test_without_a_drafter_no_drafter_is_shown(target: Target, tmp_path: Path) -> None:
+def test_page_hides_draft_figures_without_a_drafter(target: Target, tmp_path: Path) -> None:
     if CHROMIUM is None:
         pytest.skip("needs chromium")
     with serving(make_engine(target, None)) as url, browser(tmp_path) as page:
@@ -339,7 +338,7 @@ def test_without_a_drafter_no_drafter_is_shown(target: Target, tmp_path: Path) -
         assert "speculative" not in page.text("body") and page.console == []
 
 
-def test_a_server_that_is_gone_and_back_is_noticed(target: Target, drafter: Drafter, tmp_path: Path) -> None:
+def test_page_shows_lost_and_restored_connection(target: Target, drafter: Drafter, tmp_path: Path) -> None:
     if CHROMIUM is None:
         pytest.skip("needs chromium")
     with browser(tmp_path) as page:

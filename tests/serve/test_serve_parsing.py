@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in a model's text: found, typed, streamed, and never lost."""
+"""Parsing of reasoning and tool calls, whole and streamed; no text is lost."""
 
 import itertools
 import json
@@ -42,13 +42,13 @@ NAMED = '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}[TOOL_CALLS]now[CALL_ID]abcde
 
 
 def parse(form: str | None, *pieces: str, **options: Any) -> Message:
-    """What the pieces of one text are."""
+    """Parses a text that arrives in pieces."""
     parser = OutputParser(form=form, tools=TOOLS, **options)
     return joined([delta for piece in pieces for delta in parser.feed(piece)] + parser.finish())
 
 
 def plain(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
-    """A message without ids, which are random."""
+    """Returns a message without its random ids."""
     return message.content, message.reasoning, [(call.name, call.arguments) for call in message.calls]
 
 
@@ -90,7 +90,7 @@ def test_calls_are_found_in_each_form(form: str, text: str, calls: list[tuple[st
     assert message.content == ("I look it up.\n" if text.startswith("I") else "")
 
 
-def test_text_before_and_after_calls_is_content() -> None:
+def test_text_around_calls_is_content() -> None:
     for form, call in {"hermes": HERMES, "qwen3_coder": CODER, "mistral": NAMED}.items():
         message = parse(form, f"Let me see.\n{call}\n{call}\nThat is all.")
         assert message.content == "Let me see.\n\nThat is all.", form
@@ -101,13 +101,13 @@ def test_without_a_form_a_call_is_content() -> None:
     assert plain(parse(None, f"\n{HERMES}", start="either")) == (f"\n{HERMES}", "", [])
 
 
-def test_ids_are_those_that_the_models_templates_take() -> None:
+def test_call_ids_fit_the_models_templates() -> None:
     first, second = parse("mistral", NAMED).calls
     assert first.id.isalnum() and len(first.id) == 9 and second.id == "abcdefghi"
     assert parse("hermes", HERMES).calls[0].id.startswith("call_")
 
 
-def test_only_the_first_call_is_kept_where_one_is_wanted() -> None:
+def test_only_the_first_call_is_kept_without_parallel_calls() -> None:
     for form, text in {"hermes": HERMES * 2, "qwen3_coder": CODER * 2, "mistral": LIST}.items():
         assert [call.name for call in parse(form, text, parallel=False).calls] == ["weather"], form
 
@@ -121,7 +121,7 @@ def test_only_the_first_call_is_kept_where_one_is_wanted() -> None:
         ('{"a": {"b": [{}, [], "\\"}"]}}', {"a": {"b": [{}, [], '"}']}}),
     ],
 )
-def test_what_models_often_get_wrong_in_json_is_mended(written: str, meant: Any) -> None:
+def test_frequent_json_errors_of_models_are_corrected(written: str, meant: Any) -> None:
     (call,) = parse("hermes", f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>').calls
     assert json.loads(call.arguments) == meant
     (call,) = parse("mistral", f"[TOOL_CALLS]now[ARGS]{written}").calls
@@ -129,7 +129,7 @@ def test_what_models_often_get_wrong_in_json_is_mended(written: str, meant: Any)
 
 
 @pytest.mark.parametrize("end", ["", "\n</tool_call>", "}\n</tool_call>", "}}}</tool_call>"])
-def test_braces_forgotten_or_too_many_behind_the_arguments_do_no_harm(end: str) -> None:
+def test_missing_or_extra_braces_after_arguments_are_accepted(end: str) -> None:
     assert plain(parse("hermes", f'<tool_call>{{"name": "now", "arguments": {{"a": 1}}{end}')) == (
         "", "", [("now", '{"a": 1}')],
     )  # fmt: skip
@@ -152,7 +152,7 @@ def test_braces_forgotten_or_too_many_behind_the_arguments_do_no_harm(end: str) 
         ("unit", "C", "C"), ("unit", " \n\tF ", "F"), ("unit", " K ", " K "),
     ],
 )  # fmt: skip
-def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str, expected: Any) -> None:
+def test_parameter_values_get_the_types_of_the_schema(key: str, value: str, expected: Any) -> None:
     text = f"<tool_call>\n<function=weather>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
     (call,) = parse("qwen3_coder", text).calls
     arguments = json.loads(call.arguments)
@@ -168,7 +168,7 @@ def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str,
         ({"$ref": "#/nowhere/at~1all"}, True), ({"$ref": "#/a"}, False), ({"anyOf": 5, "enum": 5}, True),
     ],
 )  # fmt: skip
-def test_a_schema_says_whether_a_value_is_text(schema: Any, text: bool) -> None:
+def test_schema_decides_whether_a_value_is_text(schema: Any, text: bool) -> None:
     assert is_text(schema, {"a": {"type": "object"}}) is text
 
 
@@ -179,7 +179,7 @@ def test_a_schema_that_refers_to_itself_many_times_is_read_once() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{"properties": []}, {"properties": {"a": 5}}, {"properties": None}, None, {}])
-def test_a_schema_of_no_use_leaves_values_text(parameters: Any) -> None:
+def test_invalid_schema_leaves_values_as_text(parameters: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     parser = OutputParser(form="qwen3_coder", tools=tools)
     deltas = parser.feed("<function=f>\n<parameter=a>\n1\n</parameter>\n</function>") + parser.finish()
@@ -214,24 +214,24 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in MALFORMED.items() for text in texts])
-def test_a_malformed_call_is_content_as_it_is(form: str, text: str) -> None:
+def test_malformed_call_stays_in_the_content(form: str, text: str) -> None:
     for whole in (text, f"before {text}", f"{text}\nafter") if form != "llama3_json" else (text,):
         assert plain(parse(form, whole)) == (whole, "", [])
 
 
-def test_a_call_behind_a_malformed_one_is_found() -> None:
+def test_call_after_a_malformed_one_is_found() -> None:
     content, _, calls = plain(parse("hermes", f"<tool_call>{{nothing {HERMES}"))
     assert (content, len(calls)) == ("<tool_call>{nothing ", 1)
 
 
-def test_arguments_that_were_cut_stay_open() -> None:
+def test_cut_arguments_stay_open() -> None:
     for form, text in {"hermes": HERMES, "mistral": NAMED, "llama3_json": LLAMA, "qwen3_coder": CODER}.items():
         whole = parse(form, text).calls[0].arguments
         cut = parse(form, text[: text.index("Kö") + 2])
         assert cut.content == "" and cut.calls[0].arguments == whole[: whole.index("Kö") + 2], form
 
 
-def test_what_follows_a_fault_within_arguments_is_content() -> None:
+def test_text_after_malformed_arguments_is_content() -> None:
     message = parse("hermes", '<tool_call>{"name": "now", "arguments": {"a": \'b\'}}</tool_call>')
     assert plain(message) == ("'b'}}</tool_call>", "", [("now", '{"a": ')])
     message = parse("qwen3_coder", "<function=now>\n<parameter=a>\n1\n</parameter>\noops\n</function>")
@@ -257,13 +257,13 @@ def test_what_follows_a_fault_within_arguments_is_content() -> None:
         ("content", "<think>hm</think>Hello", "", "<think>hm</think>Hello"),
     ],
 )  # fmt: skip
-def test_reasoning_is_what_stands_between_the_tags(start: Any, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_the_text_between_the_tags(start: Any, text: str, reasoning: str, content: str) -> None:
     assert plain(parse(None, text, start=start)) == (content, reasoning, [])
     message = parse("hermes", f"{text}", start=start)
     assert (message.content, message.reasoning) == (content, reasoning)
 
 
-def test_a_call_ends_reasoning_that_was_not_ended_but_one_in_prose_does_not() -> None:
+def test_call_ends_open_reasoning_but_mention_in_prose_does_not() -> None:
     assert parse("hermes", f"hm {HERMES}", start="reasoning").reasoning == "hm "
     message = parse("hermes", f"I write <tool_call> tags.</think>\n\n{HERMES}", start="reasoning")
     assert (message.reasoning, message.content) == ("I write <tool_call> tags.", "")
@@ -292,7 +292,7 @@ FRAGMENTS = [
     form="hermes", start="either", parallel=True, parts=["<think>", "</think>", HERMES, "\n", HERMES], cuts=[3, 40]
 )
 @example(form="qwen3_coder", start="content", parallel=True, parts=[CODER, CODER], cuts=[*range(0, 300, 5)])
-def test_any_cut_of_a_text_gives_the_same(
+def test_parse_does_not_depend_on_how_text_is_cut(
     form: str | None, start: Any, parallel: bool, parts: list[str], cuts: list[int]
 ) -> None:
     text = "".join(parts)
@@ -314,9 +314,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(s
     arguments=st.dictionaries(st.text(), values, max_size=4), ascii=st.booleans(), indent=st.none() | st.integers(0, 2)
 )
 @pytest.mark.slow
-def test_any_arguments_come_out_as_they_were_written(
-    arguments: dict[str, Any], ascii: bool, indent: int | None
-) -> None:
+def test_any_arguments_are_returned_unchanged(arguments: dict[str, Any], ascii: bool, indent: int | None) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii, indent=indent)
     for form, text in {
         "hermes": f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>',
@@ -327,13 +325,13 @@ def test_any_arguments_come_out_as_they_were_written(
 
 
 @given(arguments=st.dictionaries(st.sampled_from("abc"), st.text(alphabet='a"\\\n é</{', max_size=8)))
-def test_any_text_comes_out_of_a_parameter_as_it_was_written(arguments: dict[str, str]) -> None:
+def test_any_parameter_text_is_returned_unchanged(arguments: dict[str, str]) -> None:
     written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     (call,) = parse("qwen3_coder", f"<tool_call>\n<function=now>\n{written}</function>\n</tool_call>").calls
     assert json.loads(call.arguments) == arguments
 
 
-def test_what_is_decided_is_sent_at_once() -> None:
+def test_final_text_is_sent_immediately() -> None:
     def sent(form: str, text: str, start: Any = "content") -> Message:
         return joined(OutputParser(start, form, TOOLS).feed(text))
 
@@ -345,7 +343,7 @@ def test_what_is_decided_is_sent_at_once() -> None:
     assert sent("qwen3_coder", CODER[: CODER.index("ln")]).calls[0].arguments == '{"city": "Kö'
 
 
-def test_deltas_name_a_call_once_and_neighbours_are_one() -> None:
+def test_deltas_name_a_call_once_and_adjacent_ones_merge() -> None:
     parser = OutputParser(form="hermes", tools=TOOLS)
     deltas = [delta for character in HERMES * 2 for delta in parser.feed(character)] + parser.finish()
     tools = [delta.tool for delta in deltas if delta.tool]
@@ -357,8 +355,8 @@ def test_deltas_name_a_call_once_and_neighbours_are_one() -> None:
     ]  # fmt: skip
 
 
-def test_a_long_text_takes_time_in_proportion() -> None:
-    """Of each feed only what is not decided yet is looked at again."""
+def test_each_character_is_scanned_a_bounded_number_of_times() -> None:
+    """The buffer keeps only text that is not final, so a feed never reads the whole text again."""
     parser = OutputParser("reasoning", "hermes", TOOLS)
     for _ in range(20_000):
         parser.feed("x <")

@@ -10,18 +10,18 @@ import sys
 from typing import Any
 
 import pytest
+from other_engines import DFLASH, DFLASH2, SPECULATORS, TARGET, command, folder
 from paths import ROOT
-from test_serve_external import DFLASH, DFLASH2, SPECULATORS, TARGET, command, folder
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
 
 def parsed(engine: str, *lines: list[str]) -> list[dict[str, Any]]:
-    """What the engine's parser makes of command lines."""
+    """Parses command lines with the engine's own parser."""
     site = os.environ.get("DFLASH_PEERS_SITE")
     if not site:
         pytest.skip("DFLASH_PEERS_SITE is not set: run `make test-peers`")
-    words = [line[3:] if engine == "vllm" else line[2:] for line in lines]  # behind what is run
+    words = [line[3:] if engine == "vllm" else line[2:] for line in lines]  # without the module and its command
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts/peers/parse.py"), engine],
         input=json.dumps(words), env={**os.environ, "PYTHONPATH": str(ROOT / site)}, capture_output=True, text=True,
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: folder(path / name, values) for name, values in models.items()}
 
 
-# an option of ours, then names and values of theirs
+# option of dflash-serve -> names and values of the other engine
 SHARED: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["--host", "0.0.0.0", "--port", "8123"], {"host": "0.0.0.0", "port": 8123}, {"host": "0.0.0.0", "port": 8123}),
     (["--dtype", "float16"], {"dtype": "float16"}, {"dtype": "float16"}),
@@ -83,7 +83,7 @@ ALONE = {
     ],
     "sglang": [(["--kv-cache-tokens", "4096"], {"max_total_tokens": 4096})],
 }
-# behind --, on the second of two nodes
+# after --, on the second of two nodes
 NODES = {
     "vllm": ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--headless"],
     "sglang": ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:5000"],
@@ -91,7 +91,7 @@ NODES = {
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_their_parser_takes_what_we_say(engine: str, folders: dict[str, str]) -> None:
+def test_other_engines_parsers_accept_our_flags(engine: str, folders: dict[str, str]) -> None:
     drafters = ["dflash", "dflash2", *(["speculators"] if engine == "vllm" else [])]
     pair = [["--engine", engine, "--target", folders["target"], "--drafter", folders[name]] for name in drafters]
     cases = [(option, values[engine == "sglang"]) for option, *values in SHARED] + ALONE[engine]

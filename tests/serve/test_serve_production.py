@@ -1,4 +1,4 @@
-"""What keeps a server up: limits, keys, draining, an engine that dies."""
+"""Limits, API keys, logs, draining and restarts of a server."""
 
 import contextlib
 import http.client
@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from forked import Command
-from test_serve_api import error_of, serving
-from test_serve_engine import LATE_S, gated, make_engine, wait_until
+from live_server import LATE_S, error_of, gated, make_engine, serving, wait_until
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.serve import access
@@ -27,9 +26,7 @@ from dflash_toolkit.serve.server import Connection, bind, raise_open_files
 LONG = {"model": "org/tiny", "prompt": [1], "max_tokens": 50, "ignore_eos": True, "temperature": 0}
 
 
-def test_a_client_that_sends_nothing_or_half_a_request_is_sent_away(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_or_incomplete_request_gets_408(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "client_timeout_s", 0.3)
     starts = [
         b"",
@@ -45,7 +42,7 @@ def test_a_client_that_sends_nothing_or_half_a_request_is_sent_away(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_has_said_all_and_listens_gets_its_answer(target: Target, streamed: bool) -> None:
+def test_half_closed_client_gets_its_answer(target: Target, streamed: bool) -> None:
     engine = make_engine(target, None)
     body = json.dumps(LONG | {"stream": streamed}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -58,26 +55,24 @@ def test_a_client_that_has_said_all_and_listens_gets_its_answer(target: Target, 
             gate.wait()
             if streamed:
                 assert client.recv(4096)  # the response has begun
-            time.sleep(0.1)  # it is asked meanwhile
+            time.sleep(0.1)  # the server sends probes
             gate.open()
             got = client.makefile("rb").read()
     if streamed:
         assert b"\r\n3\r\n:\n\n\r\n" in b"\r\n" + got and got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     else:
-        asked, answer = got.split(b"HTTP/1.1 200 OK\r\n")
-        assert asked and not asked.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        probes, answer = got.split(b"HTTP/1.1 200 OK\r\n")
+        assert probes and not probes.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
         assert b'"completion_tokens":50' in answer
 
 
-def test_connections_beyond_the_limit_are_refused_and_leave_room_again(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_over_the_limit_get_503_until_one_closes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(make_engine(target, None)) as url:
         address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
         monkeypatch.setattr(Connection, "limit", Connection.open.total + 2)
         with contextlib.ExitStack() as stack:
 
-            def filled() -> bool:  # those of other servers of this process may end meanwhile
+            def filled() -> bool:  # connections of other servers of this process may end
                 stack.enter_context(socket.create_connection(address, LATE_S))
                 return Connection.open.total >= Connection.limit
 
@@ -87,7 +82,7 @@ def test_connections_beyond_the_limit_are_refused_and_leave_room_again(
         wait_until(lambda: httpx.get(f"{url}/health", timeout=LATE_S).status_code == 200)
 
 
-def test_open_files_are_raised_and_leave_some_for_the_server() -> None:
+def test_open_file_limit_is_raised_and_leaves_spare_files() -> None:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -99,7 +94,7 @@ def test_open_files_are_raised_and_leave_some_for_the_server() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_again(target: Target) -> None:
+def test_full_queue_gets_429_with_retry_after(target: Target) -> None:
     engine = make_engine(target, None, max_num_seqs=1)
     with gated(engine, 1) as gate, serving(engine, max_queue=1) as url:
         post = lambda body: httpx.post(f"{url}/v1/completions", json=body, timeout=LATE_S)  # noqa: E731
@@ -116,7 +111,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_again(target: Target) -> N
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_beyond_its_time_is_given_up_and_its_pages_are_back(target: Target, streamed: bool) -> None:
+def test_late_answer_is_aborted_and_its_pages_are_freed(target: Target, streamed: bool) -> None:
     engine = make_engine(target, None)
     with gated(engine, 2) as gate, serving(engine, request_timeout_s=0.2) as url:
         reply = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": streamed}, timeout=LATE_S)
@@ -154,7 +149,7 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: 
         read_keys(None)
 
 
-def test_responses_have_an_id_and_a_line_without_request_text(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_responses_have_an_id_and_logs_omit_request_text(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, access.log.name)
     with serving(make_engine(target, None)) as url:
         own = httpx.get(f"{url}/version?secret=1", headers={"X-Request-Id": "mine-1", "Authorization": "Bearer abc"})
@@ -183,12 +178,12 @@ def test_successful_polls_are_not_logged_and_failures_are(
     assert lines == [("/v1/models", 200), ("/metrics", 401)]
 
 
-def test_a_client_that_does_not_read_is_given_up(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_does_not_read_is_disconnected(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(make_engine(target, None)) as url, socket.socket() as slow:
         before = Connection.open.total
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1])))
-        zero = target.tokenizer.convert_tokens_to_ids("\u0100")  # a byte that JSON writes with six
+        zero = target.tokenizer.convert_tokens_to_ids("\u0100")  # JSON writes this byte with six characters
         body = json.dumps({"tokens": [zero] * 500_000}, separators=(",", ":")).encode()
         slow.sendall(b"POST /detokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         monkeypatch.setattr(Connection, "client_timeout_s", 0.3)
@@ -202,7 +197,7 @@ def test_a_client_that_does_not_read_is_given_up(target: Target, monkeypatch: py
         assert read < 3_000_000, "it was cut off"
 
 
-def test_connections_are_looked_after_while_nothing_is_sent() -> None:
+def test_listening_sockets_have_keepalive() -> None:
     with bind("127.0.0.1", 0) as listener:
         listener.listen()
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
@@ -215,7 +210,7 @@ def test_connections_are_looked_after_while_nothing_is_sent() -> None:
 
 @contextlib.contextmanager
 def command(target_dir: Path, folder: Path, *options: str, **more: Any) -> Iterator[Command]:
-    """A running `dflash-serve`, whose processes are forked from one that has imported everything."""
+    """Runs `dflash-serve`; its processes are forked from one that has imported everything."""
     argv = ["--target", str(target_dir), "--port", "0", "--device", "cpu", "--served-model-name", "org/tiny", *options]
     process = Command("dflash_toolkit.serve.cli", argv, folder, **more)
     try:
@@ -224,9 +219,7 @@ def command(target_dir: Path, folder: Path, *options: str, **more: Any) -> Itera
         process.kill()
 
 
-def test_an_engine_that_is_killed_is_started_again_and_what_it_has_is_finished_at_the_end(
-    target_dir: Path, tmp_path: Path
-) -> None:
+def test_killed_engine_restarts_and_open_answers_finish(target_dir: Path, tmp_path: Path) -> None:
     path, template = str(tmp_path / "socket"), tmp_path / "template"
     template.write_text("{{ messages[0]['content'] }}")
     options = ("also", "--uds", path, "--chat-template", str(template), "--restart", "--log-json", "--no-access-log")
@@ -259,19 +252,17 @@ def test_an_engine_that_is_killed_is_started_again_and_what_it_has_is_finished_a
         assert not os.path.exists(path)
         with pytest.raises((OSError, http.client.HTTPException)), socket.socket(socket.AF_UNIX) as late:
             late.connect(path)
-    said = [json.loads(line) for line in process.err.read_text().splitlines()]
-    assert any("ended by itself (exit code -9)" in line["message"] for line in said)
+    log = [json.loads(line) for line in process.err.read_text().splitlines()]
+    assert any("ended by itself (exit code -9)" in line["message"] for line in log)
     assert not process.children()
 
 
-def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_on_alone(
-    target_dir: Path, tmp_path: Path
-) -> None:
+def test_front_ends_share_address_queue_and_counts_and_end_together(target_dir: Path, tmp_path: Path) -> None:
     options = ("--api-server-count", "3", "--max-num-seqs", "1", "--max-queue", "0")
     with command(target_dir, tmp_path, *options) as process:
         url = process.line().split()[1].removesuffix("/v1")
         ask = lambda **more: httpx.post(f"{url}/v1/completions", json=LONG | more, timeout=LATE_S)  # noqa: E731
-        # each on a connection of its own, which any front gets
+        # each on its own connection, which any front-end process may accept
         assert len({ask().json()["choices"][0]["text"] for _ in range(12)}) == 1
         for _ in range(6):
             counted = httpx.get(f"{url}/metrics").text
@@ -282,17 +273,17 @@ def test_fronts_share_the_address_the_queue_and_what_they_count_and_none_lives_o
         engine, *fronts = process.children()
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 200}) as running:
             next(events := running.iter_lines())
-            os.kill(engine, signal.SIGSTOP)  # so that it does not end meanwhile
+            os.kill(engine, signal.SIGSTOP)  # keeps the request running
             assert {ask().status_code for _ in range(8)} == {429}, "the only place is taken, whichever front has it"
             os.kill(engine, signal.SIGCONT)
             assert "data: [DONE]" in list(events)
         os.kill(fronts[0], signal.SIGKILL)
         assert process.end(LATE_S) == 1
     assert "front1 ended by itself (exit code -9); the server ends" in process.err.read_text()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in (engine, *fronts)), "the others were told to end"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (engine, *fronts)), "the other processes end too"
 
 
-def test_where_nothing_can_be_written_requests_are_answered_all_the_same(target_dir: Path, tmp_path: Path) -> None:
+def test_requests_are_answered_if_no_log_can_be_written(target_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with command(target_dir, tmp_path, "--uds", str(path), said="/dev/full") as process:
 

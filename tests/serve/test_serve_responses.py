@@ -1,4 +1,4 @@
-"""`/v1/responses` as the real `openai` client sees it; what it answers is what the chat route answers."""
+"""`/v1/responses` through the real `openai` client, compared with the chat route."""
 
 import asyncio
 import json
@@ -8,12 +8,11 @@ from typing import Any, Literal
 import httpx
 import pytest
 from conftest import make_drafter
+from live_server import LATE_S, chat, client, client_of, engine, gated, make_engine, refusal, serving, url
 from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from test_serve_api import chat, client, client_of, engine, refusal, serving, url
-from test_serve_engine import LATE_S, gated, make_engine
-from test_serve_tools import ARGUMENTS, CLOCKS, SAYS, TIGHT, TOOLS, make_reciting
+from reciting import ARGUMENTS, CLOCKS, SAYS, TIGHT, TOOLS, make_reciting
 
 from dflash_toolkit import Target
 from dflash_toolkit.runtime import AsyncEngine
@@ -48,7 +47,7 @@ def respond(client: OpenAI, **options: Any) -> Any:
 
 
 def say(url: str, head: str, **options: Any) -> Any:
-    """What the reciting model answers, and the same from a stream's events, which must say it too."""
+    """Returns a response of the reciting model after checking that the streamed events are equal to it."""
     client = client_of(url)
     options = {"input": f"Please: {head}", "max_output_tokens": 400} | options
     whole = respond(client, **options)
@@ -71,24 +70,24 @@ def say(url: str, head: str, **options: Any) -> Any:
 
 
 def plain(output: Any) -> list[dict[str, Any]]:
-    """Items without what is made up for every answer."""
+    """Returns items without their random ids."""
     return [{k: v for k, v in item.to_dict().items() if k not in ("id", "call_id")} for item in output]
 
 
 # ---- answers -------------------------------------------------------------------------------------------------
 
 
-def test_a_response_is_what_the_chat_route_answers(client: OpenAI) -> None:
+def test_response_equals_the_chat_answer(client: OpenAI) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
     sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8}
     expected = chat(client, messages=messages, extra_body={"top_k": 9, "seed": 4}, **sampling)
-    asked = [
+    request = [
         {"instructions": "Be brief."},
         {"input": messages},
         {"input": [{"type": "message"} | messages[0], {"role": "user", "content": [
             {"type": "input_text", "text": "Why is "}, {"type": "input_text", "text": "the sky blue?"}]}]},
     ]  # fmt: skip
-    for options in asked:
+    for options in request:
         answer = respond(
             client, extra_body={"top_k": 9, "seed": 4}, store=False, metadata={"a": "b"}, **sampling, **options
         )
@@ -102,16 +101,16 @@ def test_a_response_is_what_the_chat_route_answers(client: OpenAI) -> None:
     assert answer.id.startswith("resp_") and answer.output[0].id.startswith("msg_")
 
 
-def test_a_short_limit_makes_it_incomplete(client: OpenAI) -> None:
+def test_short_limit_gives_status_incomplete(client: OpenAI) -> None:
     answer = respond(client, max_output_tokens=3, extra_body={"ignore_eos": True})
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output[0].status == "incomplete" and answer.usage.output_tokens == 3
 
 
-def test_the_streams_of_the_client_put_the_answer_together(recited: str) -> None:
+def test_openai_stream_helpers_rebuild_the_answer(recited: str) -> None:
     expected = say(recited, "h", tools=FUNCTIONS)
-    asked: Any = {"model": "org/tiny", "input": "Please: h", "tools": FUNCTIONS}
-    with client_of(recited).responses.stream(**asked) as stream:
+    request: Any = {"model": "org/tiny", "input": "Please: h", "tools": FUNCTIONS}
+    with client_of(recited).responses.stream(**request) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert "response.output_text.delta" in kinds and kinds[-1] == "response.completed"
@@ -120,51 +119,51 @@ def test_the_streams_of_the_client_put_the_answer_together(recited: str) -> None
 
     async def play() -> tuple[Any, list[str]]:
         async with AsyncOpenAI(base_url=f"{recited}/v1", api_key="none", max_retries=0) as client:
-            one = await client.responses.create(**asked)
-            return one, [event.type async for event in await client.responses.create(stream=True, **asked)]
+            one = await client.responses.create(**request)
+            return one, [event.type async for event in await client.responses.create(stream=True, **request)]
 
     answer, asynchronous = asyncio.run(play())
     assert plain(answer.output) == plain(expected.output)
     assert {*asynchronous} == {*kinds}
 
 
-def test_log_probabilities_are_of_the_message(recited: str) -> None:
+def test_logprobs_cover_the_message_only(recited: str) -> None:
     include: Any = ["message.output_text.logprobs"]
     for thinking in (True, False):
         extra = {"chat_template_kwargs": {"enable_thinking": thinking}}
         answer = say(recited, "a", include=include, top_logprobs=2, extra_body=extra)
         part = answer.output[-1].content[0]
         assert len(answer.output) == 1 + thinking
-        said = "".join(token.token for token in part.logprobs)
-        assert part.text.endswith(said) and said, "but for the token that the mark before it ends in"
+        spoken = "".join(token.token for token in part.logprobs)
+        assert part.text.endswith(spoken) and spoken, "except the token that also ends the mark before it"
         assert all(len(token.top_logprobs) == 2 and token.logprob > -1 for token in part.logprobs)
         streamed = [lp for e in answer.events if e.type == "response.output_text.delta" for lp in e.logprobs]
         assert [lp.token for lp in streamed] == [lp.token for lp in part.logprobs][: len(streamed)] and streamed
 
 
-# ---- thoughts, calls, forms ----------------------------------------------------------------------------------
+# ---- reasoning, calls, schemas -------------------------------------------------------------------------------
 
 
-def test_thoughts_and_calls_are_items_and_go_on_in_the_next_request(recited: str) -> None:
+def test_reasoning_and_calls_continue_in_the_next_request(recited: str) -> None:
     answer = say(recited, "t", tools=FUNCTIONS)
     thoughts, call = answer.output
     assert (thoughts.type, thoughts.content[0].text) == ("reasoning", "\nhm, hm\n")
     assert (call.name, json.loads(call.arguments), call.status) == ("weather", ARGUMENTS, "completed")
     assert answer.tools[0].strict is False and answer.tools[1].parameters is None
 
-    told = {"type": "function_call_output", "call_id": call.call_id, "output": "5 degrees, a"}
-    again = respond(client_of(recited), input=[{"role": "user", "content": "Please: t"}, *answer.output, told])
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "5 degrees, a"}
+    again = respond(client_of(recited), input=[{"role": "user", "content": "Please: t"}, *answer.output, result])
     assert again.output_text == SAYS["a"]
-    asked = {"role": "user", "content": "Please: t"}
+    user = {"role": "user", "content": "Please: t"}
     made = {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-    messages = [asked, {"role": "assistant", "content": None, "reasoning_content": "\nhm, hm\n", "tool_calls": [made]},
+    messages = [user, {"role": "assistant", "content": None, "reasoning_content": "\nhm, hm\n", "tool_calls": [made]},
                 {"role": "tool", "tool_call_id": call.call_id, "content": "5 degrees, a"}]  # fmt: skip
     assert again.usage.input_tokens == chat(client_of(recited), messages=messages).usage.prompt_tokens
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_reasoning_tokens_are_those_up_to_the_mark(reciter: Target, recited: str, thinking: bool) -> None:
-    """However many tokens a step brings."""
+def test_reasoning_tokens_include_the_end_mark(reciter: Target, recited: str, thinking: bool) -> None:
+    """The count does not depend on how many tokens a step adds."""
     body = {"chat_template_kwargs": {"enable_thinking": thinking}, "return_token_ids": True}
     found = []
     with serving(make_engine(reciter, None)) as plain_url:
@@ -177,7 +176,7 @@ def test_reasoning_tokens_are_those_up_to_the_mark(reciter: Target, recited: str
     assert found[0] == found[1]
 
 
-def test_the_same_prompt_again_comes_from_the_cache(recited: str) -> None:
+def test_repeated_prompt_is_cached(recited: str) -> None:
     long = "a" * 200
     first, again = (say(recited, "a", input=long) for _ in range(2))
     assert first.usage.input_tokens_details.cached_tokens < again.usage.input_tokens_details.cached_tokens
@@ -185,7 +184,7 @@ def test_the_same_prompt_again_comes_from_the_cache(recited: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "alarm"}])
-def test_a_call_that_is_asked_for_comes(recited: str, choice: Any) -> None:
+def test_required_call_is_made(recited: str, choice: Any) -> None:
     clocks = [{"type": "function"} | tool["function"] for tool in CLOCKS]
     answer = say(
         recited, "a", tools=clocks, tool_choice=choice, parallel_tool_calls=False, temperature=0, extra_body=TIGHT
@@ -199,19 +198,19 @@ class Sky(BaseModel):
     colour: Literal["blue", "grey"]
 
 
-def test_a_schema_is_followed_and_parsed(recited: str) -> None:
+def test_schema_is_enforced_and_parsed(recited: str) -> None:
     extra: Any = TIGHT | {"seed": 1, "chat_template_kwargs": {"enable_thinking": False}}
-    asked: Any = {"model": "org/tiny", "input": "a", "text_format": Sky, "max_output_tokens": 90, "extra_body": extra}
-    answer = client_of(recited).responses.parse(**asked)
+    request: Any = {"model": "org/tiny", "input": "a", "text_format": Sky, "max_output_tokens": 90, "extra_body": extra}
+    answer = client_of(recited).responses.parse(**request)
     assert answer.output_parsed is not None and answer.output_parsed.colour in ("blue", "grey")
     assert answer.text.format.type == "json_schema"
-    with client_of(recited).responses.stream(**asked) as stream:
+    with client_of(recited).responses.stream(**request) as stream:
         assert stream.get_final_response().output_parsed == answer.output_parsed
     text: Any = {"format": {"type": "json_object"}}
     assert say(recited, "a", text=text, max_output_tokens=9, extra_body=extra).output_text.startswith("{")
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------
 
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -251,12 +250,12 @@ MESSAGE = {"role": "user", "content": "hi"}
         ({"input": "a" * 5000}, "input"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_named(recited: str, options: dict[str, Any], param: str) -> None:
+def test_unsupported_parameter_gets_400_with_its_name(recited: str, options: dict[str, Any], param: str) -> None:
     error = refusal(respond, client_of(recited), extra_body=options)
     assert (error.status_code, error.param) == (400, param), error
 
 
-def test_an_error_behind_the_first_event_is_a_failed_response(target: Target) -> None:
+def test_error_after_the_first_event_is_response_failed(target: Target) -> None:
     engine = make_engine(target, None)
     body = {"model": "org/tiny", "input": "a", "stream": True, "ignore_eos": True}
     with gated(engine, 2), serving(engine, request_timeout_s=0.2) as url:

@@ -1,25 +1,24 @@
-"""What a client asks of the sampler reaches it."""
+"""Sampling defaults of a checkpoint."""
 
 import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_serve_api import client_of, complete, serving, text_of
-from test_serve_engine import make_engine
+from live_server import client_of, complete, make_engine, serving, text_of
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.serve.defaults import sampling_defaults
 
 
-def test_what_a_request_does_not_say_the_checkpoint_does(target: Target, drafter: Drafter) -> None:
+def test_checkpoint_defaults_apply_to_omitted_parameters(target: Target, drafter: Drafter) -> None:
     ids = target.tokenizer.encode("The sky")
     defaults = {"temperature": 0.6, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.3}
     with serving(make_engine(target, drafter), defaults=defaults) as url:
         client = client_of(url)
-        for asked in ({}, {"temperature": 0}, {"top_p": 1.0}):
-            params = SamplingParams(max_tokens=30, seed=3, **(defaults | asked))
-            got = complete(client, max_tokens=30, seed=3, **asked).choices[0].text
+        for given in ({}, {"temperature": 0}, {"top_p": 1.0}):
+            params = SamplingParams(max_tokens=30, seed=3, **(defaults | given))
+            got = complete(client, max_tokens=30, seed=3, **given).choices[0].text
             assert got == text_of(target, generate(target, drafter, ids, params))
 
 
@@ -34,9 +33,7 @@ def test_what_a_request_does_not_say_the_checkpoint_does(target: Target, drafter
         ('{"top_k": Infinity}', "top_k is"),
     ],
 )
-def test_the_checkpoint_s_defaults_are_read_as_strictly_as_a_request(
-    values: str, expected: Any, tmp_path: Path
-) -> None:
+def test_invalid_sampling_defaults_of_a_checkpoint_are_refused(values: str, expected: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(values)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
@@ -47,7 +44,7 @@ def test_the_checkpoint_s_defaults_are_read_as_strictly_as_a_request(
     SamplingParams(**found)
 
 
-def test_the_tokenizers_own_end_ends_an_answer(target: Target) -> None:
+def test_tokenizers_eos_ends_an_answer(target: Target) -> None:
     engine = make_engine(target, None)
     engine.tokenizer = copy.deepcopy(target.tokenizer)
     plain = generate(target, None, target.tokenizer.encode("The sky"), SamplingParams(max_tokens=9)).tokens

@@ -1,12 +1,11 @@
-"""Several answers to a prompt (`n`) and several prompts in a request: each is what it would be alone."""
+"""Several answers to a prompt (`n`) and several prompts in a request: each equals the answer alone."""
 
 from typing import Any
 
 import pytest
 from conftest import make_tokenizer
+from live_server import MESSAGES, chat, client, client_of, complete, engine, make_engine, serving, url, wait_until
 from openai import OpenAI
-from test_serve_api import LONG, MESSAGES, chat, client, client_of, complete, engine, serving, url
-from test_serve_engine import make_engine, wait_until
 
 from dflash_toolkit import Drafter, Target
 from dflash_toolkit.runtime import AsyncEngine
@@ -15,10 +14,11 @@ from dflash_toolkit.serve.answer import usage as usage_of
 
 __all__ = ["client", "engine", "url"]  # fixtures
 USAGE = {"include_usage": True}
+ENDLESS = {"ignore_eos": True}
 
 
 def by_index(chunks: Any) -> tuple[dict[int, list[Any]], Any]:
-    """The choices of a stream by answer, and its usage."""
+    """Returns the choices of a stream by answer, and its usage."""
     choices: dict[int, list[Any]] = {}
     usage = None
     for chunk in chunks:
@@ -34,7 +34,7 @@ def counted(usage: Any) -> tuple[int, int]:
     return usage.prompt_tokens, usage.completion_tokens
 
 
-def test_each_answer_to_a_chat_has_a_seed_of_its_own(client: OpenAI) -> None:
+def test_each_answer_to_a_chat_has_its_own_seed(client: OpenAI) -> None:
     alone = [chat(client, seed=seed) for seed in (7, 8, 9)]
     several = chat(client, seed=7, n=3)
     assert [choice.index for choice in several.choices] == [0, 1, 2]
@@ -75,7 +75,7 @@ def test_prompts_of_a_list_are_answered_in_its_order(target: Target, drafter: Dr
     )  # fmt: skip
 
 
-def test_the_usage_is_of_all_answers_and_each_prompt_counts_once() -> None:
+def test_usage_sums_answers_and_counts_each_prompt_once() -> None:
     answers = []
     for i in range(4):
         one = Answer(make_tokenizer(), 10 + i // 2, AnswerOptions())
@@ -90,7 +90,7 @@ def test_the_usage_is_of_all_answers_and_each_prompt_counts_once() -> None:
     assert usage_of(answers[:1], 1)["dflash"]["acceptance_length"] is None, "no step was taken"
 
 
-def test_a_stream_holds_all_answers_in_pieces(client: OpenAI) -> None:
+def test_stream_interleaves_all_answers(client: OpenAI) -> None:
     for ask, more in ((complete, {"prompt": ["The sky", "b"]}), (chat, {"messages": MESSAGES})):
         whole = ask(client, seed=5, n=2, **more)
         choices, usage = by_index(ask(client, seed=5, n=2, **more, stream=True, stream_options=USAGE))
@@ -108,11 +108,11 @@ def test_a_stream_holds_all_answers_in_pieces(client: OpenAI) -> None:
         assert by_index(ask(client, n=2, **more, stream=True))[1] is None
 
 
-def test_a_stop_string_ends_its_own_answer_only(engine: AsyncEngine, client: OpenAI) -> None:
-    whole = [choice.text for choice in complete(client, seed=5, n=3, extra_body=LONG).choices]
+def test_stop_string_ends_only_its_answer(engine: AsyncEngine, client: OpenAI) -> None:
+    whole = [choice.text for choice in complete(client, seed=5, n=3, extra_body=ENDLESS).choices]
     cut = [text[i : i + 3] for text in whole for i in range(9, 30)]
     stop = next(piece for piece in cut if sum(piece in text for text in whole) == 1)
-    stopped = complete(client, seed=5, n=3, stop=stop, extra_body=LONG).choices
+    stopped = complete(client, seed=5, n=3, stop=stop, extra_body=ENDLESS).choices
     assert [choice.text for choice in stopped] == [text.partition(stop)[0] for text in whole]
     assert sorted(choice.finish_reason for choice in stopped) == ["length", "length", "stop"]
     wait_until(lambda: engine.engine.scheduler.idle)

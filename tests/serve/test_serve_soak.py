@@ -1,4 +1,4 @@
-"""The clients of scripts/soak.py and a server of this process; the program itself ends servers and takes minutes."""
+"""The clients of scripts/soak.py with a server in this process; the program itself kills servers and takes minutes."""
 
 import asyncio
 import random
@@ -6,8 +6,8 @@ import re
 import sys
 
 import httpx
+from live_server import client, engine, url
 from paths import ROOT
-from test_serve_api import client, engine, url
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -16,12 +16,12 @@ import soak
 __all__ = ["client", "engine", "url"]  # fixtures
 
 
-def test_answers_among_all_sorts_of_requests_are_those_given_alone(url: str) -> None:
+def test_answers_in_mixed_load_equal_those_alone(url: str) -> None:
     dice = random.Random(1)
-    asked = soak.decided(dice, 14)
+    decisions = soak.decided(dice, 14)
 
     async def run() -> soak.Soak:
-        state = soak.Soak(url, dice, asked, "org/tiny")
+        state = soak.Soak(url, dice, decisions, "org/tiny")
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             await state.alone(client)
             state.expected[::2] = [[text + "!" for text in texts] for texts in state.expected[::2]]

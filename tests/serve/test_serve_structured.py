@@ -1,4 +1,4 @@
-"""Structured answers as clients ask for them: OpenAI's names, vLLM's and SGLang's; each answer parses."""
+"""Constrained answers with the parameters of OpenAI, vLLM and SGLang."""
 
 import asyncio
 import json
@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from grammars import EBNF, NO_SPACE, PERSON, is_json, matches
+from live_server import ask, chat, client_of, collect, complete, joined, make_engine, refusal, serving
 from openai import OpenAI
 from pydantic import BaseModel, Field
-from test_serve_api import chat, client_of, complete, joined, refusal, serving
-from test_serve_engine import ask, make_engine, told
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
@@ -27,7 +26,7 @@ COMPACT = {"logit_bias": {str(token): bias for token, bias in NO_SPACE}, "max_to
 NAMED = {"name": "person", "schema": PERSON, "strict": True}
 COLOURS = ["red", "green", 'no "colour"']
 COLOUR, DIGITS = (lambda text: text in COLOURS), matches("[0-9]{3}")
-ASKED: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
+CONSTRAINTS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, is_json(PERSON)),
     ({"structured_outputs": {"json": PERSON}}, is_json(PERSON)),
     ({"structured_outputs": {"json": json.dumps(PERSON)}}, is_json(PERSON)),
@@ -63,12 +62,12 @@ def client(url: str) -> OpenAI:
 
 
 @pytest.mark.parametrize(
-    ("asked", "holds"), ASKED, ids=lambda value: str(value)[:40] if isinstance(value, dict) else ""
+    ("fields", "holds"), CONSTRAINTS, ids=lambda value: str(value)[:40] if isinstance(value, dict) else ""
 )
-def test_an_answer_is_what_was_asked_for_on_both_endpoints_whole_and_streamed(
-    client: OpenAI, asked: dict[str, Any], holds: Callable[[str], bool]
+def test_constrained_answer_matches_on_both_endpoints_and_streamed(
+    client: OpenAI, fields: dict[str, Any], holds: Callable[[str], bool]
 ) -> None:
-    options = COMPACT | {"temperature": 0.9, "seed": 5, "extra_body": asked}
+    options = COMPACT | {"temperature": 0.9, "seed": 5, "extra_body": fields}
     answer = chat(client, **options).choices[0]
     assert answer.finish_reason == "stop" and holds(answer.message.content)
     assert joined(chat(client, stream=True, **options))[:2] == (answer.message.content, "stop")
@@ -76,7 +75,7 @@ def test_an_answer_is_what_was_asked_for_on_both_endpoints_whole_and_streamed(
     assert text.finish_reason == "stop" and holds(text.text)
 
 
-def test_a_class_of_pydantic_comes_back_as_an_object(client: OpenAI) -> None:
+def test_pydantic_class_is_parsed_from_the_answer(client: OpenAI) -> None:
     class Point(BaseModel):
         label: str = Field(max_length=5)
         x: int
@@ -88,14 +87,12 @@ def test_a_class_of_pydantic_comes_back_as_an_object(client: OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Point)
 
 
-def test_any_object_is_one(client: OpenAI) -> None:
+def test_json_object_gives_an_object(client: OpenAI) -> None:
     found = chat(client, response_format={"type": "json_object"}, temperature=0.5, seed=1, max_tokens=30)
     assert re.match(r"\{\s*(\"|\}|$)", found.choices[0].message.content)
 
 
-def test_the_answer_is_that_of_the_definition_and_drafts_are_counted(
-    client: OpenAI, target: Target, drafter: Drafter
-) -> None:
+def test_constrained_answer_equals_generate_and_counts_drafts(client: OpenAI, target: Target, drafter: Drafter) -> None:
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     answer = chat(client, temperature=0, max_tokens=40, extra_body={"regex": "[a-z]{30}"})
     params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "[a-z]{30}"))
@@ -105,13 +102,13 @@ def test_the_answer_is_that_of_the_definition_and_drafts_are_counted(
     assert answer.usage.dflash["accepted"] == sum(step.accepted for step in expected.steps)
 
 
-def test_several_answers_are_each_of_the_form(client: OpenAI) -> None:
+def test_each_of_several_answers_follows_the_schema(client: OpenAI) -> None:
     answer = chat(client, n=4, temperature=1.5, seed=2, extra_body={"regex": "[0-9]{6}"})
     texts = [choice.message.content for choice in answer.choices]
     assert all(re.fullmatch("[0-9]{6}", text) for text in texts) and len(set(texts)) > 1
 
 
-def test_text_is_no_form(client: OpenAI) -> None:
+def test_response_format_text_is_unconstrained(client: OpenAI) -> None:
     plain = chat(client, temperature=0).choices[0].message.content
     for form in ({"type": "text"}, None):
         assert chat(client, temperature=0, extra_body={"response_format": form}).choices[0].message.content == plain
@@ -119,12 +116,12 @@ def test_text_is_no_form(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    ("asked", "param", "message"),
+    ("fields", "param", "message"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}},
          "response_format", 'the JSON schema cannot be used: Unsupported type "objekt"'),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "`json_schema` goes with the type"),
-        ({"response_format": {"type": "text", "json_schema": NAMED}}, "response_format", "and only with it"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' needs `json_schema`"),
+        ({"response_format": {"type": "text", "json_schema": NAMED}}, "response_format", "cannot have `json_schema`"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of json"),
@@ -135,22 +132,22 @@ def test_text_is_no_form(client: OpenAI) -> None:
         ({"guided_json": {"not": {}}}, "guided_json", "'not' is not supported"),
         ({"guided_grammar": "root ::= x"}, "guided_grammar", 'Rule "x" is not defined'),
         ({"ebnf": "root ::= root"}, "ebnf", "allows no answer"),
-        ({"regex": "a", "guided_choice": ["b"]}, None, "`guided_choice` and `regex` both say what the answer is to be"),
+        ({"regex": "a", "guided_choice": ["b"]}, None, "`guided_choice` and `regex`"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "`ignore_eos`"),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "not supported"),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_form_that_cannot_be_is_a_400_before_anything_starts(
-    client: OpenAI, asked: dict[str, Any], param: str | None, message: str, streamed: bool
+def test_invalid_grammar_gets_400_before_decoding(
+    client: OpenAI, fields: dict[str, Any], param: str | None, message: str, streamed: bool
 ) -> None:
     for endpoint in (chat, complete):
-        error = refusal(endpoint, client, stream=streamed, extra_body=asked)
+        error = refusal(endpoint, client, stream=streamed, extra_body=fields)
         assert (error.status_code, error.param) == (400, param)
         assert message in error.message
 
 
-def test_others_are_answered_while_a_grammar_is_compiled(
+def test_other_requests_run_while_a_grammar_compiles(
     engine: AsyncEngine, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars = engine.engine.grammars
@@ -172,9 +169,7 @@ def test_others_are_answered_while_a_grammar_is_compiled(
     assert re.fullmatch("[0-9]{7}", found[0].choices[0].message.content)
 
 
-def test_a_grammar_that_takes_too_long_or_trips_the_compiler_is_refused(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_or_uncompilable_grammar_is_refused(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(client_module, "COMPILE_S", 0.05)
     failed = iter([ValueError("a defect")])
@@ -186,24 +181,24 @@ def test_a_grammar_that_takes_too_long_or_trips_the_compiler_is_refused(
     monkeypatch.setattr(engine.engine.grammars, "_compile", slow)
 
     async def play() -> None:
-        with pytest.raises(GrammarError, match="the regular expression takes more than 0 s to compile"):
+        with pytest.raises(GrammarError, match="more than 0 s"):
             await engine.compile(SamplingParams(grammar=Grammar("regex", "a{9}")))
-        assert (await told(ask(engine, [1, 2], SamplingParams(max_tokens=2))))[-1].finish_reason == "length"
+        assert (await collect(ask(engine, [1, 2], SamplingParams(max_tokens=2))))[-1].finish_reason == "length"
 
     asyncio.run(play())
     go_on.set()
-    with pytest.raises(GrammarError, match="could not be compiled; see the server's log"):
+    with pytest.raises(GrammarError, match="server's log"):
         asyncio.run(engine.compile(SamplingParams(grammar=Grammar("regex", "a{9}"))))
 
 
-def test_a_dead_end_is_an_error_of_that_answer_alone(url: str, client: OpenAI) -> None:
+def test_grammar_dead_end_fails_only_its_answer(url: str, client: OpenAI) -> None:
     body = {"model": "org/tiny", "prompt": "x", "ebnf": 'root ::= "ab" y\ny ::= y "d"', "max_tokens": 9}
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert response.status_code >= 400 and "allows no token" in response.json()["error"]["message"]
     assert complete(client, max_tokens=3).choices[0].text is not None
 
 
-def test_what_grammars_need_is_read_before_the_first_request(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_prepared_before_the_first_request(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None).engine
     _read_grammars(engine)
     monkeypatch.setattr(Grammars, "_new_vocabulary", lambda *_: pytest.fail("a request reads the vocabulary"))

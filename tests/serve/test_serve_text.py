@@ -1,14 +1,13 @@
-"""Incremental text: whatever the pieces, the result is that of decoding everything at once."""
+"""Incremental text equals the text decoded at once, however it is cut into pieces."""
 
 import itertools
 from typing import Any
 
 import pytest
-from conftest import EOS, VOCAB, make_tokenizer
+from conftest import EOS, VOCAB
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from token_texts import BYTES, PIECES, byte_ids, cut, cuts, encode, first_stop
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dflash_toolkit.generation import Step
@@ -16,46 +15,14 @@ from dflash_toolkit.runtime import Progress
 from dflash_toolkit.serve.answer import Answer, AnswerOptions, speculative_decoding
 from dflash_toolkit.serve.text import Detokenizer, StopScanner
 
-BYTES = make_tokenizer()
-
-
-def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Llama 2's decoder: `▁` is a space except at the start, characters outside the vocabulary are bytes."""
-    vocab = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3, "▁é": 4} | {f"<0x{i:02X}>": 5 + i for i in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<|end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-
-
-PIECES = sentencepiece_like()
-
-
-def encode(text: str) -> list[int]:
-    return BYTES.encode(text)
-
-
 RAW = {byte: BYTES.convert_tokens_to_ids(c) for byte, c in bytes_to_unicode().items()}
-
-
-def cut(items: Any, cuts: list[int]) -> list[Any]:
-    """`items` in pieces that end at the given places (modulo the length)."""
-    places = sorted({0, len(items), *(c % (len(items) + 1) for c in cuts)})
-    return [items[a:b] for a, b in itertools.pairwise(places)]
-
-
-texts = st.text(alphabet="ab é→😀\ufffd", max_size=12)
-byte_ids = st.lists(st.integers(0, VOCAB - 1), max_size=20) | texts.map(encode)
-cuts = st.lists(st.integers(0, 100), max_size=6)
 
 
 words = st.sampled_from([[1], [2], [3], [4], [5 + 0xC3, 5 + 0xA9], [5 + b for b in "😀".encode()], [261]])
 
 
-# a run of bytes of which no start is valid: the byte before it ends no character, and its first begins none; a decoder
-# with byte fallback reads an invalid run as a unit, and so takes back what it wrote for valid characters at its start
+# runs of bytes without a valid prefix: a decoder with byte fallback replaces an invalid run as a whole, and so would
+# take back valid characters at its start, see `Detokenizer`
 garbage = st.tuples(
     st.sampled_from([0x80, 0xA9, 0xBF, 0xFF]),
     st.lists(st.integers(0x80, 0xFF) | st.sampled_from([0xEF, 0xBF, 0xBD, 0xC3, 0xA9]), max_size=24),
@@ -67,9 +34,7 @@ valid = st.text(max_size=6).map(lambda text: [5 + byte for byte in text.encode()
 @example(parts=[[261, 2, 261, 2, 1, 2]], cuts=[1, 2, 3, 4, 5])
 @example(parts=[[5 + byte for byte in ("\ufffd" * 9).encode()], [3]], cuts=[])
 @example(parts=[[3], [5 + 0xFF, *[5 + 0xC3, 5 + 0xA9] * 6], [3]], cuts=[])
-def test_the_pieces_of_a_decoder_that_strips_a_space_and_falls_back_to_bytes(
-    parts: list[list[int]], cuts: list[int]
-) -> None:
+def test_sentencepiece_pieces_equal_the_whole_text(parts: list[list[int]], cuts: list[int]) -> None:
     ids = list(itertools.chain.from_iterable(parts))
     detokenizer = Detokenizer(PIECES)
     sent = "".join(detokenizer.add(piece) for piece in cut(ids, cuts))
@@ -84,7 +49,7 @@ long_runs = st.lists(st.sampled_from([*"\ufffd😀é".encode(), 0xFF, 0x80, 0xF0
 @example(ids=[EOS, *encode("a"), 299, EOS, *encode("é")], cuts=[1, 2, 3, 4, 5])
 @example(ids=encode("\ufffd" * 9), cuts=[])
 @example(ids=[RAW[byte] for byte in [0xFF, 0xFF, 0xFF, 0xF0, *"😀".encode() * 3, *b"\x9f\x98\x80" * 3]], cuts=[])
-def test_the_pieces_joined_are_the_whole_text_and_what_is_decided_is_sent(ids: list[int], cuts: list[int]) -> None:
+def test_pieces_equal_the_whole_text_and_final_text_is_sent(ids: list[int], cuts: list[int]) -> None:
     whole = BYTES.decode(ids, skip_special_tokens=True)
     detokenizer = Detokenizer(BYTES)
     sent, seen = "", 0
@@ -92,12 +57,12 @@ def test_the_pieces_joined_are_the_whole_text_and_what_is_decided_is_sent(ids: l
         sent += detokenizer.add(piece)
         seen += len(piece)
         assert whole.startswith(sent), "half a character was sent"
-        assert len(sent) >= len(BYTES.decode(ids[:seen], skip_special_tokens=True)) - 8, "what is decided waits"
+        assert len(sent) >= len(BYTES.decode(ids[:seen], skip_special_tokens=True)) - 8, "final text waits"
     assert sent + detokenizer.finish() == whole
 
 
 class Counted:
-    """A tokenizer that counts the tokens it decodes."""
+    """Counts the tokens that a tokenizer decodes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.decoded = tokenizer, 0
@@ -118,25 +83,16 @@ class Counted:
             for run in ("ab é→😀".encode(), "\ufffd".encode(), b"\xff", b"\xf0\x9f")
         ),
         *((PIECES, [5 + byte for byte in run]) for run in ("\ufffd".encode(), b"\xff", b"\xff\xc3\xa9")),
-        (BYTES, [VOCAB - 1]),  # a row of the embedding that has no token
+        (BYTES, [VOCAB - 1]),  # an id without a token
     ],
 )
-def test_the_work_for_a_token_does_not_grow(tokenizer: Any, ids: list[int]) -> None:
+def test_decoding_work_per_token_is_bounded(tokenizer: Any, ids: list[int]) -> None:
     counted = Counted(tokenizer)
     detokenizer = Detokenizer(counted)
     answer = (ids * 480)[:480]  # whole characters
     sent = "".join(detokenizer.add([token]) for token in answer)
     assert counted.decoded <= 80 * len(answer)
     assert sent + detokenizer.finish() == tokenizer.decode(answer)
-
-
-def first_stop(text: str, stops: list[str], include: bool = False, least: int = 0) -> str:
-    """The definition: read character by character, cut at the first stop string that ends behind `least` bytes."""
-    for end in range(1, len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts and len(text[:end].encode()) > least:
-            return text[: end if include else min(starts)]
-    return text
 
 
 @given(
@@ -147,7 +103,7 @@ def first_stop(text: str, stops: list[str], include: bool = False, least: int = 
 )
 @example(text="abc", stops=["abc", "b"], cuts=[], include=False)
 @example(text="aab", stops=["ab"], cuts=[1, 2], include=False)
-def test_a_stop_string_is_found_wherever_the_text_is_cut(
+def test_stop_string_is_found_in_any_split_of_the_text(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
     scanner = StopScanner(stops, include)
@@ -161,7 +117,7 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(
     assert first_stop(text, stops, include=True) == first_stop(text, stops) + (scanner.found or "")
 
 
-def test_text_is_held_back_no_longer_than_it_may_be_a_stop_string() -> None:
+def test_text_is_held_back_only_while_it_may_be_a_stop_string() -> None:
     scanner = StopScanner(["END"])
     assert [scanner.add(c) for c in "xENyE"] == ["x", "", "", "ENy", ""]
     assert scanner.finish() == "E"
@@ -176,7 +132,7 @@ def test_text_is_held_back_no_longer_than_it_may_be_a_stop_string() -> None:
     least=st.integers(0, 6),
 )
 @example(text="aaa", stops=["a"], reason="length", cuts=[], include=False, least=2)
-def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
+def test_answer_does_not_depend_on_how_steps_split_it(
     text: str, stops: list[str], reason: Any, cuts: list[int], include: bool, least: int
 ) -> None:
     ids = [*encode(text), EOS] if reason == "stop" else encode(text + "a")
@@ -198,7 +154,7 @@ def test_an_answer_does_not_depend_on_the_steps_that_brought_it(
     assert played[1] == ("stop" if first_stop(whole, stops, least=least) != whole else reason)
 
 
-def test_what_became_of_drafts_is_counted_as_vllm_counts_it() -> None:
+def test_draft_metrics_equal_those_of_vllm() -> None:
     answer = Answer(BYTES, 1, AnswerOptions(trace=True))
     for drafted, accepted in ((None, 0), (7, 3), (7, 0), (0, 0), (2, 2), (7, 3)):
         tokens = tuple(encode("a" * (accepted + 1)))
@@ -214,13 +170,13 @@ def test_what_became_of_drafts_is_counted_as_vllm_counts_it() -> None:
 
 
 @pytest.mark.parametrize(("reason", "include", "text"), [("stop", 0, "a"), ("stop", 1, "ab"), ("length", 0, "ab")])
-def test_a_stop_token_is_no_text_even_when_it_has_some(reason: Any, include: bool, text: str) -> None:
+def test_stop_token_text_is_returned_only_with_include_stop(reason: Any, include: bool, text: str) -> None:
     answer = Answer(BYTES, 1, AnswerOptions(include_stop=include))
     assert answer.add(Progress(tuple(encode("ab")), None, reason)).text == text
     assert answer.completion_tokens == 2
 
 
-def test_the_text_behind_a_prompt_keeps_its_space() -> None:
+def test_text_after_a_prompt_keeps_its_space() -> None:
     """SentencePiece drops the space of the token that starts a text; a completion does not start one."""
     before = [PIECES.convert_tokens_to_ids("▁a")]
     assert Detokenizer(PIECES).add([2, 3]) == "ab"

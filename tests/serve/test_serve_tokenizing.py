@@ -1,4 +1,4 @@
-"""Tokens of texts and conversations, as the server counts them."""
+"""`/tokenize`, `/detokenize`, and the limits on long texts and bodies."""
 
 import http.client
 import json
@@ -8,15 +8,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from live_server import LATE_S, make_engine, serving, wait_until
 from pydantic import ValidationError
-from test_serve_api import serving
-from test_serve_engine import LATE_S, make_engine, wait_until
 
 from dflash_toolkit import Target, __version__
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.serve.app import create_app
-from dflash_toolkit.serve.lanes import MOST_STRINGS, SHORT_BODY
-from dflash_toolkit.serve.protocol import MOST_MESSAGES, ApiError, ChatRequest, CompletionRequest
+from dflash_toolkit.serve.protocol import MAX_MESSAGES, ApiError, ChatRequest, CompletionRequest
+from dflash_toolkit.serve.thread_pools import MAX_STRINGS, SHORT_BODY
 from dflash_toolkit.serve.tokenizing import DetokenizeRequest, Encoder
 
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -27,7 +26,7 @@ def client(target: Target) -> TestClient:
     return TestClient(create_app(make_engine(target, None), "m"))
 
 
-def test_tokens_go_there_and_back(client: TestClient, target: Target) -> None:
+def test_tokenize_and_detokenize_round_trip(client: TestClient, target: Target) -> None:
     tokenizer = target.tokenizer
     reply = client.post("/tokenize", json={"model": "m", "prompt": "a blue sky", "return_token_strs": True}).json()
     ids = tokenizer.encode("a blue sky")
@@ -36,44 +35,42 @@ def test_tokens_go_there_and_back(client: TestClient, target: Target) -> None:
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
     chat = client.post("/tokenize", json={"messages": MESSAGES}).json()
     assert chat["tokens"] == encode_chat(tokenizer, MESSAGES) and chat["token_strs"] is None
-    asked = {"model": "m", "messages": MESSAGES, "max_tokens": 1}
-    assert client.post("/v1/chat/completions", json=asked).json()["usage"]["prompt_tokens"] == chat["count"]
+    chat_body = {"model": "m", "messages": MESSAGES, "max_tokens": 1}
+    assert client.post("/v1/chat/completions", json=chat_body).json()["usage"]["prompt_tokens"] == chat["count"]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "said"),
+    ("path", "body", "words"),
     [
-        ("/tokenize", {}, "either prompt or messages"),
-        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "either prompt or messages"),
+        ("/tokenize", {}, "either `prompt` or `messages`"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "either `prompt` or `messages`"),
         ("/tokenize", {"prompt": "a", "promt": "b"}, "promt"),
-        ("/detokenize", {"tokens": [100000]}, "token 100000 is not in"),
-        ("/detokenize", {"tokens": [-1]}, "token -1 is not in"),
+        ("/detokenize", {"tokens": [100000]}, "token 100000 is out of range"),
+        ("/detokenize", {"tokens": [-1]}, "token -1 is out of range"),
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_what_is_wrong_is_named(client: TestClient, path: str, body: dict[str, Any], said: str) -> None:
+def test_invalid_tokenize_body_gets_400(client: TestClient, path: str, body: dict[str, Any], words: str) -> None:
     reply = client.post(path, json=body)
-    assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+    assert reply.status_code == 400 and words in reply.json()["error"]["message"]
     assert client.post(path, json={"model": "other", "prompt": "a", "tokens": [1]}).status_code in (400, 404)
 
 
-def test_the_version_is_told_to_everybody(client: TestClient) -> None:
+def test_version_needs_no_key(client: TestClient) -> None:
     assert client.get("/version").json() == {"version": __version__}
 
 
-def test_a_text_that_no_context_holds_is_refused_before_it_is_encoded(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_long_text_is_refused_before_it_is_encoded(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder(target.tokenizer, 5)
     longest = max(len(token.encode()) for token in target.tokenizer.get_vocab())
     assert encoder.text("é" * 3) == target.tokenizer.encode("é" * 3)
     monkeypatch.setattr(type(target.tokenizer), "encode", lambda *_, **__: pytest.fail("it was encoded"))
     for ask in (encoder.text, lambda text: encoder.chat([{"role": "user", "content": text}])):
-        with pytest.raises(ApiError, match=rf"has \d+ bytes, and a context of 5 tokens holds {5 * longest} at most"):
+        with pytest.raises(ApiError, match=rf"5 tokens .* {5 * longest};"):
             ask("a" * (5 * longest + 1))
 
 
-def test_long_texts_keep_no_short_one_waiting_and_are_not_encoded_for_clients_that_left(
+def test_short_texts_overtake_long_ones_and_lost_clients_are_skipped(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, gate, real = [], threading.Event(), Encoder.text
@@ -110,18 +107,18 @@ def test_long_texts_keep_no_short_one_waiting_and_are_not_encoded_for_clients_th
         (ChatRequest, {"messages": [1] * 9}),
         (ChatRequest, {"messages": [{"role": "user", "content": [1] * 9}]}),
         (ChatRequest, {"messages": [{"role": "user", "content": ""}], "tools": [1] * 9}),
-        (ChatRequest, {"messages": [{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)}),
+        (ChatRequest, {"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}),
         (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 9}),
         (DetokenizeRequest, {"tokens": ["a"] * 9}),
     ],
 )
-def test_of_what_is_wrong_with_a_list_only_the_first_is_looked_for(kind: Any, body: dict[str, Any]) -> None:
+def test_only_the_first_error_in_a_list_is_reported(kind: Any, body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as found:
         kind.model_validate(body | {"model": "m"})
     assert found.value.error_count() == 1
 
 
-def test_a_long_body_is_read_beside_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_body_is_parsed_outside_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, real = [], ChatRequest.parse
     monkeypatch.setattr(
         ChatRequest, "parse", lambda body: threads.append(threading.current_thread().name) or real(body)
@@ -129,9 +126,9 @@ def test_a_long_body_is_read_beside_the_event_loop(client: TestClient, monkeypat
     body = {"model": "m", "messages": [{"role": "user", "content": "a" * SHORT_BODY}]}
     assert client.post("/v1/chat/completions", json=body).status_code == 400
     assert threads[0].startswith("long")
-    body["stop"] = ["a"] * (MOST_STRINGS + 1)
+    body["stop"] = ["a"] * (MAX_STRINGS + 1)
     refused = client.post("/v1/chat/completions", json=body)
-    assert refused.status_code == 400 and f"at most {MOST_STRINGS} are read" in refused.text and len(threads) == 1
+    assert refused.status_code == 400 and f"at most {MAX_STRINGS}" in refused.text and len(threads) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,6 +141,6 @@ def test_a_long_body_is_read_beside_the_event_loop(client: TestClient, monkeypat
         ("/v1/completions", {"model": "m", "prompt": "a", "a" * 30000: 1}),
     ],
 )
-def test_an_error_repeats_little_of_what_was_sent(client: TestClient, path: str, body: dict[str, Any]) -> None:
+def test_error_quotes_little_of_the_request(client: TestClient, path: str, body: dict[str, Any]) -> None:
     reply = client.post(path, json=body) if body else client.get(path)
     assert reply.status_code in (400, 404) and reply.json()["error"]["message"] and len(reply.content) < 1500

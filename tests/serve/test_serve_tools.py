@@ -1,95 +1,20 @@
-"""Tools and reasoning as clients see them: the real `openai` client, and a model that recites what it must."""
+"""Tools and reasoning through the real `openai` client, with a model that recites fixed texts."""
 
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
-from conftest import EOS, PAD, make_drafter, make_tokenizer
-from grammars import NO_SPACE
+from conftest import make_drafter, make_tokenizer
+from live_server import chat, client_of, make_engine, refusal, serving
 from openai import OpenAI
-from test_serve_api import chat, client_of, refusal, serving
-from test_serve_engine import make_engine
-from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, LlamaConfig
+from reciting import ARGUMENTS, CLOCKS, JSON, SAYS, SPECIAL, TIGHT, TOOLS, make_reciting
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.runtime import AsyncEngine
 from dflash_toolkit.serve.parsing import Parsers, joined
 from dflash_toolkit.serve.parsing.forms import FORMS
 from dflash_toolkit.serve.text import Detokenizer
-
-TOOLS: list[Any] = [
-    {"type": "function", "function": {
-        "name": "weather", "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}},
-    {"type": "function", "function": {"name": "now"}},
-]  # fmt: skip
-ARGUMENTS = {"city": "Kyōto 😀", "days": 3}
-JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
-# what the model says behind a prompt that ends with the key
-SAYS = {
-    "a": "Hello there.",
-    "h": f'I look it up.\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "q": "<tool_call>\n<function=weather>\n<parameter=city>\nKyōto 😀\n</parameter>\n<parameter=days>\n3\n"
-    "</parameter>\n</function>\n</tool_call>",
-    "l": f'<|python_tag|>{{"name": "weather", "parameters": {JSON}}}',
-    "m": f"[TOOL_CALLS]weather[ARGS]{JSON}",
-    "t": f'<think>\nhm, hm\n</think>\n\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>',
-    "b": "<tool_call>\nno JSON\n</tool_call>",
-    "<think>": "\nwell, well\n</think>\n\nHello you.",
-    "</think>": "No thoughts.",
-}
-SPECIAL = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }} Write <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}{{ note }}<|assistant|>{% if enable_thinking is defined %}"
-    "{{ '<think>' if enable_thinking else '</think>' }}{% else %}{{ messages[-1].content[-1] }}{% endif %}{% endif %}"
-)  # fmt: skip
-
-
-def make_reciting() -> Target:
-    """A target that knows one successor of each token and nothing else: its layers add nothing to the embedding."""
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
-    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in SPECIAL])
-    successors: dict[int, int] = {}
-    for last, rest in SAYS.items():
-        while rest:
-            # a few characters, which become a token that no other text has; markers are tokens of their own
-            marker = next((mark for mark in SPECIAL if rest.startswith(mark)), "")
-            end = min([at for mark in SPECIAL if (at := rest.find(mark, 1)) > 0], default=len(rest))
-            lengths = range(3 if end > 16 else end, end + 1)
-            taken = {*tokenizer.get_vocab(), *(tag[:n] for tag in ("<think>", "</think>") for n in range(9))}
-            piece = marker or next(rest[:n] for n in lengths if rest[:n] not in taken)
-            if not marker:
-                tokenizer.add_tokens([AddedToken(piece, normalized=False)])
-            before, after = tokenizer.convert_tokens_to_ids([last, piece])
-            assert before not in successors, f"{last!r} has two successors"
-            successors[before], last, rest = after, piece, rest[len(piece) :]
-        successors[tokenizer.convert_tokens_to_ids(last)] = EOS
-    tokenizer.chat_template = TEMPLATE
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + 8, hidden_size=512, intermediate_size=8, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=4096,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(3)
-        embeddings = torch.randn(config.vocab_size, 512, generator=generator)
-        model.model.embed_tokens.weight.copy_(embeddings)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.lm_head.weight.zero_()
-        for before, after in successors.items():
-            model.lm_head.weight[after] += 20 * embeddings[before] / embeddings[before].norm()
-    return Target(model, tokenizer, "reciting")
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +39,13 @@ def client(url: str) -> OpenAI:
 
 
 def say(client: OpenAI, head: str, **options: Any) -> Any:
-    """The choice that answers a prompt."""
+    """Returns the answer to a prompt."""
     messages = [{"role": "user", "content": f"Please: {head}"}]
     return chat(client, **{"messages": messages, "tools": TOOLS, "max_tokens": 400} | options).choices[0]
 
 
 def streamed(client: OpenAI, head: str, **options: Any) -> tuple[dict[str, Any], str, list[Any]]:
-    """The message of a stream put together, its finish reason, and the deltas."""
+    """Returns the joined message of a stream, its finish reason and its deltas."""
     messages = [{"role": "user", "content": f"Please: {head}"}]
     options = {"messages": messages, "tools": TOOLS, "max_tokens": 400, "stream": True} | options
     *chunks, last = (chunk.choices[0] for chunk in chat(client, **options))
@@ -142,7 +67,7 @@ def streamed(client: OpenAI, head: str, **options: Any) -> tuple[dict[str, Any],
 # ---- answers -------------------------------------------------------------------------------------------------
 
 
-def test_whole_answers_have_the_calls_in_openais_form(client: OpenAI) -> None:
+def test_answers_have_calls_in_openai_form(client: OpenAI) -> None:
     choice = say(client, "h")
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look it up.\n"
     first, second = choice.message.tool_calls
@@ -165,7 +90,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("parser", "head"), [("qwen3_coder", "q"), ("llama3_json", "l"), ("mistral", "m")])
-def test_each_form_is_read_also_where_its_markers_are_special_tokens(target: Target, parser: str, head: str) -> None:
+def test_forms_are_read_if_their_markers_are_special_tokens(target: Target, parser: str, head: str) -> None:
     with serving(make_engine(target, None), tool_call_parser=parser) as url:
         client = client_of(url)
         (call,) = say(client, head).message.tool_calls
@@ -182,18 +107,18 @@ def test_a_malformed_call_is_content(client: OpenAI) -> None:
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["b"], None, "stop")
 
 
-def test_without_tools_or_with_the_choice_none_calls_are_content(client: OpenAI) -> None:
+def test_calls_are_content_without_tools_or_with_choice_none(client: OpenAI) -> None:
     for options in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}):
         choice = say(client, "h", **options)
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["h"], None, "stop")
 
 
-def test_one_call_where_parallel_calls_are_not_wanted(client: OpenAI) -> None:
+def test_without_parallel_tool_calls_there_is_one_call(client: OpenAI) -> None:
     (call,) = say(client, "h", parallel_tool_calls=False).message.tool_calls
     assert call.function.name == "weather"
 
 
-def test_a_call_that_was_cut_says_so(client: OpenAI) -> None:
+def test_cut_call_has_finish_reason_length(client: OpenAI) -> None:
     choice = say(client, "h", max_tokens=26)
     assert choice.finish_reason == "length"
     (call,) = choice.message.tool_calls
@@ -209,7 +134,7 @@ def test_every_answer_of_several_has_its_calls(client: OpenAI) -> None:
     assert len({call.id for choice in choices for call in choice.message.tool_calls}) == 6
 
 
-def test_log_probabilities_are_of_all_tokens_whatever_the_text_is(client: OpenAI) -> None:
+def test_log_probabilities_cover_tokens_of_reasoning_and_calls(client: OpenAI) -> None:
     whole = say(client, "h", logprobs=True)
     messages = [{"role": "user", "content": "Please: h"}]
     stream = chat(client, messages=messages, tools=TOOLS, max_tokens=400, logprobs=True, stream=True)
@@ -223,7 +148,7 @@ def test_log_probabilities_are_of_all_tokens_whatever_the_text_is(client: OpenAI
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["plain", "tools"])
-def test_reasoning_is_apart_whoever_opens_it(client: OpenAI, tools: list[Any]) -> None:
+def test_reasoning_is_separate_if_model_or_template_opens_it(client: OpenAI, tools: list[Any]) -> None:
     expected = {True: ("\nwell, well\n", "\n\nHello you."), False: (None, "No thoughts.")}
     for thinking, (reasoning, content) in expected.items():
         options = {"tools": tools, "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}}}
@@ -236,7 +161,7 @@ def test_reasoning_is_apart_whoever_opens_it(client: OpenAI, tools: list[Any]) -
     assert (message.content is None) == bool(message.tool_calls) == bool(tools)
 
 
-def test_the_template_is_told_what_it_knows(client: OpenAI) -> None:
+def test_template_gets_only_variables_it_uses(client: OpenAI) -> None:
     for effort, thoughts in (("none", None), ("low", "\nwell, well\n"), ("max", "\nwell, well\n")):
         message = say(client, "a", tools=[], extra_body={"reasoning_effort": effort}).message
         assert getattr(message, "reasoning_content", None) == thoughts
@@ -253,7 +178,7 @@ def test_the_template_is_told_what_it_knows(client: OpenAI) -> None:
     assert (error.status_code, error.param) == (400, "reasoning_effort")
 
 
-def test_reasoning_that_was_cut_is_reasoning(client: OpenAI) -> None:
+def test_cut_reasoning_stays_reasoning(client: OpenAI) -> None:
     choice = say(client, "t", max_tokens=3)
     assert choice.finish_reason == "length" and choice.message.content is None
     assert "\nhm, hm".startswith(choice.message.reasoning_content)
@@ -271,11 +196,11 @@ def test_the_parsers_can_be_switched_off(target: Target) -> None:
 
 
 def test_a_conversation_with_calls_goes_through_the_template(engine: AsyncEngine, client: OpenAI) -> None:
-    """The message that came back is sent again as it is, with the result of the call."""
+    """The returned message is sent back unchanged, with the result of the call."""
     message = say(client, "h").message
-    asked = {"role": "user", "content": "Please: h"}
+    question = {"role": "user", "content": "Please: h"}
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5 degrees, a"}
-    messages = [asked, message.model_dump(), result]
+    messages = [question, message.model_dump(), result]
     answer = chat(client, messages=messages, tools=TOOLS, max_tokens=20, extra_body={"return_token_ids": True})
     assert answer.choices[0].message.content == SAYS["a"]
     prompt = engine.tokenizer.decode(answer.prompt_token_ids)
@@ -297,7 +222,7 @@ def test_a_conversation_with_calls_goes_through_the_template(engine: AsyncEngine
         ),
     ],
 )
-def test_what_cannot_be_asked_of_tools_is_named(client: OpenAI, options: dict[str, Any], param: str) -> None:
+def test_invalid_tools_get_400_with_the_parameter(client: OpenAI, options: dict[str, Any], param: str) -> None:
     error = refusal(say, client, "h", extra_body=options)
     assert (error.status_code, error.param) == (400, param)
 
@@ -334,7 +259,7 @@ def test_options_choose_the_parsers_by_vllms_names() -> None:
     assert Parsers.choose(tokenizer, "qwen3_xml", "deepseek_r1") == Parsers("qwen3_coder", "deepseek_r1")
     for form in FORMS:
         assert Parsers.choose(tokenizer, form, "none") == Parsers(form, None)
-    with pytest.raises(UserError, match="tool_call_parser: 'pythonic' is not one of auto, none, hermes"):
+    with pytest.raises(UserError, match="tool_call_parser: 'pythonic'"):
         Parsers.choose(tokenizer, "pythonic")
 
 
@@ -347,7 +272,7 @@ def test_options_choose_the_parsers_by_vllms_names() -> None:
         ("qwen3", "what is <think>?<|assistant|>", "a", ""), (None, "<think>", "a", ""),
     ],
 )  # fmt: skip
-def test_the_prompt_says_whether_the_answer_starts_with_reasoning(
+def test_prompt_decides_whether_answer_starts_with_reasoning(
     reasoning: str | None, prompt: str, text: str, expected: str
 ) -> None:
     tokenizer = make_tokenizer()
@@ -357,7 +282,7 @@ def test_the_prompt_says_whether_the_answer_starts_with_reasoning(
     assert joined(deltas).reasoning == expected
 
 
-def test_special_tokens_that_a_parser_must_see_are_text() -> None:
+def test_special_tokens_needed_by_a_parser_are_text() -> None:
     tokenizer = make_tokenizer()
     ids = tokenizer.encode("é<|user|>b<|system|>c")
 
@@ -368,33 +293,25 @@ def test_special_tokens_that_a_parser_must_see_are_text() -> None:
     assert (text_of(()), text_of(("<|user|>",))) == ("ébc", "é<|user|>bc")
 
 
-# ---- what the answer must be -----------------------------------------------------------------------------------
-
-ZONE: Any = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"],
-             "additionalProperties": False}  # fmt: skip
-CLOCKS: list[Any] = [
-    {"type": "function", "function": {"name": "clock", "parameters": ZONE}},
-    {"type": "function", "function": {"name": "alarm", "parameters": ZONE}},
-]
-TIGHT = {"logit_bias": {str(token): bias for token, bias in NO_SPACE}}
+# ---- required calls and grammars -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "alarm"}}])
 @pytest.mark.parametrize("head", ["a", "</think>"])
-def test_a_call_that_is_asked_for_comes(client: OpenAI, choice: Any, head: str, streamed: bool) -> None:
-    """Of a target that would greet."""
-    asked: dict[str, Any] = {"tools": CLOCKS, "tool_choice": choice, "parallel_tool_calls": False} | TIGHT
+def test_required_call_is_made(client: OpenAI, choice: Any, head: str, streamed: bool) -> None:
+    """The target would greet if it were free."""
+    fields: dict[str, Any] = {"tools": CLOCKS, "tool_choice": choice, "parallel_tool_calls": False} | TIGHT
     if head != "a":
-        asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+        fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
     if streamed:
         messages = [{"role": "user", "content": "Please: a"}]
-        chunks = list(chat(client, messages=messages, max_tokens=400, stream=True, **asked))
+        chunks = list(chat(client, messages=messages, max_tokens=400, stream=True, **fields))
         deltas = [call for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or ()]
         name, arguments = deltas[0].function.name, "".join(delta.function.arguments or "" for delta in deltas)
         reason = [c.finish_reason for chunk in chunks for c in chunk.choices][-1]
     else:
-        answer = say(client, "a", **asked)
+        answer = say(client, "a", **fields)
         (call,) = answer.message.tool_calls
         name, arguments, reason = call.function.name, call.function.arguments, answer.finish_reason
     assert name == "alarm" if isinstance(choice, dict) else name in ("clock", "alarm")
@@ -403,18 +320,18 @@ def test_a_call_that_is_asked_for_comes(client: OpenAI, choice: Any, head: str, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_call_that_is_asked_for_is_written_in_the_form_of_the_target(target: Target, form: str) -> None:
-    """Without thoughts: this target, once it has begun to think, may think until its tokens run out."""
-    asked: dict[str, Any] = {"tools": CLOCKS, "tool_choice": "required", "parallel_tool_calls": False} | TIGHT
-    asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+def test_required_call_has_the_form_of_the_target(target: Target, form: str) -> None:
+    """Without reasoning, because this target might reason until its tokens run out."""
+    fields: dict[str, Any] = {"tools": CLOCKS, "tool_choice": "required", "parallel_tool_calls": False} | TIGHT
+    fields["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
     with serving(make_engine(target, make_drafter(target)), tool_call_parser=form) as url:
-        message = say(client_of(url), "a", seed=2, **asked).message
+        message = say(client_of(url), "a", seed=2, **fields).message
         (call,) = message.tool_calls
         assert message.content is None and call.function.name in ("clock", "alarm")
         assert json.loads(call.function.arguments)["zone"] in ("utc", "cet")
 
 
-def test_reasoning_comes_before_a_call_that_is_asked_for(client: OpenAI) -> None:
+def test_reasoning_precedes_a_required_call(client: OpenAI) -> None:
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     options: dict[str, Any] = {"tools": CLOCKS, "tool_choice": "required", "parallel_tool_calls": False}
     message = say(client, "a", **options, extra_body=thinking).message
@@ -422,8 +339,8 @@ def test_reasoning_comes_before_a_call_that_is_asked_for(client: OpenAI) -> None
     assert len(message.tool_calls) == 1
 
 
-def test_a_strict_tool_is_called_by_its_schema_and_the_answer_is_free_otherwise(client: OpenAI) -> None:
-    """The target would give `days`, which this schema does not have."""
+def test_only_calls_of_strict_tools_follow_their_schema(client: OpenAI) -> None:
+    """The target would write `days`, which this schema does not allow."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Kyōto 😀"]}}, "required": ["city"],
               "additionalProperties": False}  # fmt: skip
     strict = [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
@@ -432,7 +349,7 @@ def test_a_strict_tool_is_called_by_its_schema_and_the_answer_is_free_otherwise(
     assert json.loads(call.function.arguments) == {"city": "Kyōto 😀"}
 
 
-def test_a_form_is_that_of_what_stands_behind_the_thoughts(client: OpenAI) -> None:
+def test_grammar_applies_after_the_reasoning(client: OpenAI) -> None:
     for thinking, thoughts in ((True, "well, well"), (False, None)):
         body = {"regex": "[0-9]{3}", "chat_template_kwargs": {"enable_thinking": thinking}}
         message = say(client, "a", tools=[], extra_body=body).message
@@ -440,15 +357,15 @@ def test_a_form_is_that_of_what_stands_behind_the_thoughts(client: OpenAI) -> No
         assert (getattr(message, "reasoning_content", None) or "").strip() == (thoughts or "")
 
 
-def test_a_forced_call_and_a_form_do_not_go_together(client: OpenAI) -> None:
-    asked = {"tools": CLOCKS, "tool_choice": "required", "extra_body": {"regex": "a"}}
-    error = refusal(say, client, "a", **asked)
+def test_required_call_with_grammar_is_refused(client: OpenAI) -> None:
+    fields = {"tools": CLOCKS, "tool_choice": "required", "extra_body": {"regex": "a"}}
+    error = refusal(say, client, "a", **fields)
     assert (error.status_code, error.param) == (400, "regex")
     error = refusal(say, client, "a", tools=CLOCKS, tool_choice="required", extra_body={"ignore_eos": True})
     assert (error.status_code, error.param) == (400, "ignore_eos")
 
 
-def test_a_schema_that_no_grammar_can_follow_is_refused_only_where_it_binds(client: OpenAI) -> None:
+def test_unsupported_schema_is_refused_only_if_enforced(client: OpenAI) -> None:
     unique = {"type": "function", "function": {"name": "u", "parameters": {"uniqueItems": True}}}
     assert say(client, "a", tools=[unique]).message.content == SAYS["a"]
     error = refusal(say, client, "a", tools=[unique], tool_choice="required")

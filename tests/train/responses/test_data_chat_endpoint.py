@@ -10,13 +10,12 @@ import httpx
 import pytest
 import torch
 from conftest import EOS, TEMPLATE, make_target
+from live_server import make_engine, serving
 from programs import Program, altered, assistant, user, write
 from servers import Fake
 from test_conversations import CALL, RESULT
 from test_data_endpoint import FINE, WORDS, backend
 from test_data_tools import TOOL, WITH_TOOLS, words
-from test_serve_api import serving
-from test_serve_engine import make_engine
 
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.prompts import encode_chat

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from conftest import EOS, VOCAB, make_tokenizer
 from damage import damage
+from live_server import client_of, complete, make_engine, serving
 from programs import Program, altered, assistant, user
 from servers import Fake, whole
-from test_serve_api import client_of, complete, serving
-from test_serve_engine import make_engine
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
