@@ -1,4 +1,4 @@
-"""Ask a server one question and print the answer as it comes: `python examples/chat.py URL MODEL QUESTION`."""
+"""Sends a server one question and prints the answer as it arrives: `python examples/chat.py URL MODEL QUESTION`."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Measure two drafters of one target on the same prompts, and compare them.
+"""Measures two drafters of one target on the same prompts, and compares them.
 
 python examples/evaluate_two_drafters.py --target Qwen/Qwen3-8B --drafters z-lab/Qwen3-8B-DFlash-b16 out/mine \\
     --prompts gsm8k=openai/gsm8k:main --limit 40
 
-Options that it does not know go to dflash-eval. A full report of each is in OUTPUT/0 and OUTPUT/1,
-the comparison is in OUTPUT.
+Other options are passed to dflash-eval. OUTPUT/0 and OUTPUT/1 have the full report of each drafter, OUTPUT has the
+comparison.
 """
 
 import argparse

@@ -15,8 +15,8 @@ The parts, in order:
 5. decoding     draft a block for each request, verify all blocks in one pass, keep what is right
 6. loading      config.json and safetensors of Hugging Face
 
-Left out: sampling, scaled ropes, quantized weights, recurrent layers, draft trees. It is greedy and it does not batch
-the drafter. Nothing of dflash_toolkit is imported.
+Not included: sampling, scaled ropes, quantized weights, recurrent layers, draft trees. Decoding is greedy, and the
+drafter is not batched. The file imports nothing from dflash_toolkit.
 """
 
 import argparse
@@ -28,13 +28,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-PAGE = 16  # tokens of a page of the cache
+PAGE = 16  # tokens per page of the cache
 
 # ---- 1. layers -------------------------------------------------------------------------------------------------------
 
 
 def norm(x, weight, eps):
-    """RMSNorm: x divided by its root mean square, in fp32."""
+    """RMSNorm: divides x by its root mean square, in fp32."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -50,14 +50,14 @@ def rope(x, positions, theta):
 
 
 def attend(q, k, v, mask):
-    """Softmax attention of q [Q, N, H] over k and v [K, G, H]; `mask` [Q, K] is what is seen."""
+    """Softmax attention of q [Q, N, H] over k and v [K, G, H]; `mask` [Q, K] marks the visible keys."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)  # [Q, N * H]
 
 
 class Weights:
-    """The tensors of a checkpoint below a name, and the sizes of its configuration."""
+    """The tensors of a checkpoint whose names begin with a prefix, and the sizes of its configuration."""
 
     def __init__(self, tensors, config, at=""):
         self.tensors, self.config, self.at = tensors, config, at
@@ -66,11 +66,11 @@ class Weights:
         return Weights(self.tensors, self.config, f"{self.at}{name}.")
 
     def linear(self, name, x):
-        """x times the matrix `name`, plus its bias if there is one."""
+        """Multiplies x by the matrix `name`, and adds its bias if there is one."""
         return F.linear(x, self.tensors[f"{self.at}{name}.weight"], self.tensors.get(f"{self.at}{name}.bias"))
 
     def norm(self, name, x):
-        """RMSNorm by the weight `name`; x as it is if there is none (Llama has no norm of queries and keys)."""
+        """RMSNorm with the weight `name`; returns x if there is none (Llama has no norm of queries and keys)."""
         weight = self.tensors.get(f"{self.at}{name}.weight")
         return x if weight is None else norm(x, weight, self.config.eps)
 
@@ -90,7 +90,7 @@ class Weights:
 
 @dataclass
 class Config:
-    """What of config.json fixes the computation."""
+    """The fields of config.json that the computation needs."""
 
     raw: dict
 
@@ -141,13 +141,13 @@ class PagedCache:
         pages.clear()
 
     def write(self, layer, pages, positions, k, v):
-        """Stores keys and values at positions of a request. What was there, as of rejected tokens, is overwritten."""
+        """Stores keys and values at positions of a request; overwrites those of rejected tokens."""
         page, place = torch.tensor(pages, device=k.device)[positions // PAGE], positions % PAGE
         self.kv[layer, 0, page, place] = k
         self.kv[layer, 1, page, place] = v
 
     def read(self, layer, pages, length):
-        """The first `length` keys and values of a request."""
+        """Returns the first `length` keys and values of a request."""
         k, v = self.kv[layer][:, pages].flatten(1, 2)[:, :length]
         return k, v
 
@@ -159,20 +159,20 @@ class Target:
     def __init__(self, tensors, config, pages):
         self.config, self.weights = config, Weights(tensors, config, "model.")
         self.embedding = tensors["model.embed_tokens.weight"]
-        self.head = tensors.get("lm_head.weight", self.embedding)  # tied where it is missing
+        self.head = tensors.get("lm_head.weight", self.embedding)  # tied if it is missing
         self.cache = PagedCache(config, pages, self.embedding)
 
     def forward(self, requests, rows, taps):
-        """Runs new tokens of several requests, of each a different number, as one row of tokens.
+        """Runs the new tokens of several requests, of different lengths, as one row of tokens.
 
-        Projections do not care which request a token belongs to. Attention does: it runs request by request.
+        Projections do not depend on which request a token belongs to. Attention does, so it runs request by request.
 
         Args:
-            rows: of each request its new tokens, which follow the `length` tokens that are in the cache.
-            taps: layers whose outputs are the features that the drafter reads.
+            rows: the new tokens of each request, which follow the `length` tokens that are in the cache.
+            taps: layers with the outputs (features) that the drafter reads.
 
         Returns:
-            Of each request the target's next token after each new token, and features [tokens, taps * D].
+            For each request, the target's next token after each new token, and features [tokens, taps * D].
         """
         device, counts = self.embedding.device, [len(row) for row in rows]
         ids = torch.tensor([token for row in rows for token in row], device=device)
@@ -217,7 +217,7 @@ class Drafter:
         self.cache = PagedCache(config, pages, target.embedding)
 
     def extend(self, request, features):
-        """Adds the keys and values of new tokens of the text, made of their features, to every layer's cache.
+        """Computes keys and values of new tokens from their features, and adds them to every layer's cache.
 
         The features are the context of all layers: they do not pass through the layers, so each token costs little.
         """
@@ -258,15 +258,15 @@ class Drafter:
 class Request:
     prompt: list
     answer: list = field(default_factory=list)
-    steps: list = field(default_factory=list)  # tokens that each verification gave
-    length: int = 0  # tokens in both caches; the last token of the answer is not in there yet
+    steps: list = field(default_factory=list)  # tokens from each verification
+    length: int = 0  # tokens in both caches; the last token of the answer is not in them yet
     pages: list = field(default_factory=list)
     draft_pages: list = field(default_factory=list)
 
 
 @torch.inference_mode()
 def generate(target, drafter, prompts, max_tokens, stop=()):
-    """Greedy answers of several prompts of any lengths, decoded together."""
+    """Decodes greedy answers to several prompts of any lengths together."""
     requests = [Request(list(prompt)) for prompt in prompts]
 
     # prefill: one pass over all prompts gives each request its first token and the drafter its context
@@ -281,7 +281,7 @@ def generate(target, drafter, prompts, max_tokens, stop=()):
         blocks = [[r.answer[-1], *draft] for r, draft in zip(running, drafts, strict=True)]
         chosen, features = target.forward(running, blocks, drafter.taps)
         for request, draft, tokens, feature in zip(running, drafts, chosen, features, strict=True):
-            # the draft is right as long as it is what the target chose; the target's token after that is free
+            # the draft is right while it equals the target's choice; the target's next token comes for free
             right = 0
             while right < len(draft) and draft[right] == tokens[right]:
                 right += 1
@@ -294,20 +294,20 @@ def generate(target, drafter, prompts, max_tokens, stop=()):
 
 
 def accept(drafter, request, tokens, features, verified):
-    """Keeps the first `verified` tokens that ran. Rejected ones need no clean-up: the next pass writes over them."""
+    """Keeps the first `verified` tokens that ran. Rejected ones need no clean-up: the next pass overwrites them."""
     drafter.extend(request, features[:verified])
     request.length += verified
     request.answer = request.answer + tokens
 
 
 def until_stop(tokens, stop):
-    """The tokens up to the first one that ends an answer."""
+    """Returns the tokens up to the first one that ends an answer."""
     ends = [i for i, token in enumerate(tokens) if token in stop]
     return tokens[: ends[0] + 1] if ends else tokens
 
 
 def finish(requests, target, drafter, max_tokens, stop):
-    """Gives the pages of finished requests back; returns the others."""
+    """Frees the pages of finished requests; returns the others."""
     running = []
     for request in requests:
         if request.answer[-1] in stop or len(request.answer) >= max_tokens:
@@ -322,7 +322,7 @@ def finish(requests, target, drafter, max_tokens, stop):
 
 
 def read(name, device, dtype):
-    """Configuration and tensors of a Hugging Face id or directory."""
+    """Reads configuration and tensors of a Hugging Face id or directory."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -335,7 +335,7 @@ def read(name, device, dtype):
 
 
 def load(target_name, drafter_name, device="cpu", dtype=torch.float32, cache_tokens=16384):
-    """A target and its drafter, each with a cache for so many tokens."""
+    """Loads a target and its drafter, each with a cache for `cache_tokens` tokens."""
     config, tensors = read(target_name, device, dtype)
     assert config.raw["model_type"] in ("llama", "qwen2", "qwen3"), config.raw["model_type"]
     target = Target(tensors, config, cache_tokens // PAGE)

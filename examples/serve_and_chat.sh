@@ -1,5 +1,5 @@
 #!/bin/sh
-# Serve a target with its drafter and ask it a question through OpenAI's client.
+# Serve a target with its drafter and send it a question through OpenAI's client.
 set -eu
 : "${TARGET:=Qwen/Qwen3-8B}" "${DRAFTER:=z-lab/Qwen3-8B-DFlash-b16}" "${PORT:=8000}" "${QUESTION:=Why is the sky blue?}"
 
