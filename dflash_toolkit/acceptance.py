@@ -1,6 +1,6 @@
-"""What the target accepted of a drafter, counted over finished answers.
+"""Counts how many drafted tokens the target accepted, over finished answers.
 
-A figure with nothing to count is NaN; reports write null.
+A figure without anything to count is NaN; reports write null.
 """
 
 import math
@@ -19,12 +19,12 @@ class Acceptance:
     """
 
     answers: int
-    tokens: int  # generated: first and stop tokens included
+    tokens: int  # generated, including first and stop tokens
     steps: int
-    tau_pooled: float  # tokens committed by steps / steps, the bonus token included
-    tau_mean: float  # mean of the answers' own tau, over the answers with at least one step
-    accepted_per_position: tuple[float, ...]  # [S - 1] slot k: share of steps that accepted at least k drafts
-    accepted_given_previous: tuple[float, ...]  # [S - 1] the same among those that accepted at least k - 1
+    tau_pooled: float  # tokens committed by steps / steps, including the bonus token
+    tau_mean: float  # mean tau of the answers with at least one step
+    accepted_per_position: tuple[float, ...]  # [S - 1] share of steps that accepted at least k drafts, by slot k
+    accepted_given_previous: tuple[float, ...]  # [S - 1] the same, among steps that accepted at least k - 1
     accepted_lengths: tuple[int, ...]  # [S] number of steps that committed 1..S tokens
     prefill_s: float
     decode_s: float
@@ -35,14 +35,14 @@ class Acceptance:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens committed by steps per second of those steps; the prefill and its token are left out."""
+        """Tokens committed by steps per second of those steps, without the prefill and its token."""
         return ratio(self.tokens - self.answers, self.decode_s)
 
     @classmethod
     def of(cls, generations: Sequence[Generation], block_size: int) -> "Acceptance":
-        """Count finished answers decoded with blocks of `block_size` = S tokens.
+        """Counts finished answers decoded with blocks of `block_size` = S tokens.
 
-        Which steps count for slot k: those that could have accepted it, see `verdicts`.
+        A step counts for slot k if it could have accepted that slot, see `verdicts`.
         """
         judged, reached, accepted = ([0] * block_size for _ in range(3))  # by slot; slot 0 is the anchor
         lengths = [0] * block_size
@@ -70,23 +70,23 @@ class Acceptance:
 
 
 def ratio(part: float, whole: float) -> float:
-    """A share; NaN where there is nothing to count."""
+    """Returns part / whole, or NaN if whole is 0."""
     return part / whole if whole else math.nan
 
 
 class Verdict(NamedTuple):
-    """What one step says of the drafter: slots 1..`slots` were judged, the first `accepted` of them taken."""
+    """One step: the target judged slots 1..`slots` and accepted the first `accepted` of them."""
 
     slots: int
     accepted: int
 
 
 def verdicts(generation: Generation) -> list[Verdict]:
-    """The judged slots of every step of a finished answer.
+    """Returns the judged slots of every step of a finished answer.
 
-    A slot is judged if it was drafted (near the token limit blocks are cut to what still fits) and if its
-    position is part of the answer: in the step that ends the answer with a stop token, slots behind that
-    token are not judged, whether it was drafted (its slot is accepted) or not (its slot is rejected).
+    A slot is judged if it was drafted (blocks are cut near the token limit) and its position is part of the answer. If
+    a step ends the answer with a stop token, slots after that token are not judged, whether the token was drafted (its
+    slot is accepted) or not (its slot is rejected).
     """
     found = [Verdict(step.drafted, step.accepted) for step in generation.steps]
     if found and generation.finish_reason == "stop":

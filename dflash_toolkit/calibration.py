@@ -1,4 +1,4 @@
-"""How probable it is that the target accepts a drafted token, from what the drafter thinks of it."""
+"""Maps the drafter's probability of a token to the probability that the target accepts the token."""
 
 from dataclasses import dataclass, replace
 
@@ -6,37 +6,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DAMPING = 10.0  # as strong as so many pairs that are even odds hold the values from before
-EXTREME = 1e-6  # probabilities this close to 0 or 1 count as this
-LARGEST = float(np.log1p(-EXTREME) - np.log(EXTREME))  # and their log-odds
+DAMPING = 10.0  # the earlier values weigh as much as this many observations at even odds
+EXTREME = 1e-6  # probabilities are clamped to this distance from 0 and 1
+LARGEST = float(np.log1p(-EXTREME) - np.log(EXTREME))  # log-odds of a clamped probability
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """sigmoid(slope * log-odds + bias of the slot): the probability of a node whose parent is accepted.
+    """Computes sigmoid(slope * log-odds + bias of the slot), the acceptance probability of a node given its parent.
 
-    Log-odds are those of the probability that the drafter gives the node's token behind its parent.
+    The log-odds are those of the drafter's probability of the node's token after its parent.
     """
 
     slope: float
-    bias: tuple[float, ...]  # [S - 1], of slots 1..S-1
+    bias: tuple[float, ...]  # [S - 1], for slots 1..S-1
 
     @classmethod
     def cold(cls, slots: int) -> "Calibration":
-        """The drafter's own probabilities, before anything was verified."""
+        """Returns the calibration that keeps the drafter's own probabilities."""
         return cls(1.0, (0.0,) * slots)
 
     def of_slots(self, count: int) -> "Calibration":
-        """Of the first so many; more than there are have the last one's bias."""
+        """Returns a copy for `count` slots; added slots have the bias of the last one."""
         return replace(self, bias=(*self.bias[:count], *self.bias[-1:] * (count - len(self.bias))))
 
     def __call__(self, probabilities: Tensor, slots: Tensor) -> Tensor:
-        """Calibrated probabilities, fp64 of the shape of both; slots are 1..S-1."""
+        """Returns calibrated probabilities, fp64 in the shape of the arguments; slots are 1..S-1."""
         bias = torch.tensor(self.bias, dtype=torch.float64, device=slots.device)
         return torch.sigmoid(self.slope * _log_odds(probabilities) + bias[slots - 1])
 
     def refit(self, probabilities: Tensor, slots: Tensor, accepted: Tensor, damping: float = DAMPING) -> "Calibration":
-        """The most likely calibration of n nodes whose parents were accepted, see `refit_odds`.
+        """Fits n nodes with accepted parents, see `refit_odds`.
 
         Args:
             probabilities: the drafter's, [n].
@@ -49,10 +49,10 @@ class Calibration:
     def refit_odds(
         self, odds: np.ndarray, slots: np.ndarray, accepted: np.ndarray, damping: float = DAMPING
     ) -> "Calibration":
-        """The most likely calibration of n nodes whose parents were accepted, drawn towards this one.
+        """Returns the most likely calibration of n nodes with accepted parents, regularized towards this one.
 
-        Slots with few nodes stay close to where they are, and without any node nothing changes. Runs in the thread that
-        calls it alone and starts no others: it may run beside decoding.
+        Slots with few nodes change little, and without nodes nothing changes. Starts no threads, so it may run during
+        decoding.
 
         Args:
             odds: fp64 [n], log-odds of the drafter's probabilities.
@@ -75,11 +75,11 @@ class Calibration:
             return float((np.logaddexp(0, z) - accepted * z).sum() + pull / 2 * np.square(of - before).sum())
 
         last = loss(now)
-        for _ in range(50):  # Newton's method; convex, so halved steps always get there
+        for _ in range(50):  # Newton's method; the loss is convex, so halving the step always converges
             p = np.exp(-np.logaddexp(0, -scores(now)))
             error, weight = p - accepted, p * (1 - p)
             gradient = np.array([(error * x).sum(), *by_slot(error)]) + pull * (now - before)
-            # biases of two slots do not meet in the curvature, so the slope's step is known at once
+            # the Hessian has no entry for two biases, so the slope's step has a closed form
             both, own = by_slot(weight * x), by_slot(weight) + pull
             slope = (gradient[0] - both @ (gradient[1:] / own)) / ((weight * x**2).sum() + pull - both @ (both / own))
             step = np.array([slope, *((gradient[1:] - both * slope) / own)])

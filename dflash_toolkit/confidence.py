@@ -1,4 +1,4 @@
-"""How sure a drafter may be taken to be: its probabilities against what the target says."""
+"""Compares a drafter's probabilities with what the target accepts, to calibrate them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,27 +13,27 @@ from .generation import Generation
 from .models.dflash.network import ContextKV, Drafter
 from .models.target import Target
 
-BLOCKS = 512  # that are drafted, at most
-LIKELY = 1e-3  # less probable tokens are no nodes of trees
+BLOCKS = 512  # maximum number of drafted blocks
+LIKELY = 1e-3  # minimum probability of a node
 
 
 class JudgedNode(NamedTuple):
-    """A node of a draft tree whose parent was accepted."""
+    """A node of a draft tree with an accepted parent."""
 
-    log_prob: float  # that the drafter gives its token behind its parent
+    log_prob: float  # of its token after its parent, by the drafter
     slot: int  # 1..S-1
     accepted: bool
-    best: bool  # the most probable behind its parent, which a chain would hold
+    best: bool  # the most probable token after its parent, which a chain would hold
 
 
 def calibrate(target: Target, drafter: Drafter, answers: Sequence[tuple[list[int], Generation]]) -> Calibration | None:
-    """Fitted to the nodes that `judge` finds; None where `fit` has none."""
+    """Returns the fit to the nodes that `judge` finds, see `fit`."""
     return fit(judge(target, drafter, answers), drafter.config.block_size - 1)
 
 
 def fit(nodes: Sequence[JudgedNode], slots: int) -> Calibration | None:
-    """None where there are no nodes, or what the drafter finds more probable is accepted less, as of one that was
-    hardly trained."""
+    """Fits a calibration; None without nodes, or if more probable tokens are accepted less often, as with a drafter
+    that was hardly trained."""
     if not nodes:
         return None
     log_probs, at, accepted, _ = (torch.tensor(part) for part in zip(*nodes, strict=True))
@@ -43,13 +43,13 @@ def fit(nodes: Sequence[JudgedNode], slots: int) -> Calibration | None:
 
 @torch.inference_mode()
 def judge(target: Target, drafter: Drafter, answers: Sequence[tuple[list[int], Generation]]) -> list[JudgedNode]:
-    """The nodes of draft trees over the target's own greedy answers whose parents are accepted, block by block.
+    """Returns the nodes with accepted parents of draft trees over the target's own greedy answers, block by block.
 
-    Blocks are drafted where steps of decoding began, of long answers where every so many did.
+    A block starts where a decoding step started; of many steps only every n-th is used.
 
     Args:
         drafter: in the target's dtype, on its device.
-        answers: prompts, and what the target said.
+        answers: prompts and the target's answers.
     """
     every = -(-sum(len(answer.steps) for _, answer in answers) // BLOCKS) or 1
     return [node for prompt, answer in answers for node in judged_nodes(target, drafter, prompt, answer, every)]
@@ -58,7 +58,7 @@ def judge(target: Target, drafter: Drafter, answers: Sequence[tuple[list[int], G
 def judged_nodes(
     target: Target, drafter: Drafter, prompt: list[int], answer: Generation, every: int
 ) -> Iterator[JudgedNode]:
-    """Of one answer, the blocks of every so many steps."""
+    """Yields the nodes of one answer, from every `every`-th step."""
     tokens, config = prompt + answer.tokens, drafter.config
     anchors, at = list[int](), len(prompt)
     for step in answer.steps:

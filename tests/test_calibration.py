@@ -1,4 +1,4 @@
-"""The calibration of a drafter's probabilities: found where it is planted, held where there is little to go by."""
+"""The calibration of a drafter's probabilities."""
 
 import pytest
 import torch
@@ -10,20 +10,20 @@ PLANTED = Calibration(0.6, (0.5, 0.0, -0.8, -1.5))
 
 
 def pairs(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities, slots and what was accepted by PLANTED."""
+    """Draws probabilities, slots and acceptance by PLANTED."""
     dice = torch.Generator().manual_seed(seed)
     probabilities = torch.sigmoid(2 * torch.randn(count, generator=dice))
     slots = torch.randint(1, 5, (count,), generator=dice)
     return probabilities, slots, torch.rand(count, generator=dice) < PLANTED(probabilities, slots)
 
 
-def test_a_planted_calibration_is_found() -> None:
+def test_refit_recovers_a_planted_calibration() -> None:
     found = Calibration.cold(4).refit(*pairs(40_000))
     assert found.slope == pytest.approx(PLANTED.slope, abs=0.05)
     assert found.bias == pytest.approx(PLANTED.bias, abs=0.1)
 
 
-def test_calibrated_probabilities_are_the_shares_that_were_accepted() -> None:
+def test_calibrated_probabilities_match_acceptance_rates() -> None:
     probabilities, slots, accepted = pairs(20_000)
     found = Calibration.cold(4).refit(probabilities, slots, accepted)
     for slot in range(1, 5):
@@ -32,12 +32,12 @@ def test_calibrated_probabilities_are_the_shares_that_were_accepted() -> None:
         assert float(share) == pytest.approx(float(accepted[of].float().mean()), abs=0.005)
 
 
-def test_a_cold_start_is_the_drafters_own_probability() -> None:
+def test_cold_calibration_keeps_the_drafter_probability() -> None:
     probabilities, slots, _ = pairs(100)
     torch.testing.assert_close(Calibration.cold(4)(probabilities, slots), probabilities.double())
 
 
-def test_without_pairs_nothing_changes_and_a_slot_without_pairs_keeps_its_bias() -> None:
+def test_slots_without_observations_keep_their_bias() -> None:
     probabilities, slots, accepted = pairs(2000)
     nothing = slots == 0
     assert PLANTED.refit(probabilities[nothing], slots[nothing], accepted[nothing]) == PLANTED
@@ -46,8 +46,8 @@ def test_without_pairs_nothing_changes_and_a_slot_without_pairs_keeps_its_bias()
     assert found.bias[1:] == PLANTED.bias[1:] and found.bias[0] != PLANTED.bias[0]
 
 
-def test_damping_holds_what_few_pairs_say() -> None:
-    """Of five nodes that were all accepted the likelihood alone would want an infinite bias."""
+def test_damping_limits_the_effect_of_few_observations() -> None:
+    """Without damping, five accepted nodes would give an infinite bias."""
     few = torch.full((5,), 0.5), torch.ones(5, dtype=torch.int64), torch.ones(5, dtype=torch.bool)
     found = [Calibration.cold(4).refit(*few, damping=damping) for damping in (1.0, 10.0, 100.0)]
     biases = [each.bias[0] for each in found]
@@ -55,15 +55,15 @@ def test_damping_holds_what_few_pairs_say() -> None:
     assert [each.slope for each in found] == [1.0] * 3, "even odds say nothing of the slope"
 
 
-def test_a_drafter_that_is_certain_and_wrong_is_learnt_from() -> None:
+def test_overconfident_drafters_are_calibrated_down() -> None:
     certain = torch.ones(200), torch.ones(200, dtype=torch.int64), torch.arange(200) % 2 == 0
     found = Calibration.cold(1).refit(*certain)
     assert float(found(torch.ones(1), torch.ones(1, dtype=torch.int64))) == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_other_calibration_is_more_likely(seed: int) -> None:
-    """The definition, in PyTorch: its gradient is nothing where the fit ends."""
+def test_refit_maximizes_the_likelihood(seed: int) -> None:
+    """The gradient of the definition in PyTorch is zero at the fit."""
     probabilities, slots, accepted = pairs(300, seed)
     found = PLANTED.refit(probabilities, slots, accepted, damping=3.0)
     at = torch.tensor([found.slope, *found.bias], dtype=torch.float64, requires_grad=True)

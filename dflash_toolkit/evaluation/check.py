@@ -1,4 +1,4 @@
-"""dflash-eval check: does a report keep the limits that are set? Without torch, for continuous integration."""
+"""dflash-eval check: checks a report against limits, for continuous integration. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ EXAMPLE = "dflash-eval check report --min-tau 4 gsm8k=5 --min-speedup 1.5"
 
 
 class Limit(NamedTuple):
-    """What a figure of a prompt set has to be."""
+    """A limit on a figure of a prompt set."""
 
     figure: str  # key of FIGURES
     set: str | None  # None: all of them
@@ -96,12 +96,12 @@ def _limit(figure: str, item: str) -> Limit:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command on the words behind `check`; returns its exit code."""
+    """Runs the command on the words after `check`; returns its exit code."""
     return run_command(lambda: _run(*parse(argv)))
 
 
 def parse(argv: Sequence[str]) -> tuple[Path, CheckConfig]:
-    """Raises UserError for a command line that is not one report and limits."""
+    """Raises UserError if the command line is not one report and limits."""
     places, rest = split_places(argv, CheckConfig)
     config = parse_cli(CheckConfig, rest, PROG, DESCRIPTION, EXAMPLE)
     if len(places) != 1:
@@ -156,7 +156,7 @@ def checked(report: dict[str, Any], config: CheckConfig, place: str) -> list[Che
 
 
 def named_section(report: dict[str, Any], name: str | None, place: str) -> dict[str, Any]:
-    """A section by its name; the first where there is none. Raises UserError where it has another one."""
+    """Returns the section of this name, or the first without a name. Raises UserError if it is missing."""
     by_name = {section["name"]: section for section in report["sections"]}
     if name is None:
         return report["sections"][0]

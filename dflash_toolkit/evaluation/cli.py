@@ -1,4 +1,4 @@
-"""dflash-eval: the acceptance report that people decide from."""
+"""dflash-eval: measures a drafter and writes the report."""
 
 import contextlib
 import importlib
@@ -36,12 +36,12 @@ dflash-eval check REPORT checks a report against limits, dflash-eval compare REP
 its own --help."""
 EXAMPLE = "dflash-eval --target Qwen/Qwen3-8B --drafter out/qwen3-8b --prompts gsm8k mt_bench --limit 80"
 NAMES = tuple(PROTOCOLS)
-COMMANDS = ("check", "compare")  # first words; each has a module of its name
+COMMANDS = ("check", "compare")  # subcommands, each in the module of its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSampling(AnswerOptions):
-    """How responses are decoded: every prompt at every temperature, in every thinking mode."""
+    """Sampling options: every prompt is decoded at every temperature in every thinking mode."""
 
     max_tokens: int = option(512, "longest response, in tokens", common=True)
     temperature: tuple[float, ...] = option(
@@ -52,7 +52,7 @@ class EvalSampling(AnswerOptions):
         False, "decode every turn of a conversation, after the responses before it; off: the first"
     )
     distribution_samples: int = option(
-        0, "responses per prompt, with and without the drafter, whose distributions are compared; 0 makes no test"
+        0, "responses per prompt with and without the drafter, to compare their distributions; 0 makes no test"
     )
     seed: int = option(0, "seed of sampling, the same for every prompt")
 
@@ -69,7 +69,7 @@ class EvalSampling(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalDrafts(DraftOptions):
-    """How the drafter drafts: whole blocks at every step."""
+    """Draft options; every step drafts a whole block."""
 
     num_speculative_tokens: int | None = option(
         None, "tokens drafted per step (default: as the drafter was trained)", common=True
@@ -122,7 +122,7 @@ class SweepOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndpointOptions:
-    """A server that is measured instead of models in this process."""
+    """Options of a server to measure instead of models in this process."""
 
     endpoint: str | None = option(
         None,
@@ -146,13 +146,13 @@ class EndpointOptions:
         if self.endpoint is None and self.max_concurrency > 1:
             raise ValueError(
                 f"max_concurrency is {self.max_concurrency}, but models in this process decode one request at a time; "
-                f"give it with --endpoint, or --concurrency for the engine under load"
+                f"add --endpoint, or measure the engine under load with --concurrency"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
-    """Where the report is published."""
+    """Options of publishing the report."""
 
     wandb: str | None = option(None, "Weights & Biases project to log the report to (default: none)")
     write_model_card: bool = option(False, "also write the table, the command and a badge into the drafter's README.md")
@@ -215,7 +215,7 @@ class EvalConfig(ModelOptions):
             )
 
     def _follow(self, protocol: str) -> None:
-        """Take a protocol's options. Raises ValueError for another value of one."""
+        """Sets a protocol's options. Raises ValueError if one has another value."""
         given: dict[str, Any] = {}
         for part in (self.sampling, self.sets):
             values = {f.name: (getattr(part, f.name), getattr(type(part)(), f.name)) for f in fields(part)}
@@ -229,17 +229,17 @@ class EvalConfig(ModelOptions):
             object.__setattr__(self, name, replace(part, **own))
 
     def _check_trees_swept(self) -> None:
-        """Raises ValueError for what does not go with trees, or with what a server chooses."""
+        """Raises ValueError for options that conflict with a sweep over trees."""
         reasons = {
-            "num_speculative_tokens": "the lengths that a server chooses are measured",
-            "draft_sample_method": "trees hold the most probable tokens, none sampled",
+            "num_speculative_tokens": "draft lengths are chosen at run time",
+            "draft_sample_method": "trees contain the most probable tokens, not sampled ones",
         }
         for name, reason in reasons.items():
             if getattr(self.draft, name) != getattr(EvalDrafts(), name):
-                raise ValueError(f"draft_tree_nodes is given with {name}; {reason}, so leave it out")
+                raise ValueError(f"draft_tree_nodes is given with {name}; {reason}, so remove it")
 
     def _check_served(self) -> None:
-        """Raises ValueError for what only models in this process can do."""
+        """Raises ValueError for options that need models in this process."""
         here = {
             "runtime": self.runtime != "auto",
             "recall": self.recall,
@@ -253,16 +253,16 @@ class EvalConfig(ModelOptions):
             "draft_tree_nodes": bool(self.sweeps.draft_tree_nodes),
         }
         for name in (name for name, given in here.items() if given):
-            raise ValueError(f"{name} is given with endpoint; the server decides that, so leave it out")
+            raise ValueError(f"{name} is given with endpoint; the server decides that, so remove it")
         if self.publish.write_model_card and self.drafter is None:
             raise ValueError("write_model_card is given with endpoint; also give --drafter, the directory of its card")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in COMMANDS:
-        module = importlib.import_module(f".{words[0]}", __package__)  # the other one takes its time
+        module = importlib.import_module(f".{words[0]}", __package__)  # a fast import, unlike this module's others
         return cast(int, module.main(words[1:]))
     return run_command(lambda: _run(parse_cli(EvalConfig, words, PROG, DESCRIPTION, EXAMPLE)))
 
@@ -270,11 +270,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: EvalConfig) -> None:
     if config.drafter is not None and config.server.endpoint is None:
         read_ahead(config.drafter, config.target)
-    # what can be wrong is looked at before the target's weights, which take longest
+    # check inputs before the target's weights are loaded, which takes longest
     check_new_folder(Path(config.output), f"output {config.output}")
     prompts = config.sets.read()
     hashes = {each.name: each.contents(config.sets.split) for each in config.sets.sets}
-    # not above: this imports torch and transformers, seconds in which the disk is to read already
+    # imports torch and transformers, which take seconds, while the disk already reads
     from ..models.target import resolve_device
     from .measure.run import Setting, evaluate_all, serving_command
     from .measure.sweeps import Sweeps
@@ -309,8 +309,8 @@ def _run(config: EvalConfig) -> None:
 
     output = Path(config.output)
     partial = output / "partial.jsonl"
-    told_elsewhere = {"output", *to_mapping(publish), *to_mapping(config.server)}
-    arguments = {key: value for key, value in to_mapping(config).items() if key not in told_elsewhere}
+    hidden = {"output", *to_mapping(publish), *to_mapping(config.server)}
+    arguments = {key: value for key, value in to_mapping(config).items() if key not in hidden}
     with _only_run(output):
         report = evaluate_all(
             pair,
@@ -342,7 +342,7 @@ def _run(config: EvalConfig) -> None:
 
 @contextlib.contextmanager
 def _only_run(output: Path) -> Iterator[None]:
-    """Lets one process at a time measure into a folder."""
+    """Locks a folder for one process at a time."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -352,11 +352,11 @@ def _only_run(output: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                output.rmdir()  # nothing was measured
+                output.rmdir()  # removes it only if it is empty
 
 
 def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
-    """What is measured, and whether it is decoded plainly too."""
+    """Returns the pair to measure, and whether to decode plainly as well."""
     from .measure.endpoint import EndpointPair
 
     server = config.server
@@ -366,7 +366,7 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
         config.target, server.endpoint, server.served_model_name, server.plain_endpoint, server.max_concurrency
     )
     if config.baseline and not pair.decodes_plainly:
-        print("speed-up, identity and regret are left out: give --plain-endpoint for them", file=sys.stderr)
+        print("speed-up, identity and regret are not measured; add --plain-endpoint to measure them", file=sys.stderr)
     return pair, config.baseline and pair.decodes_plainly
 
 
@@ -391,13 +391,13 @@ def _load(config: EvalConfig) -> "Pair":
             how = config.device, config.dtype, config.draft.draft_dtype, method, *trees
             return EnginePair.load(modules or config.target, drafter, *how, share=config.recall)
         except UnsupportedModel as error:
-            if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # which the reference does not know
+            if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # not supported by the reference
                 raise
-            refused = str(error.__cause__ or error)  # without the way out
+            refused = str(error.__cause__ or error)  # without the advice to use the reference
     target = modules or Target.load(config.target, config.device, config.dtype)
     pair = ReferencePair(target, drafter, method, *trees)
     if refused is not None:
-        print(f"the reference decodes, for the engine cannot: {refused}", file=sys.stderr)
+        print(f"using the reference, because the engine does not support this: {refused}", file=sys.stderr)
         pair.facts["refused_by_the_engine"] = refused
     return pair
 

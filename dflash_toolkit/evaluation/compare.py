@@ -1,4 +1,4 @@
-"""dflash-eval compare: runs of the same requests side by side, and whether what parts them is more than chance."""
+"""dflash-eval compare: compares runs of the same requests and tests their differences."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from ..files import finite
 from ..generation import Generation, Step
 from .report.schema import COMPARE_VERSION, read_report, split_places
 from .stats.bootstrap import CONFIDENCE, RESAMPLES, SEED, Array, columns, figures, intervals_of, resampled_sums
-from .stats.paired import PERMUTATIONS, difference_intervals, p_values, parted
+from .stats.paired import PERMUTATIONS, difference_intervals, figure_differences, p_values
 
 PROG = "dflash-eval compare REPORT REPORT ..."
 DESCRIPTION = """\
@@ -22,12 +22,12 @@ EXAMPLE = "dflash-eval compare report-before report-after --output comparison"
 
 COMPARED = ("tau_pooled", "tau_mean", "tokens_per_second", "speedup", "accepted_per_position")
 SPEEDS = ("tokens_per_second", "speedup")
-LEAST_PAIRS = 6  # of fewer, no permutation test can have a p-value below 0.05
-SAMPLED = ("top_p", "top_k", "min_p", "seed", "draft_sample_method")  # nothing to greedy answers
+LEAST_PAIRS = 6  # with fewer, a permutation test cannot have a p-value below 0.05
+SAMPLED = ("top_p", "top_k", "min_p", "seed", "draft_sample_method")  # do not affect greedy answers
 SAMPLING = ("max_tokens", "ignore_eos", "multi_turn", "chat_template_sha256", *SAMPLED)
 
 Row = dict[str, Any]
-Key = tuple[str, str, str, int]  # set, id and text of the first prompt, and which it is of several such
+Key = tuple[str, str, str, int]  # set, id and text of the first prompt, and a number for duplicates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +44,12 @@ class CompareConfig:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A report, and what it is called among others."""
+    """A report and its name in the comparison."""
 
     name: str
     place: str
     report: dict[str, Any]
-    renamed: tuple[tuple[str, str], ...] = ()  # its own names of sets that the first run calls otherwise, and those
+    renamed: tuple[tuple[str, str], ...] = ()  # its own names of sets, and those of the first run
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -57,24 +57,24 @@ class Run:
 
     @property
     def machine(self) -> tuple[Any, ...]:
-        """Whatever speed depends on that is no part of the software."""
+        """The conditions of speed besides the software."""
         environment = self.report["environment"]
         threads = environment["threads"] if environment["device"] == "cpu" else None
         return environment["device_name"], environment["dtype"], threads
 
     @property
     def load(self) -> int:
-        """Requests in flight."""
+        """Number of concurrent requests."""
         return int(self.arguments.get("max_concurrency", 1))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command on the words behind `compare`; returns its exit code."""
+    """Runs the command on the words after `compare`; returns its exit code."""
     return run_command(lambda: _run(*parse(argv)))
 
 
 def parse(argv: Sequence[str]) -> tuple[list[Path], CompareConfig]:
-    """Raises UserError for a command line that is not reports and options."""
+    """Raises UserError if the command line is not reports and options."""
     places, rest = split_places(argv, CompareConfig)
     config = parse_cli(CompareConfig, rest, PROG, DESCRIPTION, EXAMPLE)
     if len(places) < 2:
@@ -84,7 +84,7 @@ def parse(argv: Sequence[str]) -> tuple[list[Path], CompareConfig]:
 
 def _run(places: Sequence[Path], config: CompareConfig) -> None:
     comparison = compare(named_runs([(str(place), read_report(place)) for place in places]))
-    # not above: this imports torch, which what is refused need not wait for
+    # imports torch, which errors should not wait for
     from .report.comparison import show_comparison, write_comparison
 
     output = None if config.output is None else Path(config.output)
@@ -108,7 +108,7 @@ def named_runs(reports: Sequence[tuple[str, dict[str, Any]]]) -> list[Run]:
 
 
 def _short_names(paths: Sequence[str]) -> list[str] | None:
-    """Returns the shortest endings, of two parts or more, that differ; None where two paths are the same."""
+    """Returns the shortest endings, of two parts or more, that differ; None if two paths are the same."""
     parts = [[part for part in Path(path).parts if part != "/"] for path in paths]
     for length in range(2, max(2, *map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -118,10 +118,10 @@ def _short_names(paths: Sequence[str]) -> list[str] | None:
 
 
 def compare(runs: Sequence[Run]) -> dict[str, Any]:
-    """What compare.json holds: strict JSON values.
+    """Returns the contents of compare.json, as strict JSON values.
 
     Raises:
-        UserError: another target, or no request that all runs have decoded the same way.
+        UserError: the targets differ, or no request was decoded by all runs in the same setting.
     """
     first = runs[0]
     for run in runs[1:]:
@@ -154,16 +154,16 @@ def compare(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _described(run: Run) -> dict[str, Any]:
     environment, arguments = run.report["environment"], run.arguments
-    told = ("target", "drafter", "drafter_kind", "runtime", "block_size")
+    shown = ("target", "drafter", "drafter_kind", "runtime", "block_size")
     return {
         "name": run.name,
         "report": run.place,
-        **{key: arguments.get(key) for key in told},
+        **{key: arguments.get(key) for key in shown},
         **{key: environment[key] for key in ("device_name", "dtype", "threads", "dflash_toolkit", "torch", "date")},
     }
 
 
-# ---- what can be compared -----------------------------------------------------------------------------------------
+# ---- conditions of a comparison -----------------------------------------------------------------------------------
 
 
 def _check_target(first: Run, run: Run) -> None:
@@ -174,7 +174,7 @@ def _check_target(first: Run, run: Run) -> None:
 
 
 def _with_sets_of(first: Run, run: Run) -> Run:
-    """Gives sets of a run the names that the first run has for the same prompt file, where that is not ambiguous."""
+    """Gives sets of a run the names that the first run has for the same prompt file, if that is unambiguous."""
     here, there = (r.arguments.get("prompt_file_sha256") or {} for r in (first, run))
     free = {name: digest for name, digest in here.items() if name not in there}
     renamed = {}
@@ -192,7 +192,7 @@ def _with_sets_of(first: Run, run: Run) -> Run:
 
 
 def _warnings(first: Run, run: Run) -> list[str]:
-    """Why figures of two runs may part for other reasons than their drafters."""
+    """Returns reasons besides the drafters why figures of two runs may differ."""
     found = []
     here, there = first.arguments, run.arguments
     sampled = any(section["temperature"] for section in run.report["sections"])
@@ -208,12 +208,12 @@ def _warnings(first: Run, run: Run) -> list[str]:
     if run.machine != first.machine:
         found.append(
             f"{run.name} ran on another machine than {first.name} ({_said(run.machine)}, not {_said(first.machine)}): "
-            f"speeds stand side by side, but are not compared."
+            f"speeds are shown, but not compared."
         )
     if run.load != first.load:
         found.append(
-            f"{run.name} had {run.load} requests in flight, {first.name} {first.load}: speeds stand side by side, but "
-            f"are not compared."
+            f"{run.name} had {run.load} requests in flight, {first.name} {first.load}: speeds are shown, but "
+            f"not compared."
         )
     for own, name in run.renamed:
         found.append(f"Set {own!r} of {run.name} is set {name!r} of {first.name}: both were read from the same file.")
@@ -230,7 +230,7 @@ def _section(run: Run, name: str) -> dict[str, Any] | None:
 
 
 def _conversations(section: Mapping[str, Any]) -> dict[Key, list[Row]]:
-    """The requests of a section, turns of a conversation together."""
+    """Returns the requests of a section, grouped by conversation."""
     found: dict[Key, list[Row]] = {}
     seen: Counter[tuple[str, str, str]] = Counter()
     for name, result in section["sets"].items():
@@ -247,7 +247,7 @@ def _conversations(section: Mapping[str, Any]) -> dict[Key, list[Row]]:
 
 
 def _compared(runs: Sequence[Run], name: str, same_machine: bool, warnings: list[str]) -> dict[str, Any]:
-    """A section of compare.json; what is left out of it is added to `warnings`."""
+    """Returns a section of compare.json; adds a warning for skipped requests."""
     requests = [_conversations(_section(run, name) or {}) for run in runs]
     shared = [key for key in requests[0] if all(key in found for found in requests)]
     if not shared:
@@ -285,10 +285,10 @@ def _figures_of(
     same_machine: bool,
     repeats: Sequence[bool],
 ) -> dict[str, Any]:
-    """Of some requests the figures of each run, and how it differs from the first.
+    """Returns the figures of each run for some requests, and its difference from the first run.
 
     Args:
-        repeats: of each run whether its answers are to be the plain ones.
+        repeats: whether the answers of each run must equal the plain ones.
     """
     flat = [[row for turns in run for row in turns] for run in rows]
     plain = all(row["plain_decode_seconds"] is not None for run in flat for row in run)
@@ -313,12 +313,12 @@ def _figures_of(
 
 
 def _difference(first: Array, second: Array, block_size: int, plain: bool, same_machine: bool) -> dict[str, Any]:
-    """Returns each figure of the second run less the first's; None for speeds of different machines.
+    """Returns each figure of the second run minus the first's; None for speeds of different machines.
 
-    Of fewer than LEAST_PAIRS requests there are neither intervals nor p-values.
+    Intervals and p-values need at least LEAST_PAIRS requests.
     """
     sums = first.sum(0, keepdims=True), second.sum(0, keepdims=True)
-    apart = parted(*sums, block_size, plain)
+    apart = figure_differences(*sums, block_size, plain)
     enough = len(first) >= LEAST_PAIRS
     within = (
         difference_intervals(first, second, block_size, plain)
@@ -335,7 +335,7 @@ def _difference(first: Array, second: Array, block_size: int, plain: bool, same_
 
 
 def _columns(rows: Sequence[Row], block_size: int, plain: bool) -> Array:
-    """As `bootstrap.columns`, a row for each conversation."""
+    """Returns `bootstrap.columns` of requests in a report, one row per conversation."""
     drafted = [
         Generation(
             steps=[
@@ -358,7 +358,7 @@ def _columns(rows: Sequence[Row], block_size: int, plain: bool) -> Array:
 
 
 def _values(found: Array | None) -> Any:
-    """A figure of one sum: a number, one a slot, or None."""
+    """Returns a figure of one sum: a number, one per slot, or None."""
     return None if found is None else found[..., 0].tolist()
 
 

@@ -1,4 +1,4 @@
-"""Measurements that people quote, by name: how they are made, what was published, and how ours compare."""
+"""Published measurements: their settings, their results, and comparisons with ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ QWEN3_8B = "Qwen/Qwen3-8B"
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a published measurement was made: greedy, without thinking, first turns, one request at a time."""
+    """A published measurement: greedy, without thinking, first turns, one request at a time."""
 
     source: str
-    published: Mapping[str, Mapping[str, float]]  # by kind of drafter, by set: the mean acceptance length
-    limit: int | None = None  # prompts of a set
+    published: Mapping[str, Mapping[str, float]]  # mean acceptance length by kind of drafter and set
+    limit: int | None = None  # prompts per set
     max_tokens: int = 2048
     target: str = QWEN3_8B
-    figure: str = "tau_mean"  # of our reports, that is what they call acceptance length
-    share: float | None = None  # of what was published, that is asked for
+    figure: str = "tau_mean"  # our name of the published figure
+    share: float | None = None  # share of the published value that is required
     engine: str = ""
     block_size: int = 16
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Of all kinds of drafters, in their order."""
+        """Sets of all kinds of drafters, in order."""
         return tuple(dict.fromkeys(name for row in self.published.values() for name in row))
 
 
 PROTOCOLS = {
-    # table 1, the row of blocks of 16 at temperature 0; mbpp is left out, which z-lab asks without its tests
+    # table 1, blocks of 16 at temperature 0; without mbpp, as z-lab's prompts lack its tests
     "paper": Protocol(
         "the DFlash paper (arXiv 2602.06036, table 1) with z-lab's client",
         {
@@ -66,10 +66,10 @@ PROTOCOLS = {
 
 
 def fixed_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a protocol fixes; `given` are those of a command that are not the defaults.
+    """Returns the options that a protocol fixes; `given` are the command's options that differ from the defaults.
 
     Raises:
-        ValueError: one of them is given otherwise.
+        ValueError: an option has another value.
     """
     protocol = PROTOCOLS[name]
     fixed: dict[str, Any] = {
@@ -82,12 +82,12 @@ def fixed_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     }
     for option, value in given.items():
         if option in fixed and value != fixed[option] and not (option == "limit" and value and not protocol.limit):
-            raise ValueError(f"{option} is given with protocol, which has its own; leave one of them out")
+            raise ValueError(f"{option} is given with protocol, which sets it; remove one of them")
     return fixed | {key: value for key, value in given.items() if key == "limit"}
 
 
 def published_table(report: "Report", name: str) -> "Table":
-    """Compares our figures with the published ones. The report is of a run with this protocol."""
+    """Compares our figures with the published ones; the report must use this protocol."""
     from .report.table import Table, number
 
     protocol = PROTOCOLS[name]
@@ -109,18 +109,18 @@ def published_table(report: "Report", name: str) -> "Table":
 def caveats(report: "Report", name: str) -> list[str]:
     """Returns the reasons why the comparison may not hold."""
     protocol, arguments = PROTOCOLS[name], report.arguments
-    found = [f"It was measured with {protocol.engine}; another engine rounds otherwise, which moves some answers."]
+    found = [f"It was measured with {protocol.engine}; another engine rounds differently, which changes some answers."]
     if arguments["target"] != protocol.target:
-        found.append(f"The target is {arguments['target']}, there it is {protocol.target}.")
+        found.append(f"The target is {arguments['target']}, the published one is {protocol.target}.")
     if arguments["block_size"] != protocol.block_size:
-        found.append(f"Blocks are of {arguments['block_size']} tokens, there of {protocol.block_size}.")
+        found.append(f"Blocks have {arguments['block_size']} tokens, the published ones {protocol.block_size}.")
     kind = arguments.get("drafter_kind")
     if kind is not None and kind not in protocol.published:
-        found.append(f"Nothing is published there for drafters of the kind {kind}; those are of the kind dflash.")
+        found.append(f"Nothing is published for drafters of kind {kind}, only for kind dflash.")
     if kind is None:
-        found.append("The server does not say of which kind its drafter is; the figures are those of DFlash.")
+        found.append("The server does not report the kind of its drafter; the published figures are for DFlash.")
     if missing := [each for each in protocol.sets if each not in report.sets]:
         found.append(f"Not measured: {', '.join(missing)}.")
     if protocol.limit is None and arguments.get("limit"):
-        found.append("Only some of the prompts were asked, there all are.")
+        found.append("Only some prompts were measured; the published figures use all of them.")
     return found

@@ -1,4 +1,4 @@
-"""Several prompts at a time get what each gets alone, whatever the target remembers of them."""
+"""Batched decoding gives each prompt the tokens of single decoding, for every kind of cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from conftest import make_target
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.evaluation.measure import batched
-from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, alone
+from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, unbatchable_reason
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.sampling import BiasError
 
@@ -26,7 +26,7 @@ def asked() -> list[list[int]]:
 
 
 def params(*kinds: SamplingParams) -> Iterator[SamplingParams]:
-    """One for each prompt; they end at different times."""
+    """Returns one per prompt; they end at different times."""
     for i in range(len(LENGTHS)):
         yield replace(kinds[i % len(kinds)], max_tokens=3 + 5 * i % 9, seed=100 + i, ignore_eos=True)
 
@@ -44,13 +44,13 @@ def check(target: Target, wanted: Sequence[SamplingParams], batch: int = 4) -> N
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_row_has_the_tokens_of_its_prompt_alone(name: str) -> None:
-    assert alone(tiny(name)) is None
+def test_batched_rows_equal_single_decoding(name: str) -> None:
+    assert unbatchable_reason(tiny(name)) is None
     check(tiny(name), list(params(SamplingParams(), DRAWN)))
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "gpt-oss"])
-def test_prompts_that_are_not_padded_run_with_those_of_their_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_padding_only_equal_lengths_are_batched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched.packed, "separable", lambda _: False)
     monkeypatch.setattr(batched, "PREFILL_TOKENS", 30)
     target, seen = tiny(name), []
@@ -78,17 +78,17 @@ def test_prompts_that_are_not_padded_run_with_those_of_their_length(name: str, m
         {"prompt_logprobs": 1},
     ],
 )
-def test_a_row_may_be_edited_or_ask_for_more_beside_rows_that_do_not(edits: dict[str, Any]) -> None:
+def test_logits_edits_apply_to_their_own_row_only(edits: dict[str, Any]) -> None:
     check(make_target(), list(params(replace(DRAWN, **edits), DRAWN, replace(SamplingParams(), **edits))))
 
 
-def test_a_row_ends_with_its_stop_token_and_another_prompt_takes_its_place() -> None:
+def test_a_finished_row_is_replaced_by_a_waiting_prompt() -> None:
     target = make_target()
     stops = tuple(generate(target, None, prompt, SamplingParams(max_tokens=4)).tokens[-1] for prompt in asked())
     check(target, [SamplingParams(max_tokens=9, stop_token_ids=stops)] * len(LENGTHS), batch=2)
 
 
-def test_what_cannot_be_decoded_is_refused_when_it_is_submitted() -> None:
+def test_invalid_prompts_are_refused_on_submit() -> None:
     decoder = BatchedDecoder(make_target(), 2)
     for prompt in ([], [300], [1] * 5000):
         with pytest.raises(PromptError):
@@ -99,7 +99,7 @@ def test_what_cannot_be_decoded_is_refused_when_it_is_submitted() -> None:
         decoder.wait()
 
 
-def test_too_many_prompts_for_the_memory_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_suggests_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -110,12 +110,12 @@ def test_too_many_prompts_for_the_memory_name_the_way_out(monkeypatch: pytest.Mo
         decoder.wait()
 
 
-def test_a_target_whose_rows_would_change_each_other_is_decoded_alone() -> None:
+def test_unbatchable_targets_have_a_reason() -> None:
     target = make_target()
     for rope in ({"rope_type": "dynamic", "factor": 2.0}, {"full_attention": {"rope_type": "longrope"}}):
         target.config.rope_parameters = rope
-        assert "RoPE" in str(alone(target))
+        assert "RoPE" in str(unbatchable_reason(target))
     target.config.rope_parameters = {"rope_type": "default"}
     for kind in ("chunked_attention", "hybrid"):
         target.config.layer_types = [kind] * len(target.layers)
-        assert "remember" in str(alone(target))
+        assert "keep state" in str(unbatchable_reason(target))

@@ -1,4 +1,4 @@
-"""Intervals hold what was planted, as often as they say, and reports of another form are refused."""
+"""Coverage of bootstrap intervals, and refusal of invalid reports."""
 
 import itertools
 import json
@@ -13,18 +13,18 @@ from dflash_toolkit.evaluation.report.schema import read_report
 from dflash_toolkit.evaluation.stats.bootstrap import _student, interval, intervals, resampled_sums
 from dflash_toolkit.generation import Generation, Step
 
-SLOTS, A, B = 4, 3.0, 2.0  # how easy a request is has the distribution Beta(A, B)
-STEPS = 18  # of an answer, at most
+SLOTS, A, B = 4, 3.0, 2.0  # acceptance rates of requests have the distribution Beta(A, B)
+STEPS = 18  # maximum per answer
 
 
 def planted(requests: int, seed: int) -> tuple[list[Generation], list[Generation]]:
-    """Answers whose requests differ: every draft of one is accepted with its own probability. And the plain ones."""
+    """Returns drafted and plain answers; each request accepts drafts with its own probability."""
     rng = np.random.default_rng(seed)
     easy = rng.beta(A, B, requests)
     accepted = (rng.random((requests, STEPS, SLOTS)) < easy[:, None, None]).cumprod(-1).sum(-1).tolist()
     drafted, plain = [], []
     for row, length in zip(accepted, rng.integers(STEPS // 3, STEPS + 1, requests), strict=True):
-        row = row[:length]  # some answers are longer, whatever their drafts
+        row = row[:length]  # lengths of answers differ
         steps = [Step(SLOTS, count, (7,) * (count + 1)) for count in row]
         tokens = sum(count + 1 for count in row)
         seconds = rng.uniform(0.8, 1.2, 2)
@@ -35,7 +35,7 @@ def planted(requests: int, seed: int) -> tuple[list[Generation], list[Generation
 
 
 @pytest.mark.slow
-def test_a_planted_acceptance_is_recovered_as_often_as_the_intervals_say() -> None:
+def test_bootstrap_intervals_cover_at_their_confidence() -> None:
     moments = tuple(itertools.accumulate(((A + k) / (A + B + k) for k in range(SLOTS)), lambda x, y: x * y))
     tau = 1 + sum(moments)
     truth = {
@@ -57,7 +57,7 @@ def test_a_planted_acceptance_is_recovered_as_often_as_the_intervals_say() -> No
     assert 0.93 * seeds <= sum(held.values()) / len(held) <= 0.98 * seeds, held
 
 
-def test_intervals_are_those_of_drawing_answers_one_by_one_and_seeded() -> None:
+def test_intervals_equal_those_of_explicit_resampling() -> None:
     drafted, plain = planted(12, 0)
     found = intervals(drafted, plain, SLOTS + 1)
     assert found == intervals(drafted, plain, SLOTS + 1)
@@ -73,7 +73,7 @@ def test_intervals_are_those_of_drawing_answers_one_by_one_and_seeded() -> None:
     assert found["tau_pooled"][0] < whole.tau_pooled < found["tau_pooled"][1]
 
 
-def test_of_one_request_or_without_a_step_there_is_no_interval() -> None:
+def test_no_interval_for_one_request_or_without_steps() -> None:
     drafted, plain = planted(1, 0)
     found = intervals(drafted, plain, SLOTS + 1)
     assert found["tau_pooled"] is found["speedup"] is None and found["accepted_per_position"] == (None,) * SLOTS
@@ -81,16 +81,16 @@ def test_of_one_request_or_without_a_step_there_is_no_interval() -> None:
     assert found["tau_mean"] is found["plain_tokens_per_second"] is found["accepted_given_previous"][0] is None
 
 
-def test_turns_of_a_conversation_are_drawn_together() -> None:
+def test_turns_of_a_conversation_are_resampled_together() -> None:
     drafted, _ = planted(10, 0)
-    twice = [answer for answer in drafted for _ in range(2)]  # the second says nothing new
+    twice = [answer for answer in drafted for _ in range(2)]  # the second adds no information
     assert intervals(twice, [], SLOTS + 1, [True, False] * 10) == intervals(drafted, [], SLOTS + 1)
     low, high = intervals(twice, [], SLOTS + 1)["tau_pooled"]
     wide = intervals(drafted, [], SLOTS + 1)["tau_pooled"]
     assert high - low < 0.85 * (wide[1] - wide[0])
 
 
-def test_draws_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resampling_in_parts_gives_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = np.arange(24.0).reshape(12, 2)
     whole = resampled_sums(figures)
     monkeypatch.setattr("dflash_toolkit.evaluation.stats.bootstrap.AT_ONCE", 12 * 300)
@@ -98,7 +98,7 @@ def test_draws_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (39, 2.023)])
-def test_students_quantile_is_that_of_tables(freedom: int, t: float) -> None:
+def test_student_t_quantiles_match_tables(freedom: int, t: float) -> None:
     assert _student(0.975, freedom) == pytest.approx(t, rel=0.01)
 
 
@@ -111,7 +111,7 @@ def test_students_quantile_is_that_of_tables(freedom: int, t: float) -> None:
         pytest.param([], "it has no schema_version", id="list"),
     ],
 )
-def test_a_report_of_another_form_is_refused_in_one_line(content: object, said: str, tmp_path: Path) -> None:
+def test_invalid_reports_are_refused_in_one_line(content: object, said: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=said) as raised:

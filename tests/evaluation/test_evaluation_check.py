@@ -1,4 +1,4 @@
-"""`dflash-eval check`: which limits hold, what a miss says, and what cannot be checked."""
+"""`dflash-eval check`: held and missed limits, and invalid arguments."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def pair(target: Target, drafter: Drafter) -> EnginePair:
 
 @pytest.fixture(scope="module")
 def folder(pair: EnginePair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a real run."""
+    """Returns the folder of a real report."""
     output = tmp_path_factory.mktemp("report")
     write_report(evaluate(pair, SETS, SamplingParams(max_tokens=12, ignore_eos=True)), output)
     return output
@@ -32,7 +32,7 @@ def folder(pair: EnginePair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], object]], Path]:
-    """The same report with something in it changed."""
+    """Returns a function that writes a changed copy of the report."""
 
     def write(change: Callable[[dict[str, Any]], object]) -> Path:
         report = json.loads((folder / "report.json").read_text())
@@ -47,7 +47,7 @@ def figures(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())["sections"][0]
 
 
-def test_limits_that_hold_and_limits_that_are_missed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_held_and_missed_limits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = figures(folder)
     sky, pooled, speedup = section["sets"]["sky"], section["overall"], section["overall"]["speedup"]
     held = ["--min-tau", f"sky={sky['tau_pooled']}", "<b>=1", "--min-tau", str(pooled["tau_pooled"])]
@@ -67,9 +67,7 @@ def test_limits_that_hold_and_limits_that_are_missed(folder: Path, capsys: pytes
     assert second.startswith(f"all sets speed-up {speedup:.3f} [")
 
 
-def test_regret_is_that_of_the_set_and_one_that_is_no_number_is_a_miss(
-    changed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_regret_is_checked_per_set_and_nan_misses_the_limit(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def differ(*regrets: float | None) -> Path:
         def change(report: dict[str, Any]) -> None:
             found = report["sections"][0]["sets"]["sky"]
@@ -87,7 +85,7 @@ def test_regret_is_that_of_the_set_and_one_that_is_no_number_is_a_miss(
     ]
 
 
-def test_a_section_is_named(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_selects_a_section_by_name(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def add(report: dict[str, Any]) -> None:
         warm = json.loads(json.dumps(report["sections"][0])) | {"name": "temperature 1", "temperature": 1.0}
         warm["sets"]["sky"]["tau_pooled"] = 0.5
@@ -115,7 +113,7 @@ def test_a_section_is_named(changed: Any, capsys: pytest.CaptureFixture[str]) ->
         pytest.param(["/no/such.json", "--min-tau", "2"], "/no/such.json: cannot be read (No such file", id="no file"),
     ],
 )
-def test_what_cannot_be_checked_is_one_line(
+def test_invalid_check_arguments_are_refused_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert main(["check", *(word.format(report=folder) for word in words)]) == 2
@@ -129,12 +127,12 @@ def test_an_old_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "schema_version is 1, this reads 2; measure again" in capsys.readouterr().err
 
 
-def test_half_a_report_is_refused(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_an_incomplete_report(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(changed(lambda report: report.pop("sections"))), "--min-tau", "2"]) == 2
     assert "no whole report of dflash-eval: it has no sections; measure again" in capsys.readouterr().err
 
 
-def test_a_server_that_was_measured_alone_has_no_speedup(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_speedup_needs_a_plain_endpoint(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def alone(report: dict[str, Any]) -> None:
         report["arguments"]["baseline"], report["environment"]["device"] = False, "endpoint"
 
@@ -151,7 +149,7 @@ def test_a_server_that_was_measured_alone_has_no_speedup(changed: Any, capsys: p
         ({"temperature": 1.0}, ["--max-regret", "1"], "drafts were sampled; measure with --temperature 0"),
     ],
 )
-def test_a_figure_that_was_not_measured_names_the_option_that_makes_it(
+def test_check_names_the_option_for_a_missing_figure(
     target: Target,
     drafter: Drafter,
     tmp_path: Path,
@@ -167,7 +165,7 @@ def test_a_figure_that_was_not_measured_names_the_option_that_makes_it(
     assert message in capsys.readouterr().err
 
 
-def test_a_check_loads_no_torch(folder: Path) -> None:
+def test_check_imports_no_torch(folder: Path) -> None:
     probe = (
         "import sys; from dflash_toolkit.evaluation.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"

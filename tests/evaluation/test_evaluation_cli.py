@@ -1,4 +1,4 @@
-"""`dflash-eval` from its arguments to its files: what it reports, how it resumes, how it refuses."""
+"""`dflash-eval` from its arguments to its files: reports, resuming and errors."""
 
 import fcntl
 import json
@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import make_drafter
-from schemas import validate
+from reports import REPORT_FILES, load, untimed, write_prompts
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, save_drafter
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, write_report
@@ -20,20 +20,11 @@ from dflash_toolkit.evaluation.measure import run
 from dflash_toolkit.evaluation.measure.decoders import Pair
 from dflash_toolkit.evaluation.measure.measurement import Difference, Measurement, measure
 from dflash_toolkit.evaluation.report.results import Section, noise
-from dflash_toolkit.evaluation.report.schema import read_report, report_schema
-
-REPORT_FILES = {"report.json", "report.md", "report.html"}
-
-
-def write_prompts(path: Path, *texts: str) -> Path:
-    rows = [json.dumps({"id": f"q{i}", "prompt": text}) for i, text in enumerate(texts)]
-    path.write_text("\n".join(rows) + "\n")
-    return path
 
 
 @pytest.fixture(scope="session")
 def arguments(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, drafter_dir: Path) -> list[str]:
-    """A small run over two sets, one with a name that HTML could take for a tag."""
+    """Returns arguments of a small run over two sets; the name of one looks like an HTML tag."""
     folder = tmp_path_factory.mktemp("prompts")
     sky = write_prompts(folder / "sky.jsonl", "Why is the sky blue?", "What is 2+2?")
     tag = write_prompts(folder / "tag.jsonl", "Count to ten.")
@@ -45,7 +36,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, drafte
 
 @pytest.fixture(scope="session")
 def finished(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of an uninterrupted run."""
+    """Returns the folder of a finished report."""
     output = tmp_path_factory.mktemp("finished")
     assert main([*arguments, "--output", str(output)]) == 0
     return output
@@ -56,37 +47,10 @@ def runtime(target: Target, drafter: Drafter) -> Pair:
     return EnginePair.load(target, drafter)
 
 
-def load(output: Path) -> dict[str, Any]:
-    text = (output / "report.json").read_text()
-    report = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-    validate(report, report_schema)
-    assert read_report(output / "report.json") == report
-    section = report["sections"][0]
-    return report | {"overall": section["overall"], "sets": section["sets"]}
-
-
-def untimed(value: Any) -> Any:
-    """A report without what another run measures anew."""
-    if isinstance(value, dict):
-        timed = (
-            "seconds",
-            "seconds_per_step",
-            "per_second",
-            "per_second_ci95",
-            "speedup",
-            "speedup_ci95",
-            "date",
-            "warnings",
-            "recommendation",
-        )
-        return {key: untimed(v) for key, v in value.items() if not key.endswith(timed)}
-    return [untimed(v) for v in value] if isinstance(value, list) else value
-
-
 # ---- the report ---------------------------------------------------------------------------------------
 
 
-def test_report_json(finished: Path) -> None:
+def test_report_json_has_the_expected_values(finished: Path) -> None:
     report = load(finished)
     assert report["schema_version"] == 2 and report["sections"][0]["name"] == "greedy"
     assert report["environment"].items() >= {"device": "cpu", "dtype": "float32"}.items()
@@ -97,7 +61,7 @@ def test_report_json(finished: Path) -> None:
     for result in report["sets"].values():
         assert len(result["per_request"]) == result["requests"]
         assert (len(result["accepted_per_position"]), len(result["accepted_lengths"])) == (7, 8)
-        # fp32 on a CPU: greedy answers are the plain ones, token for token
+        # in fp32 on a CPU, greedy answers equal the plain ones
         assert (result["identical_to_plain"], result["differences"]) == (1.0, [])
         assert sum(result["accepted_lengths"]) == result["verify_steps"]
         assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["plain_tokens_per_second"])
@@ -127,7 +91,7 @@ def test_markdown_and_page_hold_the_figures(finished: Path) -> None:
         for text in (f"{summary['tau_pooled']:.2f}", f"{summary['tokens_per_second']:,.1f}"):
             assert text in markdown and text in page
     assert "| \\<b\\> | 1 |" in markdown
-    assert "| 3 of 3 |" in markdown  # of all sets, identical
+    assert "| 3 of 3 |" in markdown  # identical answers of all sets
     assert re.search("<b><i[^>]*>✓</i> 3 of 3</b>", page)
 
 
@@ -137,7 +101,7 @@ def test_page_is_self_contained_and_escaped(finished: Path) -> None:
     assert page.count('role="img"') == 7  # 2 bar charts, 2 curves, 3 histograms
     assert "&lt;b&gt;" in page
     body = page.partition("<main>")[2]
-    assert body.count("<b>") == body.count("</b>") == 4  # the tiles' own
+    assert body.count("<b>") == body.count("</b>") == 4  # in the tiles
 
 
 def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +117,7 @@ def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.C
     assert "report.html" in capsys.readouterr().out
 
 
-def test_a_set_may_be_named_like_a_option_and_take_some_rows(arguments: list[str], tmp_path: Path) -> None:
+def test_set_names_may_equal_option_names(arguments: list[str], tmp_path: Path) -> None:
     sky = arguments[-2].partition("=")[2]
     command = [*arguments, "--output", str(tmp_path), "--no-baseline", "--prompts", f"thinking={sky}[1:2]"]
     assert main(command) == 0
@@ -161,7 +125,7 @@ def test_a_set_may_be_named_like_a_option_and_take_some_rows(arguments: list[str
     assert result[0] == "thinking" and [row["id"] for row in result[1]["per_request"]] == ["q1"]
 
 
-def test_figures_by_category_are_those_of_its_requests(arguments: list[str], tmp_path: Path) -> None:
+def test_category_figures_pool_the_requests_of_the_category(arguments: list[str], tmp_path: Path) -> None:
     rows = [{"prompt": "Why?", "category": "why"}, {"prompt": "How?", "domain": "how"}, {"prompt": "When?"}]
     (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [*arguments, "--output", str(tmp_path / "report"), "--prompts", str(tmp_path / "kinds.jsonl")]
@@ -226,7 +190,7 @@ def test_thinking_reaches_the_template(
     assert seen == [mode for mode in modes for _ in range(2)]
 
 
-def test_turns_are_asked_behind_the_answers_before(arguments: list[str], tmp_path: Path) -> None:
+def test_later_turns_follow_the_earlier_answers(arguments: list[str], tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"id": "two", "turns": ["Why?", "And how?"]},
         {"id": "chat", "messages": [
@@ -256,12 +220,12 @@ def test_turns_are_asked_behind_the_answers_before(arguments: list[str], tmp_pat
 
 
 class Killed(Exception):
-    """Stands for the end of the process."""
+    """Replaces the end of the process."""
 
 
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Count what is decoded, and optionally stop before the request of that number."""
+    """Counts decoded requests, and optionally stops before a request."""
 
     def install(stop_before: int | None = None) -> list[str]:
         decoded: list[str] = []
@@ -278,9 +242,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_resume_after_a_kill_in_the_middle_of_a_line(
-    arguments: list[str], finished: Path, tmp_path: Path, interrupt: Any
-) -> None:
+def test_resume_after_a_torn_journal_line(arguments: list[str], finished: Path, tmp_path: Path, interrupt: Any) -> None:
     command = [*arguments, "--output", str(tmp_path)]
     interrupt(stop_before=2)
     with pytest.raises(Killed):
@@ -294,7 +256,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
 
     decoded = interrupt()
     assert main(command) == 0
-    assert decoded == ["q1", "q0"]  # the torn one of `sky` and the one of `<b>`
+    assert decoded == ["q1", "q0"]  # the torn line of `sky`, and `<b>`
     report = load(tmp_path)
     assert untimed(report) == untimed(load(finished))
     assert report["sets"]["sky"]["per_request"][0]["decode_seconds"] == kept["decode_s"]
@@ -311,9 +273,7 @@ def test_resume_after_a_kill_in_the_middle_of_a_line(
         pytest.param(lambda content: b"\x00" * 512, id="zeros"),
     ],
 )
-def test_what_a_journal_has_of_other_runs_is_not_used(
-    runtime: Pair, tmp_path: Path, interrupt: Any, damage: Any
-) -> None:
+def test_journal_lines_of_other_runs_are_ignored(runtime: Pair, tmp_path: Path, interrupt: Any, damage: Any) -> None:
     sets = {"s": [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [67])]}
     partial, params = tmp_path / "partial.jsonl", SamplingParams(max_tokens=4)
     evaluate(runtime, sets, params, partial=partial)
@@ -326,7 +286,7 @@ def test_what_a_journal_has_of_other_runs_is_not_used(
         assert decoded == ["a", "b"]
 
 
-def test_more_prompts_and_other_threads_leave_what_is_done(
+def test_resume_keeps_results_after_changed_limit_or_threads(
     runtime: Pair, tmp_path: Path, interrupt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = {"s": [EncodedPrompt("a", [65, 66])]}
@@ -341,7 +301,7 @@ def test_more_prompts_and_other_threads_leave_what_is_done(
     assert decoded == ["a", "z", "b"]
 
 
-def test_another_seed_or_prompt_is_another_run(runtime: Pair, tmp_path: Path, interrupt: Any) -> None:
+def test_another_seed_or_prompt_is_measured_again(runtime: Pair, tmp_path: Path, interrupt: Any) -> None:
     partial, decoded = tmp_path / "partial.jsonl", interrupt()
     for name, ids, seed in (("a", [65], 0), ("a", [65], 1), ("a", [66], 1), ("b", [66], 1)):
         params = SamplingParams(max_tokens=4, temperature=1.0, seed=seed)
@@ -375,7 +335,7 @@ def test_differences_are_reported(runtime: Pair, tmp_path: Path, monkeypatch: py
     assert "| s | b | 1 | 'a' | 'b' | - |" in (tmp_path / "report.md").read_text()
 
 
-def test_a_machine_that_was_not_equally_fast_is_told_of(runtime: Pair) -> None:
+def test_uneven_plain_speed_causes_a_warning(runtime: Pair) -> None:
     sets = {"calm": [EncodedPrompt("a", [65, 66])], "busy": [EncodedPrompt("b", [67])]}
     (section,) = evaluate(runtime, sets, SamplingParams(max_tokens=6, ignore_eos=True)).sections
     for busy, warned in ((10.0, True), (1.2, False)):
@@ -387,7 +347,7 @@ def test_a_machine_that_was_not_equally_fast_is_told_of(runtime: Pair) -> None:
         assert not warned or "(greedy) was not equally fast in all sets (calm 5.0, busy 0.5 tokens/s)" in found[0]
 
 
-def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Pair, interrupt: Any) -> None:
+def test_one_oversized_prompt_stops_the_run_before_decoding(runtime: Pair, interrupt: Any) -> None:
     decoded = interrupt()
     fitting, long, empty = EncodedPrompt("a", [65]), EncodedPrompt("b", [65] * 512), EncodedPrompt("c", [])
     for prompts, message in [([fitting, long], "set 's', prompt 'b'"), ([empty], "prompt 'c'"), ([], "no prompts")]:
@@ -398,7 +358,7 @@ def test_nothing_is_decoded_if_one_prompt_does_not_fit(runtime: Pair, interrupt:
     assert decoded == []
 
 
-def test_a_full_disk_leaves_nothing(runtime: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_partial_report(runtime: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = evaluate(runtime, {"s": [EncodedPrompt("a", [65])]}, SamplingParams(max_tokens=4))
     write = Path.write_text
 
@@ -425,7 +385,7 @@ def test_a_full_disk_while_decoding_is_one_line(runtime: Pair, tmp_path: Path, m
 
 @pytest.fixture
 def files(target: Target, tmp_path: Path) -> dict[str, Path]:
-    """What the arguments below name."""
+    """Returns the files named in the arguments below."""
     named = {name: tmp_path / name for name in ("sky", "long", "bad", "other", "report")}
     write_prompts(named["sky"], "Hello")
     write_prompts(named["long"], "x" * 700)
@@ -474,14 +434,14 @@ def test_bad_input_is_one_line(
     assert out == "" and not files["report"].exists()
 
 
-def test_output_that_is_a_file(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_must_not_be_a_file(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report").write_text("mine")
     assert main([*arguments, "--output", str(tmp_path / "report")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert (tmp_path / "report").read_text() == "mine"
 
 
-def test_two_runs_do_not_write_into_one_folder(
+def test_two_runs_cannot_share_an_output_folder(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handle = os.open(tmp_path, os.O_RDONLY)
@@ -495,7 +455,7 @@ def test_two_runs_do_not_write_into_one_folder(
     assert main([*arguments, "--output", str(tmp_path)]) == 0
 
 
-def test_the_end_is_a_table_the_verdict_and_what_to_run_next(
+def test_the_command_prints_table_verdict_and_next_command(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments, "--output", str(tmp_path / "report"), "max_tokens=4", "limit=1"]) == 0

@@ -1,4 +1,4 @@
-"""`dflash-eval compare`: what is paired, what is called a difference, and which runs are not compared."""
+"""`dflash-eval compare`: pairing, tests of differences, and incomparable runs."""
 
 import copy
 import json
@@ -24,18 +24,18 @@ from dflash_toolkit.evaluation.compare import compare, named_runs
 from dflash_toolkit.evaluation.report.comparison import render_markdown, verdicts
 from dflash_toolkit.evaluation.report.schema import compare_schema
 from dflash_toolkit.evaluation.stats.bootstrap import columns, figures
-from dflash_toolkit.evaluation.stats.paired import difference_intervals, p_values, parted
+from dflash_toolkit.evaluation.stats.paired import difference_intervals, figure_differences, p_values
 from dflash_toolkit.generation import Generation, Step
 
 SETS = {
     "sky": [EncodedPrompt(name, [65 + i, 66, 67 + 2 * i]) for i, name in enumerate("abdefg")],
-    "<b>": [EncodedPrompt("c", [70]), EncodedPrompt("c", [70])],  # two of one id and text
+    "<b>": [EncodedPrompt("c", [70]), EncodedPrompt("c", [70])],  # two with the same id and text
 }
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def measured(target: Target, right: int, name: str, params: SamplingParams = PARAMS, **more: Any) -> Report:
-    """A run with a drafter of whose drafts the first `right` of a block are the target's, and no other is."""
+    """Returns a run of a drafter that drafts the first `right` tokens of a block correctly, and no others."""
     plain = {tuple(p.token_ids): generate(target, None, p.token_ids, params).tokens for p in chain(*SETS.values())}
 
     def propose(target: Target, drafter: Drafter, context: object, last: int, position: int) -> list[int]:
@@ -58,13 +58,13 @@ def values(report: Report) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(target: Target) -> list[Report]:
-    """Of two drafters of one target, real ones; the second has shorter blocks and is better."""
+    """Returns reports of two drafters of one target; the second has shorter blocks and is better."""
     return [measured(target, 1, "out/first"), measured(target, 3, "out/second", block_size=4)]
 
 
 @pytest.fixture(scope="module")
 def reports(runs: list[Report]) -> list[dict[str, Any]]:
-    """As JSON, without the warning that the machine was busy: whether it was is not what is tested here."""
+    """Returns JSON without the warning about a busy machine, which is not tested here."""
     return [values(report) | {"warnings": []} for report in runs]
 
 
@@ -73,7 +73,7 @@ Compared = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def compared(reports: list[dict[str, Any]]) -> Compared:
-    """The comparison of those reports, the second changed before."""
+    """Returns a function that changes the second report and compares both."""
 
     def run(change: Callable[[dict[str, Any]], object] = lambda report: None) -> dict[str, Any]:
         other = copy.deepcopy(reports[1])
@@ -87,7 +87,7 @@ def compared(reports: list[dict[str, Any]]) -> Compared:
 
 
 def planted(rng: np.random.Generator, easy: np.ndarray[Any, Any], gain: float) -> np.ndarray[Any, Any]:
-    """Columns of answers to requests of which each draft is accepted with its own probability, raised by `gain`."""
+    """Returns columns of answers; each request accepts drafts with its own probability, raised by `gain`."""
     answers = []
     for chance in np.clip(easy + gain, 0, 1):
         accepted = (rng.random((12, 4)) < chance).cumprod(-1).sum(-1).tolist()
@@ -101,8 +101,8 @@ def tau(easy: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.slow
-def test_a_planted_difference_is_in_its_interval_and_none_is_found_where_none_is() -> None:
-    """Requests differ far more than the runs do, so that only pairs show it."""
+def test_paired_tests_find_planted_differences_only() -> None:
+    """Requests differ far more than the runs, so only pairing shows the difference."""
     seeds, gain, held, sure, wrong = 60, 0.05, 0, 0, 0
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
@@ -120,7 +120,7 @@ EVEN = np.linspace(0.2, 0.9, 10_001)
 EXPECTED_GAIN = float(np.mean(tau(EVEN + 0.05) - tau(EVEN)))
 
 
-def test_few_pairs_are_swapped_in_every_way() -> None:
+def test_few_pairs_use_all_permutations() -> None:
     rng = np.random.default_rng(0)
     first, second = (planted(rng, np.full(4, easy), 0.0) for easy in (0.1, 0.9))
     found = p_values(first, second, 5, False)
@@ -129,7 +129,7 @@ def test_few_pairs_are_swapped_in_every_way() -> None:
     assert "accepted_per_position" not in found
 
 
-def test_many_pairs_are_swapped_at_random_and_seeded() -> None:
+def test_many_pairs_use_seeded_random_permutations() -> None:
     rng = np.random.default_rng(0)
     easy = rng.uniform(0.2, 0.9, 30)
     first, second = planted(rng, easy, 0.0), planted(rng, easy, 0.02)
@@ -138,7 +138,7 @@ def test_many_pairs_are_swapped_at_random_and_seeded() -> None:
     assert found["tau_pooled"] == pytest.approx(p_values(second, first, 5, False)["tau_pooled"], abs=0.02)
 
 
-def test_the_schema_has_every_key_of_a_comparison_and_refuses_another(compared: Compared) -> None:
+def test_compare_schema_has_exactly_the_keys_of_a_comparison(compared: Compared) -> None:
     def elsewhere(report: dict[str, Any]) -> None:
         report["environment"]["device_name"] = "another"  # so that speeds are not compared
 
@@ -159,9 +159,7 @@ def test_the_schema_has_every_key_of_a_comparison_and_refuses_another(compared: 
 # ---- a comparison ---------------------------------------------------------------------------------------------
 
 
-def test_figures_are_those_of_the_reports_and_differences_theirs(
-    reports: list[dict[str, Any]], compared: Compared
-) -> None:
+def test_compared_figures_equal_those_of_the_reports(reports: list[dict[str, Any]], compared: Compared) -> None:
     found = compared()
     assert (found["schema_version"], [run["name"] for run in found["runs"]]) == (1, ["out/first", "out/second"])
     (section,) = found["sections"]
@@ -183,14 +181,14 @@ def test_figures_are_those_of_the_reports_and_differences_theirs(
             assert 0 < difference["p_value"] <= 1
         assert second["accepted_per_position"] == own[1]["accepted_per_position"], "blocks of 4"
         assert first["accepted_per_position"] == pytest.approx(own[0]["accepted_per_position"][:3])
-        # fp32: whatever the drafter, the answers are the target's
+        # in fp32 the answers do not depend on the drafter
         assert (second["identical_to_plain"], second["same_answers"]) == (1.0, 1.0)
     assert found["warnings"] == []
     first, second = section["overall"]["runs"]
     assert second["tau_pooled"] > first["tau_pooled"] + 0.5 > 2
 
 
-def test_only_requests_that_all_runs_have_are_compared(reports: list[dict[str, Any]], compared: Compared) -> None:
+def test_only_shared_requests_are_compared(reports: list[dict[str, Any]], compared: Compared) -> None:
     def change(report: dict[str, Any]) -> None:
         rows = report["sections"][0]["sets"]["sky"]["per_request"]
         rows[0]["prompt_text"] += "!"
@@ -204,7 +202,7 @@ def test_only_requests_that_all_runs_have_are_compared(reports: list[dict[str, A
     assert said in found["warnings"]
 
 
-def test_turns_of_a_conversation_are_drawn_and_swapped_together(compared: Compared) -> None:
+def test_comparison_groups_turns_by_conversation(compared: Compared) -> None:
     def change(report: dict[str, Any]) -> None:
         for row in report["sections"][0]["sets"]["<b>"]["per_request"][1:]:
             row["turn"] = 2
@@ -226,16 +224,16 @@ def test_turns_of_a_conversation_are_drawn_and_swapped_together(compared: Compar
         (lambda r: r.update(warnings=["A noisy machine."]), "out/second: A noisy machine."),
     ],
 )
-def test_what_else_may_part_runs_is_said(compared: Compared, change: Any, warning: str) -> None:
+def test_differences_in_settings_cause_warnings(compared: Compared, change: Any, warning: str) -> None:
     assert any(warning in said for said in compared(change)["warnings"])
 
 
-def test_weights_that_a_server_does_not_show_are_not_called_others(compared: Compared) -> None:
+def test_unknown_target_weights_cause_no_warning(compared: Compared) -> None:
     found = compared(lambda report: report["arguments"].update(target_sample_sha256=None))
     assert not any("other weights" in said for said in found["warnings"])
 
 
-def test_the_seed_is_a_difference_only_where_tokens_are_sampled(reports: list[dict[str, Any]]) -> None:
+def test_another_seed_causes_a_warning_only_when_sampling(reports: list[dict[str, Any]]) -> None:
     for temperature, warnings in (
         (0.0, []),
         (1.0, ["out/second was decoded with another seed than out/first: 5, not 0."]),
@@ -260,9 +258,7 @@ def test_the_seed_is_a_difference_only_where_tokens_are_sampled(reports: list[di
         ),
     ],
 )
-def test_speeds_of_other_machines_and_loads_are_shown_and_not_compared(
-    compared: Compared, change: Any, warning: str
-) -> None:
+def test_speeds_of_other_machines_or_loads_are_not_compared(compared: Compared, change: Any, warning: str) -> None:
     found = compared(change)
     assert warning in found["warnings"][0]
     second = found["sections"][0]["overall"]["runs"][1]
@@ -272,7 +268,7 @@ def test_speeds_of_other_machines_and_loads_are_shown_and_not_compared(
     assert judged.headline.startswith("out/second accepts more than out/first") and len(judged.points) == 1
 
 
-def test_one_target_may_have_two_names(compared: Compared) -> None:
+def test_targets_with_equal_weights_may_differ_in_name(compared: Compared) -> None:
     assert compared(lambda report: report["arguments"].update(target="/models/tiny"))["warnings"] == []
 
 
@@ -300,12 +296,12 @@ def _other_texts(report: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_runs_that_cannot_be_compared_are_refused(compared: Compared, change: Any, message: str) -> None:
+def test_incomparable_runs_are_refused(compared: Compared, change: Any, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         compared(change)
 
 
-def test_without_a_baseline_speed_is_compared_and_speed_up_is_not(target: Target, compared: Compared) -> None:
+def test_without_a_baseline_speedup_is_not_compared(target: Target, compared: Compared) -> None:
     def change(report: dict[str, Any]) -> None:
         for result in report["sections"][0]["sets"].values():
             for row in result["per_request"]:
@@ -319,20 +315,20 @@ def test_without_a_baseline_speed_is_compared_and_speed_up_is_not(target: Target
     assert second["identical_to_plain"] is None
 
 
-def test_answers_of_one_token_have_nothing_to_compare(target: Target) -> None:
+def test_answers_without_steps_are_not_compared(target: Target) -> None:
     reports = [values(measured(target, 0, name, SamplingParams(max_tokens=1))) for name in ("a", "b")]
     found = compare(named_runs([("A", reports[0]), ("B", reports[1])]))
     assert found["sections"][0]["overall"]["runs"][1]["difference"]["tau_pooled"]["value"] is None
     assert verdicts(found)[0].headline == "b and a: nothing to compare (greedy, 8 requests)."
 
 
-def test_figures_of_sums_are_those_of_acceptance() -> None:
+def test_figures_of_sums_equal_acceptance() -> None:
     table = planted(np.random.default_rng(0), np.full(3, 0.5), 0.0)
-    assert parted(table, table, 5, False)["tau_pooled"].tolist() == [0.0] * 3
+    assert figure_differences(table, table, 5, False)["tau_pooled"].tolist() == [0.0] * 3
     assert figures(table, 5, False)["accepted_per_position"].shape == (4, 3)
 
 
-def test_few_requests_are_said_once_and_nothing_is_called_sure(reports: list[dict[str, Any]]) -> None:
+def test_few_requests_give_no_verdict_and_one_note(reports: list[dict[str, Any]]) -> None:
     few = copy.deepcopy(reports)
     for report in few:
         del report["sections"][0]["sets"]["sky"]
@@ -344,7 +340,7 @@ def test_few_requests_are_said_once_and_nothing_is_called_sure(reports: list[dic
     assert text.count("Too few requests") == 1
 
 
-def test_a_speed_that_differs_is_also_in_per_cent(compared: Compared) -> None:
+def test_speed_differences_are_shown_in_per_cent(compared: Compared) -> None:
     first, second = compared()["sections"][0]["overall"]["runs"]
     share = second["tokens_per_second"] / first["tokens_per_second"] - 1
     assert f"({100 * share:+.1f} %)" in render_markdown(compared())
@@ -359,15 +355,15 @@ def test_a_speed_that_differs_is_also_in_per_cent(compared: Compared) -> None:
         (["same/drafter", "same/drafter"], ["A", "B"]),
     ],
 )
-def test_a_run_has_the_shortest_path_that_differs(
+def test_runs_are_named_by_their_shortest_unique_path(
     reports: list[dict[str, Any]], drafters: list[str], names: list[str]
 ) -> None:
-    told = [r["arguments"] | {"drafter": d} for r, d in zip(reports, drafters, strict=True)]
-    found = [report | {"arguments": arguments} for report, arguments in zip(reports, told, strict=True)]
+    arguments = [r["arguments"] | {"drafter": d} for r, d in zip(reports, drafters, strict=True)]
+    found = [report | {"arguments": each} for report, each in zip(reports, arguments, strict=True)]
     assert [run.name for run in named_runs(list(zip("AB", found, strict=True)))] == names
 
 
-def test_sets_of_one_file_are_matched_whatever_their_names(reports: list[dict[str, Any]]) -> None:
+def test_sets_of_the_same_file_are_matched_by_hash(reports: list[dict[str, Any]]) -> None:
     first, second = copy.deepcopy(reports)
     for report, name in ((first, "counting"), (second, "count")):
         report["sections"][0]["sets"][name] = report["sections"][0]["sets"].pop("sky")
@@ -387,13 +383,13 @@ def test_sets_of_one_file_are_matched_whatever_their_names(reports: list[dict[st
 
 @pytest.fixture
 def folders(runs: list[Report], tmp_path: Path) -> list[str]:
-    """Reports of drafters called <i>0, <i>1 and again <i>1."""
+    """Returns reports of drafters named <i>0, <i>1 and <i>1."""
     for i, (report, drafter) in enumerate(zip([*runs, runs[0]], ("out/<i>0", "out/<i>1", "old/<i>1"), strict=True)):
         write_report(replace(report, arguments=report.arguments | {"drafter": drafter}), tmp_path / f"report{i}")
     return [str(tmp_path / f"report{i}") for i in range(3)]
 
 
-def test_the_command_writes_three_files(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_writes_three_files(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "compared"
     assert main(["compare", *folders[:2], "--output", str(output)]) == 0
     assert {file.name for file in output.iterdir()} == {"compare.json", "compare.md", "compare.html"}
@@ -411,7 +407,7 @@ def test_the_command_writes_three_files(folders: list[str], tmp_path: Path, caps
     assert page.count('role="img"') == 4  # tau, two differences, slots
 
 
-def test_three_runs_and_two_of_one_name(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_one_drafter_are_named_by_their_folders(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *folders]) == 0
     printed = capsys.readouterr().out
     assert all(f"greedy: {name} " in printed or f"sky: {name} " in printed for name in ("out/<i>0", "old/<i>1"))

@@ -1,4 +1,4 @@
-"""The two runtimes of `dflash-eval` measure the same thing, and each says when it cannot."""
+"""The two runtimes of `dflash-eval` agree, and report what they do not support."""
 
 import html
 import json
@@ -14,7 +14,7 @@ import torch
 from architectures import tiny
 from conftest import make_drafter, make_target
 from gpu_engines import pair as gpu_pair
-from test_evaluation_cli import load, untimed, write_prompts
+from reports import load, untimed, write_prompts
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter, save_drafter
@@ -39,16 +39,16 @@ SETS = {
 
 
 def draft_by_bigrams(target: Target, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let both runtimes draft by the pairs of tokens that plain answers hold, which is right now and then."""
-    behind: dict[int, int] = {}
+    """Makes both runtimes draft by the token pairs of plain answers, which is correct for some tokens."""
+    following: dict[int, int] = {}
     for prompts in SETS.values():
         for prompt in prompts:
-            behind |= pairwise(generate(target, None, prompt.token_ids, params).tokens)
+            following |= pairwise(generate(target, None, prompt.token_ids, params).tokens)
 
     def drafts(last: int, block: int) -> list[int]:
         found = [last]
         while len(found) < block:
-            found.append(behind.get(found[-1], 0))
+            found.append(following.get(found[-1], 0))
         return found[1:]
 
     def of_the_reference(target: Target, drafter: Drafter, context: Any, last: int, position: int) -> list[int]:
@@ -81,7 +81,7 @@ def comparable(report: Report) -> Any:
         pytest.param(SamplingParams(max_tokens=500, ignore_eos=True), id="up to the context limit"),
     ],
 )
-def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_and_reference_reports_are_equal(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(limit=114)
     drafter = make_drafter(target)
     draft_by_bigrams(target, params, monkeypatch)
@@ -95,10 +95,10 @@ def test_the_engines_report_is_the_references(params: SamplingParams, monkeypatc
                 assert (one.tokens, one.steps, one.finish_reason) == (other.tokens, other.steps, other.finish_reason)
 
 
-def test_drafting_in_eight_bits_is_measured_and_reported(
+def test_fp8_drafting_is_measured_and_reported(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafts: list[str] = []  # of every engine that is made
+    drafts: list[str] = []  # one per engine
     real = StepRunner.__init__
 
     def noted(runner: StepRunner, target: Any, drafter: Any, *rest: Any, **more: Any) -> None:
@@ -121,7 +121,7 @@ def test_drafting_in_eight_bits_is_measured_and_reported(
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Drafter, make: Maker) -> None:
+def test_equal_answers_are_reported_as_identical(target: Target, drafter: Drafter, make: Maker) -> None:
     seen: list[int] = []
     runtime, params = make(target, drafter), SamplingParams(max_tokens=12)
     found = measure(runtime, SKY, params, baseline=True, on_step=lambda growing: seen.append(len(growing.tokens)))
@@ -140,7 +140,7 @@ def test_measuring_says_that_equal_answers_are_equal(target: Target, drafter: Dr
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("offset", [1, 120])
-def test_the_first_difference_and_its_regret(
+def test_a_difference_has_its_position_and_regret(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch, make: Maker, offset: int
 ) -> None:
     runtime, params = make(target, drafter), SamplingParams(max_tokens=10, ignore_eos=True)
@@ -165,7 +165,7 @@ def test_the_first_difference_and_its_regret(
     assert measure(runtime, SKY, replace(params, temperature=0.01), baseline=True).difference.regret_nats is None
 
 
-def test_the_texts_of_tokens_are_together_the_text_whole_characters_each(target: Target) -> None:
+def test_token_texts_join_to_the_text_of_the_answer(target: Target) -> None:
     ids = target.tokenizer.encode("a ä€😀\ufffd<|end|> b", add_special_tokens=False)
     found = token_texts(target.tokenizer, ids)
     assert "".join(found) == "a ä€😀\ufffd<|end|> b" and len(found) == len(ids)
@@ -173,7 +173,7 @@ def test_the_texts_of_tokens_are_together_the_text_whole_characters_each(target:
     assert "".join(token_texts(target.tokenizer, ids[:6])) == target.tokenizer.decode(ids[:6]), "cut in a character"
 
 
-def test_a_regret_at_the_last_token_of_the_context_still_has_room(target: Target, drafter: Drafter) -> None:
+def test_regret_fits_at_the_last_token_of_the_context(target: Target, drafter: Drafter) -> None:
     runtime = EnginePair.load(target, drafter)
     runtime.make_room(len(SKY.token_ids) + 3)
     tokens = runtime.decode(SKY.token_ids, SamplingParams(max_tokens=9, ignore_eos=True), draft=True).tokens
@@ -181,7 +181,7 @@ def test_a_regret_at_the_last_token_of_the_context_still_has_room(target: Target
     assert runtime.regret(SKY.token_ids + tokens[:2], tokens[2]) == 0.0
 
 
-def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: Drafter) -> None:
+def test_cache_size_follows_the_prompts_of_each_evaluation(target: Target, drafter: Drafter) -> None:
     runtime = EnginePair.load(target, drafter)
     for prompt, length in ((SKY, 4), (SETS["long"][1], 40)):
         params = SamplingParams(max_tokens=length, ignore_eos=True)
@@ -189,7 +189,7 @@ def test_every_evaluation_has_room_for_its_own_prompts(target: Target, drafter: 
 
 
 @pytest.mark.parametrize("runtime", ["engine", "reference"])
-def test_sampled_drafts_are_measured_and_no_answer_is_compared_but_greedy_ones(
+def test_answers_with_sampled_drafts_are_not_compared(
     runtime: str, target_dir: Path, dflash2_dir: Path, tmp_path: Path
 ) -> None:
     command = [*command_of(target_dir, dflash2_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
@@ -215,7 +215,7 @@ def test_sampled_drafts_are_measured_and_no_answer_is_compared_but_greedy_ones(
 
 
 @pytest.mark.parametrize(("runtime", "width"), [("reference", 8), ("engine", 8), ("engine", 1)])
-def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
+def test_answers_with_draft_trees_equal_plain_answers(
     runtime: str, width: int, target_dir: Path, drafter_dir: Path, tmp_path: Path
 ) -> None:
     command = [*command_of(target_dir, drafter_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
@@ -236,7 +236,7 @@ def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
     (requests,) = (found["per_request"] for found in report["sets"].values())
     for answer, request in zip(answers, requests, strict=True):
         told = [[dict(place) for place in step] for step in request["offered_per_step"]]
-        if runtime == "reference":  # the engine's are calibrated meanwhile
+        if runtime == "reference":  # the engine calibrates while it decodes
             assert told == [[dict(place) for place in step.offered] for step in answer.steps]
         drafted, committed = request["drafted_per_step"], request["committed_per_step"]
         assert [len(places) for places in told] == [
@@ -264,7 +264,7 @@ def test_draft_trees_are_measured_and_answers_stay_the_plain_ones(
 
 
 @pytest.mark.parametrize("make", [EnginePair.load, ReferencePair])
-def test_trees_for_a_target_that_takes_chains_are_refused_before_anything_is_decoded(make: Any) -> None:
+def test_trees_are_refused_for_recurrent_targets(make: Any) -> None:
     target = make_target("qwen3_5")
     drafter = make_drafter(target)
     with pytest.raises(UserError, match="recurrent layers, which take chains only"):
@@ -272,7 +272,7 @@ def test_trees_for_a_target_that_takes_chains_are_refused_before_anything_is_dec
     assert make(target, drafter, draft_tree=8).facts["draft_tree_width"] == 1
 
 
-def test_another_runtime_or_way_to_draft_is_another_run(target: Target, drafter: Drafter, tmp_path: Path) -> None:
+def test_another_runtime_or_draft_method_is_measured_again(target: Target, drafter: Drafter, tmp_path: Path) -> None:
     partial = tmp_path / "partial.jsonl"
     engines = [EnginePair.load(target, drafter, draft_dtype=draft_dtype) for draft_dtype in ("auto", "fp8")]
     sampled = [make(target, drafter, draft_sample_method="probabilistic") for make in (EnginePair.load, ReferencePair)]
@@ -282,7 +282,7 @@ def test_another_runtime_or_way_to_draft_is_another_run(target: Target, drafter:
     assert len({json.loads(line)["key"] for line in partial.read_text().splitlines()}) == 7
 
 
-def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target: Target, drafter: Drafter) -> None:
+def test_facts_identify_target_and_drafter(target: Target, drafter: Drafter) -> None:
     def facts(target: Target, drafter: Drafter) -> dict[str, Any]:
         ours, definition = EnginePair.load(target, drafter), ReferencePair(target, drafter)
         assert ours.facts == definition.facts
@@ -296,7 +296,7 @@ def test_another_target_or_drafter_is_another_run_and_the_same_one_is_not(target
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_both_engines_fit_agree_and_know_the_regret() -> None:
+def test_engines_on_a_gpu_agree_and_compute_regret() -> None:
     target, drafter = gpu_pair()
     runtime = EnginePair.load(target, drafter)
     params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -315,7 +315,7 @@ def test_on_a_gpu_both_engines_fit_agree_and_know_the_regret() -> None:
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_targets_suggest_the_reference(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = make_target(mlp_bias=True)
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
@@ -333,9 +333,7 @@ def test_what_the_engine_does_not_support_names_the_way_out(tmp_path: Path, capf
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5 with images", "Gemma 3", "gpt-oss"])
-def test_what_the_engine_does_not_compute_is_measured_by_the_reference_and_the_report_says_why(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_runtime_falls_back_to_the_reference(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = tiny(name)
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
@@ -343,21 +341,19 @@ def test_what_the_engine_does_not_compute_is_measured_by_the_reference_and_the_r
     command = [*command_of(tmp_path / "target", tmp_path / "drafter", tmp_path), "--max-tokens", "12"]
     capfd.readouterr()
     assert main(command) == 0
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("the reference decodes")]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("using the reference")]
     report = load(tmp_path / "report")
     why = report["arguments"].get("refused_by_the_engine")
     if name == "Qwen3.5 with images":
         assert report["arguments"]["runtime"] == "engine" and not said and why is None
     else:
         assert report["arguments"]["runtime"] == "reference" and "not served by this engine" in why
-        assert said == [f"the reference decodes, for the engine cannot: {why}"]
+        assert said == [f"using the reference, because the engine does not support this: {why}"]
         assert escape(why) in (tmp_path / "report" / "report.md").read_text()
     assert report["overall"]["identical_to_plain"] == 1.0
 
 
-def test_engine_and_reference_measure_a_dflash_2_drafter_alike(
-    target_dir: Path, dflash2_dir: Path, tmp_path: Path
-) -> None:
+def test_engine_and_reference_agree_on_dflash2(target_dir: Path, dflash2_dir: Path, tmp_path: Path) -> None:
     command = [*command_of(target_dir, dflash2_dir, tmp_path), "--max-tokens", "12", "--dtype", "float32"]
     found = []
     for runtime in ("auto", "reference"):
@@ -369,7 +365,7 @@ def test_engine_and_reference_measure_a_dflash_2_drafter_alike(
     assert ours["overall"]["tau_pooled"] == definition["overall"]["tau_pooled"] > 1.0
 
 
-def test_too_little_memory_names_the_way_out(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_suggests_options(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*_: Any) -> int:
         raise UserError("GPU memory is 3.0 GiB short")
 

@@ -1,11 +1,11 @@
-"""The two-sample test of sampled answers: as often wrong as it says, and right where a sampler is wrong."""
+"""The two-sample test of sampled answers: its error rate, and its power for a wrong sampler."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_evaluation_cli import load, write_prompts
+from reports import load, write_prompts
 
 from dflash_toolkit import Drafter, SamplingParams, Target
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair
@@ -16,7 +16,7 @@ PROMPTS = [EncodedPrompt("a", [65, 66]), EncodedPrompt("b", [70])]
 
 
 def texts(rng: np.random.Generator, samples: int, often: float) -> list[list[int]]:
-    """Answers of four tokens of three, of which one comes so often and likes to be repeated."""
+    """Returns answers of four tokens from three; one has a given probability and repeats more often."""
     first = rng.choice(3, (samples, 4), p=[often, (1 - often) / 2, (1 - often) / 2])
     again = rng.random((samples, 4)) < 0.3
     again[:, 0] = False
@@ -26,7 +26,7 @@ def texts(rng: np.random.Generator, samples: int, often: float) -> list[list[int
 
 
 @pytest.mark.slow
-def test_equal_samplers_are_suspected_as_often_as_the_p_value_says_and_others_found() -> None:
+def test_distribution_test_has_its_error_rate_and_power() -> None:
     equal, other = [], []
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ def test_equal_samplers_are_suspected_as_often_as_the_p_value_says_and_others_fo
     assert np.mean(np.array(other) < 0.01) > 0.9
 
 
-def test_the_same_answers_are_the_least_suspicious() -> None:
+def test_equal_answers_are_not_suspicious() -> None:
     answers = [[[1, 2], [1], [3, 4]]]
     assert two_samples(answers, answers) == (0.0, 1.0)
 
@@ -46,7 +46,7 @@ def test_the_same_answers_are_the_least_suspicious() -> None:
     ("make", "method"),
     [(EnginePair.load, "greedy"), (EnginePair.load, "probabilistic"), (ReferencePair, "probabilistic")],
 )
-def test_a_drafter_changes_no_distribution_and_a_wrong_sampler_does(
+def test_distribution_test_detects_a_wrong_sampler(
     target: Target, drafter: Drafter, make: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make(target, drafter, draft_sample_method=method)
@@ -57,7 +57,7 @@ def test_a_drafter_changes_no_distribution_and_a_wrong_sampler_does(
         right = pair.decode
 
         def wrong(ids: list[int], params: SamplingParams, *, draft: bool, **more: Any) -> Any:
-            """As if the best token were always taken."""
+            """Always takes the most probable token."""
             given = SamplingParams(max_tokens=params.max_tokens, ignore_eos=True) if draft else params
             return right(ids, given, draft=draft, **more)
 
@@ -65,7 +65,7 @@ def test_a_drafter_changes_no_distribution_and_a_wrong_sampler_does(
         assert distribution_test(pair, PROMPTS, params, 12)["p_value"] < 0.01
 
 
-def test_the_command_tests_the_first_temperature_above_zero(
+def test_distribution_test_uses_the_first_nonzero_temperature(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = write_prompts(tmp_path / "few.jsonl", "Hi", "Ho")

@@ -1,4 +1,4 @@
-"""dflash-eval --endpoint: a real server of ours, pages of metrics as vLLM writes them, and SGLang's details."""
+"""dflash-eval --endpoint: a real dflash-serve, metrics in the form of vLLM, and details of SGLang."""
 
 import http.server
 import json
@@ -46,7 +46,7 @@ def url(target: Target, drafter: Drafter) -> Iterator[str]:
 
 
 def prompts_of(target: Target) -> dict[str, list[EncodedPrompt]]:
-    """Four, the second of which begins a conversation."""
+    """Returns four prompts; the second begins a conversation."""
     found = [EncodedPrompt(str(i), list(range(20 + i, 30 + 2 * i))) for i in range(4)]
     asked = ({"role": "user", "content": "And?"},)
     rest = Rest((), (asked,), lambda messages: found[1].token_ids + list(messages[0]["content"].encode()) + [65])
@@ -58,21 +58,21 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def here(target: Target, drafter: Drafter) -> dict[str, Any]:
-    """What the same measures in this process."""
+    """Returns the results of the same measurement in this process."""
     pair = EnginePair.load(target, drafter)
     return evaluate(pair, prompts_of(target), PARAMS).to_json()["sections"][0]["sets"]["ids"]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_served_drafter_is_accepted_step_by_step_as_in_this_process(
+def test_endpoint_steps_equal_those_of_the_local_engine(
     concurrency: int, url: str, target: Target, here: dict[str, Any], target_dir: Path
 ) -> None:
     served = EndpointPair(str(target_dir), url, concurrency=concurrency)
     report = evaluate(served, prompts_of(target), PARAMS)
     there = report.to_json()["sections"][0]["sets"]["ids"]
-    told = ("id", "turn", "prompt_text", "token_ids", "drafted_per_step", "accepted_per_step", "committed_per_step")
+    keys = ("id", "turn", "prompt_text", "token_ids", "drafted_per_step", "accepted_per_step", "committed_per_step")
     for mine, theirs in zip(here["per_request"], there["per_request"], strict=True):
-        assert {key: mine[key] for key in told} == {key: theirs[key] for key in told}
+        assert {key: mine[key] for key in keys} == {key: theirs[key] for key in keys}
         assert theirs["identical"] and theirs["time_to_first_token_seconds"] > 0 and theirs["plain_decode_seconds"] > 0
     same = ("tau_pooled", "accepted_lengths", "accepted_per_position", "identical_to_plain", "generated_tokens")
     assert {key: here[key] for key in same} == {key: there[key] for key in same}
@@ -83,15 +83,15 @@ def test_a_served_drafter_is_accepted_step_by_step_as_in_this_process(
 
 @pytest.fixture(scope="module")
 def accepting(target: Target, drafter: Drafter) -> Iterator[str]:
-    """A server that accepts some drafts, as random weights do not."""
+    """Serves with synthetic acceptance, as random weights accept no drafts."""
     with serving(make_engine(target, drafter, max_model_len=256, synthetic=SyntheticAcceptance(rate=0.7))) as url:
         yield url
 
 
-def told_as(form: str, stream: Any, true: dict[tuple[int, ...], list[Step]]) -> Any:
-    """`Server.stream` with what became of drafts as vLLM 0.33 or SGLang 0.5.23 tells it, and the truth by prompt."""
+def reported_as(form: str, stream: Any, true: dict[tuple[int, ...], list[Step]]) -> Any:
+    """Replaces `Server.stream`: drafts are reported as by vLLM 0.33 or SGLang 0.5.23; `true` gets the real steps."""
 
-    def told(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def reported(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         answer, steps = list[int](), list[dict[str, Any]]()
         for event in stream(server, body):
             for choice in event.get("choices", ()):
@@ -111,15 +111,15 @@ def told_as(form: str, stream: Any, true: dict[tuple[int, ...], list[Step]]) -> 
             "detailed": {"usage": {}, "metrics": {"speculative_decoding": details}},
         }[form] | {"choices": []}
 
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("form", ["detailed", "summary", "sglang"])
-def test_what_another_engine_tells_of_a_request_is_its_own_whatever_else_it_serves(
+def test_per_request_counts_hold_under_concurrency(
     form: str, accepting: str, target: Target, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true: dict[tuple[int, ...], list[Step]] = {}
-    monkeypatch.setattr(Server, "stream", told_as(form, Server.stream, true))
+    monkeypatch.setattr(Server, "stream", reported_as(form, Server.stream, true))
     pair = EndpointPair(str(target_dir), accepting, concurrency=3)
     monkeypatch.setattr(Server, "counters", lambda _: pytest.fail("counts of all requests"))
     (section,) = evaluate(pair, prompts_of(target), PARAMS, baseline=False).sections
@@ -128,14 +128,14 @@ def test_what_another_engine_tells_of_a_request_is_its_own_whatever_else_it_serv
     by_steps = {tuple(token for step in steps for token in step.tokens): steps for steps in true.values()}
     for answer in found:
         steps = by_steps[tuple(answer.tokens[1:])]
-        if form == "detailed" and all(step.drafted for step in steps):  # vLLM lists no others, here the last may be one
+        if form == "detailed" and all(step.drafted for step in steps):  # vLLM lists no steps without a draft
             assert answer.steps == steps
-        # counts have no order where chunks are joined, and no drafts cut at the end of an answer
+        # counts have no order if chunks are joined, and include drafts after the end of an answer
         assert sorted(len(step.tokens) for step in answer.steps) == sorted(len(step.tokens) for step in steps)
         assert answer.acceptance_length == 19 / len(steps)
 
 
-def test_a_regret_over_http_is_that_of_this_process(
+def test_regret_of_an_endpoint_equals_the_local_one(
     url: str, target: Target, drafter: Drafter, target_dir: Path
 ) -> None:
     served, here = EndpointPair(str(target_dir), url), EnginePair.load(target, drafter)
@@ -143,7 +143,7 @@ def test_a_regret_over_http_is_that_of_this_process(
     assert served.regret([5, 6, 7], 9) == pytest.approx(here.regret([5, 6, 7], 9), abs=1e-4)
 
 
-def test_of_several_requests_in_flight_no_finished_answer_is_lost(
+def test_an_error_keeps_finished_concurrent_answers(
     url: str, target: Target, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, partial, asked = EndpointPair(str(target_dir), url, concurrency=2), tmp_path / "partial.jsonl", []
@@ -163,7 +163,7 @@ def test_of_several_requests_in_flight_no_finished_answer_is_lost(
         with pytest.raises(UserError, match="gone"):
             evaluate(pair, prompts_of(target), PARAMS, partial=partial)
         kept = partial.read_text().count("\n")
-        assert kept == len(asked) == stop_before, "what was in flight beside the one that failed too"
+        assert kept == len(asked) == stop_before, "other requests in flight are kept too"
     stop_before = -1
     report = evaluate(pair, prompts_of(target), PARAMS, partial=partial)
     assert len(asked) == 10 and len(set(asked)) == 10, "five turns, with drafts and without, each once"
@@ -171,7 +171,7 @@ def test_of_several_requests_in_flight_no_finished_answer_is_lost(
     assert len(asked) == 10 and again.to_json()["sections"] == report.to_json()["sections"]
 
 
-def test_what_only_counters_tell_is_of_no_request_among_others(
+def test_pooled_counters_are_refused_for_concurrent_requests(
     url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash_toolkit.evaluation.measure.endpoint.STREAM_OPTIONS", {})
@@ -182,16 +182,14 @@ def test_what_only_counters_tell_is_of_no_request_among_others(
         EndpointPair(str(target_dir), url, concurrency=2)
 
 
-def test_what_a_bias_made_certain_is_no_regret(url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biased_logprobs_give_no_regret(url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = EndpointPair(str(target_dir), url)
-    told = {"choices": [{"logprobs": {"top_logprobs": [{"a": 0.0}], "token_logprobs": [0.0]}}]}
-    monkeypatch.setattr(Server, "post", lambda *_: told)
+    reply = {"choices": [{"logprobs": {"top_logprobs": [{"a": 0.0}], "token_logprobs": [0.0]}}]}
+    monkeypatch.setattr(Server, "post", lambda *_: reply)
     assert math.isnan(pair.regret([1, 2], 3))
 
 
-def test_a_server_that_drafts_as_it_pays_is_known_by_its_longest_draft(
-    target: Target, drafter: Drafter, target_dir: Path
-) -> None:
+def test_adaptive_servers_report_their_longest_draft(target: Target, drafter: Drafter, target_dir: Path) -> None:
     how = {"num_speculative_tokens": None, "draft_sample_method": "probabilistic"}
     with serving(make_engine(target, drafter, max_model_len=256, **how)) as url:
         pair = EndpointPair(str(target_dir), url)
@@ -214,7 +212,7 @@ def test_the_command_measures_a_server(url: str, target_dir: Path, tmp_path: Pat
     assert "secret" not in (output / "report.json").read_text() + (output / "report.html").read_text()
 
 
-def test_what_cannot_be_measured_is_one_line(
+def test_invalid_endpoint_options_are_refused_in_one_line(
     url: str, target: Target, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "p.jsonl"
@@ -242,20 +240,20 @@ def test_what_cannot_be_measured_is_one_line(
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.parametrize("told", ["steps", "counters"])
-def test_under_load_a_level_has_the_acceptance_of_one_request_at_a_time(
-    told: str, url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("source", ["steps", "counters"])
+def test_acceptance_under_load_equals_that_of_single_requests(
+    source: str, url: str, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = EndpointPair(str(target_dir), url)
     prompts = [list(range(20 + i, 30 + 2 * i)) for i in range(4)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     answers = [pair.decode(prompt, params, draft=True) for prompt in prompts]
-    if told == "counters":  # what a server says that tells nothing in its responses
+    if source == "counters":  # without drafts in responses
         monkeypatch.setattr(pair._server, "owner", "vllm")
     point = load_point(pair, prompts, params, 3, baseline=False)
     steps = sum(len(answer.steps) for answer in answers)
-    # counters also have drafts that were accepted behind an answer's end
-    assert point["tau_pooled"] == pytest.approx(4 * 19 / steps, rel=1e-9 if told == "steps" else 0.05)
+    # counters include accepted drafts after the end of an answer
+    assert point["tau_pooled"] == pytest.approx(4 * 19 / steps, rel=1e-9 if source == "steps" else 0.05)
     assert point["time_to_first_token_seconds"]["p50"] > 0 and point["tokens_per_second"] > 0
 
 
@@ -274,27 +272,27 @@ vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",p
 """
 
 
-def test_counters_are_added_over_the_engines_of_a_server() -> None:
+def test_counters_are_summed_over_engines() -> None:
     assert read_counters(VLLM) == Drafts(4, 12, (3, 2, 1))
     assert read_counters(VLLM + VLLM.replace('engine="0"', 'engine="1"')) == Drafts(8, 24, (6, 4, 2))
     assert read_counters("vllm:num_requests_running 0.0\n") is None
     assert Drafts(4, 12, (3, 2, 1)).lengths() == [0, 1, 2, 3]
 
 
-def test_steps_are_chunks_and_what_only_counters_tell_has_no_order() -> None:
+def test_chunks_are_steps_unless_the_server_joins_them() -> None:
     drafts = Drafts(3, 9, (2, 2, 0))
     chunks = steps_of(range(7), [3, 1, 3], drafts, 3)
     assert chunks == [Step(3, 2, (0, 1, 2)), Step(3, 0, (3,)), Step(3, 2, (4, 5, 6))]
     joined = steps_of(range(7), [4, 3], drafts, 3)
     assert sorted(step.accepted for step in joined) == [0, 2, 2] and sum(len(step.tokens) for step in joined) == 7
-    # the answer ends inside the last block: what was accepted behind its end does not count
+    # the answer ends inside the last block: drafts after its end do not count
     cut = steps_of(range(2), [1, 1], Drafts(2, 6, (1, 1, 1)), 3)
     assert cut == [Step(3, 0, (0,)), Step(3, 1, (1,))]
 
 
 @contextmanager
 def standing_in(drafts: bool, ending: str = "length") -> Iterator[str]:
-    """SGLang's replies, as `entrypoints/openai/protocol.py` of its 0.5.23 writes them: nothing else of it is here."""
+    """Serves replies in the form of `entrypoints/openai/protocol.py` of SGLang 0.5.23."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -324,7 +322,7 @@ def standing_in(drafts: bool, ending: str = "length") -> Iterator[str]:
                 self.wfile.write(json.dumps({"meta_info": meta}).encode())
                 return
             assert asked["return_spec_tokens_details"] and asked["return_token_ids"]
-            told = {
+            details = {
                 "spec_accept_rate": 1 / 3, "spec_accept_length": 2.5, "spec_cap_length": 0.0,
                 "spec_block_accept_length": 0.0, "spec_num_correct_drafts": 2, "spec_num_proposed_drafts": 6,
                 "spec_verify_ct": 2, "spec_correct_drafts_histogram": [1, 0, 1], "spec_cap_lens_histogram": [],
@@ -338,7 +336,7 @@ def standing_in(drafts: bool, ending: str = "length") -> Iterator[str]:
                 for ids in ([5], [6, 7, 8], [9])
             ]  # fmt: skip
             events[-1]["choices"][0]["finish_reason"] = ending
-            events += [of_all | {"choices": [], "sglext": {"spec_tokens_details": told}}] if drafts else []
+            events += [of_all | {"choices": [], "sglext": {"spec_tokens_details": details}}] if drafts else []
             self.send_response(200)
             self.end_headers()
             self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode() + b"data: [DONE]\n")
@@ -349,7 +347,7 @@ def standing_in(drafts: bool, ending: str = "length") -> Iterator[str]:
         server.shutdown()
 
 
-def test_sglang_tells_beside_the_answer(target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sglang_counts_are_read_from_the_response(target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with standing_in(drafts=True) as url:
         pair = EndpointPair(str(target_dir), f"{url}/v1/")
         assert (pair.block_size, pair.context_limit, pair.decodes_plainly) == (4, 64, False)

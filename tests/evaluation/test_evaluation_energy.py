@@ -1,4 +1,4 @@
-"""Joules by NVML, from a library of the same interface, and of a real GPU where there is one."""
+"""Joules from NVML, by a library with the same interface and, if there is one, a real GPU."""
 
 import ctypes
 import time
@@ -19,7 +19,7 @@ GPU = torch.device("cuda:0")
 
 
 class Library:
-    """NVML as ctypes sees it: error codes, and results through pointers."""
+    """Behaves as NVML does in ctypes: returns error codes and writes results through pointers."""
 
     def __init__(self, missing: str = "") -> None:
         self.missing, self.used = missing, 0
@@ -46,28 +46,28 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return found
 
 
-def test_joules_are_the_counters_millijoules(library: Library) -> None:
+def test_joules_come_from_the_nvml_counter(library: Library) -> None:
     count = energy._counter(GPU)
     assert count is not None and [count(), count()] == [5.0, 7.5], "one reading shows whether there is a counter"
 
 
 @pytest.mark.parametrize("library", ["driver", "gpu", "counter"], indirect=True)
-def test_without_a_counter_there_are_none(library: Library) -> None:
+def test_no_joules_without_a_counter(library: Library) -> None:
     assert energy.joules(GPU) is None
     assert energy.joules(torch.device("cpu")) is None
 
 
-def test_a_summary_has_joules_a_token_where_all_answers_have(target: Target, drafter: Drafter) -> None:
+def test_joules_per_token_need_all_answers(target: Target, drafter: Drafter) -> None:
     pair, params = EnginePair.load(target, drafter), SamplingParams(max_tokens=4, ignore_eos=True)
     found = [measure_prompt(pair, EncodedPrompt(str(i), [65 + i]), params, baseline=True) for i in range(2)]
-    told = [replace(m, joules=8.0, plain_joules=20.0) for m in found]
+    counted = [replace(m, joules=8.0, plain_joules=20.0) for m in found]
     assert Summary.of(found, 8).joules_per_token is None
-    assert (Summary.of(told, 8).joules_per_token, Summary.of(told, 8).plain_joules_per_token) == (2.0, 5.0)
-    assert Summary.of([told[0], found[1]], 8).joules_per_token is None
+    assert (Summary.of(counted, 8).joules_per_token, Summary.of(counted, 8).plain_joules_per_token) == (2.0, 5.0)
+    assert Summary.of([counted[0], found[1]], 8).joules_per_token is None
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_works_uses_energy() -> None:
+def test_a_busy_gpu_uses_energy() -> None:
     first = energy.joules(GPU)
     if first is None:
         pytest.skip("this GPU counts no energy")

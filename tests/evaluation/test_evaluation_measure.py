@@ -1,4 +1,4 @@
-"""What the counts mean, against values computed by hand, properties, and a drafter that is always right."""
+"""Counts of acceptance against values computed by hand, properties, and a drafter that is always right."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ PROMPT = list(b"Why is the sky blue?")
 
 
 def answer(finish: str, *steps: tuple[int, int, int], decode_s: float = 1.0) -> Generation:
-    """A finished answer from (drafted, accepted, committed) per step."""
+    """Returns a finished answer from (drafted, accepted, committed) per step."""
     made = [Step(drafted, accepted, (7,) * committed) for drafted, accepted, committed in steps]
     tokens = [7] * (1 + sum(committed for _, _, committed in steps))
     return Generation(tokens, made, finish, prefill_s=0.5, decode_s=decode_s)  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ STOPPED_BY_THE_TARGET = answer("stop", (3, 0, 1))
 NO_STEP = answer("stop", decode_s=0.0)
 
 
-def test_counts_by_hand() -> None:
+def test_acceptance_counts_match_a_hand_count() -> None:
     found = Acceptance.of([LIMITED, STOPPED_BY_A_DRAFT, STOPPED_BY_THE_TARGET, NO_STEP], block_size=4)
     assert (found.answers, found.tokens, found.steps) == (4, 16, 6)
     assert found.tau_pooled == 12 / 6
@@ -46,17 +46,17 @@ def test_counts_by_hand() -> None:
     ("generation", "last"),
     [
         pytest.param(LIMITED, (1, 1), id="block cut by the token limit"),
-        pytest.param(STOPPED_BY_A_DRAFT, (2, 2), id="slots behind a drafted stop token are not judged"),
+        pytest.param(STOPPED_BY_A_DRAFT, (2, 2), id="slots after a drafted stop token are not judged"),
         pytest.param(STOPPED_BY_THE_TARGET, (1, 0), id="the slot where the target stopped is rejected"),
         pytest.param(answer("stop", (3, 3, 4)), (3, 3), id="stop as the bonus of a full block"),
         pytest.param(answer("length", (3, 0, 1)), (3, 0), id="no stop: every drafted slot is judged"),
     ],
 )
-def test_judged_slots_of_the_last_step(generation: Generation, last: tuple[int, int]) -> None:
+def test_slots_after_a_stop_token_are_not_judged(generation: Generation, last: tuple[int, int]) -> None:
     assert verdicts(generation)[-1] == last
 
 
-def test_nothing_to_count_is_nan() -> None:
+def test_acceptance_without_steps_is_nan() -> None:
     found = Acceptance.of([NO_STEP], block_size=3)
     assert (found.answers, found.tokens, found.steps, found.accepted_lengths) == (1, 1, 0, (0, 0, 0))
     figures = (found.tau_pooled, found.tau_mean, found.tokens_per_second, *found.accepted_per_position)
@@ -65,7 +65,7 @@ def test_nothing_to_count_is_nan() -> None:
 
 @st.composite
 def answers(draw: st.DrawFn, full_blocks: bool = False) -> tuple[int, list[Generation]]:
-    """Answers that decoding could give: S, and per answer steps up to a token limit or a stop token."""
+    """Draws possible answers: S, and steps of each answer up to a token limit or a stop token."""
     size = draw(st.integers(2, 6))
     made = []
     for _ in range(draw(st.integers(1, 4))):
@@ -86,7 +86,7 @@ def answers(draw: st.DrawFn, full_blocks: bool = False) -> tuple[int, list[Gener
 
 
 @given(answers())
-def test_counts_agree_with_the_steps(drawn: tuple[int, list[Generation]]) -> None:
+def test_acceptance_counts_are_consistent_with_steps(drawn: tuple[int, list[Generation]]) -> None:
     size, generations = drawn
     found = Acceptance.of(generations, size)
     committed = sum(len(step.tokens) for g in generations for step in g.steps)
@@ -103,7 +103,7 @@ def test_counts_agree_with_the_steps(drawn: tuple[int, list[Generation]]) -> Non
 
 
 @given(answers(full_blocks=True))
-def test_full_blocks_make_a_survival_curve(drawn: tuple[int, list[Generation]]) -> None:
+def test_acceptance_by_slot_decreases_for_full_blocks(drawn: tuple[int, list[Generation]]) -> None:
     found = Acceptance.of(drawn[1], drawn[0])
     assume(found.steps)
     curve = found.accepted_per_position
@@ -114,16 +114,16 @@ def test_full_blocks_make_a_survival_curve(drawn: tuple[int, list[Generation]]) 
 
 
 @pytest.mark.parametrize("right", [0, 2, 7])
-def test_decoding_with_a_known_drafter(
+def test_a_known_drafter_has_the_expected_acceptance(
     target: Target, drafter: Drafter, right: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = generate(target, None, PROMPT, SamplingParams(max_tokens=30, ignore_eos=True)).tokens
-    # the answer ends by a stop token in the middle of a block
+    # the answer ends with a stop token inside a block
     params = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(free[20],))
     plain = generate(target, None, PROMPT, params).tokens
 
     def propose(target: Target, drafter: Drafter, context: object, last: int, position: int) -> list[int]:
-        """The first `right` slots repeat the plain answer, the others never."""
+        """Drafts the plain answer in the first `right` slots, and other tokens after them."""
         drafts = (plain[position - len(PROMPT) + 1 :] + [0] * 7)[:7]
         return [token if i < right else (token + 1) % 200 for i, token in enumerate(drafts)]
 

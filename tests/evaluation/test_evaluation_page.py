@@ -1,4 +1,4 @@
-"""The report that people read: ticks, plots, verdict, answers, colours, and what no text may do to the page."""
+"""The HTML and Markdown report: ticks, plots, verdict, answers, colours and escaping."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ HOSTILE = "<script>alert('x')</script> & `code` | </pre> https://example.com"
 def measurement(
     draws: random.Random, name: str, accepted: float, step_s: float, difference: Difference | None = None
 ) -> Measurement:
-    """An answer of 20 steps, each slot accepted with a probability; a plain step takes 0.1 s, one of these `step_s`."""
+    """Returns an answer of 20 steps of `step_s`; slots are accepted at random. A plain step lasts 0.1 s."""
     steps = []
     for _ in range(20):
         taken = 0
@@ -59,7 +59,7 @@ def measurement(
 def report_of(
     sets: dict[str, tuple[float, float]], difference: Difference | None = None, requests: int = 8, swept: bool = True
 ) -> Report:
-    """A report over sets of a share of accepted drafts and seconds a step."""
+    """Returns a report over sets, each with a share of accepted drafts and seconds per step."""
     draws = random.Random(0)
     found = {
         name: [measurement(draws, f"q{i}", *how, difference if i == 0 else None) for i in range(requests)]
@@ -100,7 +100,7 @@ def report_of(
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """One set that gains, one that loses, one with a name that HTML could take for a tag."""
+    """Returns a report with a faster set, a slower set, and a set with a name that looks like an HTML tag."""
     return report_of({"gsm8k": (0.8, 0.15), "chat": (0.2, 0.2), "<b>odd": (0.6, 0.15)})
 
 
@@ -108,7 +108,7 @@ def report() -> Report:
 
 
 @given(st.floats(-100, 100), st.floats(0.01, 1e6))
-def test_ticks_are_few_round_and_around_what_they_measure(low: float, size: float) -> None:
+def test_ticks_are_few_and_round_and_enclose_the_range(low: float, size: float) -> None:
     found = ticks(low, low + size)
     steps = [b - a for a, b in itertools.pairwise(found)]
     assert 2 <= len(found) <= 6
@@ -128,15 +128,15 @@ def test_ticks_are_few_round_and_around_what_they_measure(low: float, size: floa
         pytest.param((0, 0), ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"], id="none"),
     ],
 )
-def test_shares_have_round_ticks(counts: tuple[int, ...], labels: list[str]) -> None:
+def test_share_axes_have_round_ticks(counts: tuple[int, ...], labels: list[str]) -> None:
     assert re.findall(r'class="tick"[^>]*>([\d.]+ %)<', histogram("h", counts, 1.0, "c0")) == labels
 
 
 def boxes(svg: str, tag: str) -> Iterator[tuple[float, float, float, float]]:
-    """Left, top, right, bottom of every bar, or of every text as wide as its letters can be."""
+    """Returns left, top, right and bottom of every bar, or of every text at its maximum width."""
     for mark in re.finditer(rf"<{tag} ([^>]*)>([^<]*)", svg):
         found = dict(re.findall(r'([\w-]+)="([^"]*)"', mark[1]))
-        if "x" not in found:  # of the pattern
+        if "x" not in found:  # part of the pattern
             continue
         x, y = float(found["x"]), float(found["y"])
         if tag == "rect":
@@ -152,7 +152,7 @@ def apart(a: tuple[float, float, float, float], b: tuple[float, float, float, fl
 
 
 @pytest.mark.parametrize("tau", [1.0, 1.02, 4.5, 7.9, 8.0])
-def test_no_label_lies_on_a_bar(tau: float) -> None:
+def test_labels_do_not_overlap_bars(tau: float) -> None:
     tallest = [0] * SIZE
     tallest[round(tau) - 1] = 50
     series = [
@@ -168,7 +168,7 @@ def test_no_label_lies_on_a_bar(tau: float) -> None:
     assert len(list(boxes(drawn[1], "rect"))) == 2
 
 
-def test_intervals_are_drawn_and_told() -> None:
+def test_intervals_are_drawn_and_in_titles() -> None:
     svg = bars("b", [Series("a", "c0", (2.0,), ((1.5, 2.5),))], number, "none")
     assert svg.count('class="whisker') == 3 and "2.00, 95 % interval 1.50 to 2.50" in svg
     svg = curves("c", [Series("a", "c0", (0.5, math.nan, 0.25), ((0.4, 0.6), None, None))], "slot k")
@@ -176,7 +176,7 @@ def test_intervals_are_drawn_and_told() -> None:
     assert re.search(r'class="line c0" d="M[\d. ]+M[\d. ]+"', svg)  # a gap
 
 
-def test_a_loss_is_hatched_and_named() -> None:
+def test_losses_are_hatched_and_labelled() -> None:
     svg = bars("b", [Series("a", "c0", (0.74,)), Series("b", "c1", (1.4,))], times, "as fast", losses=True)
     assert svg.count('class="bar c0 lost"') == 1 and svg.count('class="bar c1"') == 1
     assert "▼ slower 0.74x" in svg and svg.count("▼") == 1
@@ -204,7 +204,7 @@ def test_a_speedup_is_judged_by_its_interval(
     assert judge(speedup, within) == outcome
 
 
-def test_the_verdict_names_where_it_loses(report: Report) -> None:
+def test_the_verdict_lists_slower_sets(report: Report) -> None:
     found = verdict(report)
     said = dict(found.points)
     assert found.outcome == "good" and found.headline.startswith("Faster: ") and "95 % interval" in found.headline
@@ -213,8 +213,8 @@ def test_the_verdict_names_where_it_loses(report: Report) -> None:
     assert said["Exact?"].startswith("Yes: all 24 answers are those of plain ")
 
 
-def test_the_verdict_names_loads_that_lose() -> None:
-    """Where every set is faster, too."""
+def test_the_verdict_lists_slower_loads() -> None:
+    """Also if every set is faster."""
     fast = report_of({"gsm8k": (0.8, 0.15)})
     assert dict(verdict(fast).points)["Where does it lose?"] == (
         "Every set is faster. Slower with 4 requests at a time (0.62x). Not sure with prompts of 8,192 tokens (1.01x)."
@@ -227,7 +227,7 @@ def test_the_verdict_names_loads_that_lose() -> None:
 
 
 def test_shares_of_few_steps_are_not_drawn(report: Report) -> None:
-    """As a point; the table has them."""
+    """The table still lists them."""
     steps = [sum(s.drafted.accepted_lengths[slot:]) for _, s in report.labelled for slot in range(SIZE - 1)]
     enough = sum(count >= page.COUNTED for count in steps)
     assert 0 < enough < len(steps)
@@ -235,7 +235,7 @@ def test_shares_of_few_steps_are_not_drawn(report: Report) -> None:
     assert len(re.findall(r'<path class="dot', drawn)) == enough
 
 
-def test_a_slow_drafter_looks_slow() -> None:
+def test_a_slow_drafter_has_a_bad_verdict() -> None:
     slow = report_of({"chat": (0.2, 0.2)}, swept=False)
     html = render_page(slow)
     assert verdict(slow).outcome == "bad" and 'class="card verdict bad"' in html
@@ -254,7 +254,7 @@ def test_a_slow_drafter_looks_slow() -> None:
         pytest.param(math.nan, "bad", "with a regret of no number", id="broken logits"),
     ],
 )
-def test_a_difference_is_a_tie_or_a_defect(regret: float, outcome: str, words: str) -> None:
+def test_small_regret_is_a_tie_and_large_regret_a_defect(regret: float, outcome: str, words: str) -> None:
     found = verdict(report_of({"a": (0.8, 0.1)}, Difference(3, 8, 7, " <p>", " q", regret)))
     assert found.exactness == outcome and words in dict(found.points)["Exact?"]
     assert (found.outcome, found.headline[:10]) == (
@@ -262,8 +262,8 @@ def test_a_difference_is_a_tie_or_a_defect(regret: float, outcome: str, words: s
     )
 
 
-@pytest.mark.parametrize(("chance", "words"), [(0.4, "show no other distribution"), (0.004, "distributed otherwise")])
-def test_sampled_answers_and_recall_are_told_where_measured(report: Report, chance: float, words: str) -> None:
+@pytest.mark.parametrize(("chance", "words"), [(0.4, "show no difference"), (0.004, "another distribution")])
+def test_distribution_test_and_recall_are_shown(report: Report, chance: float, words: str) -> None:
     shares = {"1": [0.5] * 7, "4": [0.7] * 7, "16": [0.9, None] + [0.8] * 5}
     recall = {"requests": 4, "anchors": 1234, "recall_at_k": shares}
     more = replace(report, recall=recall, distribution={"p_value": chance, "samples": 64})
@@ -275,7 +275,7 @@ def test_sampled_answers_and_recall_are_told_where_measured(report: Report, chan
 # ---- answers ----------------------------------------------------------------------------------------------
 
 
-def test_answers_are_shown_by_who_chose_their_tokens(report: Report) -> None:
+def test_tokens_are_marked_as_accepted_corrected_or_own(report: Report) -> None:
     worst, best = worst_and_best(report)
     lengths = [m.drafted.acceptance_length for s in report.sets.values() for m in s.measurements]
     assert worst[0].figures.startswith(f"τ {min(lengths):.2f}") and best[0].figures.startswith(f"τ {max(lengths):.2f}")
@@ -287,13 +287,13 @@ def test_answers_are_shown_by_who_chose_their_tokens(report: Report) -> None:
     for step in first.drafted.steps:
         expected += ["accepted"] * step.accepted + ["corrected" if step.accepted < step.drafted else "own"]
     assert [token.kind for token in shown] == expected
-    assert not any(token.siblings or token.said for token in shown)
+    assert not any(token.siblings or token.note for token in shown)
 
 
-def test_what_a_draft_tree_offered_stands_beside_the_tokens(report: Report) -> None:
+def test_tree_alternatives_are_shown_with_the_tokens(report: Report) -> None:
     steps = [
         Step(3, 2, (5, 6, 9), (((4, 0.6), (5, 0.31), (1, 0.02), (2, 0.01), (3, 0.005)), ((6, 0.9),), ((8, 0.5),))),
-        Step(7, 1, (5, 6)),  # over a block
+        Step(7, 1, (5, 6)),  # of a block
     ]
     answer = Generation([7, *(token for step in steps for token in step.tokens)], steps, "length", 0.2, 1.0)
     texts = tuple({token: f"<{token}>" for token in (1, 2, 3, 5, 6, 8)}.items() | {(4, "\n")})
@@ -310,24 +310,22 @@ def test_what_a_draft_tree_offered_stands_beside_the_tokens(report: Report) -> N
         "accepted",
         "corrected",
     ]
-    offered = [("⏎", "offered with 60.0 %"), ("<1>", "offered with 2.0 %"), ("<2>", "offered with 1.0 %")]
-    assert [list(token.siblings) for token in tokens] == [[], offered, [], [("<8>", "offered with 50.0 %")], [], []]
-    assert tokens[1].said == "step 1: 2 of 3 drafts accepted; offered with 31.0 %, 2 of 5 in its place"
-    assert tokens[3].said.endswith("; another was offered") and not tokens[4].said
+    offered = [("⏎", "drafted with 60.0 %"), ("<1>", "drafted with 2.0 %"), ("<2>", "drafted with 1.0 %")]
+    assert [list(token.siblings) for token in tokens] == [[], offered, [], [("<8>", "drafted with 50.0 %")], [], []]
+    assert tokens[1].note == "step 1: 2 of 3 drafts accepted; drafted with 31.0 %, rank 2 of 5"
+    assert tokens[3].note.endswith("; another token was drafted") and not tokens[4].note
     html = render_page(over_trees)
-    assert '<i title="offered with 2.0 %">&lt;1&gt;</i>' in html and "by the drafter's own probabilities" in unescape(
-        html
-    )
-    told = over_trees.to_json()["sections"][0]["sets"]["set"]["per_request"][0]
-    assert told["offered_texts"]["4"] == "\n" and len(told["offered_per_step"]) == 2 and not told["offered_per_step"][1]
+    assert '<i title="drafted with 2.0 %">&lt;1&gt;</i>' in html and "as the drafter computes it" in html
+    row = over_trees.to_json()["sections"][0]["sets"]["set"]["per_request"][0]
+    assert row["offered_texts"]["4"] == "\n" and len(row["offered_per_step"]) == 2 and not row["offered_per_step"][1]
 
 
 @pytest.mark.parametrize(("requests", "shown"), [(1, (1, 0)), (2, (1, 1)), (5, (2, 2))])
-def test_no_request_is_both_worst_and_best(requests: int, shown: tuple[int, int]) -> None:
+def test_worst_and_best_answers_do_not_overlap(requests: int, shown: tuple[int, int]) -> None:
     assert tuple(map(len, worst_and_best(report_of({"a": (0.5, 0.1)}, requests=requests)))) == shown
 
 
-def test_a_request_is_named_once_and_shown_as_the_user_wrote_it(report: Report) -> None:
+def test_requests_are_shown_with_the_user_message(report: Report) -> None:
     asked, unknown = (
         replace(report.sets["chat"].measurements[0], id=f"count/{i}", prompt_text="<|user|>Count.<|end|>", asked=text)
         for i, text in enumerate(("Count.", ""))
@@ -342,36 +340,36 @@ def test_a_request_is_named_once_and_shown_as_the_user_wrote_it(report: Report) 
 # ---- the page ---------------------------------------------------------------------------------------------
 
 
-def test_no_text_becomes_markup_and_nothing_is_fetched(report: Report) -> None:
+def test_pages_escape_text_and_load_nothing(report: Report) -> None:
     html = render_page(report)
     assert not re.search(r"<script|<link|<img|<iframe|@import|url\((?!#)|(src|href)=", html)
     assert html.count("&lt;script&gt;") == 6 and "<b>odd" not in html and "<i>\n" not in html
     assert "alert(&#39;x&#39;)" in html and html.count("</pre>") == 12
-    assert "`" not in html.replace("`code`", "")  # of the prompt
+    assert "`" not in html.replace("`code`", "")  # in the prompt
     assert "<code>engine</code>" in html
 
 
-def test_of_many_sets_the_extremes_are_drawn() -> None:
+def test_many_sets_draw_only_lowest_and_highest() -> None:
     shares = [0.5, 0.9, 0.6, 0.2, 0.5, 0.6, 0.7]
     html = render_page(report_of({f"set {i}": (share, 0.1) for i, share in enumerate(shares)}, swept=False))
     legend = re.findall(r"</svg>([^<]*)</li>", html)
     assert legend == ["set 3", "set 1", "all sets"]
-    assert html.count('role="img"') == 2 + 2 + 3  # bars of all, curves, and histograms of those
+    assert html.count('role="img"') == 2 + 2 + 3  # bars of all sets, curves and histograms
 
 
-def test_only_words_between_backticks_are_code() -> None:
+def test_text_between_backticks_becomes_code() -> None:
     assert code("a `b` <c> `") == "a <code>b</code> &lt;c&gt; `"
 
 
-def test_the_setup_tells_what_was_and_not_what_was_asked_for(report: Report) -> None:
-    """A server's report has the options that the client was given."""
+def test_the_setup_shows_the_values_that_were_used(report: Report) -> None:
+    """The report of an endpoint also has the options of the client."""
     asked = replace(report, arguments=report.arguments | {"dtype": "bfloat16", "threads": None})
     rows = dict(setup_table(asked).rows)
     assert "revision" not in dict(setup_table(replace(asked, arguments=asked.arguments | {"revision": None})).rows)
     assert rows["dtype"] == "float32" and rows["threads"] == "2" and rows["max_tokens"] == "64"
 
 
-def test_cells_break_behind_intervals_and_before_brackets() -> None:
+def test_cells_break_after_intervals_and_before_brackets() -> None:
     assert page.figure("+0.69 [+0.55, +0.85], p < 0.001").split(" ") == [
         "+0.69\u00a0[+0.55,\u00a0+0.85],", "p\u00a0<\u00a00.001",
     ]  # fmt: skip
@@ -379,18 +377,18 @@ def test_cells_break_behind_intervals_and_before_brackets() -> None:
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.6912, "+0.69"), (-38.66, "-38.66"), (-1238.66, "-1,239")])
-def test_differences_have_the_digits_that_tell(value: float, shown: str) -> None:
+def test_differences_have_enough_digits(value: float, shown: str) -> None:
     svg = differences("d", [("a", "run", "c1", value, (value - 0.5, value + 0.5))])
     assert f">{shown}</text>" in svg and f"a, run: {shown}, 95 % interval" in svg
 
 
-def test_markdown_has_the_verdict_first(report: Report) -> None:
+def test_markdown_starts_with_the_verdict(report: Report) -> None:
     text = render_markdown(report)
     assert text.index("Faster: ") < text.index("Where does it lose?") < text.index("Results per prompt set")
     assert "Requests at a time: every point" in text and "Results by category" in text
 
 
-def test_colours_are_told_from_what_is_behind_them() -> None:
+def test_colours_have_enough_contrast() -> None:
     css = Path(page.__file__).with_name("page.css").read_text()
     themes = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
     assert len(themes) == 2

@@ -1,4 +1,4 @@
-"""dflash-eval --protocol: settings by name, and ours beside the published row."""
+"""dflash-eval --protocol: settings by name, and the comparison with published figures."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ def config(**given: Any) -> EvalConfig:
     return EvalConfig(target="t", drafter="d", **given)
 
 
-def test_a_protocol_gives_prompts_and_sampling() -> None:
+def test_protocols_set_prompts_and_sampling() -> None:
     made = config(protocol="vllm")
     assert made.sets.prompts == ("mt_bench", "humaneval", "gsm8k") and made.sets.limit == 200
     sampling = made.sampling
@@ -25,13 +25,13 @@ def test_a_protocol_gives_prompts_and_sampling() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_tokens", 100), ("temperature", (1.0,)), ("thinking", (True,))])
-def test_other_settings_are_refused(name: str, value: Any) -> None:
+def test_protocols_refuse_other_settings(name: str, value: Any) -> None:
     sampling = replace(config(protocol="vllm").sampling, **{"max_tokens": 512, "thinking": (), name: value})
     with pytest.raises(ValueError, match=f"{name} is given with protocol"):
         config(protocol="vllm", sampling=sampling)
 
 
-def test_ours_stands_beside_what_was_published(
+def test_our_figures_are_compared_with_published_ones(
     target_dir: Path,
     drafter_dir: Path,
     tmp_path: Path,

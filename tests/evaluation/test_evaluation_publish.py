@@ -1,4 +1,4 @@
-"""What a report leaves in a model card and at Weights & Biases, and what its badge says."""
+"""Publishing of a report: model card, badge, and Weights & Biases."""
 
 import json
 import re
@@ -20,7 +20,7 @@ WRITTEN = "---\nlicense: mit\n---\r\n\n# Mine\n\nWords of mine.\n"
 
 @pytest.fixture
 def own_drafter(drafter_dir: Path, tmp_path: Path) -> Path:
-    """A drafter whose folder may be written to."""
+    """Returns a drafter in a writable folder."""
     return Path(shutil.copytree(drafter_dir, tmp_path / "my-drafter"))
 
 
@@ -38,7 +38,7 @@ def overall(output: Path) -> dict[str, Any]:
     return json.loads((output / "report.json").read_text())["sections"][0]["overall"]
 
 
-def test_a_model_card_gets_the_report_and_keeps_the_rest(
+def test_write_model_card_replaces_only_the_report(
     words: list[str], own_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = own_drafter / "README.md"
@@ -59,14 +59,14 @@ def test_a_model_card_gets_the_report_and_keeps_the_rest(
         shown.sampling, shown.sets, shown.target, shown.drafter,
     )  # fmt: skip
 
-    card.write_bytes((text + "Behind.\n").encode())
+    card.write_bytes((text + "After.\n").encode())
     assert main([*words, "--write-model-card", "--max-tokens", "5"]) == 0
     later = card.read_bytes().decode()
-    assert later.startswith(WRITTEN) and later.endswith("<!-- dflash-eval: end -->\nBehind.\n")
+    assert later.startswith(WRITTEN) and later.endswith("<!-- dflash-eval: end -->\nAfter.\n")
     assert later.count("dflash-eval: begin") == 1 and "--max-tokens 5" in later
 
 
-def test_a_drafter_without_a_card_gets_one(words: list[str], own_drafter: Path) -> None:
+def test_write_model_card_creates_a_missing_card(words: list[str], own_drafter: Path) -> None:
     assert main([*words, "--write-model-card", "--max-tokens", "1"]) == 0
     text = (own_drafter / "README.md").read_text()
     assert text.startswith("<!-- dflash-eval: begin -->\n\n![acceptance length: not measured](https://img.shields.io/")
@@ -75,7 +75,7 @@ def test_a_drafter_without_a_card_gets_one(words: list[str], own_drafter: Path) 
 @pytest.mark.parametrize(
     "damage", ["<!-- dflash-eval: begin -->", "<!-- dflash-eval: end --><!-- dflash-eval: begin -->"]
 )
-def test_a_damaged_card_is_said_before_anything_is_measured(
+def test_a_damaged_card_is_refused_before_measuring(
     words: list[str], own_drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     (own_drafter / "README.md").write_text(damage)
@@ -84,12 +84,12 @@ def test_a_damaged_card_is_said_before_anything_is_measured(
     assert (own_drafter / "README.md").read_text() == damage and not (tmp_path / "report").exists()
 
 
-def test_a_card_of_a_drafter_of_the_hub_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_model_card_needs_a_local_drafter(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--write-model-card", "--drafter", "z-lab/none"]) == 2
     assert "write_model_card: z-lab/none is no directory" in capsys.readouterr().err
 
 
-def test_a_command_has_no_secret_and_says_no(words: list[str]) -> None:
+def test_shown_commands_have_no_secrets(words: list[str]) -> None:
     command = shown_command(parse_cli(EvalConfig, [*words, "--no-baseline", "--wandb", "mine"], "", ""))
     assert "--no-baseline" in command and "wandb" not in command and command.endswith("--thinking false")
 
@@ -119,7 +119,7 @@ def test_a_report_is_logged_to_wandb(words: list[str], tmp_path: Path, monkeypat
     assert pages == [(tmp_path / "report/report.html").read_text()]
 
 
-def test_a_missing_account_is_said_before_anything_is_measured(
+def test_a_missing_wandb_account_is_refused_before_measuring(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("wandb").teardown()

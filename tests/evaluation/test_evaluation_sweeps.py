@@ -1,4 +1,4 @@
-"""Sweeps measure what they say, resume, and lead to a recommendation."""
+"""Sweeps: measurement, resuming and the recommendation."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import Clock, make_drafter, make_target
-from test_evaluation_cli import REPORT_FILES, load
+from reports import REPORT_FILES, load
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter
 from dflash_toolkit.data.prompts import encode_chat
@@ -17,7 +17,7 @@ from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import run
 from dflash_toolkit.evaluation.measure.decoders import Pair, Response, ThreadedDecoder
-from dflash_toolkit.evaluation.measure.drafting import candidates, drafting_advice, said_of
+from dflash_toolkit.evaluation.measure.drafting import advice_text, candidates, drafting_advice
 from dflash_toolkit.evaluation.measure.run import Setting, evaluate_all
 from dflash_toolkit.evaluation.measure.sweeps import Sweeps, chosen, load_point, of_length, recommendation, under_load
 from dflash_toolkit.evaluation.report.results import Section
@@ -30,7 +30,7 @@ SETS = {
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-def test_the_command_goes_through_all_of_them_and_recommends(
+def test_the_command_runs_all_sweeps_and_recommends(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "few.txt").write_text("Why is the sky blue?\nWhat is 2+2?\n")
@@ -71,9 +71,7 @@ def test_the_command_goes_through_all_of_them_and_recommends(
     assert {path.name for path in (tmp_path / "report").iterdir()} == REPORT_FILES
 
 
-def test_both_runtimes_accept_alike_when_fewer_are_drafted_and_contexts_are_longer(
-    target: Target, drafter: Drafter
-) -> None:
+def test_runtimes_agree_in_draft_and_context_length_sweeps(target: Target, drafter: Drafter) -> None:
     sweeps, found = Sweeps(draft_length=(1, 4), context_length=(60,)), []
     for pair in (EnginePair.load(target, drafter), ReferencePair(target, make_drafter(target))):
         report = evaluate_all(pair, [Setting(SETS, PARAMS)], sweeps=sweeps)
@@ -82,7 +80,7 @@ def test_both_runtimes_accept_alike_when_fewer_are_drafted_and_contexts_are_long
     assert found[0] == found[1]
 
 
-def test_points_are_kept_and_a_point_that_is_new_is_measured_alone(
+def test_resumed_sweeps_measure_only_new_points(
     target: Target, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
@@ -102,9 +100,7 @@ def test_points_are_kept_and_a_point_that_is_new_is_measured_alone(
     assert measured == [2, 1] and second[1:] == first
 
 
-def test_a_request_under_load_waits_for_its_first_token_and_between_its_steps(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latencies_under_load_are_measured_per_request(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_toolkit.evaluation.measure.sweeps.time", SimpleNamespace(perf_counter=clock))
 
     class Scripted:
@@ -128,7 +124,7 @@ def test_a_request_under_load_waits_for_its_first_token_and_between_its_steps(
     assert (second.first, second.gaps, second.whole) == (2.75, [0.25, 0.5], 3.5), "asked together with the first"
 
 
-def test_prompts_are_of_all_sets_and_of_the_length() -> None:
+def test_sweep_prompts_come_from_all_sets_with_exact_length() -> None:
     assert chosen(SETS, 2) == [("a", 0), ("b", 0)] and chosen(SETS, 9) == [("a", 0), ("b", 0), ("a", 1)]
     prompts = [*SETS["a"], *SETS["b"]]
     for length in (1, 10, 47, 333):
@@ -140,9 +136,7 @@ def test_prompts_are_of_all_sets_and_of_the_length() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["engine", "reference"])
-def test_recall_is_that_of_drafts_made_one_by_one(
-    runtime: str, target_dir: Path, drafter_dir: Path, tmp_path: Path
-) -> None:
+def test_recall_equals_that_of_single_drafts(runtime: str, target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("Why is the sky blue?\n")
     command = ["--target", target_dir, "--drafter", drafter_dir, "--device", "cpu", "--dtype", "float32", "--recall"]
     command += ["--max-tokens", 10, "--prompts", tmp_path / "one.txt", "--output", tmp_path / "report"]
@@ -168,7 +162,7 @@ def test_recall_is_that_of_drafts_made_one_by_one(
     assert max(found["recall_at_k"]["16"]) > 0
 
 
-def test_what_a_pair_cannot_do_is_said_before_anything_is_decoded(target: Target, drafter: Drafter) -> None:
+def test_unsupported_sweeps_are_refused_before_decoding(target: Target, drafter: Drafter) -> None:
     reference = ReferencePair(make_target(limit=130), make_drafter(make_target()))
     for sweeps, said in (
         (Sweeps(draft_length=(3, 8)), "draft_length 8: the drafter drafts at most 7 tokens"),
@@ -191,13 +185,13 @@ def test_what_a_pair_cannot_do_is_said_before_anything_is_decoded(target: Target
         (["--draft-tree-nodes", "16", "draft_sample_method=probabilistic"], "given with draft_sample_method"),
     ],
 )
-def test_bad_sweeps_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sweeps_are_one_error_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--target", "t", "--drafter", "d", "--prompts", "a=b", *words]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
 
-def test_the_fastest_length_and_the_last_load_that_pays_are_recommended(target: Target, drafter: Drafter) -> None:
+def test_recommends_fastest_length_and_highest_faster_load(target: Target, drafter: Drafter) -> None:
     report = evaluate_all(EnginePair.load(target, drafter), [Setting(SETS, PARAMS)])
     for m in report.sections[0].sets["a"].measurements + report.sections[0].sets["b"].measurements:
         m.drafted.decode_s, m.plain.decode_s = 1.0, 2.0
@@ -223,13 +217,13 @@ def test_the_fastest_length_and_the_last_load_that_pays_are_recommended(target: 
     )
     assert recommendation(section, {"draft_length": lengths[:1]})["use_drafter"] is False
     found = recommendation(section, {"concurrency": loads[2:]})  # unsure, then faster
-    assert found["max_concurrency"] == 0 and "not even the fewest are surely faster with it" in found["reason"]
+    assert found["max_concurrency"] == 0 and "not even the fewest are clearly faster with it" in found["reason"]
 
 
 # ---- ways to draft ----------------------------------------------------------------------------------------------
 
 
-def test_ways_to_draft_are_measured_at_each_load_and_the_fastest_has_its_command(
+def test_draft_methods_are_measured_at_each_load(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "few.txt").write_text("Why is the sky blue?\nWhat is 2+2?\n")
@@ -260,7 +254,7 @@ def way(load: int, kind: str, nodes: int, over: float, within: tuple[float, floa
     return {"concurrency": load, "drafts": kind, **more, "over_blocks": over, "over_blocks_ci95": within}
 
 
-def test_what_is_surely_faster_than_blocks_is_recommended_with_its_command() -> None:
+def test_clearly_faster_methods_than_blocks_are_recommended() -> None:
     points = [
         way(1, "blocks", 0, 1.0, None), way(1, "chains", 15, 1.01, (0.99, 1.03)), way(1, "trees", 16, 1.1, (1.05, 1.2)),
         way(1, "trees", 63, 1.3, (1.2, 1.4)), way(4, "blocks", 0, 1.0, None), way(4, "trees", 63, 1.1, (1.01, 1.2)),
@@ -275,15 +269,15 @@ def test_what_is_surely_faster_than_blocks_is_recommended_with_its_command() -> 
         ("chains", f"{serve} --draft-tree 15 --draft-tree-width 1"),
         ("blocks", f"{serve} --no-draft-tree"),
     ]
-    assert said_of(advice) == (
+    assert advice_text(advice) == (
         f"With 1 to 4 requests at a time trees of 63 nodes are the fastest, 1.10x and 1.30x as fast as blocks: "
-        f"`{serve} --draft-tree 63`. With 16 requests at a time chains of their own length are the fastest, 1.06x as "
+        f"`{serve} --draft-tree 63`. With 16 requests at a time chains of adaptive length are the fastest, 1.06x as "
         f"fast as blocks: `{serve} --draft-tree 15 --draft-tree-width 1`. With 64 requests at a time nothing is surely "
         f"faster than blocks: `{serve} --no-draft-tree`."
     )
 
 
-def test_a_target_that_takes_no_trees_has_chains_alone(target: Target, drafter: Drafter) -> None:
+def test_recurrent_targets_sweep_only_blocks_and_chains(target: Target, drafter: Drafter) -> None:
     pair = EnginePair.load(target, drafter)
     assert [each.kind for each in candidates(pair, (4, 8))] == ["blocks", "chains", "trees", "trees"]
     recurrent = make_target("qwen3_5")

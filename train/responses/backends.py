@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dflash_toolkit.config import UnsupportedModel
-from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, alone
+from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, unbatchable_reason
 from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.models.target import Target, load_config, resolve_dtype, use_device
 from dflash_toolkit.runtime import EngineOptions
@@ -47,7 +47,7 @@ def open_decoder(
                 raise
             refused = str(error)  # the error itself would hold on to what was loaded
     loaded = Target.load(target, device, dtype, mesh)
-    why = alone(loaded)
+    why = unbatchable_reason(loaded)
     if refused is not None:
         how = f"{batch} prompts at a time" if why is None else f"one prompt at a time ({why})"
         how += " and without the drafter" if drafter else ""

@@ -1,6 +1,6 @@
-"""Plain decoding on Hugging Face modules, several prompts at a time: the reference for targets that the engine refuses.
+"""Decodes several prompts at a time on Hugging Face modules, for targets that the engine does not support.
 
-Every row gets the tokens that `decode.stream` gives its prompt alone, up to the rounding of GEMMs over more rows.
+Every row gets the same tokens as from `decode.stream`, up to the rounding of GEMMs over more rows.
 """
 
 import inspect
@@ -21,11 +21,11 @@ from ...models.target import Target
 from ...sampling import SamplingParams, int64_seed
 from .decoders import Chat, Response, free_memory
 
-PREFILL_TOKENS = 8192  # padding included, of prompts that run together: what is computed between layers is bounded
-REFILL = 0.25  # of the batch is empty before prompts join: at once is no faster, once all have ended far slower
+PREFILL_TOKENS = 8192  # of prompts in one forward, padding included; bounds activation memory
+REFILL = 0.25  # free share of the batch before prompts are added; 0 is no faster, 1 is far slower
 
-KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # which no padding on the left changes
-OF_LENGTH = {"dynamic", "longrope"}  # RoPE that turns every row by the length of the longest
+KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # layers that allow left padding
+LENGTH_DEPENDENT = {"dynamic", "longrope"}  # RoPE of every row depends on the longest row
 
 
 @dataclass(slots=True)
@@ -39,49 +39,49 @@ class _Row:
 
     @property
     def length(self) -> int:
-        """Tokens so far, which is the position of the next."""
+        """Number of tokens so far, which is the position of the next."""
         return len(self.prompt) + len(self.generation.tokens)
 
     @property
     def filter(self) -> tuple[float, float, int, float]:
-        """What its distribution is filtered by."""
+        """The parameters that filter its distribution."""
         return self.params.temperature, self.params.top_p, self.params.top_k, self.params.min_p
 
 
-def alone(target: Target) -> str | None:
-    """Why prompts of this target are decoded one at a time; None where several can be."""
+def unbatchable_reason(target: Target) -> str | None:
+    """Returns why prompts of this target must be decoded one at a time; None if they can be batched."""
     kinds = set(getattr(target.config, "layer_types", None) or ())
     rope = getattr(target.config, "rope_parameters", None) or {}
     turns = {str(group.get("rope_type")) for group in (rope, *rope.values()) if isinstance(group, dict)}
     if unknown := {"attention_mask", "position_ids"} - inspect.signature(type(target.model).forward).parameters.keys():
-        return f"its model takes no {min(unknown)}"
+        return f"its model has no argument {min(unknown)}"
     if kinds - KINDS or not BatchCache.holds(target.config):
-        return "its layers remember what no batch can hold"
-    return f"its RoPE is {min(turns & OF_LENGTH)!r}" if turns & OF_LENGTH else None
+        return "its layers keep state that cannot be batched"
+    return f"its RoPE is {min(turns & LENGTH_DEPENDENT)!r}" if turns & LENGTH_DEPENDENT else None
 
 
 class BatchedDecoder:
-    """Up to `batch` prompts at a time, a token of each in every forward.
+    """Decodes up to `batch` prompts at a time, one token of each per forward.
 
-    Prompts join when a part of the batch is empty, those that came first. Their prefill goes by lengths, so that
-    little of it is padding. What asks for a grammar or for log-probabilities is decoded by itself.
+    Prompts are added in order when a share of the batch is free. Prompts of similar length are prefilled together, to
+    reduce padding. A request with a grammar or log-probabilities is decoded on its own.
 
     Args:
-        target: one that need not be decoded `alone`.
+        target: one without an `unbatchable_reason`.
 
     Raises:
-        UnsupportedModel: a model that reads nothing of what it keeps.
+        UnsupportedModel: the model does not use its cache.
     """
 
     def __init__(self, target: Target, batch: int) -> None:
         self._target: Target | None = target
-        self._batch, self.width = batch, 2 * batch  # whoever ends finds the next one waiting
+        self._batch, self.width = batch, 2 * batch  # so a finished row can be replaced at once
         self._waiting: deque[_Row] = deque()
         self._finished: deque[Response] = deque()
         self._rows: list[_Row] = []
-        self._cache = BatchCache(config=target.config)  # of all tokens of the rows but the last
+        self._cache = BatchCache(config=target.config)  # all tokens of the rows except the last
         recurrent = target.new_cache().recurrent
-        self._pads = not recurrent or packed.separable(target.model)  # else padding may leave something in a state
+        self._pads = not recurrent or packed.separable(target.model)  # otherwise padding may change a state
 
     def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
         target = self._open
@@ -131,7 +131,7 @@ class BatchedDecoder:
         self._drop_finished()
 
     def _refill(self) -> None:
-        """Prompts that wait take the empty places."""
+        """Adds waiting prompts to the free rows."""
         fresh: list[_Row] = []
         while self._waiting and len(self._rows) + len(fresh) < self._batch:
             row = self._waiting.popleft()
@@ -139,7 +139,7 @@ class BatchedDecoder:
                 self._finished.append(Response(row.key, generate(self._open, None, row.prompt, row.params)))
             else:
                 fresh.append(row)
-        for group in self._together(fresh):
+        for group in self._prefill_groups(fresh):
             cache = self._prefill(group)
             if self._rows:
                 longest = max(row.length for row in (*self._rows, *group)) - 1
@@ -151,8 +151,8 @@ class BatchedDecoder:
             self._rows += group
             self._drop_finished()
 
-    def _together(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-        """Groups of rows whose prompts run in one forward."""
+    def _prefill_groups(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+        """Yields groups of rows to prefill in one forward."""
         group: list[_Row] = []
         for row in sorted(rows, key=lambda row: len(row.prompt)):
             even = not group or self._pads or len(row.prompt) == len(group[0].prompt)
@@ -178,7 +178,7 @@ class BatchedDecoder:
         return cache
 
     def _padding(self, rows: Sequence[_Row]) -> Tensor | None:
-        """Empty places on the left of each row, of a batch as wide as its longest; None where there are none."""
+        """Returns the left padding of each row; None if there is none."""
         longest = max(row.length for row in rows)
         padding = [longest - row.length for row in rows]
         return torch.tensor(padding, device=self._open.device) if any(padding) else None
@@ -194,7 +194,7 @@ class BatchedDecoder:
 
 
 def choose_all(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
-    """The token of every row from logits [B, V], as `decode.choices` takes it for one."""
+    """Chooses the token of every row from logits [B, V], as `decode.choices` does for one."""
     found = logits.argmax(-1)
     drawn: dict[tuple[float, ...], list[int]] = {}
     for i, row in enumerate(rows):

@@ -1,6 +1,6 @@
-"""What decodes prompts: the engine that `dflash-serve` runs, or the readable definition in `decode.py`.
+"""Decoders of prompts: the engine that `dflash-serve` runs, and the readable definition in `decode.py`.
 
-`Decoder` is the protocol of both; vLLM and endpoints have it too (train/responses/).
+Both implement `Decoder`, and so do vLLM and endpoints in train/responses/.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from ...runtime.load import Parts, load_parts
 from ...runtime.request import Request
 from ...sampling import DraftSampleMethod, SamplingParams
 
-CERTAIN = 1e6  # a bias that no logit outweighs
+CERTAIN = 1e6  # a bias larger than any logit
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What a prompt was rendered from, for servers that render it themselves."""
+    """The messages of a prompt, for servers that apply the chat template themselves."""
 
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
@@ -43,15 +43,15 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What came back for a request."""
+    """The result of a request."""
 
-    key: int  # that it was submitted with
+    key: int  # passed to `submit`
     generation: Generation
-    dropped: str = "of unknown tokens"  # why there are no tokens, where there are none
+    dropped: str = "of unknown tokens"  # why it has no tokens, if it has none
 
     @property
     def tokens(self) -> list[int]:
-        """Stop token included; none for a response to leave out."""
+        """Its tokens with the stop token; empty if the response must be dropped."""
         return self.generation.tokens
 
     @property
@@ -60,31 +60,31 @@ class Response:
 
 
 class Decoder(Protocol):
-    """Decodes prompts, several at a time, in the order in which they are finished."""
+    """Decodes several prompts at a time and returns them in the order in which they finish."""
 
-    width: int  # requests worth having submitted at a time
+    width: int  # number of requests to keep submitted
 
     def submit(self, key: int, prompt: list[int], params: SamplingParams, chat: Chat | None = None) -> None:
-        """Begin to decode a prompt. Raises UserError for one that cannot be decoded."""
+        """Starts to decode a prompt. Raises UserError if it cannot be decoded."""
 
     def wait(self) -> Response:
-        """The next finished response; something must have been submitted. Raises UserError."""
+        """Returns the next finished response; a request must be in flight. Raises UserError."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Releases memory and threads."""
 
 
-OnStep = Callable[[Generation], None]  # gets the growing generation
+OnStep = Callable[[Generation], None]  # called with the growing generation
 
 
 class EngineDecoder:
-    """Continuous batching on the engine that `dflash-serve` runs."""
+    """Decodes with continuous batching on the engine that `dflash-serve` runs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
         self._running: dict[int, Request] = {}
         self._finished: deque[Response] = deque()
-        self.width = 2 * (engine.options.max_num_seqs or 1)  # whoever ends finds the next one waiting
+        self.width = 2 * (engine.options.max_num_seqs or 1)  # so a finished request can be replaced at once
 
     def submit(
         self,
@@ -110,17 +110,17 @@ class EngineDecoder:
             if not self._engine.step():
                 raise RuntimeError("nothing was submitted")
         while not self._running and self._engine.step():
-            pass  # a step behind the last response's end, which would delay the next prompt
+            pass  # the step in flight after the last response would delay the next prompt
         return self._finished.popleft()
 
     def prepare(self) -> None:
-        """Capture every step that it may choose, as a server does before it starts."""
+        """Captures every step it may choose, as a server does at startup."""
         assert self._engine is not None, "closed"
         while self._engine.prepare():
             pass
 
     def cancel(self) -> None:
-        """Nobody waits any more for what was submitted."""
+        """Drops all submitted requests."""
         assert self._engine is not None, "closed"
         for request in self._running.values():
             self._engine.cancel(request)
@@ -128,12 +128,12 @@ class EngineDecoder:
         self._finished.clear()
 
     def close(self) -> None:
-        self._engine = None  # training needs its memory
+        self._engine = None  # frees its memory for training
         free_memory()
 
 
 class ReferenceDecoder:
-    """`decode.py` on plain Hugging Face modules, one prompt at a time."""
+    """Decodes one prompt at a time by `decode.py` on Hugging Face modules."""
 
     width = 1
 
@@ -168,7 +168,7 @@ class ReferenceDecoder:
         return Response(key, generation)
 
     def cancel(self) -> None:
-        """Nobody waits any more for what was submitted."""
+        """Drops all submitted requests."""
         self._submitted.clear()
 
     def close(self) -> None:
@@ -177,14 +177,14 @@ class ReferenceDecoder:
 
 
 class ThreadedDecoder:
-    """Requests to a server, `width` at a time, each in a thread of its own.
+    """Sends up to `width` concurrent requests to a server, each in its own thread.
 
     Args:
-        ask: decodes one prompt to its end, in a thread.
+        decode: decodes one prompt; called in a thread.
     """
 
-    def __init__(self, ask: Callable[[list[int], SamplingParams, OnStep | None], Generation], width: int) -> None:
-        self._ask, self.width = ask, width
+    def __init__(self, decode: Callable[[list[int], SamplingParams, OnStep | None], Generation], width: int) -> None:
+        self._decode, self.width = decode, width
         self._threads = ThreadPoolExecutor(width)
         self._finished: queue.SimpleQueue[tuple[int, Future[Generation]]] = queue.SimpleQueue()
 
@@ -196,7 +196,7 @@ class ThreadedDecoder:
         chat: Chat | None = None,
         on_step: OnStep | None = None,
     ) -> None:
-        future = self._threads.submit(self._ask, prompt, params, on_step)
+        future = self._threads.submit(self._decode, prompt, params, on_step)
         future.add_done_callback(lambda done: self._finished.put((key, done)))
 
     def wait(self) -> Response:
@@ -204,7 +204,7 @@ class ThreadedDecoder:
         return Response(key, done.result())
 
     def close(self) -> list[Response]:
-        """Also waits for what has begun; returns what nobody waited for, less what failed."""
+        """Waits for running requests and returns the successful responses that `wait` has not returned."""
         self._threads.shutdown(cancel_futures=True)
         left = [self._finished.get() for _ in range(self._finished.qsize())]
         return [Response(key, done.result()) for key, done in left if not done.cancelled() and not done.exception()]
@@ -216,7 +216,7 @@ def decode_all(
     params: SamplingParams,
     on_step: OnStep | None = None,
 ) -> list[Generation]:
-    """Decode prompts to their ends, in their order; `on_step` gets the growing generations. Raises UserError."""
+    """Decodes prompts and returns them in order; calls `on_step` with the growing generations. Raises UserError."""
     found: dict[int, Generation] = {}
     try:
         for key, prompt in enumerate(prompts):
@@ -224,7 +224,7 @@ def decode_all(
         while len(found) < len(prompts):
             response = decoder.wait()
             found[response.key] = response.generation
-    except BaseException:  # Ctrl-C too: nobody waits for these any more
+    except BaseException:  # including Ctrl-C
         decoder.cancel()
         raise
     return [found[key] for key in range(len(prompts))]
@@ -236,7 +236,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# ---- a pair that is measured -----------------------------------------------------------------------------------
+# ---- pairs of target and drafter --------------------------------------------------------------------------------
 
 
 class Pair(ABC):
@@ -246,64 +246,65 @@ class Pair(ABC):
     tokenizer: Any  # the target's
     device: torch.device
     dtype: torch.dtype
-    context_limit: int  # of the target: prompt and answer together, in tokens
+    context_limit: int  # of the target, prompt and answer together, in tokens
     vocabulary: int  # prompt ids must be below this
     block_size: int  # S; every step drafts S - 1 tokens
     draft_sample_method: DraftSampleMethod
-    facts: dict[str, Any]  # what tells this target and drafter from others, as JSON values
-    concurrency: int = 1  # requests that a report has in flight
-    modules: tuple[Target, Drafter] | None = None  # of Hugging Face, where there are some beside what decodes
-    where: str | None = None  # the server that decodes, where it is not this process
-    takes_trees: bool = True  # else chains alone
+    facts: dict[str, Any]  # identify target and drafter, as JSON values
+    concurrency: int = 1  # concurrent requests of a report
+    modules: tuple[Target, Drafter] | None = None  # Hugging Face modules, if loaded
+    where: str | None = None  # the server that decodes; None: this process
+    supports_trees: bool = True  # False: only chains
 
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
-        """From now on a prompt and its answer have at most so many tokens together."""
+        """Sets the maximum number of tokens of a prompt and its answer together."""
 
     def draft_at_most(self, tokens: int) -> None:
-        """From now on a step drafts so many tokens, at most as many as the drafter was loaded for."""
-        raise UserError(f"draft_length: the {self.name} cannot be told how much to draft")
+        """Sets the number of tokens drafted per step, at most what the drafter was loaded for."""
+        raise UserError(f"draft_length: the {self.name} does not let this command set the draft length")
 
     def counted(self) -> Any:
-        """What `steps_since` begins at."""
+        """Returns the start value for `steps_since`."""
         return None
 
     def steps_since(self, before: Any, answers: Sequence[Generation]) -> int:
-        """Steps that decoded `answers`, of which nothing else was decoded since `before`."""
+        """Returns the number of steps of `answers`; nothing else may be decoded since `before`."""
         return sum(len(answer.steps) for answer in answers)
 
     def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder | ThreadedDecoder:
-        """What decodes so many requests at a time; the caller closes it. Raises UserError."""
+        """Returns a decoder of `concurrency` requests at a time; the caller closes it. Raises UserError."""
         raise UserError(f"concurrency: the {self.name} decodes one request at a time; it needs --runtime engine")
 
     def served(self, concurrency: int, draft_tree: int, draft_tree_width: int | None) -> EngineDecoder:
-        """What decodes so many requests at a time as `dflash-serve` does, which chooses lengths and rows; the caller
-        closes it. Raises UserError."""
+        """Returns a decoder that chooses lengths and rows as `dflash-serve` does; the caller closes it.
+
+        Raises UserError.
+        """
         raise UserError(f"draft_tree_nodes: the {self.name} is no server; it needs --runtime engine")
 
     def repeats_plain(self, params: SamplingParams) -> bool:
-        """Whether answers are to be the plain ones, and not only distributed as those."""
+        """Whether answers must equal the plain ones, not only have the same distribution."""
         return self.draft_sample_method == "greedy" or params.temperature == 0.0
 
     @abstractmethod
     def decoder(self, draft: bool) -> EngineDecoder | ReferenceDecoder:
-        """What decodes, with the drafter or without it. Raises UserError."""
+        """Returns a decoder with the drafter or without it. Raises UserError."""
 
     def decode(
         self, prompt_ids: list[int], params: SamplingParams, *, draft: bool, on_step: OnStep | None = None
     ) -> Generation:
-        """Decode one prompt to its end; `on_step` gets the growing answer. Raises UserError."""
+        """Decodes one prompt; calls `on_step` with the growing answer. Raises UserError."""
         return decode_all(self.decoder(draft), [prompt_ids], params, on_step)[0]
 
     def regret(self, ids: list[int], token: int) -> float:
-        """Nats by which `token` behind `ids` is less probable than the target's best, both unfiltered in fp32."""
-        # log-probabilities are those of the unbiased logits, whatever a bias makes the decoder choose
+        """Returns log p(best) - log p(`token`) after `ids` in nats, of the target's unfiltered fp32 logits."""
+        # a bias forces the token; log-probabilities come from the unbiased logits
         params = SamplingParams(logit_bias=((token, CERTAIN),), logprobs=1, max_tokens=1)
         found = self.decode(ids, params, draft=False).logprobs[0]
         return found.best[0][1] - found.chosen
 
 
-def _of_trees(nodes: int, width: int | None) -> dict[str, int | None]:
-    """What a run over trees is known by; nothing of one over blocks."""
+def _tree_facts(nodes: int, width: int | None) -> dict[str, int | None]:
     return {"draft_tree": nodes, "draft_tree_width": width} if nodes else {}
 
 
@@ -311,11 +312,11 @@ class ReferencePair(Pair):
     """`decode.py` on plain Hugging Face modules.
 
     Args:
-        draft_tree: nodes that a step verifies; 0: chains.
-        draft_tree_width: children of a node at most; None: what suits the target, see `width_for`.
+        draft_tree: number of nodes verified per step; 0: chains.
+        draft_tree_width: maximum children of a node; None: chosen for the target, see `width_for`.
 
     Raises:
-        UserError: a tree for a target that takes none.
+        UserError: the target does not support trees.
     """
 
     name = "reference"
@@ -339,8 +340,8 @@ class ReferencePair(Pair):
         self.vocabulary = target.embedding.num_embeddings
         tensors = target.model.named_parameters()
         facts = _facts(target.name, target.config, target.tokenizer, tensors, drafter)
-        how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}  # of dtypes it has one
-        self.facts = facts | how | _of_trees(draft_tree, draft_tree_width)
+        how = {"draft_dtype": "full", "draft_sample_method": draft_sample_method}
+        self.facts = facts | how | _tree_facts(draft_tree, draft_tree_width)
         self._drafter = drafter
         self.modules = target, drafter
 
@@ -355,11 +356,11 @@ class ReferencePair(Pair):
 class EnginePair(Pair):
     """Two engines over the same target weights: one drafts a full block every step, one has no drafter.
 
-    Each is made when it is first needed, with room for one prompt and its answer.
+    Each is created on first use, with cache for one prompt and its answer.
 
     Args:
-        draft_tree: nodes that a step verifies; 0: chains.
-        draft_tree_width: children of a node at most; None: what suits the target, see `width_for`.
+        draft_tree: number of nodes verified per step; 0: chains.
+        draft_tree_width: maximum children of a node; None: chosen for the target, see `width_for`.
 
     Raises:
         ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
@@ -393,10 +394,10 @@ class EnginePair(Pair):
         )
         self.draft_sample_method = draft_sample_method
         how = {"draft_dtype": self._options.draft_dtype, "draft_sample_method": draft_sample_method}
-        self.tokenizer, self.facts = tokenizer, facts | how | _of_trees(draft_tree, draft_tree_width)
+        self.tokenizer, self.facts = tokenizer, facts | how | _tree_facts(draft_tree, draft_tree_width)
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
-        self.takes_trees = not target.spec.recurrent
+        self.supports_trees = not target.spec.recurrent
         self._context = self.context_limit
         self._decoders: dict[bool, EngineDecoder] = {}  # by whether it drafts
 
@@ -413,14 +414,14 @@ class EnginePair(Pair):
         draft_tree_width: int | None = None,
         share: bool = False,
     ) -> "EnginePair":
-        """As `load_parts` does, and raises what it raises; `drafter` moves to the device."""
+        """Loads as `load_parts` does and raises what it raises; moves `drafter` to the device."""
         if isinstance(target, str):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)
         else:
             name, config, tokenizer = target.name, target.config, target.tokenizer
-        with _way_out():
+        with _suggest_reference():
             parts = load_parts(target, drafter, device, dtype, share=share)
-        tensors = parts.target.parameter_views(stacked=True)  # by the names of modules, as the reference has them
+        tensors = parts.target.parameter_views(stacked=True)  # by module names, as in the reference
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
         pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, draft_tree, draft_tree_width)
         pair.modules = None if isinstance(target, str) else (target, drafter)
@@ -436,49 +437,46 @@ class EnginePair(Pair):
 
     def decoder(self, draft: bool) -> EngineDecoder:
         if draft not in self._decoders:
-            self._decoders[draft] = self._made(draft, 1, tell_trees=True)
+            self._decoders[draft] = self._create(draft, 1, tell_trees=True)
         return self._decoders[draft]
 
     def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder:
-        self._decoders.clear()  # it needs their memory
+        self._decoders.clear()  # frees their memory
         free_memory()
-        return self._made(draft, concurrency)
+        return self._create(draft, concurrency)
 
     def served(self, concurrency: int, draft_tree: int, draft_tree_width: int | None) -> EngineDecoder:
         self._decoders.clear()
         free_memory()
         trees = {"draft_tree": draft_tree, "draft_tree_width": draft_tree_width}
-        decoder = self._made(True, concurrency, **trees, num_speculative_tokens=None)
+        decoder = self._create(True, concurrency, **trees, num_speculative_tokens=None)
         decoder.prepare()
         return decoder
 
-    def _made(self, draft: bool, concurrency: int, **more: Any) -> EngineDecoder:
-        tokens = self.block_size - 1 if draft else 0  # a report is about whole blocks: nothing is chosen
+    def _create(self, draft: bool, concurrency: int, **more: Any) -> EngineDecoder:
+        tokens = self.block_size - 1 if draft else 0  # a report measures whole blocks
         how = {"max_num_seqs": concurrency, "max_model_len": self._context, "num_speculative_tokens": tokens}
         options = replace(self._options, **how | more)
         try:
             parts = self._parts if draft else replace(self._parts, drafter=None)
             return EngineDecoder(parts.engine(options))
         except UserError as error:
-            # the reference does not draft in fp8; and without its copy of the head there is more room
+            # the reference does not draft in fp8, and without the fp8 copy of the head there is more memory
             way = "--runtime reference" if options.draft_dtype == "full" else "--draft-dtype full"
-            way += ", or leave trees out of the sweep" if more.get("draft_tree") else ""
+            way += ", or remove --draft-tree-nodes" if more.get("draft_tree") else ""
             raise UserError(
-                f"the engine has no room for a prompt and answer of {self._context} tokens ({error}); "
+                f"memory does not fit a prompt and answer of {self._context} tokens ({error}); "
                 f"lower max_tokens or use {way}"
             ) from error
 
 
 @contextlib.contextmanager
-def _way_out() -> Iterator[None]:
+def _suggest_reference() -> Iterator[None]:
     try:
         yield
     except UserError as error:
         kind = UnsupportedModel if isinstance(error, UnsupportedModel) else UserError
         raise kind(f"{error}; --runtime reference decodes without the engine") from error
-
-
-# ---- what was decoded with -----------------------------------------------------------------------------------
 
 
 def _facts(

@@ -1,4 +1,4 @@
-"""Whether sampled answers are distributed as those without the drafter: a two-sample test by permutation."""
+"""Tests by permutation whether sampled answers have the same distribution with and without the drafter."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,20 +10,20 @@ from ...sampling import SamplingParams
 from .decoders import Pair
 from .measurement import EncodedPrompt
 
-TOKENS = 8  # of an answer: the first comes from the prefill, and what is far behind it tells little
+TOKENS = 8  # per answer: the first comes from the prefill, and tokens far after it add little
 PERMUTATIONS = 999
 SUSPICIOUS = 0.01
 
-Answers = Sequence[Sequence[Sequence[int]]]  # of every prompt so many, each some tokens
+Answers = Sequence[Sequence[Sequence[int]]]  # tokens by prompt and answer
 
 
 def distribution_test(
     pair: Pair, prompts: Sequence[EncodedPrompt], params: SamplingParams, samples: int
 ) -> dict[str, Any]:
-    """Begin to answer every prompt `samples` times with the drafter and as often without, all by seeds of their own.
+    """Decodes the start of `samples` answers to every prompt with and without the drafter, each with its own seed.
 
     Raises:
-        UserError: a prompt that does not fit.
+        UserError: a prompt does not fit.
     """
     first = params.seed or 0
 
@@ -46,13 +46,13 @@ def distribution_test(
 
 
 def two_samples(drafted: Answers, plain: Answers) -> tuple[float, float]:
-    """Pearson's chi-squared of tokens and pairs of tokens by place and prompt, and its p-value.
+    """Returns Pearson's chi-squared of tokens and token pairs by position and prompt, and its p-value.
 
-    Which answers of a prompt are the drafted ones is permuted, so that the p-value is exact however few there are.
+    The labels (drafted or plain) of a prompt's answers are permuted, so the p-value is exact for any number of answers.
     """
     rng, statistics = np.random.default_rng(0), np.zeros(1 + PERMUTATIONS)
     for one, other in zip(drafted, plain, strict=True):
-        seen = _seen([*one, *other])  # [answers, what may be seen]
+        seen = _seen([*one, *other])  # [answers, events]
         is_drafted = np.arange(len(seen)) < len(one)
         permuted = rng.permuted(np.tile(is_drafted, (PERMUTATIONS, 1)), axis=1)
         labels = np.vstack([is_drafted, permuted]).astype(np.float64)
@@ -64,7 +64,7 @@ def two_samples(drafted: Answers, plain: Answers) -> tuple[float, float]:
 
 
 def _seen(answers: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Whether an answer has this token, or this one behind that one, at this place; one that has ended has -1 there."""
+    """Returns whether each answer has a token, or a pair of tokens, at a position; after its end a token is -1."""
     longest = max(map(len, answers))
     tokens = np.array([[*answer, *[-1] * (longest - len(answer))] for answer in answers])
     pairs = [np.unique(tokens[:, place : place + 2], axis=0, return_inverse=True)[1] for place in range(longest - 1)]

@@ -1,6 +1,6 @@
-"""Blocks, chains of their own length or draft trees: which of them a server is fastest with, at each load.
+"""Finds out whether blocks, chains of adaptive length or draft trees are fastest at each load.
 
-Each is measured as `dflash-serve` runs it, which chooses lengths and rows itself.
+Each is measured as `dflash-serve` runs it, with lengths and rows chosen at run time.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from ...sampling import SamplingParams
 from .decoders import OnStep, Pair
 from .sweeps import speedup_interval, spreads, totals, under_load, warm_up
 
-Point = Mapping[str, Any]  # as report.json has it
+Point = Mapping[str, Any]  # in the form of report.json
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """A way to draft, and the options that ask for it."""
+    """A way to draft and its options."""
 
     kind: str  # blocks, chains, trees
     nodes: int = 0  # --draft-tree
@@ -28,21 +28,20 @@ class Drafts:
 
     @property
     def options(self) -> list[str]:
-        """Of `dflash-serve`."""
+        """Its options of `dflash-serve`."""
         words = ["--draft-tree", str(self.nodes)] if self.nodes else ["--no-draft-tree"]
         return words + (["--draft-tree-width", str(self.width)] if self.width else [])
 
     @property
     def name(self) -> str:
-        """In words."""
-        return {"blocks": "blocks", "chains": "chains of their own length", "trees": f"trees of {self.nodes} nodes"}[
+        return {"blocks": "blocks", "chains": "chains of adaptive length", "trees": f"trees of {self.nodes} nodes"}[
             self.kind
         ]
 
 
 def candidates(pair: Pair, nodes: Iterable[int]) -> list[Drafts]:
-    """Blocks, chains, and trees of each number of nodes where the target takes trees."""
-    trees = [Drafts("trees", count) for count in nodes] if pair.takes_trees else []
+    """Returns blocks, chains and, if the target supports trees, trees of each number of nodes."""
+    trees = [Drafts("trees", count) for count in nodes] if pair.supports_trees else []
     return [Drafts("blocks"), Drafts("chains", pair.block_size - 1, 1), *trees]
 
 
@@ -54,7 +53,7 @@ def drafting_points(
     nodes: Sequence[int],
     on_step: OnStep | None = None,
 ) -> list[dict[str, Any]]:
-    """What the report has of every candidate at so many requests at a time. Raises UserError: they have no room.
+    """Measures every candidate at one load, in the form of the report. Raises UserError if memory is too small.
 
     Args:
         on_step: called with the growing answers.
@@ -90,22 +89,21 @@ def drafting_points(
 
 
 def drafts_of(point: Point) -> Drafts:
-    """What a point is of."""
     return Drafts(point["drafts"], point["draft_tree"], point["draft_tree_width"])
 
 
 def fastest(points: Sequence[Point]) -> Point:
-    """Of one load. Blocks, unless another is faster by its whole interval."""
+    """Returns the fastest point of one load: blocks, unless the whole interval of another is above 1."""
     faster = [p for p in points if p["drafts"] != "blocks" and p["over_blocks_ci95"] and p["over_blocks_ci95"][0] > 1]
     blocks = next(point for point in points if point["drafts"] == "blocks")
     return max(faster, key=lambda point: point["over_blocks"], default=blocks)
 
 
 def drafting_advice(points: Sequence[Point], serve: Sequence[str]) -> list[dict[str, Any]]:
-    """The fastest at each load, in their order, each with the command that serves so.
+    """Returns the fastest way to draft at each load, with the command that serves it.
 
     Args:
-        serve: the command, but for the options of the way to draft.
+        serve: the command without options of drafting.
     """
     found = []
     for concurrency, group in itertools.groupby(points, key=lambda point: point["concurrency"]):
@@ -116,15 +114,15 @@ def drafting_advice(points: Sequence[Point], serve: Sequence[str]) -> list[dict[
     return found
 
 
-def said_of(advice: Sequence[Point]) -> str:
-    """The advice in a sentence for each command, which may be the fastest at several loads."""
+def advice_text(advice: Sequence[Point]) -> str:
+    """Writes a sentence for each command, which may be the fastest at several loads."""
     said = []
     for command, group in itertools.groupby(advice, key=lambda point: str(point["command"])):
         points = list(group)
         name = drafts_of(points[0]).name
         loads = _loads([point["concurrency"] for point in points])
         if points[0]["drafts"] == "blocks":
-            said.append(f"{loads} nothing is surely faster than {name}: `{command}`.")
+            said.append(f"{loads} no other way is clearly faster than {name}: `{command}`.")
         else:
             gains = " and ".join(dict.fromkeys(f"{each:.2f}x" for each in _ends([p["over_blocks"] for p in points])))
             said.append(f"{loads} {name} are the fastest, {gains} as fast as blocks: `{command}`.")

@@ -1,4 +1,4 @@
-"""What a GPU has used so far, by NVML's counter; nothing has to be installed but the driver."""
+"""Reads the energy that a GPU has used from NVML's counter; only the driver is needed."""
 
 import ctypes
 import functools
@@ -9,7 +9,7 @@ import torch
 
 
 def joules(device: torch.device) -> float | None:
-    """Joules that this GPU has used since the driver was loaded, by all programs; None where nobody counts them."""
+    """Returns the joules this GPU has used since the driver was loaded, by all programs; None without a counter."""
     count = _counter(device) if device.type == "cuda" else None
     return None if count is None else count()
 
@@ -19,7 +19,7 @@ def _counter(device: torch.device) -> Callable[[], float | None] | None:
     try:
         nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    except (OSError, AttributeError):  # no driver's library, or a device without a name of its own
+    except (OSError, AttributeError):  # no driver library, or a device without a UUID
         return None
     handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):

@@ -1,7 +1,7 @@
-"""The measurements of an unfinished run, one JSON line each, so that a killed run continues where it was.
+"""Keeps the measurements of an unfinished run, one JSON line each, so that the run can be resumed.
 
-A line has a digest of everything that its numbers depend on, and is of use to every run that wants the same. A line
-that a kill left torn is dropped, together with whatever stands behind it.
+A line has a digest of everything that its numbers depend on; any run with the same digest can use it. A torn line and
+all lines after it are dropped.
 """
 
 import json
@@ -15,14 +15,14 @@ from .measurement import Difference, Measurement
 
 
 class Journal:
-    """What is done, on disk and in `done`, by digest. The file is open only while a line is written."""
+    """Finished measurements by digest, on disk and in `done`. The file is open only while a line is written."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        """Continue the journal at `path`, or start it, with so many threads. Raises UserError: it cannot be written."""
+        """Opens or creates the journal at `path`; new lines note `threads`. Raises UserError."""
         self._path, self._threads = path, threads
         self.done: dict[str, Measurement] = {}
-        self.points: dict[str, dict[str, Any]] = {}  # of sweeps and tests, as reports have them; answers among others
-        self.threads: dict[str, int] = {}  # that measured it
+        self.points: dict[str, dict[str, Any]] = {}  # of sweeps and tests, and answers of concurrent requests
+        self.threads: dict[str, int] = {}  # number of threads of each line
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             old = path.read_bytes() if path.exists() else b""
@@ -31,7 +31,7 @@ class Journal:
         cut_journal(path, self._read(old))
 
     def _read(self, content: bytes) -> int:
-        """Fill `done` and return how many leading bytes are whole lines."""
+        """Fills `done` and returns the number of bytes of the intact lines at the start."""
         kept = 0
         for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n"):
@@ -49,12 +49,12 @@ class Journal:
         return kept
 
     def append(self, key: str, measurement: Measurement) -> None:
-        """Record a finished measurement. Raises UserError if the disk is full."""
+        """Records a finished measurement. Raises UserError if the disk is full."""
         append_lines(self._path, [{"key": key, "threads": self._threads, "measurement": asdict(measurement)}])
         self.done[key], self.threads[key] = measurement, self._threads
 
     def append_point(self, key: str, point: dict[str, Any]) -> None:
-        """Record a point of a sweep, or a test. Raises UserError if the disk is full."""
+        """Records a point. Raises UserError if the disk is full."""
         append_lines(self._path, [{"key": key, "threads": self._threads, "point": point}])
         self.points[key], self.threads[key] = point, self._threads
 
@@ -72,7 +72,7 @@ def _measurement(row: dict[str, Any]) -> Measurement:
 
 
 def generation_of(row: dict[str, Any]) -> Generation:
-    """An answer as `asdict` makes JSON of it."""
+    """Parses an answer written by `asdict`."""
     steps = [
         Step(
             step["drafted"],

@@ -1,6 +1,6 @@
-"""Decode prompts with a drafter and without one, and count what was accepted.
+"""Decodes prompts with and without a drafter, one request at a time, and counts accepted drafts.
 
-One request at a time; `run.py` has several in flight where a server is measured so.
+`run.py` sends concurrent requests to servers.
 """
 
 import itertools
@@ -23,17 +23,17 @@ from .energy import joules
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as the target reads it."""
+    """A prompt as token ids."""
 
     id: str
     token_ids: list[int]
     category: str | None = None
-    turn: int = 1  # of its conversation
-    rest: "Rest | None" = None  # of the conversation
-    asked: str = ""  # the last message of the user, as readers know it
+    turn: int = 1  # number of the turn in its conversation
+    rest: "Rest | None" = None  # later turns
+    asked: str = ""  # the user's last message
 
     def next(self, answer: str) -> "EncodedPrompt | None":
-        """The next turn, behind this answer; None behind the last. Raises UserError: the chat template refuses it."""
+        """Returns the next turn after this answer; None after the last. Raises UserError if the template fails."""
         if self.rest is None:
             return None
         asked = self.rest.turns[0]
@@ -53,15 +53,15 @@ def last_question(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is asked behind a prompt."""
+    """The later turns of a conversation."""
 
-    history: tuple[Message, ...]  # of the prompt
+    history: tuple[Message, ...]  # messages of the prompt
     turns: tuple[tuple[Message, ...], ...]  # at least one
     encode: Callable[[Sequence[Message]], list[int]]
 
 
 def prompts_digest(prompts: Sequence[EncodedPrompt]) -> str:
-    """As reports note the prompts of a set."""
+    """Returns the digest of a set's prompts for reports."""
     rows = [{"id": prompt.id, "token_ids": prompt.token_ids} for prompt in prompts]
     later = [{"later": prompt.rest.turns} if prompt.rest else {} for prompt in prompts]
     return json_digest([row | more for row, more in zip(rows, later, strict=True)])
@@ -69,9 +69,9 @@ def prompts_digest(prompts: Sequence[EncodedPrompt]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a drafted answer leaves the plain one.
+    """The first difference of a drafted answer from the plain one.
 
-    At temperature 0 a small regret is a near tie that rounding decided; a large one is a defect.
+    At temperature 0 a small regret is a near-tie decided by rounding; a large one is a defect.
     """
 
     position: int  # 0-based, in the answer
@@ -79,27 +79,27 @@ class Difference:
     drafted_token: int
     plain_text: str
     drafted_text: str
-    regret_nats: float | None  # of the drafted token, see `Pair.regret`; None where tokens are sampled
+    regret_nats: float | None  # see `Pair.regret`; None if tokens are sampled
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One prompt, decoded with the drafter and, with a baseline, without."""
+    """One prompt decoded with the drafter and, with a baseline, without it."""
 
     id: str
     prompt_tokens: int
     drafted: Generation
     plain: Generation | None
-    difference: Difference | None  # None without a baseline, and where the answers are equal or need not be
+    difference: Difference | None  # None without a baseline, and if the answers are equal or may differ
     category: str | None = None
     turn: int = 1
     prompt_text: str = ""
-    asked: str = ""  # the last message of the user; empty where only tokens are known
-    token_texts: tuple[str, ...] = ()  # of the drafted answer, one a token; together they are its text
-    offered_texts: tuple[tuple[int, str], ...] = ()  # of every token that `Step.offered` has, by its id
-    step_s: tuple[float, ...] = ()  # seconds from each of its steps to the next, as who reads the stream sees them
+    asked: str = ""  # the user's last message; empty if only tokens are known
+    token_texts: tuple[str, ...] = ()  # one per token of the drafted answer; joined they are its text
+    offered_texts: tuple[tuple[int, str], ...] = ()  # token id and text of every token in `Step.offered`
+    step_s: tuple[float, ...] = ()  # seconds between steps, as a reader of the stream sees them
     plain_step_s: tuple[float, ...] = ()
-    joules: float | None = None  # that the GPU used for it; None where it does not say
+    joules: float | None = None  # used by the GPU; None without a counter
     plain_joules: float | None = None
 
 
@@ -111,25 +111,25 @@ def measure(
     baseline: bool,
     on_step: Callable[[Generation], None] | None = None,
 ) -> Measurement:
-    """Decode one prompt with the drafter and, with `baseline`, without, one after the other.
+    """Decodes one prompt with the drafter and then, with `baseline`, without it.
 
     Args:
         on_step: called with the growing drafted answer.
 
     Raises:
-        UserError: a prompt that is empty or leaves no room for an answer.
+        UserError: the prompt is empty or leaves no room for an answer.
     """
     drafted = _watched(pair, prompt.token_ids, params, True, on_step)
     return joined(pair, prompt, params, drafted, _watched(pair, prompt.token_ids, params, False) if baseline else None)
 
 
-Watched = tuple[Generation, tuple[float, ...], float | None]  # an answer, the seconds between its steps, and joules
+Watched = tuple[Generation, tuple[float, ...], float | None]  # answer, seconds between its steps, joules
 
 
 def joined(
     pair: Pair, prompt: EncodedPrompt, params: SamplingParams, with_drafts: Watched, without: Watched | None
 ) -> Measurement:
-    """The measurement of a prompt whose answers are there. Raises UserError."""
+    """Combines the answers of a prompt to a measurement. Raises UserError."""
     (drafted, gaps, used), (plain, plain_gaps, plain_used) = with_drafts, without or (None, (), None)
     difference = None
     if plain and pair.repeats_plain(params):
@@ -158,7 +158,7 @@ def _watched(
 
 
 def noting(times: list[float], on_step: OnStep | None) -> OnStep:
-    """`on_step`, which also notes when an answer grew."""
+    """Wraps `on_step` to also append the current time to `times`."""
 
     def step(growing: Generation) -> None:
         times.append(time.perf_counter())
@@ -169,14 +169,14 @@ def noting(times: list[float], on_step: OnStep | None) -> OnStep:
 
 
 def gaps_of(times: Sequence[float]) -> tuple[float, ...]:
-    """Seconds from each time to the next."""
+    """Returns the seconds from each time to the next."""
     return tuple(round(b - a, 6) for a, b in itertools.pairwise(times))
 
 
 def _difference(
     pair: Pair, prompt_ids: list[int], plain: list[int], drafted: list[int], greedy: bool
 ) -> Difference | None:
-    # an answer ends by a rule on its own tokens, so neither of two different ones is a prefix of the other
+    # the end of an answer depends on its tokens only, so of two different answers neither is a prefix of the other
     for position, (a, b) in enumerate(zip(plain, drafted, strict=False)):
         if a != b:
             regret = pair.regret(prompt_ids + plain[:position], b) if greedy else None
@@ -185,21 +185,21 @@ def _difference(
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of every token, special ones too; a character of several tokens is that of the last of them."""
+    """Returns the text of every token, also of special ones; a character of several tokens belongs to the last."""
     found, start, done = [], 0, 0
     for end in range(1, len(ids) + 1):
         text = _text(tokenizer, ids[start:end])
         if text.endswith("\ufffd") and end < len(ids) and end - done < 4:  # bytes of a character
             found.append("")
             continue
-        # behind the token before: some tokenizers write a word otherwise at the beginning of a text
+        # decode with the token before: some tokenizers write a word differently at the start of a text
         found.append(text[len(_text(tokenizer, ids[start:done])) :])
         start, done = done, end
     return found
 
 
 def _offered_texts(tokenizer: Any, answer: Generation) -> dict[int, str]:
-    """Of every token that a draft tree had, behind the token where it was first offered."""
+    """Returns the text of every token of a draft tree, decoded after the token where it was first offered."""
     found, at = dict[int, str](), 1
     for step in answer.steps:
         for place, offered in enumerate(step.offered):
@@ -219,10 +219,10 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 def held_out_acceptance(
     target: Target, drafter: Drafter, prompts: list[list[int]], params: SamplingParams | None = None
 ) -> Acceptance:
-    """Decode token-id prompts by `decode.py` with the drafter and count; for modules that are in memory anyway.
+    """Decodes prompts of token ids by `decode.py` with the drafter and counts, for modules already in memory.
 
     Raises:
-        UserError: a prompt that does not fit.
+        UserError: a prompt does not fit.
     """
     answers = [generate(target, drafter, prompt, params) for prompt in prompts]
     return Acceptance.of(answers, drafter.config.block_size)

@@ -1,4 +1,4 @@
-"""How far down the drafter's lists the target's tokens stand, on Hugging Face modules."""
+"""Ranks the target's tokens among the drafter's most probable ones, on Hugging Face modules."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,10 +16,10 @@ BEST = (1, 4, 16)  # as in training's metrics
 
 
 def draft_recall(target: Target, drafter: Drafter, answers: Iterable[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """By slot, how often the answer's token is among the drafter's 1, 4 and 16 best, with every token an anchor.
+    """Counts by slot how often the answer's token is among the drafter's 1, 4 and 16 best; every token is an anchor.
 
     Args:
-        answers: prompts with their answers, as token ids.
+        answers: prompts and answers, as token ids.
     """
     probe, rules, slots = Probe(target, drafter, 1), Rules.of(drafter), drafter.config.block_size - 1
     found = torch.zeros(len(BEST), slots, dtype=torch.int64)
@@ -30,7 +30,7 @@ def draft_recall(target: Target, drafter: Drafter, answers: Iterable[tuple[list[
             place = at[:, None] + torch.arange(1, slots + 1, device=at.device)
             there = place < len(answer.tokens)
             label = answer.tokens[place.clamp(max=len(answer.tokens) - 1)]
-            same = (best == label[:, :, None]) & there[:, :, None]  # [A, S - 1, 16], the best first
+            same = (best == label[:, :, None]) & there[:, :, None]  # [A, S - 1, 16], best first
             found += torch.stack([same[:, :, :k].any(-1).sum(0) for k in BEST]).cpu()
             judged += there.sum(0).cpu()
             anchors += len(at)

@@ -1,4 +1,4 @@
-"""Go through prompt sets with a pair, keeping what is done."""
+"""Measures prompt sets with a pair and keeps finished measurements."""
 
 import contextlib
 import functools
@@ -19,23 +19,23 @@ from ...sampling import SamplingParams
 from ..report.results import Environment, Report, Section, Summary, noise
 from .decoders import Pair, Response, ThreadedDecoder
 from .distribution import SUSPICIOUS, distribution_test
-from .drafting import drafting_advice, drafting_points, said_of
+from .drafting import advice_text, drafting_advice, drafting_points
 from .journal import Journal, generation_of
 from .measurement import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
 from .recall import draft_recall
 from .sweeps import Sweeps, chosen, load_point, of_length, recommendation
 
 WARM_UP_TOKENS = 8
-ROUND = 8  # times the requests in flight: at its end there are fewer
+ROUND = 8  # prompts per round, as a multiple of the concurrency; the load drops at the end of a round
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A way to decode prompt sets, and the prompts as it encodes them."""
+    """Sampling parameters, and the prompt sets encoded for them."""
 
-    sets: Mapping[str, Sequence[EncodedPrompt]]  # at least one of at least one prompt, by name
+    sets: Mapping[str, Sequence[EncodedPrompt]]  # by name; neither empty nor with empty sets
     params: SamplingParams
-    thinking: bool | None = None  # what the chat template was told
+    thinking: bool | None = None  # passed to the chat template
 
 
 def evaluate(
@@ -44,7 +44,7 @@ def evaluate(
     params: SamplingParams | None = None,
     **more: Any,
 ) -> Report:
-    """Decode prompt sets one way; see `evaluate_all`."""
+    """Measures prompt sets with one setting, see `evaluate_all`."""
     return evaluate_all(pair, [Setting(sets, params or SamplingParams())], **more)
 
 
@@ -60,23 +60,23 @@ def evaluate_all(
     partial: Path | None = None,
     show_progress: bool = False,
 ) -> Report:
-    """Decode every prompt of every set with the drafter and, with `baseline`, without it too, in every setting.
+    """Decodes every prompt in every setting with the drafter and, with `baseline`, also without it.
 
-    The next turn of a conversation is asked behind the drafted answer to the one before.
+    The next turn of a conversation follows the drafted answer to the turn before.
 
     Args:
-        settings: at least one; each gives the report a section.
-        arguments: further JSON values to note in the report.
-        sweeps: gone through with prompts of the first setting.
-        distribution_samples: test with so many answers of some prompts whether those of the first setting that samples
-            are distributed as without the drafter; 0 does not.
-        recall: also rank the tokens of some of its answers among the drafter's; the pair must have `modules`.
-        partial: file that keeps finished requests. A later call that measures one of them again (models, pair, prompt,
-            sampling, machine and versions are the same) takes it, times included. The caller removes the file once the
-            report is safe.
+        settings: at least one; each becomes a section of the report.
+        arguments: further JSON values for the report.
+        sweeps: measured with prompts of the first setting.
+        distribution_samples: number of answers per prompt for the distribution test of the first setting that samples;
+            0 makes no test.
+        recall: also rank tokens of some answers among the drafter's; the pair must have `modules`.
+        partial: file that keeps finished requests. A later call reuses those with the same models, pair, prompt,
+            sampling, machine and versions, including their times. The caller removes the file after it has written the
+            report.
 
     Raises:
-        UserError: nothing to decode, a prompt that does not fit the target's context, or a full disk.
+        UserError: there is nothing to decode, a prompt does not fit the target's context, or the disk is full.
     """
     for setting in settings:
         _check_prompts(pair, setting.sets)
@@ -94,7 +94,7 @@ def evaluate_all(
     swept = len(places) * (len(sweeps.draft_length) + len(sweeps.context_length)) + len(sweeps.concurrency)
     sampled = next((setting for setting in settings if setting.params.temperature > 0.0), None)
     swept += len(sweeps.drafting_loads) + recall + bool(distribution_samples and sampled)
-    if baseline and pair.concurrency > 1:  # both answers of a prompt count where they are asked for apart
+    if baseline and pair.concurrency > 1:  # drafted and plain answers are separate units of progress
         swept += turns + len(places) * len(sweeps.context_length)
     meter = _Meter(turns + swept) if show_progress else None
     decoding = _Decoding(pair, room, environment, baseline, journal, meter)
@@ -124,16 +124,18 @@ def evaluate_all(
     noted = {**(arguments or {}), **_describe(pair, settings[0], baseline)}
     warnings = (*decoding.warnings(), *noise(sections))
     if tested and tested["p_value"] < SUSPICIOUS:
-        warnings += (f"Sampled answers are distributed otherwise than without the drafter: p = {tested['p_value']}.",)
+        warnings += (
+            f"The distribution of sampled answers differs from that without the drafter: p = {tested['p_value']}.",
+        )
     advice = recommendation(sections[0], points, pair.concurrency)
     if advice and "draft_tree" in points:
         drafting = drafting_advice(points["draft_tree"], serving_command(noted, arguments or {}))
-        advice |= {"drafting": drafting, "reason": f"{advice['reason']} {said_of(drafting)}"}
+        advice |= {"drafting": drafting, "reason": f"{advice['reason']} {advice_text(drafting)}"}
     return Report(environment, noted, sections, warnings, points, advice, ranked, tested)
 
 
 class _Decoding:
-    """Measures prompts, keeping what is done."""
+    """Measures prompts and keeps finished measurements."""
 
     def __init__(
         self,
@@ -146,17 +148,17 @@ class _Decoding:
     ) -> None:
         self._pair, self._room, self._baseline, self._journal, self._meter = pair, room, baseline, journal, meter
         machine = asdict(environment)
-        for name in ("date", "threads"):  # no reason to measure again
+        for name in ("date", "threads"):  # do not invalidate a measurement
             del machine[name]
         self._same = [machine, pair.name]
         self._threads: set[int] = set()
-        self._warm: tuple[int, bool] | None = None  # what was decoded last
+        self._warm: tuple[int, bool] | None = None  # block size and baseline of the last warm-up
 
     def conversations(self, prompts: Iterable[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
-        """All turns of every prompt."""
+        """Measures all turns of every prompt."""
         found: list[Measurement] = []
         if self._pair.concurrency > 1:
-            return self._among_others(list(prompts), params)
+            return self._concurrent_conversations(list(prompts), params)
         for first in prompts:
             prompt: EncodedPrompt | None = first
             while prompt is not None:
@@ -164,11 +166,11 @@ class _Decoding:
                 prompt = self._next(prompt, found[-1].drafted)
         return found
 
-    def _among_others(self, prompts: Sequence[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
-        """The same with several requests in flight, by rounds: some prompts with drafts, then the same ones plainly.
+    def _concurrent_conversations(self, prompts: Sequence[EncodedPrompt], params: SamplingParams) -> list[Measurement]:
+        """Measures in rounds of concurrent requests: some prompts with drafts, then the same prompts plainly.
 
-        Each of the two has the load of its own kind alone, and both have the machine at about the same time. Every
-        answer is kept as soon as it is there.
+        Drafted and plain requests never run together, but at about the same time. Every answer is kept as soon as it
+        is finished.
         """
         found: list[Measurement] = []
         size = ROUND * self._pair.concurrency
@@ -186,12 +188,12 @@ class _Decoding:
     def _answers(
         self, prompts: Sequence[tuple[int, EncodedPrompt]], params: SamplingParams, draft: bool
     ) -> dict[int, list[tuple[EncodedPrompt, Watched]]]:
-        """By number, the prompts of a conversation with their answers."""
+        """Returns the prompts of each conversation with their answers, by the number of the conversation."""
         pair, meter = self._pair, self._meter
         found: dict[int, list[tuple[EncodedPrompt, Watched]]] = {place: [] for place, _ in prompts}
         waiting = deque(prompts)
         running: dict[int, tuple[str, EncodedPrompt, list[float]]] = {}
-        decoder = cast(ThreadedDecoder, pair.decoder_for(draft, pair.concurrency))  # a server's
+        decoder = cast(ThreadedDecoder, pair.decoder_for(draft, pair.concurrency))
 
         def keep(place: int, prompt: EncodedPrompt, key: str, answer: Watched) -> None:
             found[place].append((prompt, answer))
@@ -229,7 +231,7 @@ class _Decoding:
                 if running:
                     finish(decoder.wait())
         finally:
-            for response in decoder.close():  # of an error there are others beside the one that failed
+            for response in decoder.close():  # after an error, other requests may have finished
                 finish(response)
         return found
 
@@ -239,14 +241,16 @@ class _Decoding:
         answer = self._pair.tokenizer.decode(drafted.tokens, skip_special_tokens=True)
         following = prompt.next(answer)
         if following is not None and len(following.token_ids) >= self._room:
-            print(f"prompt {prompt.id!r}: no room for turn {following.turn}; it is left out", file=sys.stderr)
+            print(
+                f"prompt {prompt.id!r}: skipped turn {following.turn}, which does not fit the context", file=sys.stderr
+            )
             return None
         return following
 
     def sweep(
         self, sweeps: Sweeps, setting: Setting, section: Section, places: Sequence[tuple[str, int]]
     ) -> dict[str, list[dict[str, Any]]]:
-        """The points of every sweep that was asked for, by its name."""
+        """Returns the points of every requested sweep, by name."""
         pair, params = self._pair, setting.params
         whole, repeats = pair.block_size, pair.repeats_plain(params)
         prompts = [setting.sets[name][i] for name, i in places]
@@ -255,7 +259,6 @@ class _Decoding:
         for length in sweeps.draft_length:
             pair.draft_at_most(length)
             drafted = [self._measurement(prompt, params, False) for prompt in prompts]
-            # the plain answers are those of the section
             plain = [begun[name][i] for name, i in places]
             both = [
                 replace(m, plain=p.plain, plain_step_s=p.plain_step_s, plain_joules=p.plain_joules)
@@ -288,7 +291,7 @@ class _Decoding:
         return points
 
     def point(self, what: Sequence[Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `measure` returns, or returned when `what` was measured before."""
+        """Returns the result of `measure`, or the kept one if `what` was measured before."""
         key = json_digest([self._same, self._pair.facts, *what])
         found = self._journal.points.get(key) if self._journal else None
         if found is None:
@@ -324,21 +327,21 @@ class _Decoding:
         return found
 
     def warnings(self) -> list[str]:
-        """What a reader must know of how this was measured."""
+        """Returns warnings about the conditions of the measurement."""
         if len(self._threads) < 2:
             return []
         counts = " and ".join(map(str, sorted(self._threads)))
-        return [f"The run was continued with another number of threads ({counts}): times are not of one machine."]
+        return [f"The run was resumed with another number of threads ({counts}); its times are not comparable."]
 
 
 def _room(prompt: EncodedPrompt, max_tokens: int) -> int:
-    """Tokens of a conversation, or a few more."""
+    """Returns an upper bound of the tokens of a conversation."""
     if prompt.rest is None:
         return len(prompt.token_ids) + max_tokens
     answer = {"role": "assistant", "content": ""}
     asked = [message for turn in prompt.rest.turns for message in (answer, *turn) if message["role"] != "system"]
     length = len(prompt.rest.encode((*prompt.rest.history, *asked)))
-    # an answer that is encoded again, or thoughts that a template writes where there were none, may be a bit longer
+    # re-encoded answers and empty thoughts added by a template may be a bit longer
     return length + (1 + len(prompt.rest.turns)) * (max_tokens + 16) + 64
 
 
@@ -356,22 +359,22 @@ def _check_prompts(pair: Pair, sets: Mapping[str, Sequence[EncodedPrompt]]) -> N
 
 
 def _warm_up(pair: Pair, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:
-    """A few tokens that nobody times: the first kernels of a process are slow."""
+    """Decodes a few untimed tokens, as the first kernels of a process are slow."""
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
     for draft in drafts:
         pair.decode(prompt.token_ids, short, draft=draft)
 
 
 class _Meter:
-    """The progress bar: requests done, tokens decoded per second, tau up to now."""
+    """A progress bar with finished requests, decoded tokens per second and tau so far."""
 
     def __init__(self, total: int) -> None:
         self._bar = Progress("evaluating", total, unit="tok")
         self._committed = self._steps = 0
-        self._seen = 0  # steps of the growing answer that are counted
+        self._seen = 0  # counted steps of the growing answer
 
     def kept(self, measurement: Measurement) -> None:
-        """An earlier run has made it."""
+        """Counts a measurement of an earlier run."""
         self._committed += len(measurement.drafted.tokens) - 1
         self._steps += len(measurement.drafted.steps)
         self._bar.advance(1, units=0)
@@ -384,18 +387,18 @@ class _Meter:
         self._bar.__exit__()
 
     def answered(self, drafted: Generation | None) -> None:
-        """An answer among others is there, which is drafted or plain."""
+        """Counts one finished answer of concurrent requests; None for a plain one."""
         if drafted:
             self._committed += len(drafted.tokens) - 1
             self._steps += len(drafted.steps)
         self._bar.advance(1, units=0, note=f"tau {self._committed / max(self._steps, 1):.2f}")
 
     def passed(self) -> None:
-        """A point of a sweep is done."""
+        """Counts a finished point of a sweep."""
         self._bar.advance(1, units=0)
 
     def step(self, growing: Generation) -> None:
-        """The drafted answer has grown by its last step, or by the prefill's first token."""
+        """Counts the last step of the drafted answer, or the first token of the prefill."""
         if not growing.steps:
             self._bar.advance(0, units=1)
             return
@@ -406,9 +409,9 @@ class _Meter:
         self._bar.advance(0, units=new, note=f"tau {self._committed / self._steps:.2f}")
 
     def finished(self, measurement: Measurement) -> None:
-        untold = measurement.drafted.steps[self._seen :]  # a server tells of them behind the answer
-        self._committed += sum(len(step.tokens) for step in untold)
-        self._steps += len(untold)
+        unseen = measurement.drafted.steps[self._seen :]  # a server may report steps after the answer
+        self._committed += sum(len(step.tokens) for step in unseen)
+        self._steps += len(unseen)
         self._seen = 0
         note = f"tau {self._committed / self._steps:.2f}" if self._steps else None
         self._bar.advance(1, units=len(measurement.plain.tokens) if measurement.plain else 0, note=note)
@@ -419,15 +422,12 @@ def _points(*how: Any) -> dict[str, Any]:
 
 
 def serving_command(noted: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """Returns the command that serves the pair as it was measured, without the way to draft."""
+    """Returns the command that serves the pair as measured, without options of drafting."""
     words = ["dflash-serve", "--target", str(noted["target"]), "--drafter", str(noted.get("drafter", "DRAFTER"))]
     for name in ("device", "dtype", "draft_dtype"):
         if arguments.get(name, "auto") != "auto":
             words += [f"--{name.replace('_', '-')}", str(arguments[name])]
     return words
-
-
-# ---- what was measured -------------------------------------------------------------------------------------
 
 
 def _describe(pair: Pair, setting: Setting, baseline: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The same prompts over a range of draft lengths, context lengths or requests at a time, and what to serve with."""
+"""Sweeps over draft lengths, context lengths and concurrency, and the recommendation from them."""
 
 import itertools
 import math
@@ -23,48 +23,51 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweeps:
-    """What to go through, in ascending order; nothing by default."""
+    """The points of each sweep, in ascending order; none by default."""
 
-    draft_length: tuple[int, ...] = ()  # tokens drafted a step
+    draft_length: tuple[int, ...] = ()  # tokens drafted per step
     context_length: tuple[int, ...] = ()  # tokens of a prompt
-    concurrency: tuple[int, ...] = ()  # requests at a time
-    draft_tree_nodes: tuple[int, ...] = ()  # of draft trees, beside blocks and chains at each of these loads, or alone
-    requests: int = 16  # of a point; at least two for each place
+    concurrency: tuple[int, ...] = ()  # concurrent requests
+    draft_tree_nodes: tuple[int, ...] = ()  # compared with blocks and chains at each concurrency, or at 1
+    requests: int = 16  # per point; at least 2 x concurrency
 
     def check(self, pair: Pair, max_tokens: int) -> None:
-        """Raises UserError for what this pair cannot do."""
+        """Raises UserError if this pair does not support a sweep."""
         if (most := max(self.draft_length, default=0)) > pair.block_size - 1:
-            raise UserError(f"draft_length {most}: the drafter drafts at most {pair.block_size - 1} tokens a step")
+            raise UserError(f"draft_length {most}: the drafter drafts at most {pair.block_size - 1} tokens per step")
         most = max(self.context_length, default=0)
         if most and most + max_tokens > pair.context_limit:
             raise UserError(
-                f"context_length {most}: with an answer of {max_tokens} tokens (max_tokens) it is beyond the target's "
+                f"context_length {most}: with an answer of {max_tokens} tokens (max_tokens) it exceeds the target's "
                 f"limit of {pair.context_limit}"
             )
         if self.concurrency and pair.name not in ("engine", "endpoint"):
             raise UserError("concurrency: the reference decodes one request at a time; it needs --runtime engine")
         if self.draft_tree_nodes and pair.name != "engine":
-            raise UserError("draft_tree_nodes: what dflash-serve chooses is measured; it needs --runtime engine")
+            raise UserError(
+                "draft_tree_nodes: only the engine can measure draft trees as served; it needs --runtime engine"
+            )
 
     @property
     def drafting_loads(self) -> tuple[int, ...]:
-        """Requests at a time where ways to draft are compared."""
+        """Concurrency values at which ways to draft are compared."""
         return (self.concurrency or (1,)) if self.draft_tree_nodes else ()
 
     def at_concurrency(self, concurrency: int) -> int:
-        """Requests of this point."""
+        """Number of requests of this point."""
         return max(self.requests, 2 * concurrency)
 
 
 def chosen(sets: Mapping[str, Sequence[EncodedPrompt]], count: int) -> list[tuple[str, int]]:
-    """Up to `count` prompts, from all sets alike: the name of the set and the place in it."""
+    """Chooses up to `count` prompts evenly from all sets; returns the set's name and the index of each."""
     columns = ([(name, i) for i in range(len(prompts))] for name, prompts in sets.items())
     rows = itertools.zip_longest(*columns)
     return [place for row in rows for place in row if place is not None][:count]
 
 
 def of_length(prompts: Sequence[EncodedPrompt], length: int) -> list[EncodedPrompt]:
-    """The prompts, each behind as much of all of them, over and over, as makes so many tokens; longer ones are cut."""
+    """Returns the prompts with exactly `length` tokens: repeated text of all prompts is put before shorter ones, longer
+    ones are cut."""
     stream = [token for prompt in prompts for token in prompt.token_ids]
     filling = stream * (length // len(stream) + 1)
     found = []
@@ -74,19 +77,19 @@ def of_length(prompts: Sequence[EncodedPrompt], length: int) -> list[EncodedProm
     return found
 
 
-# ---- requests at a time -----------------------------------------------------------------------------------------
+# ---- concurrent requests ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Timed:
-    """A request among others."""
+    """Times of one of several concurrent requests."""
 
     began: float
     first: float = math.nan  # seconds until the first token
-    whole: float = math.nan  # and until the last
+    whole: float = math.nan  # seconds until the last token
     generation: Generation | None = None
-    last: float = math.nan  # when its latest token came
-    gaps: list[float] = field(default_factory=list)  # seconds from each step to the next
+    last: float = math.nan  # time of the latest token
+    gaps: list[float] = field(default_factory=list)  # seconds between steps
 
 
 def under_load(
@@ -96,7 +99,7 @@ def under_load(
     concurrency: int,
     watch: OnStep | None = None,
 ) -> tuple[float, list[Timed]]:
-    """Seconds in all, and every request: whenever one has ended the next is submitted, `concurrency` at a time."""
+    """Keeps `concurrency` requests in flight until all prompts are decoded; returns the seconds and every request."""
     timed: dict[int, Timed] = {}
     waiting = iter(enumerate(prompts))
 
@@ -135,7 +138,7 @@ def load_point(
     baseline: bool,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """What the report has of so many requests at a time. Raises UserError: they have no room.
+    """Measures one concurrency, in the form of the report. Raises UserError if memory is too small.
 
     Args:
         on_step: called with the growing drafted answers.
@@ -170,13 +173,13 @@ def load_point(
 def warm_up(
     decoder: EngineDecoder | ThreadedDecoder, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
 ) -> None:
-    """A few tokens of as many requests as are to come, which nobody times."""
+    """Decodes a few untimed tokens at the same concurrency."""
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
     under_load(decoder, prompts[:concurrency], short, concurrency)
 
 
 def spreads(timed: Sequence[Timed], prefix: str = "") -> dict[str, dict[str, float] | None]:
-    """What those who wait for requests see, by the names of the report."""
+    """Returns the latencies that clients see, by their names in the report."""
     per_token = [(r.whole - r.first) / (_tokens(r) - 1) for r in timed if _tokens(r) > 1]
     return {
         f"{prefix}time_to_first_token_seconds": spread([r.first for r in timed]),
@@ -186,7 +189,7 @@ def spreads(timed: Sequence[Timed], prefix: str = "") -> dict[str, dict[str, flo
 
 
 def totals(timed: Sequence[Timed]) -> Any:
-    """Tokens and seconds of each request, [R, 2]."""
+    """Returns tokens and seconds of each request, [R, 2]."""
     return np.array([(_tokens(request), request.whole) for request in timed])
 
 
@@ -195,7 +198,7 @@ def _tokens(request: Timed) -> int:
 
 
 def speedup_interval(figures: Any, others: Any, speedup: float) -> Any:
-    """Of requests' own `totals`, one way and another, which differ as those of the whole do."""
+    """Returns the interval of a speed-up: the bootstrap of two `totals`, scaled to the measured speed-up."""
     sums = resampled_sums(np.concatenate([figures, others], axis=1))
     ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
     all_of_them = np.concatenate([figures, others], axis=1).sum(0)
@@ -203,13 +206,13 @@ def speedup_interval(figures: Any, others: Any, speedup: float) -> Any:
     return interval(ratios * (speedup / measured), len(figures))
 
 
-# ---- what to serve with -----------------------------------------------------------------------------------------
+# ---- recommendation ---------------------------------------------------------------------------------------------
 
 
 def recommendation(
     section: Section, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], concurrency: int = 1
 ) -> dict[str, Any] | None:
-    """Whether to use the drafter, how long drafts are to be and up to how many requests; None without a baseline."""
+    """Recommends whether to use the drafter, its draft length and the maximum load; None without a baseline."""
     speedup, within = section.overall.speedup, section.overall.intervals["speedup"]
     if speedup is None or not math.isfinite(speedup):
         return None
@@ -231,7 +234,7 @@ def recommendation(
             lambda point: (point["speedup_ci95"] or (_number(point["speedup"]),))[0] > 1, loads
         )
         most = max((point["concurrency"] for point in paying), default=0)
-        faster = f"up to {most} are faster" if most else "not even the fewest are surely faster"  # more may be
+        faster = f"up to {most} are faster" if most else "not even the fewest are clearly faster"
         said.append(f"of {_listed(loads, 'concurrency')} requests at a time {faster} with it")
     return {
         "use_drafter": use,

@@ -1,4 +1,4 @@
-"""The answers that the drafter helped least and most, token by token: who chose each."""
+"""Shows the answers with the lowest and highest acceptance, token by token, and the source of each token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,42 +8,42 @@ from ..measure.measurement import Measurement
 from .results import Report
 from .table import number, percent, times
 
-SHOWN = 3  # of the worst and of the best
-SIBLINGS = 3  # of a token, the likeliest
-PROMPT, ANSWER = 600, 240  # characters, tokens
+SHOWN = 3  # worst answers, and best answers
+SIBLINGS = 3  # alternatives per token, most probable first
+PROMPT, ANSWER = 600, 240  # maximum characters, maximum tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token, and what a draft tree had in its place."""
+    """A token and its alternatives in the draft tree."""
 
-    kind: str  # accepted; accepted bought: no chain would have had it; corrected; own
+    kind: str  # accepted; accepted bought: a chain would have missed it; corrected; own
     text: str
-    said: str = ""
-    siblings: tuple[tuple[str, str], ...] = ()  # text, and what is said of it
+    note: str = ""
+    siblings: tuple[tuple[str, str], ...] = ()  # text and note
 
 
 @dataclass(frozen=True, slots=True)
 class ShownStep:
-    """One verification."""
+    """One verification step."""
 
-    said: str
+    note: str
     tokens: tuple[ShownToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request as a reader looks it up."""
+    """A request in the report."""
 
     name: str
     figures: str
     prompt: str
     steps: tuple[ShownStep, ...]
-    left_out: int  # tokens
+    left_out: int  # tokens that are not shown
 
 
 def worst_and_best(report: Report) -> tuple[list[Answer], list[Answer]]:
-    """By acceptance length, least first and most first, of the first section; no request is in both."""
+    """Returns the answers of the first section with the lowest and the highest acceptance length, without overlap."""
     found = [(name, m) for name, s in report.sets.items() for m in s.measurements if m.drafted.steps]
     found.sort(key=lambda item: item[1].drafted.acceptance_length or 0.0)
     count = min(SHOWN, len(found) // 2)
@@ -59,7 +59,7 @@ def _answer(name: str, measurement: Measurement) -> Answer:
     if plain and plain.steps and plain.decode_s and drafted.decode_s:
         rates = [sum(len(step.tokens) for step in answer.steps) / answer.decode_s for answer in (drafted, plain)]
         figures += f", {times(rates[0] / rates[1])}"
-    # what decodes without giving texts is shown by its ids
+    # without texts, ids are shown
     texts = measurement.token_texts or tuple(f"{token} " for token in drafted.tokens)
     text = measurement.asked or measurement.prompt_text
     prompt = text if len(text) <= PROMPT else f"{text[: PROMPT // 2]} … {text[-PROMPT // 2 :]}"
@@ -75,7 +75,7 @@ def own_name(set_name: str, request: str) -> str:
 
 
 def _steps(measurement: Measurement, texts: tuple[str, ...]) -> tuple[ShownStep, ...]:
-    """The texts by steps, behind the prefill's token."""
+    """Splits the texts into steps; the prefill's token comes first."""
     steps = measurement.drafted.steps
     ends = [0, 1]
     for step in steps:
@@ -85,28 +85,28 @@ def _steps(measurement: Measurement, texts: tuple[str, ...]) -> tuple[ShownStep,
     for place, (step, (start, end)) in enumerate(zip(steps, pairwise(ends[1:]), strict=True), 1):
         last = "corrected" if step.accepted < step.drafted else "own"
         kinds = ["accepted" if i < step.accepted else last for i in range(end - start)]
-        said = f"step {place}: {step.accepted} of {step.drafted} drafts accepted"
+        note = f"step {place}: {step.accepted} of {step.drafted} drafts accepted"
         offered = step.offered or ((),) * len(kinds)
         tokens = zip(kinds, texts[start:end], step.tokens, offered, strict=False)
-        shown.append(ShownStep(said, tuple(_token(*each, said, offered_texts) for each in tokens)))
+        shown.append(ShownStep(note, tuple(_token(*each, note, offered_texts) for each in tokens)))
     return tuple(step for step in shown if step.tokens)
 
 
 def _token(
-    kind: str, text: str, token: int, offered: Sequence[tuple[int, float]], said: str, texts: Mapping[int, str]
+    kind: str, text: str, token: int, offered: Sequence[tuple[int, float]], note: str, texts: Mapping[int, str]
 ) -> ShownToken:
-    """A token of a step of which so much is `said`."""
+    """Returns a token with its alternatives; `note` describes its step."""
     drafted = [each for each, _ in offered]
-    siblings = [(_visible(texts[each]), f"offered with {percent(p)}") for each, p in offered if each != token][
+    siblings = [(_visible(texts[each]), f"drafted with {percent(p)}") for each, p in offered if each != token][
         :SIBLINGS
     ]
     if kind == "accepted" and token in drafted:
         place = drafted.index(token)
-        said += f"; offered with {percent(offered[place][1])}, {place + 1} of {len(drafted)} in its place"
+        note += f"; drafted with {percent(offered[place][1])}, rank {place + 1} of {len(drafted)}"
         kind = "accepted bought" if place else kind
     elif drafted:
-        said += f"; {len(drafted)} others were offered in its place" if len(drafted) > 1 else "; another was offered"
-    return ShownToken(kind, text, said if drafted else "", tuple(siblings))
+        note += f"; {len(drafted)} other tokens were drafted" if len(drafted) > 1 else "; another token was drafted"
+    return ShownToken(kind, text, note if drafted else "", tuple(siblings))
 
 
 def _visible(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A comparison of runs for people: in the terminal, as Markdown, and as one self-contained page."""
+"""Shows a comparison of runs in the terminal, as Markdown, and as one self-contained page."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from .plots import Series, bars, colour_of, curves, differences, swatch
 from .table import COLOURS, MISSING, Table, between, number, percent, say, show_table, times
 from .verdict import SIGNS, Outcome
 
-SURE = 0.05  # a p-value below it is called a difference
-# of the figures that a verdict may be about, the first that was compared: name, and what more and less of it are
+SURE = 0.05  # a smaller p-value counts as a difference
+# a verdict uses the first compared figure: its name, and words for more and less of it
 VERDICT = {
     "speedup": ("Speed-up", "is faster than", "is slower than"),
     "tokens_per_second": ("Tokens a second", "is faster than", "is slower than"),
@@ -22,12 +22,12 @@ VERDICT = {
 }
 NAMES = {"tau_pooled": "τ pooled", "tau_mean": "τ mean", "tokens_per_second": "Tokens/s", "speedup": "Speed-up"}
 METHOD = (
-    "All figures are of the requests that every run has: same set, id and text. In brackets are 95 % intervals by a "
-    "bootstrap over requests. A difference is the run's figure less that of the first run; its interval draws pairs of "
-    "the same request. p is that of a two-sided permutation test, which swaps the runs within pairs: the share of "
-    "swaps that part them at least as far. It says how sure the difference is for such requests, not on another "
-    "machine or load; of twenty sets without a difference one has p below 0.05 by chance. Speeds of two runs also "
-    "differ by what else the machine did; a speed-up is over plain decoding of the same run."
+    "All figures use the requests that every run has: same set, id and text. 95 % intervals in brackets come from a "
+    "bootstrap over requests. A difference is the run's figure minus that of the first run; its interval resamples "
+    "pairs of the same request. p comes from a two-sided permutation test that swaps the runs within pairs: the share "
+    "of swaps with a difference at least as large. It holds for such requests on this machine and load; one in twenty "
+    "sets without a difference has p below 0.05 by chance. Speeds of two runs also depend on other programs on the "
+    "machine; a speed-up is relative to plain decoding in the same run."
 )
 
 FORMS: dict[str, Callable[[float | None], str]] = {
@@ -55,7 +55,7 @@ def show_comparison(comparison: dict[str, Any], output: Path | None) -> None:
 
 
 def write_comparison(comparison: dict[str, Any], output: Path) -> None:
-    """Write `compare.json`, `compare.md` and `compare.html` to the directory `output`. Raises UserError."""
+    """Writes `compare.json`, `compare.md` and `compare.html` to the directory `output`. Raises UserError."""
     contents = {
         "compare.json": readable(comparison) + "\n",
         "compare.md": render_markdown(comparison) + "\n",
@@ -65,7 +65,7 @@ def write_comparison(comparison: dict[str, Any], output: Path) -> None:
 
 
 def render_markdown(comparison: dict[str, Any]) -> str:
-    """What was found, then the tables of every way of decoding."""
+    """Renders the verdicts, then the tables of every section."""
     parts = ["# DFlash runs compared"]
     for found in verdicts(comparison):
         parts += [f"**{escape(found.headline)}**", *(f"{what}: {escape(change)}" for what, change in found.points)]
@@ -78,7 +78,7 @@ def render_markdown(comparison: dict[str, Any]) -> str:
 
 
 def render_page(comparison: dict[str, Any]) -> str:
-    """The whole page; every text that comes from a user is escaped."""
+    """Renders the whole page; text from users is escaped."""
     sections = [
         (
             section["name"],
@@ -100,20 +100,20 @@ def render_page(comparison: dict[str, Any]) -> str:
     )
 
 
-# ---- words --------------------------------------------------------------------------------------------------------
+# ---- verdicts -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """How one run does against the first, decoded one way."""
+    """The verdict on one run against the first, in one section."""
 
     outcome: Outcome
     headline: str
-    points: tuple[tuple[str, str], ...]  # a figure, and how it differs
+    points: tuple[tuple[str, str], ...]  # figure and difference
 
 
 def verdicts(comparison: dict[str, Any]) -> list[RunVerdict]:
-    """Judges every run after the first, in every way of decoding."""
+    """Judges every run after the first, in every section."""
     found = []
     for section in comparison["sections"]:
         overall = section["overall"]
@@ -124,11 +124,11 @@ def verdicts(comparison: dict[str, Any]) -> list[RunVerdict]:
 
 
 def _judged(first: dict[str, Any], run: dict[str, Any], where: str, few: bool) -> RunVerdict:
-    """Judges by speed where it can be compared, else by acceptance length."""
+    """Judges by speed if it can be compared, else by acceptance length."""
     compared = run["difference"]
     measured = [key for key in VERDICT if compared[key] and compared[key]["value"] is not None]
     if measured == ["speedup", "tokens_per_second", "tau_pooled"]:
-        measured.remove("tokens_per_second")  # which the speed-up has, and plain decoding evens out
+        measured.remove("tokens_per_second")  # the speed-up includes it and cancels noise of the machine
     points = [(VERDICT[key][0], _change(first, run, key)) for key in measured]
     if not measured:
         return RunVerdict("unknown", f"{run['name']} and {first['name']}: nothing to compare ({where}).", ())
@@ -165,14 +165,14 @@ def chance_of(p_value: float) -> str:
 
 
 def _scopes(section: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each set with its name and, where there are several, all of them pooled."""
+    """Yields each set with its name and, if there are several, all of them pooled."""
     yield from section["sets"].items()
     if len(section["sets"]) > 1:
         yield "all sets", section["overall"]
 
 
 def results_table(section: dict[str, Any]) -> Table:
-    """The figures of every run."""
+    """Returns the figures of every run."""
     rows = []
     for name, scope in _scopes(section):
         for run in scope["runs"]:
@@ -185,7 +185,7 @@ def results_table(section: dict[str, Any]) -> Table:
 
 
 def differences_table(section: dict[str, Any]) -> Table:
-    """How every run differs from the first."""
+    """Returns the difference of every run from the first."""
     rows = []
     for name, scope in _scopes(section):
         for run in scope["runs"][1:]:
@@ -199,12 +199,12 @@ def differences_table(section: dict[str, Any]) -> Table:
 
 
 def _without_empty(table: Table) -> Table:
-    """Drops the columns that no run has a figure of."""
+    """Drops columns without figures."""
     return table.without(*(name for i, name in enumerate(table.header) if all(r[i] == MISSING for r in table.rows)))
 
 
 def _difference(difference: dict[str, Any] | None, key: str, base: float | None) -> str:
-    """Writes a difference; of tokens a second also the share of the first run's."""
+    """Writes a difference; for tokens per second also in per cent of the first run."""
     if difference is None or difference["value"] is None:
         return MISSING
     digits, within = 1 if key == "tokens_per_second" else 2, difference["ci95"]
@@ -215,7 +215,7 @@ def _difference(difference: dict[str, Any] | None, key: str, base: float | None)
 
 
 def slots_table(section: dict[str, Any]) -> Table:
-    """Acceptance by slot of every run, and differences whose interval leaves out zero, in points."""
+    """Returns acceptance by slot of every run, with differences in points where the interval excludes zero."""
     slots = len(section["overall"]["runs"][0]["accepted_per_position"])
     nothing = {"value": [None] * slots, "ci95": [None] * slots}
     rows = []
@@ -237,7 +237,7 @@ def _slot(share: float | None, apart: float | None, within: list[float] | None) 
 
 
 def runs_table(comparison: dict[str, Any]) -> Table:
-    """What was compared, a run a column."""
+    """Describes the runs, one per column."""
     runs = comparison["runs"]
     keys = [key for key in runs[0] if key != "name"]
     rows = tuple((key, *(MISSING if run[key] is None else str(run[key]) for run in runs)) for key in keys)

@@ -1,4 +1,4 @@
-"""Write a report's three files so that no reader ever meets half of one."""
+"""Writes the three files of a report atomically."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from .results import Report
 
 
 def write_report(report: Report, output: Path) -> None:
-    """Write `report.json`, `report.md` and `report.html` to the directory `output`, replacing earlier ones.
+    """Writes `report.json`, `report.md` and `report.html` to the directory `output`, replacing earlier ones.
 
-    All three are complete under temporary names before the first takes its place.
+    All three are complete under temporary names before the first is renamed.
 
     Raises:
-        UserError: the disk is full or `output` cannot be written; no half-written file is left behind.
+        UserError: the disk is full or `output` cannot be written; incomplete files are removed.
     """
     contents = {
         "report.json": readable(report.to_json()) + "\n",
@@ -29,7 +29,7 @@ def write_report(report: Report, output: Path) -> None:
 
 
 def write_together(contents: Mapping[str, str], output: Path) -> None:
-    """Write files, by their names, to the directory `output`, all or none. Raises UserError."""
+    """Writes all files or none to the directory `output`, by their names. Raises UserError."""
     staged = {output / name: output / f".{name}.partial" for name in contents}
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def write_together(contents: Mapping[str, str], output: Path) -> None:
 
 
 def readable(value: Any, indent: str = "") -> str:
-    """JSON with a key a line, and lists of numbers and strings on one."""
+    """Formats JSON with one key per line; lists of numbers and strings stay on one line."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
         items = [f"{json.dumps(key)}: {readable(item, inner)}" for key, item in value.items()]

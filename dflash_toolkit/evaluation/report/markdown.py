@@ -1,4 +1,4 @@
-"""A report as Markdown, for pull requests and model cards."""
+"""Renders a report as Markdown, for pull requests and model cards."""
 
 import re
 
@@ -21,7 +21,7 @@ from .verdict import verdict
 
 
 def render_markdown(report: Report) -> str:
-    """The whole report: verdict, results, sweeps, slots, lengths, latency, differences, definitions, setup."""
+    """Renders the whole report, with the verdict first."""
     section, found = report.sections[0], verdict(report)
     tables = [
         summary_table(report),
@@ -50,12 +50,12 @@ def render_markdown(report: Report) -> str:
 
 
 def render_table(table: Table) -> str:
-    """A Markdown table: the first column left, figures right."""
+    """Renders a table with figures aligned right."""
     rule = " | ".join(["---", *["--:" if table.numeric else "---"] * (len(table.header) - 1)])
     lines = [" | ".join(map(escape, row)) for row in (table.header, *table.rows)]
     return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))
 
 
 def escape(text: str) -> str:
-    """Text that Markdown shows as it is, on one line of a table."""
+    """Escapes text for one line of Markdown, also in a table."""
     return re.sub(r"([\\`*_\[\]<>|&])", r"\\\1", " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page: verdict, plots, tables, answers, method. No scripts, nothing fetched."""
+"""Renders a report as one self-contained HTML page, without scripts or external files."""
 
 import functools
 import math
@@ -33,19 +33,19 @@ from .tables import (
 )
 from .verdict import SIGNS, Outcome, judge_summary, verdict
 
-Chart = tuple[str, str]  # its title, and SVG
-FEW = 6  # prompt sets whose curves can be told apart
-COUNTED = 50  # steps; a share of fewer is not drawn
+Chart = tuple[str, str]  # title, SVG
+FEW = 6  # maximum number of prompt sets with curves of their own
+COUNTED = 50  # minimum number of steps of a drawn share
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure to be seen at once."""
+    """A main figure."""
 
     name: str
     value: str
     note: str
-    outcome: Outcome | None = None  # None of what is neither good nor bad
+    outcome: Outcome | None = None  # None if it is neither good nor bad
 
     @property
     def sign(self) -> str:
@@ -53,7 +53,7 @@ class Tile:
 
 
 def render_page(report: Report) -> str:
-    """The whole page; every text that comes from a user is escaped."""
+    """Renders the whole page; text from users is escaped."""
     section = report.sections[0]
     results = [summary_table(report), category_table(section), ways_table(report)]
     worst, best = worst_and_best(report)
@@ -84,9 +84,9 @@ def render_page(report: Report) -> str:
     )
 
 
-@functools.cache  # to compile one takes longer than to fill it in
+@functools.cache  # compiling is slower than rendering
 def template(name: str) -> jinja2.Template:
-    """A page of this folder, which escapes what it is given."""
+    """Loads a template of this folder, with escaping."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -99,21 +99,21 @@ def template(name: str) -> jinja2.Template:
 
 
 def code(text: str) -> str:
-    """Words between backticks as code; all else escaped."""
+    """Marks text between backticks as code and escapes the rest."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def figure(cell: str) -> str:
-    """A cell that breaks nowhere but behind an interval and before a bracket."""
+    """Allows line breaks in a cell only after an interval and before a bracket."""
     return cell.replace(" ", "\u00a0").replace("],\u00a0", "], ").replace("\u00a0(", " (")
 
 
 def _offered(report: Report) -> str:
-    """Whose probabilities the answers show, where draft trees were told; nothing where there are none."""
+    """Describes the shown probabilities; empty without draft trees."""
     if not any(m.offered_texts for found in report.sets.values() for m in found.measurements):
         return ""
     runtime = report.arguments.get("runtime")
-    return "calibrated by what was accepted" if runtime == "engine" else "by the drafter's own probabilities"
+    return "calibrated on accepted tokens" if runtime == "engine" else "as the drafter computes it"
 
 
 def _setting(report: Report) -> str:
@@ -154,19 +154,19 @@ def _between(within: Interval | None) -> str:
 
 
 def _series(report: Report, values: Callable[[Summary], Sequence[float | None]], figure: str = "") -> list[Series]:
-    """One series a set, the last being all sets pooled if there are several; with the intervals of `figure`."""
+    """Returns one series per set, then all sets pooled if there are several, with the intervals of `figure`."""
     found = []
     for i, (name, summary) in enumerate(report.labelled):
         colour = colour_of(i) if i < len(report.sets) else "pooled"
         within = summary.intervals[figure] if figure else None
-        # one interval is a pair of numbers, several are a tuple of such
+        # one interval is a pair of numbers, several are a tuple of pairs
         intervals = tuple(within) if within and not isinstance(within[0], float) else (within,) if within else ()
         found.append(Series(name, colour, _numbers(values(summary)), intervals))
     return found
 
 
 def _few(report: Report, series: Sequence[Series]) -> list[Series]:
-    """The series to be shown at once: of many sets that of the lowest, that of the highest tau, and all pooled."""
+    """Selects the series to show: of many sets only the lowest tau, the highest tau and all pooled."""
     if len(report.sets) <= FEW:
         return list(series)
     taus = [s.summary.drafted.tau_pooled for s in report.sets.values()]
@@ -196,7 +196,7 @@ def _sweep_charts(report: Report) -> Iterator[Chart]:
         key, what = SWEPT[name]
         labels = [f"{point[key]:,}" for point in points]
         for figure, title in (("speedup", "Speed-up"), ("tau_pooled", "Acceptance length τ")):
-            if name == "concurrency" and figure == "tau_pooled":  # which no load changes
+            if name == "concurrency" and figure == "tau_pooled":  # does not depend on the load
                 continue
             values = _numbers([point[figure] for point in points])
             series = Series(title, "c0", values, tuple(point.get(f"{figure}_ci95") for point in points))
@@ -214,14 +214,14 @@ def _slot_charts(report: Report) -> list[Chart]:
     if report.recall:
         best = report.recall["recall_at_k"].items()
         series = [Series(f"{k} best", f"c{i}", _numbers(shares)) for i, (k, shares) in enumerate(best)]
-        # the page's legend is of sets
+        # the legend of the page lists sets
         title = f"Target's token among the drafter's {', '.join(k for k, _ in best)} best (○, □, △)"
         found.append((title, curves(title, series, "slot k")))
     return found
 
 
 def _of_enough_steps(summary: Summary) -> list[float | None]:
-    """Shares given the slot before, of slots that COUNTED steps came to."""
+    """Returns shares given the slot before, for slots reached by at least COUNTED steps."""
     lengths = summary.drafted.accepted_lengths
     shares = enumerate(summary.drafted.accepted_given_previous)
     return [share if sum(lengths[slot:]) >= COUNTED else None for slot, share in shares]

@@ -1,8 +1,8 @@
-"""The report's kinds of plot as inline SVG: no scripts, no fonts, nothing fetched.
+"""Plots of reports as inline SVG, without scripts, fonts or external files.
 
-Colours come from the page's style sheet through classes (`c0`..`c7` for prompt sets, `pooled` for all), so one
-picture serves light and dark; series differ in the shape of their marks, too. Whiskers are 95 % intervals. Every mark
-carries a <title>: a tooltip, and a name for screen readers.
+Colours come from the page's style sheet through classes (`c0`..`c7` for prompt sets, `pooled` for all), so a plot works
+in light and dark mode. Series also differ in the shape of their marks. Whiskers are 95 % intervals. Every mark has a
+<title> for tooltips and screen readers.
 """
 
 import math
@@ -17,10 +17,10 @@ from .verdict import judge
 
 WIDTH, HEIGHT = 440, 260
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 24, 42  # margins around the plotting area
-ROW, BAR = 42, 13  # of a bar with its name above it
-LONGEST_NAME = 36  # characters, beside a figure
+ROW, BAR = 42, 13  # height of a bar with its name, and of the bar
+LONGEST_NAME = 36  # characters, next to a figure
 COLOURS = 8
-# around the origin, so that series can be told apart without colours; the second half of the colours is filled
+# centred at the origin; series differ in shape, and the second half of the colours is filled
 SHAPES = (
     "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3.4 0 1 0 -6.8 0z",
     "M-3 -3h6v6h-6z",
@@ -28,20 +28,20 @@ SHAPES = (
     "M0 -4.4L4.4 0L0 4.4L-4.4 0z",
 )
 
-Form = Callable[[float], str]  # a figure for people
+Form = Callable[[float], str]  # formats a figure
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One named row of figures and the class that colours it."""
+    """A named row of figures and the class of its colour."""
 
     name: str
     colour: str
-    values: tuple[float, ...]  # NaN is left out
-    intervals: tuple[Interval | None, ...] = ()  # as many, or none
+    values: tuple[float, ...]  # NaN is not drawn
+    intervals: tuple[Interval | None, ...] = ()  # one per value, or empty
 
     def points(self) -> Iterator[tuple[int, float, Interval | None]]:
-        """The figures that there are: index, value and interval."""
+        """Yields index, value and interval of finite values."""
         for i, value in enumerate(self.values):
             if math.isfinite(value):
                 yield i, value, self.intervals[i] if self.intervals else None
@@ -53,7 +53,7 @@ def colour_of(place: int) -> str:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` multiples of 1, 2, 2.5 or 5 times a power of ten, the outer ones around `low` and `high`."""
+    """Returns at most `most` round tick values that enclose `low` and `high`."""
     high = high if high > low else low + 1.0
     power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
     for factor in (1, 2, 2.5, 5, 10, 20, 25, 50, 100):
@@ -74,12 +74,12 @@ def curves(
     top: float | None = 1.0,
     at_one: str = "",
 ) -> str:
-    """Figures over columns, one line per series; a figure that is NaN leaves a gap in the line.
+    """Draws figures over columns, one line per series; NaN leaves a gap.
 
     Args:
         labels: of the columns (default: 1, 2, ...).
-        top: of the axis; None for what the figures need.
-        at_one: what a line at 1 means, if there is to be one.
+        top: end of the axis; None: chosen from the figures.
+        at_one: label of a line at 1; empty: no line.
     """
     labels = labels or [str(i + 1) for i in range(max(len(s.values) for s in series))]
     ends = [end for s in series for _, value, within in s.points() for end in (value, *(within or ()))]
@@ -90,7 +90,7 @@ def curves(
         body.append(_mark("line", "mean", at_one, x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
     column = (WIDTH - LEFT - RIGHT) / len(labels)
     for place, s in enumerate(series):
-        # side by side, or whiskers of one column would hide each other
+        # offset, or whiskers of a column would overlap
         aside = (place - (len(series) - 1) / 2) * min(5.0, 0.6 * column / len(series))
         found = [(i, _x(i, len(labels)) + aside, value, within) for i, value, within in s.points()]
         path = "".join(
@@ -108,7 +108,7 @@ def curves(
 
 
 def histogram(title: str, counts: Sequence[int], mean: float, colour: str) -> str:
-    """Share of steps by committed tokens 1..S, with the mean (tau) as a dashed line."""
+    """Draws the share of steps by committed tokens 1..S, with the mean (tau) as a dashed line."""
     total = max(1, sum(counts))
     scale = ticks(0.0, max(*counts, 1) / total)
     body = _axes(scale, [str(i + 1) for i in range(len(counts))], "tokens committed by a step", _share)
@@ -121,17 +121,17 @@ def histogram(title: str, counts: Sequence[int], mean: float, colour: str) -> st
     if math.isfinite(mean):
         x = LEFT + (mean - 0.5) * column
         body.append(_mark("line", "mean", f"mean {mean:.2f}", x1=x, x2=x, y1=TOP - 6, y2=HEIGHT - BOTTOM))
-        # above the plotting area, where no bar is
+        # above the plotting area, clear of the bars
         body.append(_text(min(max(x, LEFT + 18), WIDTH - RIGHT - 18), TOP - 11, f"τ {mean:.2f}", "value"))
     return _svg(title, HEIGHT, body)
 
 
 def bars(title: str, series: Sequence[Series], form: Form, at_one: str, losses: bool = False) -> str:
-    """One horizontal bar per series: its first value, written by `form`, with its interval.
+    """Draws one horizontal bar per series: its first value, formatted by `form`, with its interval.
 
     Args:
-        at_one: what a line at 1 means.
-        losses: values are speed-ups: the bar of a loss is hatched, and its figure says so.
+        at_one: label of a line at 1.
+        losses: values are speed-ups; the bar of a loss is hatched and labelled.
     """
     ends = [end for s in series for _, value, within in s.points() for end in (value, *(within or ()))]
     scale = ticks(0.0, max(1.0, *ends, 0.0))
@@ -155,10 +155,10 @@ def bars(title: str, series: Sequence[Series], form: Form, at_one: str, losses: 
 
 
 def differences(title: str, rows: Sequence[tuple[str, str, str, float, Sequence[float] | None]]) -> str:
-    """A point with its interval for each difference, around a line at zero.
+    """Draws a point with its interval for each difference, around a line at zero.
 
     Args:
-        rows: name, what it is of, its colour, difference, and low and high of its interval.
+        rows: name, run, colour, difference, and low and high end of its interval.
     """
     ends = [end for *_, value, within in rows for end in (value, *(within or ()))]
     scale = ticks(min(0.0, *ends, 0.0), max(0.0, *ends, 0.0))
@@ -175,7 +175,7 @@ def differences(title: str, rows: Sequence[tuple[str, str, str, float, Sequence[
 
 
 def swatch(colour: str) -> str:
-    """A series' mark on its line, for a legend."""
+    """Draws a series' mark on its line, for a legend."""
     line = f'<path class="line {colour}" d="M0 6H24"/>'
     return f'<svg class="swatch" viewBox="0 0 24 12" aria-hidden="true">{line}{_dot(colour, 12, 6)}</svg>'
 
@@ -194,7 +194,7 @@ def _svg(title: str, height: float, body: Sequence[str]) -> str:
 
 
 def _axes(scale: Sequence[float], labels: Sequence[str], x_name: str, form: Form) -> list[str]:
-    """Grid lines at the ticks, labelled columns, and what they count."""
+    """Draws grid lines at the ticks, column labels and the name of the x axis."""
     body = []
     for value in scale:
         y = _y(value, scale[-1])
@@ -209,7 +209,7 @@ def _axes(scale: Sequence[float], labels: Sequence[str], x_name: str, form: Form
 
 
 def _rows(scale: Sequence[float], count: int, form: Form, mark: float, meaning: str) -> tuple[list[str], float]:
-    """The grid below `count` rows with a dashed line at `mark`, and the height of it all."""
+    """Returns the grid of `count` rows with a dashed line at `mark`, and the total height."""
     end, body = count * ROW + 2.0, []
     for value in sorted({*scale, mark}):
         x = _along(value, scale)
@@ -230,12 +230,12 @@ def _whisker(within: Interval | None, scale: Sequence[float], y: float, colour: 
 
 
 def _along(value: float, scale: Sequence[float]) -> float:
-    """x of a value on a horizontal axis from the first to the last tick."""
+    """Returns x of a value on a horizontal axis from the first to the last tick."""
     return 2 + (value - scale[0]) / (scale[-1] - scale[0]) * (WIDTH - 4)
 
 
 def _x(index: int, count: int) -> float:
-    """Centre of column `index` of `count`."""
+    """Returns the centre of column `index` of `count`."""
     return LEFT + (index + 0.5) * (WIDTH - LEFT - RIGHT) / count
 
 
@@ -248,7 +248,7 @@ def _cut(name: str) -> str:
 
 
 def _short(figure: str) -> str:
-    """A tick without zeros that say nothing: 2x, not 2.00x."""
+    """Removes trailing zeros of a tick: 2x, not 2.00x."""
     return re.sub(r"\.?0+(?=\D*$)", "", figure) if "." in figure else figure
 
 

@@ -1,4 +1,4 @@
-"""What others get of a report: a part of the drafter's model card, a badge, a run of Weights & Biases."""
+"""Publishes a report: in the drafter's model card, as a badge, and to Weights & Biases."""
 
 import math
 import shlex
@@ -15,7 +15,7 @@ from .tables import summary_table
 
 CARD = "README.md"
 BEGIN, END = "<!-- dflash-eval: begin -->", "<!-- dflash-eval: end -->"
-NOT_SHOWN = {"output", "wandb", "write_model_card", "api_key"}  # options that change no figure, or are secret
+NOT_SHOWN = {"output", "wandb", "write_model_card", "api_key"}  # options that do not change figures, or are secret
 LOGGED = (
     "requests", "tau_pooled", "tau_mean", "tokens_per_second", "plain_tokens_per_second", "speedup",
     "identical_to_plain", "max_regret_nats",
@@ -23,7 +23,7 @@ LOGGED = (
 
 
 def badge(report: Report) -> str:
-    """An image of shields.io in Markdown: the acceptance length of all sets, in the first section."""
+    """Returns a shields.io image in Markdown with the pooled acceptance length of the first section."""
     tau = report.overall.drafted.tau_pooled
     said = f"{tau:.2f} tokens a step" if math.isfinite(tau) else "not measured"
     label, message = (quote(text.replace("-", "--").replace(" ", "_")) for text in ("acceptance length", said))
@@ -34,20 +34,20 @@ def badge(report: Report) -> str:
 
 
 def find_card(drafter: str) -> Path:
-    """The model card of a drafter, whether it is there yet or not.
+    """Returns the path of a drafter's model card, which may not exist yet.
 
     Raises:
-        UserError: the drafter is no directory, or the card cannot be read or has half of an earlier report.
+        UserError: the drafter is not a directory, or the card cannot be read or has an incomplete earlier report.
     """
     folder = Path(drafter)
     if not folder.is_dir():
-        raise UserError(f"write_model_card: {drafter} is no directory; give one that holds the drafter")
+        raise UserError(f"write_model_card: {drafter} is not a directory; give a directory that contains the drafter")
     _around(folder / CARD)
     return folder / CARD
 
 
 def write_card(card: Path, report: Report, command: str) -> None:
-    """Put a report into a model card, in place of an earlier one or behind what is there. Raises UserError."""
+    """Writes a report into a model card, in place of an earlier one or at the end. Raises UserError."""
     before, after = _around(card)
     environment = report.environment
     where = f"{escape(report.machine)}, {environment.date[:10]}"
@@ -60,7 +60,7 @@ def write_card(card: Path, report: Report, command: str) -> None:
 
 
 def _around(card: Path) -> tuple[str, str]:
-    """What stands before and behind the report in a card."""
+    """Returns the text before and after the report in a card."""
     try:
         text = card.read_bytes().decode() if card.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -75,7 +75,7 @@ def _around(card: Path) -> tuple[str, str]:
 
 
 def shown_command(config: Any) -> str:
-    """The command line of a configuration: what differs from the defaults."""
+    """Returns the command line of a configuration, without default values."""
     words, values = ["dflash-eval"], to_mapping(config)
     for key, (field, _) in list_options(type(config)):
         value, default = values[key], field.default
@@ -94,7 +94,7 @@ def shown_command(config: Any) -> str:
 
 
 def log_report(report: Report, output: Path, project: str) -> None:
-    """Log the figures of every set, and the page in `output`, to a run of its own. Raises UserError."""
+    """Logs the figures of every set and the page in `output` to a new run. Raises UserError."""
     values = report.to_json()
     config = values["environment"] | values["arguments"]
     run = start_run("wandb", project, config=config, dir=str(output), job_type="evaluation")
@@ -105,7 +105,7 @@ def log_report(report: Report, output: Path, project: str) -> None:
 
 
 def _figures(section: Section) -> dict[str, float]:
-    """What was measured, as `section/set/figure`, and the ends of its interval."""
+    """Returns the measured figures as `section/set/figure`, with the ends of their intervals."""
     found = {}
     for name, summary in section.labelled:
         values = summary.to_json()

@@ -1,4 +1,4 @@
-"""The results of a run, per prompt set and pooled over all, and the form they have in `report.json`."""
+"""The results of a run, per prompt set and pooled, and their form in `report.json`."""
 
 import math
 import platform
@@ -25,12 +25,12 @@ from ..stats.bootstrap import CONFIDENCE, RESAMPLES, SEED, intervals
 from .schema import SCHEMA_VERSION
 
 PERCENTILES = (50, 90, 99)
-NOISY = 1.5  # the fastest set over the slowest, decoded plainly
+NOISY = 1.5  # ratio of plain speeds, fastest over slowest set, that causes a warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What the numbers depend on besides the arguments."""
+    """The conditions of a measurement besides its arguments."""
 
     dflash_toolkit: str
     torch: str
@@ -45,7 +45,7 @@ class Environment:
 
     @classmethod
     def of(cls, pair: Pair) -> "Environment":
-        """This machine, as the loaded `pair` uses it, now."""
+        """Describes this machine, as the loaded `pair` uses it, and the current time."""
         return cls(
             dflash_toolkit=dflash_toolkit.__version__,
             torch=torch.__version__,
@@ -73,20 +73,20 @@ def _device_name(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one prompt set, or of all of them pooled."""
+    """The figures of one prompt set, or of all pooled."""
 
     drafted: Acceptance
     plain: Acceptance | None  # S = 1; None without a baseline
-    identical: int | None  # requests whose tokens are the plain ones; None too where they need not be
-    intervals: dict[str, Any]  # by the names of figures in `to_json`: an interval, None, or one a slot
-    latencies: dict[str, dict[str, float] | None]  # mean and percentiles of seconds, by their names in `to_json`
-    joules_per_token: float | None  # None where the GPU does not say
+    identical: int | None  # requests with the plain tokens; None without a baseline, or if they may differ
+    intervals: dict[str, Any]  # by names in `to_json`: an interval, None, or one per slot
+    latencies: dict[str, dict[str, float] | None]  # mean and percentiles of seconds, by names in `to_json`
+    joules_per_token: float | None  # None without a counter
     plain_joules_per_token: float | None
-    max_regret_nats: float | None  # largest of the differences; None where there is none
+    max_regret_nats: float | None  # None without differences
 
     @classmethod
     def of(cls, measurements: Sequence[Measurement], block_size: int, repeats_plain: bool = True) -> "Summary":
-        """Pool at least one measurement; either all of them have a plain answer or none has."""
+        """Pools at least one measurement; all of them or none have a plain answer."""
         drafted = [m.drafted for m in measurements]
         plain = [m.plain for m in measurements if m.plain]
         same = sum(m.plain is not None and m.plain.tokens == m.drafted.tokens for m in measurements)
@@ -109,12 +109,12 @@ class Summary:
 
     @property
     def speedup(self) -> float | None:
-        """Decode rate with the drafter over the plain one; NaN where neither took a step."""
+        """Decode rate with the drafter over the plain one; NaN without steps."""
         return self.drafted.tokens_per_second / self.plain.tokens_per_second if self.plain else None
 
     @property
     def identical_to_plain(self) -> float | None:
-        """Share of requests whose tokens are the plain ones."""
+        """Share of requests with the plain tokens."""
         return None if self.identical is None else self.identical / self.drafted.answers
 
     def to_json(self) -> dict[str, Any]:
@@ -145,13 +145,13 @@ class Summary:
 
 
 def _per_token(joules: Sequence[float | None], answers: Sequence[Generation]) -> float | None:
-    """The counter moves a few times a second, so that only many answers together tell."""
+    """Pools over answers, as the counter is updated only a few times per second."""
     known = [used for used in joules if used is not None]
     return ratio(sum(known), sum(len(answer.tokens) for answer in answers)) if len(known) == len(answers) > 0 else None
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles; None of nothing."""
+    """Returns mean and percentiles; None without values."""
     if not values:
         return None
     percentiles = np.percentile(values, PERCENTILES)
@@ -163,11 +163,11 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class SetReport:
-    """One prompt set."""
+    """The results of one prompt set."""
 
     summary: Summary
     measurements: tuple[Measurement, ...]
-    categories: dict[str, Summary]  # of those whose prompts say which they are of
+    categories: dict[str, Summary]  # of prompts with a category
 
     @classmethod
     def of(cls, measurements: Sequence[Measurement], block_size: int, repeats_plain: bool = True) -> "SetReport":
@@ -181,7 +181,7 @@ class SetReport:
 
     @property
     def differences(self) -> list[tuple[str, Difference]]:
-        """The id of every request whose answer is not the plain one, and where it leaves it."""
+        """Ids and first differences of the requests with other tokens than the plain ones."""
         return [(m.id, m.difference) for m in self.measurements if m.difference]
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class SetReport:
 
 
 def answer_hash(tokens: Sequence[int]) -> str:
-    """The start of the SHA-256 of an answer's ids: whether two reports have the same answer."""
+    """Returns the start of the SHA-256 of an answer's ids, to compare answers of two reports."""
     return json_digest(list(tokens))[:16]
 
 
@@ -235,7 +235,7 @@ def _request(measurement: Measurement) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """All prompt sets, decoded one way."""
+    """All prompt sets, measured in one setting."""
 
     temperature: float
     thinking: bool | None  # None leaves it to the chat template
@@ -251,7 +251,7 @@ class Section:
         block_size: int,
         repeats_plain: bool = True,
     ) -> "Section":
-        """Pool what was measured, by the names of sets."""
+        """Pools the measurements of each set, given by name."""
         return cls(
             temperature,
             thinking,
@@ -261,13 +261,13 @@ class Section:
 
     @property
     def name(self) -> str:
-        """How it was decoded, in words."""
+        """The setting in words."""
         thinking = {None: "", True: ", thinking", False: ", no thinking"}[self.thinking]
         return ("greedy" if self.temperature == 0.0 else f"temperature {self.temperature:g}") + thinking
 
     @property
     def labelled(self) -> list[tuple[str, Summary]]:
-        """Each set with its name and, where there are several, all of them pooled."""
+        """Each set with its name and, if there are several, all of them pooled."""
         rows = [(name, result.summary) for name, result in self.sets.items()]
         return rows if len(rows) == 1 else [*rows, ("all sets", self.overall)]
 
@@ -282,7 +282,7 @@ class Section:
 
 
 def noise(sections: Sequence[Section]) -> list[str]:
-    """A warning where plain decoding was much faster in some sets than in others, which no drafter explains."""
+    """Returns warnings for sections in which plain decoding was much faster in some sets than in others."""
     found = []
     for section in sections:
         speeds = {name: s.summary.plain.tokens_per_second for name, s in section.sets.items() if s.summary.plain}
@@ -297,31 +297,31 @@ def noise(sections: Sequence[Section]) -> list[str]:
 
 
 def at_a_time(concurrency: int) -> str:
-    """The load of a report, in words."""
+    """Describes the load of a report."""
     return "one request at a time" if concurrency == 1 else f"each of {concurrency} requests at a time"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything a run found out."""
+    """All results of a run."""
 
     environment: Environment
     arguments: dict[str, Any]  # plain JSON values
-    sections: tuple[Section, ...]  # at least one; the first is what a reader is told of where there is room for one
-    warnings: tuple[str, ...] = ()  # why figures may mislead
-    sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # points, as `report.json` has them
+    sections: tuple[Section, ...]  # at least one; the summary shows the first
+    warnings: tuple[str, ...] = ()  # reasons why figures may mislead
+    sweeps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # points, in the form of `report.json`
     recommendation: dict[str, Any] | None = None  # see `sweeps.recommendation`
     recall: dict[str, Any] | None = None  # see `recall.draft_recall`
     distribution: dict[str, Any] | None = None  # see `distribution.distribution_test`
 
     @property
     def sets(self) -> dict[str, SetReport]:
-        """Of the first section."""
+        """The sets of the first section."""
         return self.sections[0].sets
 
     @property
     def overall(self) -> Summary:
-        """Of the first section."""
+        """The pooled figures of the first section."""
         return self.sections[0].overall
 
     @property
@@ -330,18 +330,18 @@ class Report:
 
     @property
     def machine(self) -> str:
-        """What decoded, and in which dtype, which a server does not tell."""
-        told = self.environment
-        return told.device_name if told.device == "endpoint" else f"{told.device_name}, {told.dtype}"
+        """The device and its dtype; a server does not report a dtype."""
+        found = self.environment
+        return found.device_name if found.device == "endpoint" else f"{found.device_name}, {found.dtype}"
 
     @property
     def load(self) -> str:
-        """How many requests were in flight, in words."""
+        """The concurrency in words."""
         return at_a_time(self.arguments.get("max_concurrency", 1))
 
     @property
     def pair(self) -> str:
-        """What was measured, in words."""
+        """Drafter and target in words."""
         drafter = self.arguments.get("drafter")
         if not drafter:
             return str(self.arguments["target"])
@@ -354,11 +354,11 @@ class Report:
 
     @property
     def labelled(self) -> list[tuple[str, Summary]]:
-        """Of the first section."""
+        """As `Section.labelled`, of the first section."""
         return self.sections[0].labelled
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON values: figures that could not be measured are None, never NaN."""
+        """Returns strict JSON values; figures that could not be measured are None instead of NaN."""
         values = {
             "schema_version": SCHEMA_VERSION,
             "environment": asdict(self.environment),

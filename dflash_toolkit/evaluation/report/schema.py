@@ -1,4 +1,4 @@
-"""The form of `report.json` and of `compare.json`, and what reads a report. Without torch.
+"""The form of `report.json` and `compare.json`, and the reader of reports. Imports no torch.
 
 The types below are the form; msgspec makes JSON Schemas of them.
 """
@@ -76,13 +76,13 @@ class SummaryForm(Latencies):
     speedup_ci95: Interval
     identical_to_plain: Annotated[
         Share | None,
-        Meta(description="Share of requests whose tokens are the plain ones; null if drafts were sampled."),
+        Meta(description="Share of requests with the plain tokens; null if drafts were sampled."),
     ]
     max_regret_nats: Annotated[Number, Meta(description="Largest regret_nats of the differences.")]
 
 
 class DifferenceForm(TypedDict):
-    """A request whose answer is not the plain one."""
+    """A request with another answer than the plain one."""
 
     id: str
     position: Annotated[int, Meta(ge=0, description="0-based, in the answer: the first token that differs.")]
@@ -135,7 +135,7 @@ class SetForm(SummaryForm):
 
 
 class SectionForm(TypedDict):
-    """All sets, decoded one way."""
+    """All sets, measured in one setting."""
 
     name: str
     temperature: Seconds
@@ -158,7 +158,7 @@ class EnvironmentForm(TypedDict):
 
 
 class ArgumentsForm(TypedDict):
-    """Options of the run, and hashes of its models and prompts; these always."""
+    """Options of the run, and hashes of its models and prompts; the listed keys are always present."""
 
     runtime: Any
     block_size: Any
@@ -173,7 +173,7 @@ class BootstrapForm(TypedDict):
 
 
 class DraftingForm(TypedDict):
-    """A way to draft at a load."""
+    """The results of one way to draft at one load."""
 
     concurrency: Annotated[int, Meta(ge=1)]
     drafts: Literal["blocks", "chains", "trees"]
@@ -291,7 +291,7 @@ class RunForm(TypedDict):
 
 
 class Change(TypedDict):
-    """A figure of a run less that of the first; of few requests without interval and p-value."""
+    """A figure of a run minus that of the first; without interval and p-value for few requests."""
 
     value: Number
     ci95: Interval
@@ -305,7 +305,7 @@ class SlotChanges(TypedDict):
 
 
 class Changes(TypedDict):
-    """By figure; null is not compared."""
+    """Differences by figure; null if it was not compared."""
 
     tau_pooled: Change | None
     tau_mean: Change | None
@@ -376,7 +376,7 @@ def _schema(form: Any) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report of `dflash-eval`, or the one in a folder. Raises UserError: it is none, or one of another version."""
+    """Reads a report from a file or folder. Raises UserError if it is invalid or of another version."""
     path = path / "report.json" if path.is_dir() else path
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -395,7 +395,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def split_places(words: Sequence[str], options: type) -> tuple[list[Path], list[str]]:
-    """The files that a command line begins with, and its `options` behind them."""
+    """Splits a command line into the files at its start and the `options` after them."""
     keys = {key for key, _ in list_options(options)}
     count = next((i for i, word in enumerate(words) if word[:1] == "-" or word.partition("=")[0] in keys), len(words))
     return [Path(word) for word in words[:count]], list(words[count:])

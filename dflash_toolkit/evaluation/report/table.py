@@ -1,4 +1,4 @@
-"""A table of text cells, the form of its figures, and how a terminal shows it. Without torch."""
+"""A table of text cells, formats of its figures, and its output to a terminal. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from rich.measure import Measurement
 from rich.table import Table as Grid
 from rich.text import Text
 
-MISSING = "-"  # nothing to count
+MISSING = "-"  # not measured
 COLOURS = {"good": "green", "bad": "red", "unsure": "yellow", "unknown": "default"}  # by a verdict's outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Plain text cells, which the renderer escapes. The first column names the row."""
+    """Plain text cells, escaped by the renderer. The first column names the row."""
 
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numeric: bool = True  # the other columns hold figures, set flush right
+    numeric: bool = True  # the other columns are aligned right
 
     def without(self, *names: str) -> "Table":
         """Returns the table without the columns of these names."""
@@ -31,7 +31,7 @@ class Table:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Formats a figure; a dash is one that could not be measured."""
+    """Formats a figure, or a dash if it was not measured."""
     return MISSING if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 
@@ -54,10 +54,10 @@ def between(figure: str, within: Sequence[float] | None) -> str:
 
 
 def show_table(table: Table, colours: Sequence[str] = ()) -> None:
-    """Prints a table. A file or a pipe gets whole rows, a terminal folds cells that are too wide for it.
+    """Prints a table. In a file or a pipe rows stay whole; in a terminal cells that are too wide are folded.
 
     Args:
-        colours: one style a row (default: none).
+        colours: one style per row (default: none).
     """
     console = Console()
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -65,7 +65,7 @@ def show_table(table: Table, colours: Sequence[str] = ()) -> None:
         say(table.caption, "bold")
     for place, name in enumerate(table.header):
         grid.add_column(Text(name), justify="right" if place and table.numeric else "left", overflow="fold")
-    for place, row in enumerate(table.rows):  # no markup: a name may look like a style
+    for place, row in enumerate(table.rows):  # Text, as a name may look like markup
         grid.add_row(*map(Text, row), style=colours[place] if colours else None)
     needed = Measurement.get(console, console.options.update(width=10_000), grid).maximum
     if console.is_terminal:
@@ -82,5 +82,5 @@ def _lines(grid: Grid, width: int) -> list[str]:
 
 
 def say(text: str, style: str = "") -> None:
-    """Prints a sentence in full, coloured where the output is a terminal."""
+    """Prints a sentence without wrapping, coloured in a terminal."""
     Console(highlight=False).print(Text(text, style), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The tables of a report and the words that define its figures, the same in Markdown and HTML."""
+"""The tables of a report and the definitions of its figures, for Markdown and HTML."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,47 +14,46 @@ SHOWN_DIFFERENCES = 20
 DEFINITIONS = (
     (
         "Acceptance length τ",
-        "Tokens committed per verify step, the target's own bonus token included. Pooled: all tokens over "
-        "all steps; mean: the average of the requests' own τ. The first token of an answer comes from the "
-        "prefill and belongs to no step.",
+        "Tokens committed per verify step, including the target's bonus token. Pooled: all tokens over all steps; "
+        "mean: the average τ of the requests. The first token of an answer comes from the prefill and belongs to no "
+        "step.",
     ),
     (
         "Intervals",
-        "In brackets, where 95 of 100 repetitions with other requests of the same kind would put the figure: "
-        "a bootstrap over requests.",
+        "95 % intervals in brackets, by a bootstrap over requests: 95 of 100 repetitions with other requests of the "
+        "same kind would give a figure inside.",
     ),
     (
         "Accepted at slot k",
-        "Of the steps in which slot k was judged, the share that accepted at least k drafts. A slot is "
-        "judged if it was drafted (blocks are cut near the token limit) and lies within the answer (not "
-        "behind a stop token). Given the slot before: the same among the steps that accepted at least k-1 "
-        "drafts.",
+        "The share of steps that accepted at least k drafts, among steps in which slot k was judged. A slot is judged "
+        "if it was drafted (blocks are cut near the token limit) and is part of the answer (not after a stop token). "
+        "Given the slot before: the same, among the steps that accepted at least k-1 drafts.",
     ),
     (
         "Tokens per second",
-        "Tokens committed by steps over the time of those steps, of one request, also where several were in flight "
-        "(max_concurrency); the prefill is left out. With and without the drafter alike: on the same runtime (`engine` "
-        "is what dflash-serve runs, `reference` the readable definition on Hugging Face modules), machine and run. "
-        "Every step with the drafter drafts a full block.",
+        "Tokens committed by steps over the time of those steps, without the prefill. The rate is per request, also "
+        "with concurrent requests (max_concurrency). Decoding with and without the drafter uses the same runtime "
+        "(`engine` is the one of dflash-serve, `reference` the readable definition on Hugging Face modules), machine "
+        "and run. Every step with the drafter drafts a full block.",
     ),
     (
         "Identical to plain",
-        "Requests whose tokens equal those of decoding without a drafter. For the others, under greedy decoding, the "
-        "regret is by how many nats the target finds the drafted token at the first difference less probable than its "
-        "best, in fp32: near zero it is a tie that rounding decided, a large one is a defect. Answers to drafts "
-        "that were sampled at a temperature (draft_sample_method probabilistic) are distributed as the plain ones, but "
-        "are others: none is compared.",
+        "Requests with the same tokens as without a drafter. For the others, the regret at the first difference of "
+        "greedy answers is the target's log-probability of its best token minus that of the drafted one, in nats and "
+        "fp32. Near zero it is a tie decided by rounding; a large regret is a defect. Answers with sampled drafts "
+        "(draft_sample_method probabilistic) have the same distribution as the plain ones but differ from them, so "
+        "they are not compared.",
     ),
 )
 
 
 def identical(summary: Summary) -> str:
-    """Answers equal to the plain ones, counted: a share would round one defect in thousands to 100 %."""
+    """Writes the number of answers equal to the plain ones; a share would round one defect in thousands to 100 %."""
     return MISSING if summary.identical is None else f"{summary.identical:,} of {summary.drafted.answers:,}"
 
 
 def summary_table(report: Report | Section, caption: str = "Results per prompt set") -> Table:
-    """Returns the figures people decide from; without a baseline the columns that need one are absent."""
+    """Returns the main figures; without a baseline, columns that need one are absent."""
     return _summary_table(caption, report.labelled, bool(report.overall.plain))
 
 
@@ -77,14 +76,14 @@ def _summary_table(caption: str, labelled: Iterable[tuple[str, Summary]], baseli
 
 
 def ways_table(report: Report) -> Table | None:
-    """All sets pooled, by the way of decoding; None where there is one."""
+    """Returns the pooled figures by section; None for one section."""
     ways = [(section.name, section.overall) for section in report.sections]
     found = _summary_table("All sets, by the way of decoding", ways, bool(report.overall.plain))
     return found if len(ways) > 1 else None
 
 
 def category_table(section: Section) -> Table | None:
-    """The figures by category, of sets with several; None where no set has."""
+    """Returns the figures by category of sets with several; None if there is no such set."""
     kinds = [
         (f"{name}: {kind}", summary)
         for name, result in section.sets.items()
@@ -98,7 +97,7 @@ PERCENTILES = ("First token, ms: p50", "p90", "p99", "Between steps, ms: p50", "
 
 
 def latency_table(section: Section) -> Table:
-    """How long a reader waits, and what a token costs."""
+    """Returns latencies, and the energy per token."""
     header = ["Set", *PERCENTILES, "J/token"]
     plain = bool(section.overall.plain)
     rows = []
@@ -107,11 +106,11 @@ def latency_table(section: Section) -> Table:
             row = [name + (how if plain else ""), *_percentiles(summary.latencies, prefix)]
             joules = summary.plain_joules_per_token if prefix else summary.joules_per_token
             rows.append((*row, number(joules, 3)))
-    return Table("Latency, and energy where the GPU tells", tuple(header), tuple(rows))
+    return Table("Latency and energy", tuple(header), tuple(rows))
 
 
 def load_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """How long a reader waits, by the number of requests at a time."""
+    """Returns latencies by concurrency."""
     rows = []
     for point in points:
         plain = point["plain_tokens_per_second"] is not None
@@ -121,7 +120,7 @@ def load_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _percentiles(latencies: Mapping[str, Any], prefix: str) -> list[str]:
-    """The cells of `PERCENTILES`, of figures by their names in `report.json`."""
+    """Returns the cells of `PERCENTILES`, from figures by their names in `report.json`."""
     found = [latencies[f"{prefix}{name}_seconds"] or {} for name in ("time_to_first_token", "inter_token_latency")]
     return [number(_milli(spread.get(p)), 1) for spread in found for p in ("p50", "p90", "p99")]
 
@@ -138,7 +137,7 @@ SWEPT = {
 
 
 def sweep_tables(sweeps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
-    """The points of every sweep, and what readers wait under load."""
+    """Returns the points of every sweep, and latencies under load."""
     found = [sweep_table(name, points) for name, points in sweeps.items() if name in SWEPT]
     if loads := sweeps.get("concurrency"):
         found.append(load_table(loads))
@@ -148,7 +147,7 @@ def sweep_tables(sweeps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Tabl
 
 
 def drafting_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """Ways to draft, at each load."""
+    """Returns the figures of each way to draft at each load."""
     header = (
         "Drafts, requests at a time",
         "Requests",
@@ -172,7 +171,7 @@ def drafting_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:
-    """The points of a sweep."""
+    """Returns the points of a sweep."""
     key, what = SWEPT[name]
     header = (what, "Requests", "τ pooled", "Tokens/s", "Plain tokens/s", "Speed-up")
     rows = [
@@ -190,7 +189,7 @@ def sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def slot_tables(report: Report) -> tuple[Table, Table]:
-    """Acceptance per slot: at least k drafts accepted, and slot k accepted given slot k - 1."""
+    """Returns acceptance per slot: at least k drafts accepted, and slot k accepted given slot k - 1."""
     header = ("Set", *(str(slot) for slot in range(1, report.block_size)))
 
     def rows(shares: Iterable[tuple[str, tuple[float, ...]]]) -> tuple[tuple[str, ...], ...]:
@@ -211,7 +210,7 @@ def slot_tables(report: Report) -> tuple[Table, Table]:
 
 
 def recall_table(report: Report) -> Table | None:
-    """How often the target's token is among the drafter's best; None where it was not measured."""
+    """Returns how often the target's token is among the drafter's best; None if it was not measured."""
     if report.recall is None:
         return None
     found = report.recall["recall_at_k"]
@@ -223,7 +222,7 @@ def recall_table(report: Report) -> Table | None:
 
 
 def lengths_table(report: Report) -> Table:
-    """How many steps committed 1..S tokens."""
+    """Returns how many steps committed 1..S tokens."""
     return Table(
         "Verify steps by the number of tokens they committed",
         ("Set", *(str(length) for length in range(1, report.block_size + 1))),
@@ -232,11 +231,11 @@ def lengths_table(report: Report) -> Table:
 
 
 def differences_table(report: Report) -> Table | None:
-    """The answers that left the plain ones, largest regret first; None if there is none."""
+    """Returns the first differences from plain answers, largest regret first; None if there are none."""
     found = [(name, request, d) for name, result in report.sets.items() for request, d in result.differences]
     if not found:
         return None
-    # one that is no number comes first: the target's logits are broken
+    # NaN comes first: the target's logits are broken
     regrets = (0.0 if d.regret_nats is None else d.regret_nats for _, _, d in found)
     order = {i: math.inf if math.isnan(regret) else regret for i, regret in enumerate(regrets)}
     shown = [found[i] for i in sorted(order, key=lambda i: order[i], reverse=True)[:SHOWN_DIFFERENCES]]
@@ -259,9 +258,9 @@ def differences_table(report: Report) -> Table | None:
 
 
 def setup_table(report: Report) -> Table:
-    """Lists environment and arguments that have a value, one a row.
+    """Lists environment and arguments that have a value.
 
-    Of what both have (`device`, `dtype`) it is the value that was used, not the one that was asked for.
+    For names in both (`device`, `dtype`) it shows the value that was used, not the requested one.
     """
     found = asdict(report.environment)
     values = found | report.arguments | found
@@ -271,7 +270,7 @@ def setup_table(report: Report) -> Table:
 
 
 def _short(value: object) -> object:
-    """Hashes by their beginnings: report.json has the rest."""
+    """Shortens hashes; report.json has all of them."""
     if isinstance(value, dict):
         return {key: _short(v) for key, v in value.items()}
     return f"{value[:12]}…" if isinstance(value, str) else value

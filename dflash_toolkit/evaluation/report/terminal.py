@@ -1,4 +1,4 @@
-"""What `dflash-eval` prints at its end: tables, the verdict, where the report is, what to run next."""
+"""Prints the end of `dflash-eval`: tables, the verdict, the report's path and the next command."""
 
 import shlex
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from .table import COLOURS, say, show_table
 from .tables import summary_table
 from .verdict import verdict
 
-DETAILS = ("Tokens", "Steps", "τ mean")  # columns that only the report has
+DETAILS = ("Tokens", "Steps", "τ mean")  # columns that only the report shows
 
 
 def show_report(report: Report, output: Path, protocol: str | None = None, serve: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a report comes to, in sentences: faster or not, exact or not, where it loses, what to serve with."""
+"""Summarizes a report in sentences: speed, exactness, losses and the recommendation."""
 
 import math
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from .results import Report, Summary
 from .table import times
 from .tables import SWEPT
 
-TIE_NATS = 0.2  # a regret up to here is a tie that rounding can decide
-NAMED = 6  # places where it loses
+TIE_NATS = 0.2  # a regret up to this value is a tie that rounding can decide
+NAMED = 6  # maximum number of listed losses
 SWEPT_PLACES: dict[
     str, Callable[[int], str]
 ] = {  # points of sweeps, in words; of draft lengths the best one is served with
@@ -21,21 +21,21 @@ SWEPT_PLACES: dict[
 }
 
 Outcome = Literal["good", "bad", "unsure", "unknown"]
-SIGNS: dict[Outcome, str] = {"good": "✓", "bad": "✗", "unsure": "?", "unknown": "○"}  # not by colour alone
+SIGNS: dict[Outcome, str] = {"good": "✓", "bad": "✗", "unsure": "?", "unknown": "○"}  # readable without colours
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The first thing that a reader meets."""
+    """The summary at the top of a report."""
 
-    outcome: Outcome  # whether to use it
+    outcome: Outcome  # whether to use the drafter
     headline: str
     exactness: Outcome
-    points: tuple[tuple[str, str], ...]  # what is asked, and the answer
+    points: tuple[tuple[str, str], ...]  # question and answer
 
 
 def judge(speedup: float | None, within: Interval | None) -> Outcome:
-    """Whether a speed-up is one: its interval, where there is one, must leave out 1."""
+    """Judges a speed-up: its interval, if there is one, must not contain 1."""
     if speedup is None or not math.isfinite(speedup):
         return "unknown"
     low, high = within or (speedup, speedup)
@@ -47,7 +47,7 @@ def judge_summary(summary: Summary) -> Outcome:
 
 
 def verdict(report: Report) -> Verdict:
-    """Of the first section, and what the others and the sweeps add."""
+    """Judges the first section; the losses also cover the other sections and the sweeps."""
     exactness, said = _exact(report)
     points = [
         ("Exact?", " ".join([said, *_distribution(report)])),
@@ -61,7 +61,7 @@ def verdict(report: Report) -> Verdict:
 
 
 def speed(summary: Summary) -> str:
-    """A speed-up with its interval, in words."""
+    """Writes a speed-up with its interval."""
     within = summary.intervals["speedup"]
     interval = f"95 % interval {times(within[0])} to {times(within[1])}" if within else "one request, so no interval"
     return f"{times(summary.speedup)} ({interval})"
@@ -103,17 +103,17 @@ def _exact(report: Report) -> tuple[Outcome, str]:
 
 
 def _distribution(report: Report) -> list[str]:
-    """What the test of sampled answers says, where there was one."""
+    """Writes the result of the distribution test, if there is one."""
     if not report.distribution:
         return []
     chance = report.distribution["p_value"]
-    unlike = "are distributed otherwise than plain ones" if chance < SUSPICIOUS else "show no other distribution"
+    unlike = "have another distribution than" if chance < SUSPICIOUS else "show no difference in distribution from"
     count = report.distribution["samples"]
-    return [f"Sampled answers {unlike} (p = {chance:.3f}, {count:,} of every prompt)."]
+    return [f"Sampled answers {unlike} plain ones (p = {chance:.3f}, {count:,} answers per prompt)."]
 
 
 def _losses(report: Report) -> str:
-    """Sets that are not faster, in every section; categories that fare otherwise than their set; points of sweeps."""
+    """Lists sets that are not faster, categories that differ from their set, and such points of sweeps."""
     found: dict[Outcome, list[str]] = {"good": [], "bad": [], "unsure": [], "unknown": []}
     for section in report.sections:
         where = f", {section.name}" if len(report.sections) > 1 else ""

@@ -1,1 +1,1 @@
-"""How sure figures and differences are: intervals and tests over requests."""
+"""Confidence intervals and tests of figures and differences, over requests."""

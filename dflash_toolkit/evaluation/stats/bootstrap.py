@@ -1,7 +1,7 @@
-"""How far a figure could be another one with other requests of the same kind: 95 % intervals by the bootstrap.
+"""95 % bootstrap intervals of figures over requests.
 
-Requests are drawn anew, with replacement, and every figure is computed of each draw. A figure here is a ratio of sums
-over requests, so that one matrix product gives the sums of all draws.
+Requests are resampled with replacement, and every figure is computed for each resample. A figure is a ratio of sums
+over requests, so one matrix product gives the sums of all resamples.
 """
 
 import math
@@ -15,14 +15,14 @@ from ...acceptance import verdicts
 from ...generation import Generation
 
 RESAMPLES, SEED, CONFIDENCE = 2000, 0, 0.95
-AT_ONCE = 4_000_000  # weights in memory
+AT_ONCE = 4_000_000  # maximum weights in memory
 
 Interval = tuple[float, float]  # low, high
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def resampled_sums(figures: Array) -> Array:
-    """Sums [RESAMPLES, F] over draws of as many requests as there are, of figures [requests, F]; seeded."""
+    """Returns the sums [RESAMPLES, F] of figures [requests, F] over seeded resamples of the requests."""
     count, rng = len(figures), np.random.default_rng(SEED)
     at_once = max(1, AT_ONCE // count)
     even = np.full(count, 1 / count)
@@ -31,10 +31,10 @@ def resampled_sums(figures: Array) -> Array:
 
 
 def interval(replicates: Array, requests: int) -> Interval | None:
-    """Percentiles of a figure's values [RESAMPLES] over the draws; None of fewer than two requests, or of no value.
+    """Returns the percentile interval of a figure's values [RESAMPLES]; None without values or below two requests.
 
-    The percentiles are Hesterberg's (2015, "What Teachers Should Know About the Bootstrap", section 5.3): further out
-    where there are few requests, as Student's t is, for the plain ones are too narrow there.
+    The percentiles are widened for few requests by Student's t, as the plain ones are too narrow (Hesterberg 2015,
+    "What Teachers Should Know About the Bootstrap", section 5.3).
     """
     values = replicates[np.isfinite(replicates)]
     if requests < 2 or not len(values):
@@ -45,7 +45,7 @@ def interval(replicates: Array, requests: int) -> Interval | None:
 
 
 def _student(p: float, freedom: int) -> float:
-    """The quantile of Student's t; within 1 % from 3 degrees of freedom on (Abramowitz and Stegun 26.7.5)."""
+    """Returns the quantile of Student's t, within 1 % from 3 degrees of freedom (Abramowitz and Stegun 26.7.5)."""
     if freedom <= 2:  # exact
         return math.tan(math.pi * (p - 0.5)) if freedom == 1 else (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
     z = NormalDist().inv_cdf(p)
@@ -60,12 +60,12 @@ def _student(p: float, freedom: int) -> float:
 def intervals(
     drafted: Sequence[Generation], plain: Sequence[Generation], block_size: int, begins: Sequence[bool] | None = None
 ) -> dict[str, Interval | tuple[Interval | None, ...] | None]:
-    """Intervals of the figures of `Acceptance` and of the speed-up, by their names in reports.
+    """Returns intervals of the figures of `Acceptance` and of the speed-up, by their names in reports.
 
     Args:
-        plain: of the same requests in the same order; or none.
-        block_size: S; two figures have S - 1 intervals, one a slot.
-        begins: whether a request begins a conversation (default: each does); its turns are drawn together.
+        plain: plain answers to the same requests in the same order, or empty.
+        block_size: S; two figures have S - 1 intervals, one per slot.
+        begins: whether each request begins a conversation (default: all do); its turns are resampled together.
     """
     requests = columns(drafted, plain, block_size, begins)
     found: dict[str, Interval | tuple[Interval | None, ...] | None]
@@ -76,7 +76,7 @@ def intervals(
 def intervals_of(
     replicates: Mapping[str, Array], requests: int
 ) -> dict[str, Interval | tuple[Interval | None, ...] | None]:
-    """Of each of `figures` its interval, or one a slot."""
+    """Returns the interval of each of `figures`, or one per slot."""
     return {
         name: interval(values, requests) if values.ndim == 1 else tuple(interval(slot, requests) for slot in values)
         for name, values in replicates.items()
@@ -86,7 +86,7 @@ def intervals_of(
 def columns(
     drafted: Sequence[Generation], plain: Sequence[Generation], block_size: int, begins: Sequence[bool] | None = None
 ) -> Array:
-    """What `figures` are ratios of, summed over each conversation [conversations, F]. Arguments as of `intervals`."""
+    """Returns the sums for `figures` of each conversation [conversations, F]. Arguments as for `intervals`."""
     slots = block_size - 1
     parts = [_speed(drafted), _taus(drafted), np.array([_slots(g, slots) for g in drafted]).reshape(-1, 3 * slots)]
     parts += [_speed(plain)] if plain else []
@@ -95,7 +95,7 @@ def columns(
 
 
 def figures(sums: Array, block_size: int, plain: bool) -> dict[str, Array]:
-    """Figures by their names in reports, of sums [N, F] of `columns`: [N], or [S - 1, N] where a slot has one each.
+    """Returns figures by their names in reports from sums [N, F] of `columns`: [N], or [S - 1, N] for slots.
 
     Args:
         plain: whether there are plain answers.
@@ -118,7 +118,7 @@ def figures(sums: Array, block_size: int, plain: bool) -> dict[str, Array]:
 
 
 def _speed(generations: Sequence[Generation]) -> Array:
-    """Tokens committed by steps, steps, and their seconds [requests, 3]."""
+    """Returns the tokens committed by steps, the steps and their seconds [requests, 3]."""
     return np.array([(sum(len(s.tokens) for s in g.steps), len(g.steps), g.decode_s) for g in generations])
 
 
@@ -128,7 +128,7 @@ def _taus(generations: Sequence[Generation]) -> Array:
 
 
 def _slots(generation: Generation, slots: int) -> Array:
-    """Steps that judged, reached and accepted each slot [3, slots], as `Acceptance` counts them."""
+    """Counts the steps that judged, reached and accepted each slot [3, slots], as `Acceptance` does."""
     found = np.array(verdicts(generation)).reshape(-1, 2)
     drafted, accepted, slot = found[:, :1], found[:, 1:], np.arange(1, slots + 1)
     judged = drafted >= slot
