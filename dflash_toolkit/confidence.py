@@ -20,7 +20,7 @@ LIKELY = 1e-3  # minimum probability of a node
 class JudgedNode(NamedTuple):
     """A node of a draft tree with an accepted parent."""
 
-    log_prob: float  # of its token after its parent, by the drafter
+    log_prob: float  # the drafter's, for its token after its parent
     slot: int  # 1..S-1
     accepted: bool
     best: bool  # the most probable token after its parent, which a chain would hold

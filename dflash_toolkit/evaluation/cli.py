@@ -373,11 +373,12 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
 def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import load_drafter
     from ..models.target import Target
-    from .measure.decoders import EnginePair, ReferencePair
+    from .measure.decoders import EnginePair, ReferencePair, suggest_reference
 
     assert config.drafter is not None
     drafter = load_drafter(config.drafter)
-    check_target(config.target, "reference" if config.recall else config.runtime, drafter.config)
+    with suggest_reference(UnsupportedModel):
+        check_target(config.target, "reference" if config.recall else config.runtime, drafter.config)
     if config.draft.block_size is not None:
         try:
             drafter.config = drafter.config.with_block_size(config.draft.block_size)

@@ -57,7 +57,7 @@ class Run:
 
     @property
     def machine(self) -> tuple[Any, ...]:
-        """The conditions of speed besides the software."""
+        """Hardware, dtype and threads, which affect speed."""
         environment = self.report["environment"]
         threads = environment["threads"] if environment["device"] == "cpu" else None
         return environment["device_name"], environment["dtype"], threads
@@ -192,7 +192,7 @@ def _with_sets_of(first: Run, run: Run) -> Run:
 
 
 def _warnings(first: Run, run: Run) -> list[str]:
-    """Returns reasons besides the drafters why figures of two runs may differ."""
+    """Returns differences in settings that may change figures."""
     found = []
     here, there = first.arguments, run.arguments
     sampled = any(section["temperature"] for section in run.report["sections"])

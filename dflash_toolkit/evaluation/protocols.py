@@ -56,9 +56,9 @@ PROTOCOLS = {
         engine="vLLM",
         block_size=17,  # its num_speculative_tokens is 16
     ),
-    # Model-Optimizer's pull request 2342: trained alike for both kinds
+    # Model-Optimizer's pull request 2342: both kinds with the same training
     "modelopt": Protocol(
-        "ModelOpt's drafters of both kinds, trained alike (Model-Optimizer, pull request 2342)",
+        "ModelOpt's drafters of both kinds with the same training (Model-Optimizer, pull request 2342)",
         {"dflash": {"gsm8k": 6.341, "math500": 7.909}, "dflash2": {"gsm8k": 7.252, "math500": 8.999}},
         engine="SGLang, on one H100",
     ),

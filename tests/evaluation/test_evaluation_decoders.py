@@ -235,24 +235,24 @@ def test_answers_with_draft_trees_equal_plain_answers(
     assert report["overall"]["accepted_lengths"] == list(Acceptance.of(answers, 8).accepted_lengths)
     (requests,) = (found["per_request"] for found in report["sets"].values())
     for answer, request in zip(answers, requests, strict=True):
-        told = [[dict(place) for place in step] for step in request["offered_per_step"]]
+        trees = [[dict(place) for place in step] for step in request["offered_per_step"]]
         if runtime == "reference":  # the engine calibrates while it decodes
-            assert told == [[dict(place) for place in step.offered] for step in answer.steps]
+            assert trees == [[dict(place) for place in step.offered] for step in answer.steps]
         drafted, committed = request["drafted_per_step"], request["committed_per_step"]
-        assert [len(places) for places in told] == [
+        assert [len(places) for places in trees] == [
             count if slots else 0 for count, slots in zip(committed, drafted, strict=True)
         ]
         texts_of = request["offered_texts"]
-        assert {str(token) for places in told for place in places for token in place} == set(texts_of)
-        assert max(len(place) for places in told for place in places) == (1 if width == 1 else 8)
+        assert {str(token) for places in trees for place in places for token in place} == set(texts_of)
+        assert max(len(place) for places in trees for place in places) == (1 if width == 1 else 8)
         at = 1
-        for places, accepted, count in zip(told, request["accepted_per_step"], committed, strict=True):
+        for places, accepted, count in zip(trees, request["accepted_per_step"], committed, strict=True):
             tokens = request["token_ids"][at : at + count]
             found = [token in place for token, place in zip(tokens, places, strict=False)]
             assert found == [True] * accepted + [False] * (len(found) - accepted)
             at += count
-    assert re.search(r'<small><i title="offered with [0-9.]+ %">', page) or width == 1
-    said = "by the drafter's own" if runtime == "reference" else "calibrated by what was accepted"
+    assert re.search(r'<small><i title="drafted with [0-9.]+ %">', page) or width == 1
+    said = "as the drafter computes it" if runtime == "reference" else "calibrated on accepted tokens"
     assert said in html.unescape(page) and "no chain would have had it" in page
     assert main([*command, "--draft-tree", "24", "--no-draft-tree"]) == 0
     without = load(tmp_path / "report")
@@ -267,7 +267,7 @@ def test_answers_with_draft_trees_equal_plain_answers(
 def test_trees_are_refused_for_recurrent_targets(make: Any) -> None:
     target = make_target("qwen3_5")
     drafter = make_drafter(target)
-    with pytest.raises(UserError, match="recurrent layers, which take chains only"):
+    with pytest.raises(UserError, match="recurrent layers"):
         make(target, drafter, draft_tree=8, draft_tree_width=2)
     assert make(target, drafter, draft_tree=8).facts["draft_tree_width"] == 1
 
@@ -323,9 +323,8 @@ def test_unsupported_targets_suggest_the_reference(tmp_path: Path, capfd: pytest
     command = [*command_of(tmp_path / "target", tmp_path / "drafter", tmp_path), "--max-tokens", "4"]
     capfd.readouterr()
     assert main([*command, "--runtime", "engine"]) == 2
-    captured = capfd.readouterr()
-    assert captured.err.startswith("error: target ") and captured.err.count("\n") == 1
-    assert "mlp_bias is not supported by the runtime; --runtime reference decodes" in captured.err
+    _, error = capfd.readouterr().err.splitlines()
+    assert error.startswith("error: target ") and "mlp_bias" in error and "--runtime reference" in error
     assert not (tmp_path / "report").exists()
     assert main([*command, "--runtime", "reference"]) == 0
     with pytest.raises(UserError, match="--runtime reference"):
@@ -370,7 +369,7 @@ def test_out_of_memory_suggests_options(target: Target, drafter: Drafter, monkey
         raise UserError("GPU memory is 3.0 GiB short")
 
     monkeypatch.setattr("dflash_toolkit.runtime.engine.room_for_cache", short)
-    with pytest.raises(UserError, match=r"answer of 24 tokens \(GPU memory is 3.0 GiB short\); lower max_tokens"):
+    with pytest.raises(UserError, match=r"24 tokens.*3\.0 GiB short.*lower max_tokens"):
         evaluate(EnginePair.load(target, drafter), {"s": [SKY]}, SamplingParams(max_tokens=4))
-    with pytest.raises(UserError, match=r"\(GPU memory is 3.0 GiB short\); .* or use --draft-dtype full$"):
+    with pytest.raises(UserError, match=r"3\.0 GiB short.*--draft-dtype full$"):
         evaluate(EnginePair.load(target, drafter, draft_dtype="fp8"), {"s": [SKY]}, SamplingParams(max_tokens=4))

@@ -293,7 +293,7 @@ def test_tokens_are_marked_as_accepted_corrected_or_own(report: Report) -> None:
 def test_tree_alternatives_are_shown_with_the_tokens(report: Report) -> None:
     steps = [
         Step(3, 2, (5, 6, 9), (((4, 0.6), (5, 0.31), (1, 0.02), (2, 0.01), (3, 0.005)), ((6, 0.9),), ((8, 0.5),))),
-        Step(7, 1, (5, 6)),  # of a block
+        Step(7, 1, (5, 6)),  # a block
     ]
     answer = Generation([7, *(token for step in steps for token in step.tokens)], steps, "length", 0.2, 1.0)
     texts = tuple({token: f"<{token}>" for token in (1, 2, 3, 5, 6, 8)}.items() | {(4, "\n")})

@@ -59,6 +59,6 @@ def test_our_figures_are_compared_with_published_ones(
     assert f"{ours:.2f}" in gsm8k and f"{100 * ours:.1f} %" in gsm8k and "0.95: yes" in gsm8k
     (mt_bench,) = (line for line in said.splitlines() if "8.55: no" in line)
     assert "9.00" in mt_bench
-    assert f"The target is {target_dir}, there it is Qwen/Qwen3-8B." in said
-    assert f"Blocks are of {report['arguments']['block_size']} tokens, there of 17." in said
+    assert f"The target is {target_dir}, the published one is Qwen/Qwen3-8B." in said
+    assert f"Blocks have {report['arguments']['block_size']} tokens, the published ones 17." in said
     assert report["arguments"]["protocol"] == "vllm" and report["arguments"]["max_tokens"] == 12

@@ -86,7 +86,7 @@ def test_a_damaged_card_is_refused_before_measuring(
 
 def test_write_model_card_needs_a_local_drafter(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--write-model-card", "--drafter", "z-lab/none"]) == 2
-    assert "write_model_card: z-lab/none is no directory" in capsys.readouterr().err
+    assert "write-model-card: z-lab/none is not a directory" in capsys.readouterr().err
 
 
 def test_shown_commands_have_no_secrets(words: list[str]) -> None:

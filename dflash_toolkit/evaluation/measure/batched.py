@@ -21,7 +21,7 @@ from ...models.target import Target
 from ...sampling import SamplingParams, int64_seed
 from .decoders import Chat, Response, free_memory
 
-PREFILL_TOKENS = 8192  # of prompts in one forward, padding included; bounds activation memory
+PREFILL_TOKENS = 8192  # maximum per forward, including padding; bounds activation memory
 REFILL = 0.25  # free share of the batch before prompts are added; 0 is no faster, 1 is far slower
 
 KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # layers that allow left padding

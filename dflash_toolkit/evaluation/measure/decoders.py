@@ -246,7 +246,7 @@ class Pair(ABC):
     tokenizer: Any  # the target's
     device: torch.device
     dtype: torch.dtype
-    context_limit: int  # of the target, prompt and answer together, in tokens
+    context_limit: int  # the target's maximum number of tokens, prompt and answer together
     vocabulary: int  # prompt ids must be below this
     block_size: int  # S; every step drafts S - 1 tokens
     draft_sample_method: DraftSampleMethod
@@ -419,7 +419,7 @@ class EnginePair(Pair):
             name, config, tokenizer = target, load_config(target), load_tokenizer(target)
         else:
             name, config, tokenizer = target.name, target.config, target.tokenizer
-        with _suggest_reference():
+        with suggest_reference():
             parts = load_parts(target, drafter, device, dtype, share=share)
         tensors = parts.target.parameter_views(stacked=True)  # by module names, as in the reference
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
@@ -471,10 +471,11 @@ class EnginePair(Pair):
 
 
 @contextlib.contextmanager
-def _suggest_reference() -> Iterator[None]:
+def suggest_reference(error_type: type[UserError] = UserError) -> Iterator[None]:
+    """Adds `--runtime reference` to errors of this class."""
     try:
         yield
-    except UserError as error:
+    except error_type as error:
         kind = UnsupportedModel if isinstance(error, UnsupportedModel) else UserError
         raise kind(f"{error}; --runtime reference decodes without the engine") from error
 

@@ -99,7 +99,7 @@ class Server:
         self.max_model_len: int | None = card.get("max_model_len")
         # in other servers a seed gives other tokens with drafts than without
         self.repeats_plain = self.owner == OURS and card.get("draft_sample_method") == "greedy"
-        self.longest_draft: int = card.get("num_speculative_tokens", 0)  # of dflash-serve, which varies the length
+        self.longest_draft: int = card.get("num_speculative_tokens", 0)  # from dflash-serve, which varies the length
 
     @contextlib.contextmanager
     def _one_attempt(self) -> Iterator[None]:
@@ -303,7 +303,7 @@ class EndpointPair(Pair):
             drafts, last = now.since(before), drafts
             if drafts.steps + drafts.accepted >= committed:
                 break
-            # steps without a draft are not counted, so counters that stand still are complete
+            # steps without a draft are not counted, so counters that no longer change are complete
             since = since if drafts == last else None
             since = since or time.monotonic()
             if time.monotonic() > min(deadline, since + STILL_S):

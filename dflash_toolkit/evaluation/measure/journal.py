@@ -21,7 +21,7 @@ class Journal:
         """Opens or creates the journal at `path`; new lines note `threads`. Raises UserError."""
         self._path, self._threads = path, threads
         self.done: dict[str, Measurement] = {}
-        self.points: dict[str, dict[str, Any]] = {}  # of sweeps and tests, and answers of concurrent requests
+        self.points: dict[str, dict[str, Any]] = {}  # sweeps, tests, and answers of concurrent requests
         self.threads: dict[str, int] = {}  # number of threads of each line
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ NOISY = 1.5  # ratio of plain speeds, fastest over slowest set, that causes a wa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """The conditions of a measurement besides its arguments."""
+    """Versions, device and machine of a measurement."""
 
     dflash_toolkit: str
     torch: str
@@ -167,7 +167,7 @@ class SetReport:
 
     summary: Summary
     measurements: tuple[Measurement, ...]
-    categories: dict[str, Summary]  # of prompts with a category
+    categories: dict[str, Summary]  # by category
 
     @classmethod
     def of(cls, measurements: Sequence[Measurement], block_size: int, repeats_plain: bool = True) -> "SetReport":
