@@ -94,14 +94,19 @@ class PromptOptions:
             raise ValueError(f"similarity is {self.similarity}; it must be in (0, 1]")
 
 
+PROMPT_SETS = (
+    "prompt sets: benchmarks by name (gsm8k, mt_bench, ...), NAME=SOURCE, or SOURCE; a SOURCE is a JSONL, JSON, "
+    "Parquet or text file, or a dataset as DATASET[:SUBSET], and SOURCE[a:b] takes rows a to b-1"
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSetOptions:
     """The prompts that measure a drafter."""
 
     prompts: tuple[str, ...] = option(
         (),
-        "prompt sets: benchmarks by name (gsm8k, mt_bench, ...), NAME=SOURCE, or SOURCE; a SOURCE is a JSONL, JSON, "
-        "Parquet or text file, or a dataset as DATASET[:SUBSET], and SOURCE[a:b] takes rows a to b-1 (default: none)",
+        f"{PROMPT_SETS} (required, unless --protocol names them)",
         named=True,
         common=True,
         metavar="SOURCE",

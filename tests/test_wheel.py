@@ -57,8 +57,9 @@ import contextlib, importlib.metadata, sys
 import dflash_toolkit
 assert dflash_toolkit.__file__.startswith({str(home)!r}), dflash_toolkit.__file__
 for command in importlib.metadata.distribution("dflash-toolkit").entry_points:
+    sys.argv = [command.name, "--version"]
     with contextlib.suppress(SystemExit):
-        command.load()(["--version"])
+        command.load()()
 """
     done = subprocess.run([python, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

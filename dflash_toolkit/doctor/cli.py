@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..config import UserError, option, options, parse_cli, run_command
 from ..models.published import hint_for
-from ..options import THINKING, ModelOptions, PromptSetOptions
+from ..options import PROMPT_SETS, THINKING, ModelOptions, PromptSetOptions
 from ..preflight import check_new_folder
 
 PROG = "dflash-doctor"
@@ -25,6 +25,9 @@ EXAMPLE = "dflash-doctor --target Qwen/Qwen3-8B --drafter out/qwen3-8b --prompts
 class DoctorPrompts(PromptSetOptions):
     """The prompts that a drafter is tried on; those that it will serve are best."""
 
+    prompts: tuple[str, ...] = option(
+        (), f"{PROMPT_SETS} (default: 8 built-in prompts)", named=True, common=True, metavar="SOURCE"
+    )
     limit: int | None = option(
         8, "number of prompts used from the start of each set, or of the 8 built-in ones", common=True
     )

@@ -140,7 +140,7 @@ def kind_of(hint: Any) -> str:
 
 
 def default_of(field: Any) -> str:
-    if field.default is dataclasses.MISSING:
+    if field.default is dataclasses.MISSING or "(required)" in field.metadata["help"]:
         return "required"
     if field.default is None or field.default == ():
         return ""
