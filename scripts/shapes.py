@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.kernels.weight import cast_fp8
+from dflash_toolkit.kernels.formats import cast_fp8
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.quantized import FORM
 from dflash_toolkit.models.spec import ModelSpec

@@ -11,7 +11,7 @@ from conftest import MASK, make_dflash2, make_drafter, make_target
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
-from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LogitScale, LossMix
+from dflash_toolkit.kernels.loss_terms import CROSS_ENTROPY, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource

@@ -172,9 +172,9 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 
 # how kernels are launched, what several are made of, and the choice among them
-SUPPORT = {"delta", "launch", "mix", "ops", "reference_tree", "tree", "weight"}
-SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.ring", "triton.attention", "triton.best"}
-SUPPORT |= {"triton.convolution", "triton.delta", "triton.dependent", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
+SUPPORT = {"delta", "formats", "launch", "loss_terms", "ops", "reference_tree", "tree"}
+SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "triton.attention", "triton.argmax"}
+SUPPORT |= {"triton.convolution", "triton.delta", "triton.pdl", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
 DEFINITIONS = {"ops", "reference", "reference_tree"}  # no kernel imports them
 
 
@@ -191,7 +191,7 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
             assert not {name.split(".")[2] for name in ours if name.count(".") > 1} & DEFINITIONS, path
         if path.stem in DEFINITIONS - {"ops"}:
             assert not any(name.split(".")[2:3] in (["gpu"], ["hopper"], ["triton"]) for name in ours), path
-    for name in ("reference", "loss", "weight"):
+    for name in ("reference", "loss", *(f"formats/{path.stem}" for path in kernels if path.parent.name == "formats")):
         assert third_party(Path(f"dflash_toolkit/kernels/{name}.py")) == {"torch"}
 
 

@@ -18,7 +18,7 @@ from ..acceptance import ratio
 from ..config import UserError
 from ..decode import generate
 from ..generation import Generation
-from ..kernels.mix import LogitScale
+from ..kernels.loss_terms import LogitScale
 from ..models.dflash.network import Drafter
 from ..models.rope import RopeScaling
 from ..models.target import Target

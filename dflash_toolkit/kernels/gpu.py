@@ -16,6 +16,7 @@ two ways have the same bits.
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +24,19 @@ from torch import Tensor
 
 from . import flash
 from .delta import DeltaMemory
+from .formats import Format, Operand, RowScaledFp8, Weight, dequantized, format_of, parts, values_of
+from .formats.dense import Dense
+from .formats.fp8_block import Fp8Block
+from .formats.fp8_row import Fp8Row
 from .hopper import attention as hopper_attention
 from .hopper import tree_attention as hopper_tree_attention
 from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
 from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
 from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
-from .hopper.ring import fits
+from .hopper.pipeline import fits
 from .launch import MAX_ROWS, keys_are_split
-from .mix import LogitScale
+from .loss_terms import LogitScale
 from .ops import Reference
 from .tree import TreeRows
 from .triton import attention, delta, fp8_blocks
@@ -51,9 +56,8 @@ from .triton.sample import rejection_sample, sample
 from .triton.tree_accept import accept_trees, move_rows_
 from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
-from .triton.tree_tell import promise_trees, tell_trees
+from .triton.tree_results import expected_accepted, pack_tree_results
 from .triton.walk import sampled_walk, walk
-from .weight import BlockScaledFp8, Operand, RowScaledFp8, Weight, dense, parts, values_of
 
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
 QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums are long
@@ -61,14 +65,31 @@ LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 25
 TOP_COLUMNS = 8 * TILE  # of a head, whose logits are in memory at a time: those of 256 rows, 32 MiB, stay in L2
 
 
+class Gemms(Protocol):
+    """The kernels of a weight format."""
+
+    def linear(self, x: Any, weight: Any, bias: Tensor | None = None) -> Tensor: ...
+
+    def linear_split_k(self, x: Any, weight: Any, bias: Tensor | None = None) -> Tensor: ...
+
+    def linear_swiglu(self, x: Any, weight: Any) -> Tensor: ...
+
+
+GEMMS: dict[type[Format], Gemms] = {Dense: gemm, Fp8Row: gemm, Fp8Block: fp8_blocks}
+
+
+def _kernels(weight: Weight) -> tuple[Gemms, Format]:
+    form = format_of(weight)
+    return GEMMS[type(form)], form
+
+
 def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
     values = values_of(x)
     if by_cublas(values, weight):
         return _cublas_linear(values, weight, bias)
-    if isinstance(weight, BlockScaledFp8):
-        return fp8_blocks.linear(x, weight, bias)
-    return gemm.linear(values, weight, bias)
+    kernels, form = _kernels(weight)
+    return kernels.linear(form.operand(x), weight, bias)
 
 
 def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -76,9 +97,8 @@ def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Te
     values = values_of(x)
     if by_cublas(values, weight):
         return _cublas_linear(values, weight, bias)[None]
-    if isinstance(weight, BlockScaledFp8):
-        return fp8_blocks.linear_split_k(x, weight, bias)
-    return gemm.linear_split_k(values, weight, bias)
+    kernels, form = _kernels(weight)
+    return kernels.linear_split_k(form.operand(x), weight, bias)
 
 
 def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
@@ -88,30 +108,29 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
     """
     values = values_of(x)
     if by_cublas(values, weight):
-        return gemm.swiglu(_cublas_linear(values, weight), halves=isinstance(weight, BlockScaledFp8))
-    if isinstance(weight, BlockScaledFp8):
-        return fp8_blocks.linear_swiglu(x, weight)
-    return gemm.linear_swiglu(values, weight)
+        return gemm.swiglu(_cublas_linear(values, weight), halves=format_of(weight).halves)
+    kernels, form = _kernels(weight)
+    return kernels.linear_swiglu(form.operand(x), weight)
 
 
 def by_cublas(x: Tensor, weight: Weight) -> bool:
     """Whether cuBLAS multiplies these, whose choice of an algorithm depends on the number of rows."""
     if len(x) <= MAX_ROWS:
         return False
-    return not isinstance(weight, BlockScaledFp8) or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
+    return not format_of(weight).quantizes_rows or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
 
 
 def _cublas_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if multiplies(x, weight):
         return scaled_linear(x, weight, bias)
-    if isinstance(weight, BlockScaledFp8):
+    if fp8_blocks.multiplies(x, weight):
         return fp8_blocks.scaled_linear(x, weight, bias)
-    return F.linear(x, dense(weight, x.dtype), bias)
+    return F.linear(x, dequantized(weight, x.dtype), bias)
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
-    if isinstance(weight, BlockScaledFp8):
+    if _kernels(weight)[0] is not gemm:
         return linear(x, weight).argmax(-1)
     if multiplies(x, weight):
         most = QUANTIZED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
@@ -128,7 +147,7 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count]."""
-    if isinstance(weight, BlockScaledFp8):  # which heads seldom are: with logits in memory
+    if _kernels(weight)[0] is not gemm:  # heads seldom have such a format: all logits are in memory
         ordered = linear(x, weight).sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :count].float(), ordered.indices[:, :count]
     if len(x) > MAX_ROWS:
@@ -143,7 +162,7 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
 
     Of a head in FP8 blocks all logits are in memory at once.
     """
-    if isinstance(weight, BlockScaledFp8):
+    if _kernels(weight)[0] is not gemm:
         logits = linear(x, weight)
         ordered = logits.sort(dim=-1, descending=True, stable=True)
         values, every = ordered.values[:, :count].float().contiguous(), logits.float()
@@ -162,7 +181,7 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
 
 
 def _top_by_parts(
-    x: Tensor, weight: Tensor | RowScaledFp8, count: int, scale: LogitScale | None = None
+    x: Tensor, weight: Weight, count: int, scale: LogitScale | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`linear_top` of any number of rows, with a scale `linear_top_lse`, from logits of TOP_COLUMNS at a time."""
     rows = quantize_rows(x) if multiplies(x, weight) else x
@@ -172,15 +191,15 @@ def _top_by_parts(
     return tops.merged()
 
 
-def _logits(rows: Tensor | RowScaledFp8, weight: Tensor | RowScaledFp8, dtype: torch.dtype) -> Tensor:
+def _logits(rows: Tensor | RowScaledFp8, weight: Weight, dtype: torch.dtype) -> Tensor:
     if isinstance(rows, RowScaledFp8):
         return multiply_quantized(rows, weight, dtype)
-    return F.linear(rows, dense(weight, dtype))
+    return F.linear(rows, dequantized(weight, dtype))
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     """Whether the persistent kernel takes the stream x [M, D] and these matrices of a layer."""
-    return not any(isinstance(weight, BlockScaledFp8) for weight in weights) and fits(x, weights)
+    return all(weight is None or _kernels(weight)[0] is gemm for weight in weights) and fits(x, weights)
 
 
 def block_attention(
@@ -285,12 +304,12 @@ class Gpu(Reference):
     draft_children = staticmethod(draft_children)
     grow_trees = staticmethod(grow_trees)
     cut_trees = staticmethod(cut_trees)
-    promise_trees = staticmethod(promise_trees)
+    expected_accepted = staticmethod(expected_accepted)
     tree_attention = staticmethod(tree_attention)
     chain_attention = staticmethod(chain_attention)
     accept_trees = staticmethod(accept_trees)
     move_rows_ = staticmethod(move_rows_)
-    tell_trees = staticmethod(tell_trees)
+    pack_tree_results = staticmethod(pack_tree_results)
     mask_logits_ = staticmethod(mask_logits_)
     sample = staticmethod(sample)
     rejection_sample = staticmethod(rejection_sample)

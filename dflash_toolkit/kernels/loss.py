@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mix import CROSS_ENTROPY, PLAIN, LogitScale, LossMix, RowTerms
+from .loss_terms import CROSS_ENTROPY, PLAIN, LogitScale, LossMix, RowTerms
 from .ops import ops_for
 
 

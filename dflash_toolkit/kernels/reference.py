@@ -7,31 +7,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .delta import DeltaMemory
-from .mix import LossMix, RowTerms
+from .formats import (
+    Operand,
+    RowScaledFp8,
+    Weight,
+    cast_fp8,
+    dequantized,
+    format_of,
+    is_row_scaled,
+    values_of,
+)
+from .loss_terms import LossMix, RowTerms
 from .reference_tree import accept_trees as accept_trees
 from .reference_tree import chain_attention as chain_attention
 from .reference_tree import cut_trees as cut_trees
 from .reference_tree import draft_children as draft_children
+from .reference_tree import expected_accepted as expected_accepted
 from .reference_tree import grow_trees as grow_trees
 from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
-from .reference_tree import promise_trees as promise_trees
-from .reference_tree import tell_trees as tell_trees
+from .reference_tree import pack_tree_results as pack_tree_results
 from .reference_tree import tree_attention as tree_attention
 from .tree import TreeRows
-from .weight import (
-    BLOCK,
-    BlockScaledFp8,
-    Operand,
-    RowScaledFp8,
-    Stacked,
-    Weight,
-    cast_fp8,
-    dense,
-    is_quantized,
-    quantize_groups,
-    values_of,
-)
 
 
 def filtered_probabilities(
@@ -209,25 +206,7 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
 
 def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
-    x = values_of(x)
-    if isinstance(weight, BlockScaledFp8):
-        total = _block_scaled(x, weight)
-        return (total if bias is None else total + bias.float()).to(x.dtype)
-    return F.linear(x, dense(weight, x.dtype), bias)
-
-
-def _block_scaled(x: Tensor, weight: BlockScaledFp8) -> Tensor:
-    """The product in fp32, of rows quantized by 128 columns: what these add, exact, is scaled, and added in order.
-
-    Those of a weight that is scaled by rows are quantized whole.
-    """
-    size = x.shape[1] if weight.by_rows else BLOCK
-    rows, scales = quantize_groups(x, size)
-    total = torch.zeros(len(x), len(weight), device=x.device)
-    columns = zip(rows.split(size, 1), weight.data.split(size, 1), scales.T, weight.row_scales().T, strict=True)
-    for a, b, scale_a, scale_b in columns:
-        total += (a.double() @ b.double().T).float() * (scale_a[:, None] * scale_b)
-    return total
+    return format_of(weight).linear(values_of(x), weight, bias)
 
 
 def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -244,7 +223,7 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
     One scaled in blocks holds all gates, then all ups, as a block may be no row of both.
     """
     product = linear(x, weight)
-    if isinstance(weight, BlockScaledFp8):
+    if format_of(weight).halves:
         gate, up = product.chunk(2, 1)
         return F.silu(gate) * up
     return F.silu(product[:, 0::2]) * product[:, 1::2]
@@ -260,7 +239,7 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 
     The largest come first, of tied ones the lowest column; what is tied is told by logits in x's dtype.
     """
-    found = F.linear(x, dense(weight, x.dtype)).sort(dim=-1, descending=True, stable=True)
+    found = F.linear(x, dequantized(weight, x.dtype)).sort(dim=-1, descending=True, stable=True)
     return found.values[:, :count].float(), found.indices[:, :count]
 
 
@@ -442,7 +421,7 @@ def fused_post_attention(
         [P, M, (N + 2 * G) * H] for `rope_write`, or None.
     """
 
-    a = RowScaledFp8.of(a).dense(a.dtype) if is_quantized(o) else a
+    a = RowScaledFp8.of(a).dense(a.dtype) if is_row_scaled(o) else a
     x, h = add_rms_norm(x, linear_split_k(a, o), post_norm, eps)
     active = linear_swiglu(_operand(h, gate_up), gate_up)
     x, h = add_rms_norm(x, linear_split_k(_operand(active, down), down), norm, eps, tap)
@@ -450,7 +429,7 @@ def fused_post_attention(
 
 
 def _operand(rows: Tensor, weight: Weight) -> Tensor:
-    return cast_fp8(rows).to(rows.dtype) if is_quantized(weight) else rows
+    return cast_fp8(rows).to(rows.dtype) if is_row_scaled(weight) else rows
 
 
 def fuses_conv_post_attention(
@@ -489,7 +468,7 @@ def fused_conv_post_attention(
         The layer's output and its norm, both [M, D], and of the next layer the qkv without its bias and `behind`, or
         None and None.
     """
-    a = RowScaledFp8.of(a).dense(a.dtype) if is_quantized(o) else a
+    a = RowScaledFp8.of(a).dense(a.dtype) if is_row_scaled(o) else a
     x, h = conv_add_rms_norm(x, linear_split_k(a, o), behind, base, block, post_norm, eps)
     before, behind = linear_split_k(_operand(h, ffn[1]), ffn[1]).chunk(2, dim=2)
     inside = _operand(block_conv(h, before, ffn[0][0], block), gate_up)
@@ -531,7 +510,7 @@ def top_experts(
     return weights, experts.int()
 
 
-def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
     """What the experts of each row make of it, times their weights.
 
     Args:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mix import LogitScale
+from .formats import Weight, dequantized
+from .loss_terms import LogitScale
 from .tree import TreeRows, Trees
-from .weight import Weight, dense
 
 EXTREME = 1e-6  # probabilities this close to 0 or 1 count as this
 
@@ -22,7 +22,7 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
     Returns:
         Logits behind `scale`, fp32 [M, count]; columns, int64 [M, count]; the log-sum-exp of all logits, fp32 [M].
     """
-    products = F.linear(x, dense(weight, x.dtype))
+    products = F.linear(x, dequantized(weight, x.dtype))
     found = products.sort(dim=-1, descending=True, stable=True)
     top, every = found.values[:, :count].float().contiguous(), products.float()
     scale.apply_(top)
@@ -162,7 +162,7 @@ def cut_trees(
     )  # fmt: skip
 
 
-def promise_trees(
+def expected_accepted(
     trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int], rows: Sequence[int]
 ) -> Tensor:
     """Sums of path probabilities over a batch.
@@ -327,29 +327,31 @@ def move_rows_(
         cache[:, :, positions] = cache[:, :, rows.slots[path[b, :count]].long()]
 
 
-def tell_trees(rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, promise: Tensor) -> Tensor:
+def pack_tree_results(
+    rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, expected: Tensor
+) -> Tensor:
     """What a step over trees tells the host.
 
     Args:
         hidden: [M, D], what the target made of the rows.
         tokens, counts, path: of `accept_trees`, for P rows.
-        promise: of `promise_trees`.
+        expected: of `expected_accepted`.
 
     Returns:
         int64 in one dimension. Of each request 3 + P numbers: tokens committed, depth of its tree, whether a row of it
         has a norm that is not finite, and its tokens, -1 behind such a row. Then all numbers of `path`, starts, tokens,
-        parents, depths and log-probabilities of the rows, and the promises, of numbers in fp32 their bits.
+        parents, depths and log-probabilities of the rows, and the expected counts, of numbers in fp32 their bits.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    broken = ~(torch.linalg.vector_norm(hidden, dim=-1, dtype=wide) < torch.inf)
+    nonfinite = ~(torch.linalg.vector_norm(hidden, dim=-1, dtype=wide) < torch.inf)
     owner = rows.requests.clamp(min=0).long()
     none = torch.zeros(len(counts), dtype=torch.int64, device=counts.device)
     depths = none.scatter_reduce(0, owner, rows.depths.long(), "amax")
-    spoils = none.scatter_reduce(0, owner, (broken & (rows.requests >= 0)).long(), "amax")
-    tokens = torch.where(broken[path], -1, tokens)
-    answers = torch.cat([torch.stack([counts.long(), depths, spoils], dim=1), tokens], dim=1)
-    said = rows.starts, rows.tokens, rows.parents, rows.depths, _bits(rows.log_probs), _bits(promise)
-    return torch.cat([answers.flatten(), path.flatten(), *(part.long() for part in said)])
+    poisoned = none.scatter_reduce(0, owner, (nonfinite & (rows.requests >= 0)).long(), "amax")
+    tokens = torch.where(nonfinite[path], -1, tokens)
+    answers = torch.cat([torch.stack([counts.long(), depths, poisoned], dim=1), tokens], dim=1)
+    fields = rows.starts, rows.tokens, rows.parents, rows.depths, _bits(rows.log_probs), _bits(expected)
+    return torch.cat([answers.flatten(), path.flatten(), *(part.long() for part in fields)])
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..kernels.mix import LogitScale
+from ..kernels.formats import Weight
+from ..kernels.loss_terms import LogitScale
 from ..kernels.ops import Ops
 from ..kernels.reference import draw
-from ..kernels.weight import Weight
 
 Pick = Callable[[int, Tensor], Tensor]  # the place of the token that slot k takes, of k and its scores [C]
 

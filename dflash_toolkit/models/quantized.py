@@ -1,4 +1,4 @@
-"""Which matrices of a target are in fp8, scaled by blocks or rows, read from its configuration."""
+"""Which matrices of a target are quantized and in which format, read from its configuration."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import UnsupportedModel
-from ..kernels.weight import BLOCK
+from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, FP8_CHANNEL, Format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -30,18 +30,15 @@ def _is_fp8_dynamic(stated: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Blocks:
-    """Modules whose weights are e4m3 with `weight_scale_inv` for blocks of 128 by 128, and whose rows are quantized.
-
-    `by_rows`: with `weight_scale` for whole rows instead, of checkpoints of compressed-tensors.
-    """
+class QuantizedModules:
+    """The modules of a target that are quantized, all in one format."""
 
     target: str  # its name
-    kept: tuple[str, ...] | None  # patterns of modules that are not; None: all are not
-    by_rows: bool = False
+    kept: tuple[str, ...] | None  # patterns of modules that are not quantized; None: no module is quantized
+    format: Format = FP8_BLOCK
 
     @classmethod
-    def of(cls, config: "PreTrainedConfig") -> "Fp8Blocks":
+    def of(cls, config: "PreTrainedConfig") -> "QuantizedModules":
         """Read `quantization_config`. Raises UnsupportedModel for one that the engine does not compute."""
         name, asked = config.name_or_path or config.model_type, getattr(config, "quantization_config", None)
         if not asked:
@@ -50,7 +47,7 @@ class Fp8Blocks:
         if stated.get("quant_method") == "compressed-tensors" and _is_fp8_dynamic(stated):
             ignored = stated.get("ignore") or ()
             return cls(
-                name, tuple(key[3:] if key.startswith("re:") else re.escape(key) for key in ignored), by_rows=True
+                name, tuple(key[3:] if key.startswith("re:") else re.escape(key) for key in ignored), format=FP8_CHANNEL
             )
         for key, value in FORM.items():
             found = stated.get(key, None if key in ("quant_method", "weight_block_size") else value)
@@ -70,22 +67,22 @@ class Fp8Blocks:
             return False
         return not any(re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(key) for key in self.kept)
 
-    def hold(self, modules: Mapping[str, tuple[int, int]]) -> bool:
-        """Whether these, by the shapes [N, K] of their weights, are in fp8.
+    def format_of(self, modules: Mapping[str, tuple[int, int]]) -> Format:
+        """The format of modules, given with the shapes [N, K] of their weights.
 
         Raises:
-            UnsupportedModel: some are and some are not, or a side is no multiple of 128.
+            UnsupportedModel: only some are quantized, or a side is not a multiple of 128.
         """
         held = [module for module in modules if module in self]
         if not held:
-            return False
+            return DENSE
         if other := next((module for module in modules if module not in self), None):
             raise UnsupportedModel(
-                f"target {self.target}: {held[0]!r} is in fp8 and {other!r} is not; this engine takes them all alike"
+                f"target {self.target}: {held[0]!r} is in fp8 and {other!r} is not; this engine needs both or neither"
             )
         for module, shape in modules.items():
             if any(side % BLOCK for side in shape):
                 raise UnsupportedModel(
-                    f"target {self.target}: '{module}.weight' of {shape} is no multiple of its fp8 blocks of {BLOCK}"
+                    f"target {self.target}: '{module}.weight' of {shape} is not a multiple of its fp8 blocks of {BLOCK}"
                 )
-        return True
+        return self.format

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..config import UnsupportedModel, UserError
-from ..kernels.weight import BLOCK
-from .quantized import Fp8Blocks
+from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, Format
+from .quantized import QuantizedModules
 from .rope import ROPE_TYPES, full_rope, scaled_frequencies
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ class AttentionSpec:
     causal: bool = True  # inside the block
     window: int = 0  # 0 is full attention
     gated: bool = False  # a head's output is multiplied with the sigmoid of as many numbers more, behind its query
-    fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
-    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
+    weight: Format = DENSE  # of its matrices
 
     @property
     def width(self) -> int:
@@ -62,8 +61,7 @@ class GatedDeltaNetSpec:
     k_head_dim: int  # H_k
     taps: int  # T, of the short convolution before it
     by_key_heads: bool = False  # checkpoints have what it makes of a token in one matrix, a key head behind the other
-    fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`, but for those of beta and the decay
-    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
+    weight: Format = DENSE  # of its matrices, except those of beta and the decay
 
     @property
     def width(self) -> int:
@@ -88,8 +86,7 @@ class MlpSpec:
     """down(silu(gate(h)) * up(h))."""
 
     intermediate_size: int  # I
-    fp8_blocks: bool = False  # its matrices are `BlockScaledFp8`
-    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
+    weight: Format = DENSE  # of its matrices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +101,7 @@ class MoeSpec:
     intermediate_size: int  # I of an expert
     normalized: bool  # the weights of a row's own experts add up to 1
     shared: bool = False  # one more expert, which all rows take, times the sigmoid of the last row of the router
-    fp8_blocks: bool = False  # the experts' matrices are `BlockScaledFp8`
-    fp8_by_rows: bool = False  # and scaled by rows, not by blocks of 128 by 128
+    weight: Format = DENSE  # of the matrices of the experts
 
     @property
     def experts(self) -> int:
@@ -189,9 +185,14 @@ class ModelSpec:
     rope_factor: float = 1.0  # on cosines and sines (yarn)
 
     @property
-    def fp8_blocks(self) -> bool:
-        """Whether any matrix is in fp8, scaled by blocks."""
-        return any(layer.mixer.fp8_blocks or layer.ffn.fp8_blocks for layer in self.layers)
+    def quantized(self) -> bool:
+        """Whether any matrix is quantized."""
+        return self.formats != {DENSE}
+
+    @property
+    def formats(self) -> set[Format]:
+        """Of all matrices of mixers and FFNs."""
+        return {part.weight for layer in self.layers for part in (layer.mixer, layer.ffn)}
 
     @property
     def kv_heads(self) -> tuple[int, int]:
@@ -247,7 +248,7 @@ class ModelSpec:
                 f"target {name}: architecture {c.model_type!r} is not served by this engine, "
                 f"but vLLM may (dflash-serve --engine vllm)"
             )
-        in_fp8 = Fp8Blocks.of(config)
+        quantized = QuantizedModules.of(config)
         kinds = getattr(c, "layer_types", None)
         sliding = "sliding_attention" in kinds if kinds else getattr(c, "sliding_window", None) is not None
         if getattr(c, "use_sliding_window", False) or sliding:
@@ -283,33 +284,30 @@ class ModelSpec:
             head_dim=head_dim,
         )
 
-        def held(part: str, shapes: Mapping[str, tuple[int, int]]) -> bool:
-            return in_fp8.hold({f"{part}.{matrix}": shape for matrix, shape in shapes.items()})
+        def format_of(part: str, shapes: Mapping[str, tuple[int, int]]) -> Format:
+            return quantized.format_of({f"{part}.{matrix}": shape for matrix, shape in shapes.items()})
 
         def layer_of(layer: int) -> LayerSpec:
             part, ffn, d = f"model.layers.{layer}", architecture.ffn(c, layer), c.hidden_size
             i, where = ffn.intermediate_size, ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
-            ffn_in_fp8 = held(f"{part}.mlp{where}", {"gate_proj": (i, d), "up_proj": (i, d), "down_proj": (d, i)})
+            sides = {"gate_proj": (i, d), "up_proj": (i, d), "down_proj": (d, i)}
+            ffn = replace(ffn, weight=format_of(f"{part}.mlp{where}", sides))
             shared = f"{part}.mlp.shared_expert.gate_proj"
-            if isinstance(ffn, MoeSpec) and ffn.shared and (shared in in_fp8) != ffn_in_fp8:
-                raise UnsupportedModel(
-                    f"target {name}: of {shared!r} and the other experts one is in fp8; this engine takes them alike"
-                )
-            ffn = replace(ffn, fp8_blocks=ffn_in_fp8, fp8_by_rows=ffn_in_fp8 and in_fp8.by_rows)
+            if isinstance(ffn, MoeSpec) and ffn.shared and (shared in quantized) != (ffn.weight != DENSE):
+                raise UnsupportedModel(f"target {name}: expert {shared!r} and the others must all be FP8 or all 16-bit")
             mixer: AttentionSpec | GatedDeltaNetSpec = attention
             if architecture.hybrid and c.layer_types[layer] == "linear_attention":
                 mixer = _gated_delta_net(c, architecture.by_key_heads)
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
             gates = f"{part}.linear_attn.in_proj_b{'a' * architecture.by_key_heads}"
-            if in_fp8.by_rows and kind == "linear_attn" and gates in in_fp8:
+            if quantized.format != FP8_BLOCK and kind == "linear_attn" and gates in quantized:
                 raise UnsupportedModel(
-                    f"target {name}: {gates!r} and its like in fp8 are not served by this engine, "
+                    f"target {name}: {gates!r} in fp8 is not served by this engine, "
                     f"but vLLM may (dflash-serve --engine vllm)"
                 )
-            mixer_in_fp8 = held(f"{part}.{kind}", mixer.matrices(d))
-            if mixer_in_fp8 and architecture.by_key_heads and not in_fp8.by_rows:
+            mixer = replace(mixer, weight=format_of(f"{part}.{kind}", mixer.matrices(d)))
+            if mixer.weight == FP8_BLOCK and architecture.by_key_heads:
                 _check_heads_are_blocks(name, c)
-            mixer = replace(mixer, fp8_blocks=mixer_in_fp8, fp8_by_rows=mixer_in_fp8 and in_fp8.by_rows)
             return LayerSpec(mixer, ffn, zero_centered=architecture.hybrid)
 
         return cls(

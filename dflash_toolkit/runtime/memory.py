@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import UnsupportedModel, UserError
+from ..kernels.formats import DENSE
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
@@ -149,7 +150,10 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
 
 def check_fp8(spec: ModelSpec, device: torch.device) -> None:
     """Raises UnsupportedModel if a target's weights are FP8 and the GPU has no FP8 products."""
-    if spec.fp8_blocks and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if any(capability < form.capability for form in spec.formats - {DENSE}):
         name = torch.cuda.get_device_name(device)
         raise UnsupportedModel(
             f"{name} has no FP8 matrix products, and the target's weights are FP8; use a target in 16 bits"

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..generation import PromptLogprobs
+from ..kernels.formats import Weight
 from ..kernels.ops import Ops
 from ..kernels.reference import scored_tokens
-from ..kernels.weight import Weight
 
 ROWS = 128  # rows with logits in memory at a time; the head's sums of a row do not depend on the others
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.mix import LogitScale
+from ..kernels.formats import Weight
+from ..kernels.loss_terms import LogitScale
 from ..kernels.ops import Ops
-from ..kernels.weight import Weight
 from ..models.drafting import Draft as Draft
 from ..models.drafting import Head, sampled, slots_of
 from .stack import Rows, Stack

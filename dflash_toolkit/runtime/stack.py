@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.delta import DeltaMemory
+from ..kernels.formats import Operand, format_of, values_of
 from ..kernels.ops import Ops
 from ..kernels.tree import TreeRows
-from ..kernels.weight import Operand, takes_groups, values_of
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 from .weights import (
     AttentionWeights,
@@ -70,7 +70,7 @@ class Attention:
     @property
     def takes_groups(self) -> bool:
         """Whether the rows that are projected are quantized in groups."""
-        return takes_groups(self.weights.qkv)
+        return format_of(self.weights.qkv).groups_rows
 
     def project(self, h: Operand) -> Tensor:
         """Partial sums [P, M, (N + 2 G) H] of h [M, D]; of gated heads there are 2 N."""
@@ -118,7 +118,7 @@ class GatedDeltaNet:
     @property
     def takes_groups(self) -> bool:
         """Whether the rows that are mixed are quantized in groups."""
-        return takes_groups(self.weights.qkvz)
+        return format_of(self.weights.qkvz).groups_rows
 
     def project(self, h: Operand) -> Operand:
         """h [M, D] itself: it is multiplied by two matrices."""
@@ -136,7 +136,7 @@ class GatedDeltaNet:
         else:
             parts = ops.delta_inputs(*inputs, states.stay, states.counts, rows.tree)
             mixed = ops.delta_rule(*parts, self.memory, states.slots, states.stay, states.counts, rows.tree)
-        norm = ops.gated_rms_norm_quantized if takes_groups(w.o) else ops.gated_rms_norm
+        norm = ops.gated_rms_norm_quantized if format_of(w.o).groups_rows else ops.gated_rms_norm
         return norm(mixed, gate, w.norm, self.eps)
 
     def output(self, mixed: Operand) -> Tensor:
@@ -154,7 +154,7 @@ class Mlp:
     @property
     def takes_groups(self) -> bool:
         """Whether the rows are quantized in groups."""
-        return takes_groups(self.weights.gate_up)
+        return format_of(self.weights.gate_up).groups_rows
 
     def __call__(self, h: Operand) -> Tensor:
         """Partial sums [P, M, D] of normed rows h [M, D]."""
@@ -171,7 +171,7 @@ class Moe:
     @property
     def takes_groups(self) -> bool:
         """Whether the rows that experts get are quantized in groups."""
-        return takes_groups(self.weights.gate_up)
+        return format_of(self.weights.gate_up).groups_rows
 
     def __call__(self, h: Operand) -> Tensor:
         """Partial sums [k, M, D] of normed rows h [M, D]: one of every expert of a row."""

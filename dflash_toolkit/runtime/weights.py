@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
+from ..kernels.formats import RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
-from ..kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, Stacked, Weight, parts
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.drafting import SelectorWeights
 from ..models.spec import (
@@ -35,21 +35,6 @@ STACKED = ".experts.down_proj"  # a name in checkpoints whose experts are one te
 WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
 
 
-def _named(name: str, weight: Weight, kind: str = ".weight") -> dict[str, Tensor]:
-    """The tensors of a checkpoint that a matrix is."""
-    assert not isinstance(weight, RowScaledFp8), "an own copy, which is not loaded"
-    data, scale = parts(weight)
-    if scale is None:
-        return {f"{name}{kind}": data}
-    by_rows = isinstance(weight, BlockScaledFp8) and weight.by_rows  # as compressed-tensors names them
-    return {f"{name}{kind}": data, f"{name}{kind}_scale{'' if by_rows else '_inv'}": scale}
-
-
-def _matrices(spec: AttentionSpec | GatedDeltaNetSpec | MlpSpec, new: Callable[..., Tensor]) -> Callable[..., Weight]:
-    """What makes the empty matrices of a mixer or an MLP."""
-    return functools.partial(BlockScaledFp8.empty, new=new, by_rows=spec.fp8_by_rows) if spec.fp8_blocks else new
-
-
 @dataclass(slots=True)
 class AttentionWeights:
     """Of an `AttentionSpec`."""
@@ -65,7 +50,7 @@ class AttentionWeights:
     def empty(
         cls, spec: AttentionSpec, d: int, new: Callable[..., Tensor], norm: Callable[[int], Tensor]
     ) -> "AttentionWeights":
-        matrix = _matrices(spec, new)
+        matrix = functools.partial(spec.weight.empty, new=new)
         return cls(
             qkv=matrix(spec.qkv_rows, d),
             qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
@@ -76,11 +61,11 @@ class AttentionWeights:
         )
 
     def parameter_views(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        assert not isinstance(self.qkv, RowScaledFp8), "an own copy, which is not loaded"
-        found = _named("self_attn.o_proj", self.o)
+        tensors = spec.weight.tensors
+        found = tensors("self_attn.o_proj.weight", self.o)
         heads = [spec.q_rows, *[spec.num_kv_heads * spec.head_dim] * 2]
         for letter, weight in zip("qkv", self.qkv.split(heads), strict=True):
-            found |= _named(f"self_attn.{letter}_proj", weight)
+            found |= tensors(f"self_attn.{letter}_proj.weight", weight)
         if self.qkv_bias is not None:
             found |= zip((f"self_attn.{letter}_proj.bias" for letter in "qkv"), self.qkv_bias.split(heads), strict=True)
         optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
@@ -101,7 +86,7 @@ class GatedDeltaNetWeights:
 
     @classmethod
     def empty(cls, spec: GatedDeltaNetSpec, d: int, new: Callable[..., Tensor]) -> "GatedDeltaNetWeights":
-        matrix = _matrices(spec, new)
+        matrix = functools.partial(spec.weight.empty, new=new)
         return cls(
             qkvz=matrix(spec.channels + spec.width, d),
             ba=new(2 * spec.num_heads, d),
@@ -113,7 +98,6 @@ class GatedDeltaNetWeights:
         )
 
     def parameter_views(self, spec: GatedDeltaNetSpec) -> dict[str, Tensor]:
-        assert not isinstance(self.qkvz, RowScaledFp8), "an own copy, which is not loaded"
         found = {"conv1d.weight": self.conv[:, None], "norm.weight": self.norm}
         found |= {"A_log": self.a_log, "dt_bias": self.dt_bias}
         matrices: dict[str, Weight] = {"out_proj": self.o}
@@ -123,7 +107,7 @@ class GatedDeltaNetWeights:
             (qkv, z), (b, a) = self.qkvz.split([spec.channels, spec.width]), self.ba.split(spec.num_heads)
             matrices |= {"in_proj_qkv": qkv, "in_proj_z": z, "in_proj_b": b, "in_proj_a": a}
         for name, weight in matrices.items():
-            found |= _named(name, weight)
+            found |= format_of(weight).tensors(f"{name}.weight", weight)
         return {f"linear_attn.{name}": view for name, view in found.items()}
 
     def sort(self, spec: GatedDeltaNetSpec) -> None:
@@ -148,17 +132,14 @@ class MlpWeights:
     @classmethod
     def empty(cls, spec: MlpSpec, d: int, new: Callable[..., Tensor]) -> "MlpWeights":
         i = spec.intermediate_size
-        matrix = _matrices(spec, new)
+        matrix = functools.partial(spec.weight.empty, new=new)
         return cls(gate_up=matrix(2 * i, d), down=matrix(d, i))
 
     def parameter_views(self) -> dict[str, Tensor]:
-        if isinstance(self.gate_up, BlockScaledFp8):
-            gate, up = self.gate_up.split([len(self.gate_up) // 2] * 2)
-            named = _named("mlp.gate_proj", gate) | _named("mlp.up_proj", up)
-        else:
-            assert isinstance(self.gate_up, Tensor), "an own copy, which is not loaded"
-            named = {"mlp.gate_proj.weight": self.gate_up[0::2], "mlp.up_proj.weight": self.gate_up[1::2]}
-        return named | _named("mlp.down_proj", self.down)
+        form = format_of(self.gate_up)
+        matrices = zip(("gate", "up", "down"), (*form.gate_up(self.gate_up), self.down), strict=True)
+        named = [form.tensors(f"mlp.{part}_proj.weight", weight) for part, weight in matrices]
+        return named[0] | named[1] | named[2]
 
 
 @dataclass(slots=True)
@@ -167,29 +148,22 @@ class MoeWeights:
 
     spec: MoeSpec
     router: Tensor  # [E, D]
-    gate_up: Stacked  # [E, 2 I, D], the gates of an expert, then its ups, as transformers stacks them
-    down: Stacked  # [E, D, I]
+    gate_up: Weight  # [E, 2 I, D], the gates of an expert, then its ups, as transformers stacks them
+    down: Weight  # [E, D, I]
 
     @classmethod
     def empty(cls, spec: MoeSpec, d: int, new: Callable[..., Tensor]) -> "MoeWeights":
         count, i = spec.experts, spec.intermediate_size
-
-        def stacked(n: int, k: int) -> Stacked:
-            if not spec.fp8_blocks:
-                return new(count, n, k)
-            blocks = (n, 1) if spec.fp8_by_rows else (n // BLOCK, k // BLOCK)
-            data, scale = new(count, n, k, dtype=torch.float8_e4m3fn), new(count, *blocks, dtype=torch.float32)
-            return BlockScaledFp8(data, scale, by_rows=spec.fp8_by_rows)
-
-        return cls(spec, router=new(count, d), gate_up=stacked(2 * i, d), down=stacked(d, i))
+        matrix = functools.partial(spec.weight.empty, count, new=new)
+        return cls(spec, router=new(count, d), gate_up=matrix(2 * i, d), down=matrix(d, i))
 
     def parameter_views(self, stacked: bool) -> dict[str, Tensor]:
         """`stacked`: all experts are one tensor, as in modules; else each has its own, as in most checkpoints."""
-        count, i = self.spec.num_experts, self.spec.intermediate_size
+        count, i, tensors = self.spec.num_experts, self.spec.intermediate_size, self.spec.weight.tensors
         found = {"mlp.gate.weight": self.router[:count]}
         if stacked:
             for part, whole in (("gate_up", self.gate_up), ("down", self.down)):
-                found |= _named(f"mlp.experts.{part}_proj", whole[:count], "")
+                found |= tensors(f"mlp.experts.{part}_proj", whole[:count])
         experts = {} if stacked else {f"experts.{expert}": expert for expert in range(count)}
         if self.spec.shared:
             found["mlp.shared_expert_gate.weight"] = self.router[count:]
@@ -197,7 +171,7 @@ class MoeWeights:
         for name, at in experts.items():
             gate, up = self.gate_up[at].split([i, i])
             for part, view in (("gate", gate), ("up", up), ("down", self.down[at])):
-                found |= _named(f"mlp.{name}.{part}_proj", view)
+                found |= tensors(f"mlp.{name}.{part}_proj.weight", view)
         return found
 
 
@@ -392,7 +366,7 @@ class TargetWeights:
         Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies, except those with
         sorted rows. An FP8 model keeps its own.
         """
-        if spec.fp8_blocks:
+        if spec.quantized:
             return cls.of_module(model, spec)
         state = dict(model.named_parameters())
         embedding = state.pop(EMBEDDING).data

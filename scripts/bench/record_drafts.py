@@ -19,7 +19,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, load_drafter
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.doctor.probe import Answer, Probe, Setting
-from dflash_toolkit.kernels.mix import LogitScale
+from dflash_toolkit.kernels.loss_terms import LogitScale
 from dflash_toolkit.runtime import EngineOptions, load_engine
 
 

@@ -25,7 +25,7 @@ from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure.decoders import Pair
 from dflash_toolkit.evaluation.measure.measurement import measure, token_texts
 from dflash_toolkit.evaluation.report.markdown import escape
-from dflash_toolkit.kernels.weight import RowScaledFp8
+from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.runtime.proposer import Draft, Proposer
 from dflash_toolkit.runtime.runner import StepRunner
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_toolkit import Target
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.weight import BlockScaledFp8
+from dflash_toolkit.kernels.formats import BlockScaledFp8
 from dflash_toolkit.models import target as target_module
 
 SIZES = {

@@ -105,7 +105,7 @@ def launches() -> Iterator[list[dict[str, Any]]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from dflash_toolkit.kernels.hopper import conv_layer, layer, ring
+    from dflash_toolkit.kernels.hopper import conv_layer, layer, pipeline
     from dflash_toolkit.kernels.triton import attention, tree_attention
 
     run, found = JITFunction.run, list[dict[str, Any]]()
@@ -119,7 +119,7 @@ def launches() -> Iterator[list[dict[str, Any]]]:
 
     JITFunction.run = compile_only
     driver.set_active(Driver())
-    for module in (ring, attention, tree_attention):
+    for module in (pipeline, attention, tree_attention):
         module.multiprocessors = lambda _: 132
     for module in (layer, conv_layer):
         module._barriers = lambda _: torch.empty(layer.BARRIERS, dtype=torch.int32, device="meta")

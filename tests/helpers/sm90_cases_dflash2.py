@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import best, convolution, linear, row_top, walk
+from dflash_toolkit.kernels.triton import argmax, convolution, linear, row_top, walk
 
 SIZES = dict.fromkeys(
     ("M", "D", "groups", "S", "parts", "dynamic_parts", "stride_dynamic", "stride_part", "stride_tap"), "i32"
@@ -74,14 +74,14 @@ CASES = {f"top of {rows} {kind}": top_case(rows, kind) for rows in (16, 128) for
     "top of a part's tiles and capped log-sum-exp": tile_top_case(False, True, True),
     "top of a part's tiles in fp32 and log-sum-exp": tile_top_case(True, True),
     "merge of the log-sum-exps": Case(
-        best._merge_lse_kernel,
+        argmax._merge_lse_kernel,
         {"tops_p": "*fp32", "sums_p": "*fp32", "out_p": "*fp32", "M": "i32", "tiles": "i32"},
         {"BLOCK": 2048, "PDL": True},
         4,
         ragged=("M", "tiles"),
     ),
     "merge of the tops": Case(
-        best._merge_top_kernel,
+        argmax._merge_top_kernel,
         {"keys_p": "*i32", "counts_p": "*i32", "values_p": "*fp32", "ids_p": "*i64", "M": "i32", "tiles": "i32"},
         {"BLOCK": 2048, "BLOCK_N": 128, "COUNT": 16, "SLOTS": 16, "WIDE": False, "PDL": True},
         8,

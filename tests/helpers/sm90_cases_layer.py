@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_toolkit.kernels.formats import RowScaledFp8, Weight
 from dflash_toolkit.kernels.hopper import conv_layer, head, layer
-from dflash_toolkit.kernels.weight import RowScaledFp8, Weight
 
 SHAPES = {  # D, attention width, FFN, qkv
     "8B": (4096, 4096, 12288, 6144),

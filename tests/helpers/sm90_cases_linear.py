@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import best, fp8, fp8_blocks, linear
+from dflash_toolkit.kernels.triton import argmax, fp8, fp8_blocks, linear
 
 SHAPES = {"linear": (6144, 4096), "split_k": (4096, 12288), "swiglu": (24576, 4096), "argmax": (151936, 4096)}
 
@@ -94,7 +94,7 @@ CASES = (
             ragged=("M",),
         ),
         "best of the tiles": Case(
-            best._reduce_kernel,
+            argmax._reduce_kernel,
             {"best_p": "*fp32", "index_p": "*i32", "out_p": "*i64", "M": "i32", "tiles": "i32"},
             {"BLOCK": 2048, "PDL": True},
             ragged=("M", "tiles"),

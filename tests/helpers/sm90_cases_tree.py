@@ -2,7 +2,7 @@
 
 from sm90 import Case
 
-from dflash_toolkit.kernels.triton import attention, tree_accept, tree_attention, tree_build, tree_tell
+from dflash_toolkit.kernels.triton import attention, tree_accept, tree_attention, tree_build, tree_results
 
 STATES = dict.fromkeys(("m_p", "l_p", "acc_p"), "*fp32") | {"scale": "fp32"}
 TREES = dict.fromkeys(("lengths_p", "starts_p", "requests_p", "depths_p", "paths_p", "pages_p"), "*i32")
@@ -48,14 +48,14 @@ def tell_case(kernel: object, warps: int, **constexprs: object) -> Case:
     pointers = dict.fromkeys(("log_probs_p", "values_p", "promise_p"), "*fp32") | {"hidden_p": "*bf16"}
     pointers |= dict.fromkeys(("ranks_p", "limits_p", "parents_p", "broken_p", "counts_p"), "*i32")
     pointers |= dict.fromkeys(("row_tokens_p", "tokens_p", "path_p"), "*i64")
-    pointers["out_p"] = "*fp32" if kernel is tree_tell._promise_kernel else "*i64"
+    pointers["out_p"] = "*fp32" if kernel is tree_results._expected_accepted_kernel else "*i64"
     return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
 
 
 def promise_case(batch: int, families: int, warps: int) -> Case:
     rows = (96, 128, 160, 192, 256)
     sizes = {"N": 64, "W": 8, "Q": families, "ROWS": rows, "BUCKETS": len(rows), "B_BLOCK": batch, "N_BLOCK": 64}
-    return tell_case(tree_tell._promise_kernel, warps, **sizes)
+    return tell_case(tree_results._expected_accepted_kernel, warps, **sizes)
 
 
 CASES = {
@@ -72,8 +72,8 @@ CASES = {
     ),
     "promises of a request with pairs": promise_case(1, 16, 1),
     "promises of 64 requests": promise_case(64, 1, 8),
-    "broken rows": tell_case(tree_tell._broken_rows_kernel, 8, BLOCK=4096),
+    "broken rows": tell_case(tree_results._nonfinite_rows_kernel, 8, BLOCK=4096),
     "what is told": tell_case(
-        tree_tell._tell_trees_kernel, 2, R_BLOCK=128, S_BLOCK=16, B_BLOCK=128, M_BLOCK=256, P_BLOCK=32
+        tree_results._pack_results_kernel, 2, R_BLOCK=128, S_BLOCK=16, B_BLOCK=128, M_BLOCK=256, P_BLOCK=32
     ),
 }

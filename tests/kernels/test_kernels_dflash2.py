@@ -16,10 +16,10 @@ from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn
 
 from dflash_toolkit.kernels import convolve as training
 from dflash_toolkit.kernels import gpu, reference
-from dflash_toolkit.kernels.mix import PLAIN, LogitScale
+from dflash_toolkit.kernels.formats import RowScaledFp8
+from dflash_toolkit.kernels.loss_terms import PLAIN, LogitScale
 from dflash_toolkit.kernels.triton import convolution, linear, norm, row_top
 from dflash_toolkit.kernels.triton.walk import sampled_walk, walk
-from dflash_toolkit.kernels.weight import RowScaledFp8
 
 EPS = 1e-6
 

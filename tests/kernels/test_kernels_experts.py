@@ -19,10 +19,10 @@ from test_kernels_step import (  # noqa: F401  # a fixture
 )
 
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.formats import BlockScaledFp8, QuantizedRows
 from dflash_toolkit.kernels.triton import experts as kernels
 from dflash_toolkit.kernels.triton import fp8_blocks
 from dflash_toolkit.kernels.triton.norm import add_rms_norm
-from dflash_toolkit.kernels.weight import BlockScaledFp8, QuantizedRows
 
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
 ROWS = (1, 3, 17, 65, 130)  # a program by pair and by expert, one more row than are padded to 16, gathered, rounded

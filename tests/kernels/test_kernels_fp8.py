@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 
 from dflash_toolkit.kernels import gpu
+from dflash_toolkit.kernels.formats import FP8_MAX, RowScaledFp8
 from dflash_toolkit.kernels.triton import fp8
-from dflash_toolkit.kernels.weight import FP8_MAX, RowScaledFp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one

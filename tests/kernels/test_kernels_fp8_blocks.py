@@ -13,8 +13,17 @@ from test_kernels_fp8 import KINDS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash_toolkit.kernels import gpu, reference
+from dflash_toolkit.kernels.formats import (
+    BLOCK,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_MAX,
+    BlockScaledFp8,
+    Operand,
+    QuantizedRows,
+    quantize_groups,
+)
 from dflash_toolkit.kernels.triton import fp8_blocks
-from dflash_toolkit.kernels.weight import BLOCK, FP8_MAX, BlockScaledFp8, Operand, QuantizedRows, quantize_groups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
@@ -289,7 +298,7 @@ def test_cublas_multiplies_many_rows_by_blocks_where_it_can(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with FakeTensorMode():
         x = torch.empty(rows, k, dtype=dtype, device="cuda")
-        weight = BlockScaledFp8.empty(n, k, torch.empty)
+        weight = FP8_BLOCK.empty(n, k, new=torch.empty)
         assert gpu.by_cublas(x, weight) == expected
-        by_rows = BlockScaledFp8.empty(n, k, torch.empty, by_rows=True)
+        by_rows = FP8_CHANNEL.empty(n, k, new=torch.empty)
         assert gpu.by_cublas(x, by_rows) == (rows > 128 and dtype == DTYPE), "on all GPUs that have fp8 in Hopper's way"

@@ -22,8 +22,8 @@ from gluon_interpreter import Fault, Interpreted
 from test_kernels_layer import EPS, assert_close, double, in_fp8, matrices
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.hopper import head, layer, ring
-from dflash_toolkit.kernels.weight import RowScaledFp8, cast_fp8
+from dflash_toolkit.kernels.formats import RowScaledFp8, cast_fp8
+from dflash_toolkit.kernels.hopper import head, layer, pipeline
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 
@@ -71,7 +71,7 @@ def streamed(
     patch.setattr(layer, "_barriers", lambda _: counters)
     patch.setattr(layer, "quantize_rows", RowScaledFp8.of)
     if slots is not None:
-        patch.setattr(layer, "slots_of", lambda _: ring.Slots(*slots))
+        patch.setattr(layer, "slots_of", lambda _: pipeline.Slots(*slots))
     x, a = (torch.randn(rows, width).bfloat16() for width in shape[:2])
     weights = matrices(shape, "cpu", BF16)
     return Streamed(kernel, counters, in_fp8(weights) if quantized else weights, x, a)
@@ -215,15 +215,15 @@ Mistake = tuple[ModuleType, str, dict[str, str]]  # where, in which function, an
 FREE_W, FREE_X = (f"mbarrier.arrive({ring}_free.index(slot), count=1)" for ring in "wx")
 LAYER_MISTAKES: dict[str, Mistake] = {
     "weights given back before their product has ended": (
-        ring, "_multiply", {FREE_W: "pass", "b_acc = warpgroup_mma_wait": f"{FREE_W}; b_acc = warpgroup_mma_wait"}
+        pipeline, "_multiply", {FREE_W: "pass", "b_acc = warpgroup_mma_wait": f"{FREE_W}; b_acc = warpgroup_mma_wait"}
     ),
     "rows given back before their product has ended": (
         layer, "accumulate", {FREE_X: "pass", "b_0 = _multiply": f"{FREE_X}; b_0 = _multiply"}
     ),
-    "weights used before they have come": (ring, "_multiply", {"mbarrier.wait(w_full.index(slot), ": "("}),
+    "weights used before they have come": (pipeline, "_multiply", {"mbarrier.wait(w_full.index(slot), ": "("}),
     "rows used before they have come": (layer, "accumulate", {"mbarrier.wait(x_full.index(slot), ": "("}),
     "a slot loaded before it is free": (layer, "stream", {"mbarrier.wait(free.index(slot), ": "("}),
-    "full in the wrong phase": (ring, "_multiply", {"at // SLOTS % 2": "(at // SLOTS + 1) % 2"}),
+    "full in the wrong phase": (pipeline, "_multiply", {"at // SLOTS % 2": "(at // SLOTS + 1) % 2"}),
     "free in the wrong phase": (layer, "stream", {"(done // SLOTS + 1) % 2": "done // SLOTS % 2"}),
     "half the bytes expected": (layer, "stream", {"BLOCK * BLOCK_BYTES": "BLOCK * BLOCK_BYTES // 2"}),
     "the norm loaded before it is there": (layer, "_stream_rows", {"mbarrier.wait(ready.index(0), 0)": "pass"}),
@@ -272,6 +272,6 @@ def test_a_deadlock_is_told_with_who_waits_where(monkeypatch: pytest.MonkeyPatch
     said = complaint(case.kernel, lambda: case.check(case.launch()))
     assert said.startswith("Fault: nobody can go on:")
     barrier = r"waits for Barrier\(count=1, phase=0, missing=1, bytes=0\)"
-    assert re.search(rf"program \(3,\), _compute, at ring.py:\d+, {barrier}", said)
+    assert re.search(rf"program \(3,\), _compute, at pipeline.py:\d+, {barrier}", said)
     assert re.search(rf"program \(3,\), _stream_weights, at broken stream:\d+, {barrier}", said)
     assert re.search(r"program \(4,\), _compute, at grid.py:\d+, waits for 5 programs at counter 0", said)  # no tile

@@ -14,8 +14,8 @@ from test_kernels_gluon import BF16, Mistake, broken, complaint
 from test_kernels_layer import EPS, assert_close, matrices
 
 from dflash_toolkit.kernels import gpu, reference
+from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.kernels.hopper import conv_layer
-from dflash_toolkit.kernels.weight import RowScaledFp8
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
 

@@ -19,11 +19,11 @@ from transformers import LlamaConfig
 pytest.importorskip("triton")
 
 from dflash_toolkit.kernels import gpu, reference
-from dflash_toolkit.kernels.hopper import layer, ring
+from dflash_toolkit.kernels.formats import RowScaledFp8, cast_fp8
+from dflash_toolkit.kernels.hopper import layer, pipeline
 from dflash_toolkit.kernels.hopper.head import launch_head
 from dflash_toolkit.kernels.ops import Ops
 from dflash_toolkit.kernels.triton import linear
-from dflash_toolkit.kernels.weight import RowScaledFp8, cast_fp8
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime.stack import Stack
 from dflash_toolkit.runtime.weights import AttentionWeights, LayerWeights, MlpWeights
@@ -65,7 +65,7 @@ def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: t
 
 @given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
 def test_splits_cover_k_and_leave_at_most_one_tile_a_program(n: int, k: int, programs: int) -> None:
-    splits = layer.splits_of(n * ring.BLOCK_N, k * 128, 128, programs)
+    splits = layer.splits_of(n * pipeline.BLOCK_N, k * 128, 128, programs)
     each = -(-k // splits)
     assert (splits - 1) * each < k, "none without a block"
     assert splits == 1 or n * splits <= programs
@@ -78,7 +78,7 @@ def test_even_splits_leave_the_busiest_program_the_fewest_blocks(n: int, k: int,
         items = [item % programs for item in range(n * splits)]
         return max(map(items.count, set(items))) * -(-k // splits)
 
-    found = layer.even_splits_of(n * ring.BLOCK_N, k * 256, 256, programs)
+    found = layer.even_splits_of(n * pipeline.BLOCK_N, k * 256, 256, programs)
     assert found == min(range(1, 9), key=lambda s: (most(s), s))
     assert (found - 1) * -(-k // found) < k, "none without a block"
 
@@ -92,16 +92,16 @@ def test_splits_of_qwen3_8b_and_qwen2_0_5b_on_an_h200() -> None:
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 def test_the_rings_fit_into_shared_memory_and_hold_more_than_one_step(rows: int) -> None:
-    slots = ring.slots_of(rows)
+    slots = pipeline.slots_of(rows)
     assert slots.rows >= 2 and slots.weights > 3  # three tiles may stand side by side
-    held = slots.weights * ring.BLOCK_N + slots.rows * rows
-    assert ring.SHARED_BYTES * 0.95 <= held * ring.BLOCK_BYTES.value <= ring.SHARED_BYTES
+    held = slots.weights * pipeline.BLOCK_N + slots.rows * rows
+    assert pipeline.SHARED_BYTES * 0.95 <= held * pipeline.BLOCK_BYTES.value <= pipeline.SHARED_BYTES
 
 
 @given(tiles=st.integers(1, 3000), splits=st.integers(1, 8), programs=st.integers(1, 200))
 def test_tiles_side_by_side_take_no_program_longer(tiles: int, splits: int, programs: int) -> None:
-    assert ring.wide_of(tiles, splits, 16, programs) == 1
-    wide = ring.wide_of(tiles, splits, 128, programs)
+    assert pipeline.wide_of(tiles, splits, 16, programs) == 1
+    wide = pipeline.wide_of(tiles, splits, 128, programs)
     assert tiles % wide == 0 and 1 <= wide <= 3
     assert wide * -(-tiles * splits // (wide * programs)) == -(-tiles * splits // programs)
 
@@ -142,7 +142,7 @@ def test_the_layer_is_right_to_float64_and_batch_invariant(shape: tuple[int, int
     weights = in_fp8(full) if quantized else full
     for rows in ROWS:
         x, a = (torch.randn(rows, width, device="cuda").bfloat16() for width in shape[:2])
-        assert ring.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
+        assert pipeline.fits(x, [weights[name] for name in ("o", "gate_up", "down", "qkv")])
         tap = torch.full((rows, 3, shape[0]), math.nan, device="cuda", dtype=torch.bfloat16)
         view = tap.flatten(1)[:, shape[0] : 2 * shape[0]]
         found = gpu.fused_post_attention(x, a, *weights.values(), EPS, view)

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 )
 
 from dflash_toolkit.kernels.loss import frozen_head_loss
-from dflash_toolkit.kernels.mix import LogitScale
+from dflash_toolkit.kernels.loss_terms import LogitScale
 from dflash_toolkit.kernels.reference import (
     accept_or_resample,
     accepted_prefix,

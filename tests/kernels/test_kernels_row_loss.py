@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from dflash_toolkit.kernels import reference as definition
-from dflash_toolkit.kernels.mix import CROSS_ENTROPY, LossMix, RowTerms
+from dflash_toolkit.kernels.loss_terms import CROSS_ENTROPY, LossMix, RowTerms
 from dflash_toolkit.kernels.triton import row_loss as triton_kernel
 
 # numpy, which interprets the kernel, remarks on lanes past the vocabulary, which the kernel masks

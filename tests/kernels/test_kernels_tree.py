@@ -27,10 +27,10 @@ from test_kernels_step import _interpretable as _interpretable
 from dflash_toolkit.draft_tree import best_first
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels import reference_tree as definition
-from dflash_toolkit.kernels.mix import LogitScale
+from dflash_toolkit.kernels.formats import RowScaledFp8
+from dflash_toolkit.kernels.loss_terms import LogitScale
 from dflash_toolkit.kernels.tree import TreeRows, Trees
-from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_build, tree_tell, walk
-from dflash_toolkit.kernels.weight import RowScaledFp8
+from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_build, tree_results, walk
 
 
 def random_trees(batch: int, slots: int, nodes: int, width: int = 3, limits: object = None) -> Trees:
@@ -444,7 +444,7 @@ def test_walks_are_those_of_the_definition_and_what_they_accept_is_moved(
 
 @pytest.fixture
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels of `tree_tell` are to fill holds a number that nothing should be."""
+    """What kernels of `tree_results` are to fill holds a number that nothing should be."""
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape, -77, **how))
 
 
@@ -472,12 +472,12 @@ def test_what_trees_promise_is_as_exact_as_the_definition(
     given = ranks.int(), integers(limits)
     trees = definition.grow_trees(values, given[0], candidates, given[1], nodes)
     asked = *given, blocks, rows
-    found, again = (tree_tell.promise_trees(trees, values, *asked) for _ in range(2))
+    found, again = (tree_results.expected_accepted(trees, values, *asked) for _ in range(2))
     assert torch.equal(found, again)
     exactly = replace(trees, log_probs=trees.log_probs.double())
-    exact = definition.promise_trees(exactly, values.double(), *asked)
+    exact = definition.expected_accepted(exactly, values.double(), *asked)
     slack = 8 * torch.finfo(torch.float32).eps * exact.max().item()  # the exponent of a power of two is rounded
-    assert_as_exact_as_torch(found, definition.promise_trees(trees, values, *asked), exact, slack)
+    assert_as_exact_as_torch(found, definition.expected_accepted(trees, values, *asked), exact, slack)
 
 
 TOLD = [(1, 1, 8, 2, 40), (3, 7, 20, 40, 129), (8, 15, 64, 128, 16), (33, 5, 12, 80, 70)]  # B, K, N, M, D
@@ -503,7 +503,7 @@ def test_what_a_step_tells_is_that_of_the_definition(
         for row in broken:
             hidden[row, width // 2] = (math.nan, math.inf, -math.inf, torch.finfo(dtype).max)[int(row) % 4]
         told = tree_rows, hidden, tokens, counts, path, promise
-        found, expected = tree_tell.tell_trees(*told), definition.tell_trees(*told)
+        found, expected = tree_results.pack_tree_results(*told), definition.pack_tree_results(*told)
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 

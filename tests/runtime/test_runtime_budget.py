@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit.kernels.launch import MAX_ROWS
-from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, grow_trees, promise_trees
+from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, expected_accepted, grow_trees
 from dflash_toolkit.runtime.request import StepShape, Trust
 from dflash_toolkit.runtime.timing import Times
 from dflash_toolkit.runtime.trees.budget import (
@@ -120,7 +120,7 @@ def test_what_a_batch_promises_is_what_its_cut_holds(pairs: bool) -> None:
     values, ranks = draft_children(unary, unary.logsumexp(-1) + 0.1, candidates, calibration, 3, selector)
     limits = torch.tensor([5, 0, 3], dtype=torch.int32)
     trees = grow_trees(values, ranks, candidates, limits, nodes=40)
-    found = promise_trees(trees, values, ranks, limits, (2, 6), row_buckets(batch))
+    found = expected_accepted(trees, values, ranks, limits, (2, 6), row_buckets(batch))
     assert found.shape == (2, 1 + len(row_buckets(batch))) and found.dtype == torch.float32
     nowhere = torch.zeros(batch, 4, dtype=torch.int32)
     for i, rows in enumerate(row_buckets(batch), 1):

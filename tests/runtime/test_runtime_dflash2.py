@@ -11,7 +11,7 @@ from engines import SAMPLINGS, check, check_drafts, make_engine, pair, prompts_o
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams, load_drafter
-from dflash_toolkit.kernels.weight import RowScaledFp8
+from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
 from dflash_toolkit.models.dflash2.selector import CandidateSelector
 from dflash_toolkit.runtime import EngineOptions, load_engine, weights

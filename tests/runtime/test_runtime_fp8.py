@@ -21,8 +21,17 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from dflash_toolkit import SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.formats import (
+    DENSE,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    BlockScaledFp8,
+    QuantizedRows,
+    dequantized,
+    parts,
+    quantize_groups,
+)
 from dflash_toolkit.kernels.ops import Reference
-from dflash_toolkit.kernels.weight import BlockScaledFp8, QuantizedRows, dense, parts, quantize_groups
 from dflash_toolkit.models.quantized import FORM, GROUP
 from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
 from dflash_toolkit.models.target import load_config
@@ -74,7 +83,7 @@ def check_answers(folder: Path, target: Target) -> None:
     assert hf_greedy(target, prompts[0], 11) == expected[0]
     drafted = make_engine(target, drafter, prefix_cache=True)
     plain = load_engine(str(folder), None, "cpu", options=replace(drafted.options, num_speculative_tokens=0))[0]
-    assert plain.runner.target.spec.fp8_blocks
+    assert plain.runner.target.spec.quantized
     loaded, copied = (engine.runner.target.parameter_views() for engine in (plain, drafted))
     assert all(torch.equal(view.float(), copied[name].float()) for name, view in loaded.items())
     knowing(drafted, dict(zip(map(tuple, prompts), expected, strict=True)), lambda position: position % 5 == 0)
@@ -93,11 +102,11 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 def test_modules_that_are_kept_are_no_blocks(folder: Path) -> None:
     spec = ModelSpec.of_target(config_of(folder, modules_to_not_convert=["lm_head", "model.layers.1", "layers.3.mlp"]))
-    assert [(layer.mixer.fp8_blocks, layer.ffn.fp8_blocks) for layer in spec.layers] == [
+    assert [(layer.mixer.weight == FP8_BLOCK, layer.ffn.weight == FP8_BLOCK) for layer in spec.layers] == [
         (True, True), (False, False), (True, True), (True, True),
     ], "a name that ends with layers.3.mlp is not that of its matrices"  # fmt: skip
     spec = ModelSpec.of_target(config_of(folder, modules_to_not_convert=["model.language_model.layers.3.mlp"]))
-    assert [layer.ffn.fp8_blocks for layer in spec.layers] == [True, True, True, False]
+    assert [layer.ffn.weight for layer in spec.layers] == [FP8_BLOCK] * 3 + [DENSE]
     weights = TargetWeights.empty(spec, torch.device("meta"), torch.bfloat16)
     kinds = {name: view.dtype for name, view in weights.parameter_views().items()}
     assert kinds["model.layers.2.mlp.up_proj.weight"] == torch.float8_e4m3fn
@@ -130,7 +139,7 @@ def test_dimensions_that_no_fp8_block_divides_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize("form", ["16 bits", "blocks", "rows"])
 def test_rows_and_scales_are_sorted_as_in_transformers(form: str) -> None:
     heads = {"num_heads": 4, "num_k_heads": 2, "head_dim": 128, "k_head_dim": 128, "taps": 4, "by_key_heads": True}
-    spec = GatedDeltaNetSpec(**heads, fp8_blocks=form != "16 bits", fp8_by_rows=form == "rows")
+    spec = GatedDeltaNetSpec(**heads, weight={"16 bits": DENSE, "rows": FP8_CHANNEL}.get(form, FP8_BLOCK))
     weights = GatedDeltaNetWeights.empty(spec, 128, torch.empty)
     stored, ba = torch.randn(spec.channels + spec.width, 128), torch.randn(8, 128)
     matrix = stored if form == "16 bits" else BlockScaledFp8.of(stored, by_rows=form == "rows")
@@ -141,9 +150,9 @@ def test_rows_and_scales_are_sorted_as_in_transformers(form: str) -> None:
     weights.sort(spec)
     config = ARCHITECTURES["Qwen3-Next"].config(linear_key_head_dim=128, linear_value_head_dim=128)
     mixer = Qwen3NextGatedDeltaNet(config, 0)
-    made = mixer.fix_query_key_value_ordering(dense(matrix, torch.float32).T[None], ba.T[None])
+    made = mixer.fix_query_key_value_ordering(dequantized(matrix, torch.float32).T[None], ba.T[None])
     *qkvz, b, a = (part.flatten(2)[0].T for part in made)
-    assert torch.equal(dense(weights.qkvz, torch.float32), torch.cat(qkvz))
+    assert torch.equal(dequantized(weights.qkvz, torch.float32), torch.cat(qkvz))
     assert torch.equal(weights.ba, torch.cat([b, a]))
 
 
@@ -236,9 +245,8 @@ def test_fp8_by_channels_equals_modules_with_quantized_rows(name: str, tmp_path:
     save_drafter(make_drafter(dense, taps=1), tmp_path / "drafter")
     options = EngineOptions(num_speculative_tokens=7, max_num_seqs=2, kv_cache_tokens=400)
     engine = load_engine(str(tmp_path), str(tmp_path / "drafter"), "cpu", options=options)[0]
-    assert [(layer.mixer.fp8_by_rows, layer.ffn.fp8_by_rows) for layer in engine.runner.target.spec.layers] == [
-        (True, True), (True, False), (True, True), (True, True),
-    ]  # fmt: skip
+    formats = [(layer.mixer.weight, layer.ffn.weight) for layer in engine.runner.target.spec.layers]
+    assert formats == [(FP8_CHANNEL, FP8_CHANNEL), (FP8_CHANNEL, DENSE), *[(FP8_CHANNEL, FP8_CHANNEL)] * 2]
     knowing(engine, dict(zip(map(tuple, prompts), expected, strict=True)), lambda position: position % 5 == 0)
     found = engine.generate(prompts, params)
     assert sum(ours.tokens == theirs for ours, theirs in zip(found, expected, strict=True)) >= 2

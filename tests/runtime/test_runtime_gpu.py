@@ -23,8 +23,8 @@ from dflash_toolkit import SamplingParams, Target, save_drafter
 from dflash_toolkit.checkpoint.reader import load_weights
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.formats import BLOCK, BlockScaledFp8, RowScaledFp8, quantize_groups
 from dflash_toolkit.kernels.launch import dependent_launches
-from dflash_toolkit.kernels.weight import BLOCK, BlockScaledFp8, RowScaledFp8, quantize_groups
 from dflash_toolkit.models.quantized import FORM
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engine
@@ -669,7 +669,7 @@ def rel(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1152, 896), (896, 4864)])
 def test_products_are_exact_to_bf16_and_batch_invariant(n: int, k: int) -> None:
     from dflash_toolkit.kernels import gpu, reference
-    from dflash_toolkit.kernels.weight import RowScaledFp8
+    from dflash_toolkit.kernels.formats import RowScaledFp8
 
     x = torch.randn(128, k, device="cuda", dtype=torch.bfloat16)
     dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5

@@ -10,7 +10,7 @@ from engines import make_engine, pair, prompts_of
 from torch import Tensor
 
 from dflash_toolkit import SamplingParams, generate
-from dflash_toolkit.kernels.weight import RowScaledFp8
+from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime import weights as model
 from dflash_toolkit.runtime.stack import Stack

@@ -26,7 +26,7 @@ from torch import Tensor
 from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate, load_drafter, save_drafter
 from dflash_toolkit.data.prompts import encode_chat, read_prompts
 from dflash_toolkit.generation import Generation
-from dflash_toolkit.kernels.mix import LogitScale
+from dflash_toolkit.kernels.loss_terms import LogitScale
 from dflash_toolkit.train.cli import main as train
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
-from dflash_toolkit.kernels.mix import PLAIN, LogitScale, LossMix
+from dflash_toolkit.kernels.loss_terms import PLAIN, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.dflash.shape import logit_scale
 from dflash_toolkit.models.target import Target

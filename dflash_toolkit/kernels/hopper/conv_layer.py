@@ -15,12 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..formats import Weight, is_row_scaled, parts
 from ..launch import next_power_of_two, padded
 from ..triton.fp8 import quantize_rows
-from ..weight import Weight, is_quantized, parts
 from .grid import async_sees_memory, grid_launch, grid_wait, join
 from .layer import _cast, _gemm, even_splits_of, splits_of
-from .ring import (
+from .pipeline import (
     BLOCK_N,
     WARPS,
     block_k,
@@ -337,8 +337,8 @@ def conv_layer_fits(
     """
     there = [conv for conv in convolutions if conv is not None]
     group = 2 * there[0][0].shape[1] * x.shape[1] // len(there[0][1])
-    whole = all(len(matrix) % BLOCK_N == 0 for _, matrix in there if is_quantized(matrix))
-    alike = {is_quantized(matrix) for _, matrix in there} == {is_quantized(m) for m in weights if m is not None}
+    whole = all(len(matrix) % BLOCK_N == 0 for _, matrix in there if is_row_scaled(matrix))
+    alike = {is_row_scaled(matrix) for _, matrix in there} == {is_row_scaled(m) for m in weights if m is not None}
     return fits(x, weights) and whole and alike and group == next_power_of_two(group) and group <= 256
 
 
@@ -360,7 +360,7 @@ def launch_conv_layer(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """`fused_conv_post_attention` of what `conv_layer_fits`, as `launch_layer` does the plain one."""
     (m, d), width, width_ffn = x.shape, a.shape[1], len(gate_up) // 2
-    device, k, quantized = x.device.index, block_k(o), is_quantized(o)
+    device, k, quantized = x.device.index, block_k(o), is_row_scaled(o)
     programs = programs_of(device)
     o_splits, down_splits = splits_of(d, width, k, programs), splits_of(d, width_ffn, k, programs)
     qkv_splits = 1 if qkv is None else even_splits_of(len(qkv), d, k, programs)

@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..launch import padded
-from ..triton.best import reduce_best
+from ..triton.argmax import reduce_argmax
 from .grid import grid_launch, grid_wait
-from .ring import BLOCK_N, WARPS, accumulate, block_k, blocks_of, make_rings, programs_of, slots_of, stream, wide_of
+from .pipeline import BLOCK_N, WARPS, accumulate, block_k, blocks_of, make_rings, programs_of, slots_of, stream, wide_of
 
 
 @gluon.jit
@@ -96,4 +96,4 @@ def launch_head(x: Tensor, weight: Tensor) -> Tensor:
         SLOTS=slots.weights, ROW_SLOTS=slots.rows, BLOCK_N=BLOCK_N, BLOCK_K=block_k(weight),
         num_warps=WARPS, launch_pdl=True,
     )  # fmt: skip
-    return reduce_best(best, index)
+    return reduce_argmax(best, index)

@@ -22,11 +22,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..formats import FP8_MAX, Weight, is_row_scaled, parts
 from ..launch import next_power_of_two, padded
 from ..triton.fp8 import quantize_rows
-from ..weight import FP8_MAX, Weight, is_quantized, parts
 from .grid import async_sees_memory, grid_launch, grid_wait, join, stamp
-from .ring import (
+from .pipeline import (
     BLOCK_N,
     WARPS,
     accumulate,
@@ -357,7 +357,7 @@ def launch_layer(
         trace: int64 [programs, len(PHASES)], receives when each program ended each phase, in ns; needs `qkv`.
     """
     (m, d), width, ffn = x.shape, a.shape[1], len(gate_up) // 2
-    device, block, quantized = x.device.index, block_k(o), is_quantized(o)
+    device, block, quantized = x.device.index, block_k(o), is_row_scaled(o)
     programs = programs_of(device)
     o_splits, down_splits = splits_of(d, width, block, programs), splits_of(d, ffn, block, programs)
     qkv_splits = 1 if qkv is None else even_splits_of(len(qkv), d, block, programs)

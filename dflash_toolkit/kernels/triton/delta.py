@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..delta import DeltaMemory
+from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
-from ..weight import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
-from .dependent import start_next, wait_for_previous
 from .fp8_blocks import quantize
+from .pdl import start_next, wait_for_previous
 
 CHANNELS = 64  # of a program of the convolution
 COLUMNS = 16  # of a head's values, of a program of the delta rule: one warp, which needs no barriers

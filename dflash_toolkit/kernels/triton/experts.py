@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, format_of, parts, values_of
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
-from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Operand, QuantizedRows, Stacked, parts, values_of
-from .dependent import start_next, wait_for_previous
 from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
+from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 # up to which no row is gathered: products of 64 rows of an expert, or 32 in FP8, nearly all of zero, take longer
@@ -237,7 +237,7 @@ def group_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def multiply(
     x: Operand,
-    matrices: Stacked,
+    matrices: Weight,
     weights: Tensor,
     experts: Tensor,
     groups: tuple[Tensor, Tensor] | None,
@@ -258,7 +258,7 @@ def multiply(
     (rows, top), (tile, taken), values = experts.shape, cut, values_of(x)
     data, scale = parts(matrices)
     count, n, k = data.shape
-    by_rows = isinstance(matrices, BlockScaledFp8) and matrices.by_rows
+    by_rows = format_of(matrices).row_scales
     in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
     given = given_scale = values
     if by_rows:
@@ -281,7 +281,7 @@ def multiply(
     return out
 
 
-def experts_mlp(x: Operand, gate_up: Stacked, down: Stacked, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
     """Partial sums [k, M, D] of x [M, D], see the reference; in fp32, of more than MAX_ROWS rows in x's dtype."""
     (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
     shared = shared_memory(values.device) if values.is_cuda else SHARED_BYTES

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats import FP8_MAX, RowScaledFp8, Weight, format_of, parts
 from ..launch import next_power_of_two, pdl
-from ..weight import FP8_MAX, BlockScaledFp8, RowScaledFp8, Weight, is_quantized, parts
-from .dependent import start_next, wait_for_previous
+from .pdl import start_next, wait_for_previous
 
 MAX_WIDTH = 32768  # of a row, which one program holds
 
@@ -48,8 +48,7 @@ def multiplies(x: Tensor, weight: Weight) -> bool:
     """Whether `scaled_linear` takes these: fp8 weights scaled by rows, bf16 rows, sizes of cuBLAS's GEMMs, sm_90."""
     aligned = x.shape[1] % 16 == 0 and len(weight) % 16 == 0 and x.shape[1] <= MAX_WIDTH
     known = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    by_rows = is_quantized(weight) or (isinstance(weight, BlockScaledFp8) and weight.by_rows)
-    return by_rows and x.dtype == torch.bfloat16 and aligned and known
+    return format_of(weight).row_scales and x.dtype == torch.bfloat16 and aligned and known
 
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

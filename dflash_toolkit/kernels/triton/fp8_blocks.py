@@ -14,10 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats import (
+    BLOCK,
+    FP8_MAX,
+    LEAST,
+    BlockScaledFp8,
+    Operand,
+    QuantizedRows,
+    Weight,
+    format_of,
+    parts,
+    values_of,
+)
 from ..launch import MAX_ROWS, is_hopper, padded, pdl
-from ..weight import BLOCK, FP8_MAX, LEAST, BlockScaledFp8, Operand, QuantizedRows, values_of
-from .dependent import start_next, wait_for_previous
 from .fp8 import quantize_rows
+from .pdl import start_next, wait_for_previous
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
 # rows up to which every program quantizes what it loads; 32 took longer so than 64 quantized by a launch of their own
@@ -151,21 +162,24 @@ def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-def multiplies(x: Tensor, weight: BlockScaledFp8) -> bool:
+def multiplies(x: Tensor, weight: Weight) -> bool:
     """Whether `scaled_linear` takes these: bf16 rows, sizes of cuBLAS's GEMMs in blocks, and Hopper."""
     aligned = x.shape[1] % (SIDE * BLOCK) == 0  # else its scales of weights have gaps
-    return x.is_cuda and is_hopper(x.device.index) and x.dtype == torch.bfloat16 and aligned and not weight.by_rows
+    grouped = format_of(weight).groups_rows
+    return x.is_cuda and is_hopper(x.device.index) and x.dtype == torch.bfloat16 and aligned and grouped
 
 
-def scaled_linear(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
+def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` by cuBLAS, whose sums depend on how many rows there are.
 
     Scales of rows stand column by column, of a multiple of SIDE rows, and those of weights block row by block row
     (cuBLAS 13.0 documentation, "Scaling factors layouts").
     """
+    data, scales = parts(weight)
+    assert scales is not None, "which `multiplies`"
     rows, scale = _quantize(x, x.new_empty(x.shape[1] // BLOCK, -(-len(x) // SIDE) * SIDE, dtype=torch.float32).T)
     out = F.scaled_mm(
-        rows, weight.data.t(), scale, F.ScalingType.BlockWise1x128, weight.scale.t(), F.ScalingType.BlockWise128x128,
+        rows, data.t(), scale, F.ScalingType.BlockWise1x128, scales.t(), F.ScalingType.BlockWise128x128,
         output_dtype=x.dtype,
     )[: len(x)]  # fmt: skip
     return out if bias is None else out.add_(bias)

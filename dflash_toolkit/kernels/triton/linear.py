@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats import Weight, is_row_scaled, parts
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
-from ..mix import PLAIN, LogitScale
-from ..weight import Weight, is_quantized, parts
-from .best import behind_scale, merge_lse, merge_top, ordered, reduce_best, tile_key
-from .dependent import start_next, wait_for_previous
+from ..loss_terms import PLAIN, LogitScale
+from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, tile_key
+from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 LSE_WARPS = 8  # of the widest tiles: the logits' exponentials stand beside the sums
@@ -135,7 +135,7 @@ def _top_kernel(
     if ROUNDED:
         b_acc *= tl.load(row_scale_p + o_m, mask=m_m, other=0.0)[None, :]
     if LSE:
-        b_logit = behind_scale(b_acc.to(LOGIT), multiplier, cap, CAPPED)
+        b_logit = scale_logits(b_acc.to(LOGIT), multiplier, cap, CAPPED)
         b_logit = tl.where((o_n < N)[:, None], b_logit, -float("inf"))
         b_most = tl.max(b_logit, axis=0)
         b_base = tl.where(b_most == -float("inf"), 0.0, b_most)
@@ -205,7 +205,7 @@ def launch_linear(
 
 
 def _tile(kind: str, x: Tensor, weight: Weight) -> Tile:
-    quantized, fp32 = is_quantized(weight), x.dtype == torch.float32
+    quantized, fp32 = is_row_scaled(weight), x.dtype == torch.float32
     shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
     return tile_for(kind, len(weight), x.shape[1], len(x), quantized, fp32, shared)
 
@@ -259,10 +259,10 @@ def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
     _argmax_kernel[(tiles,)](
         rows, data, data if scale is None else scale, best, index, m, n, k,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
-        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_quantized(x),
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, ROUNDED=is_row_scaled(x),
         num_warps=tile.warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
-    return reduce_best(best, index)
+    return reduce_argmax(best, index)
 
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ def launch_top(
         bounds, tops, sums, m, n, k, logits.multiplier, logits.cap or 1.0,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, COUNT=count,
         SLOTS=next_power_of_two(count), EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0,
-        SCALED=own_scale is not None, ROUNDED=is_quantized(x), LOGIT=FORMATS[dtype], LSE=scale is not None,
+        SCALED=own_scale is not None, ROUNDED=is_row_scaled(x), LOGIT=FORMATS[dtype], LSE=scale is not None,
         CAPPED=logits.cap is not None, num_warps=warps, num_stages=tile.stages, **pdl(rows),
     )  # fmt: skip
     values, ids = merge_top(keys, counts, tile.block_n)

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
-from ..weight import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
-from .dependent import start_next, wait_for_previous
 from .fp8_blocks import quantize
+from .pdl import start_next, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["M", "stride_tap"])

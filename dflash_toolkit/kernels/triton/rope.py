@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import keys_are_split, next_power_of_two, pdl
-from .dependent import start_next, wait_for_previous
+from .pdl import start_next, wait_for_previous
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_two
-from ..mix import LEAST_ACCEPTANCE, LossMix, RowTerms
+from ..loss_terms import LEAST_ACCEPTANCE, LossMix, RowTerms
 
 BLOCK = 4096  # columns at a time
 BLOCK_TWO = 2048  # the same, of two rows

@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
-from ..mix import PLAIN, LogitScale
-from .best import behind_scale, merge_lse, merge_top, ordered, tile_key
-from .dependent import start_next, wait_for_previous
+from ..loss_terms import PLAIN, LogitScale
+from .argmax import merge_lse, merge_top, ordered, scale_logits, tile_key
+from .pdl import start_next, wait_for_previous
 
 LANES = 2048  # columns at a time
 TILE = 8192  # columns of a program where rows alone are too few: of fp16 in 32 bits, 13 bits are free for a column
@@ -96,12 +96,12 @@ def _tile_top_kernel(
         b_most = tl.where(larger, b_x, b_most)
     start_next(PDL)
     if LSE:
-        most = behind_scale(tl.max(b_most, axis=0), multiplier, cap, CAPPED)
+        most = scale_logits(tl.max(b_most, axis=0), multiplier, cap, CAPPED)
         base = tl.where(most == -float("inf"), 0.0, most)
         b_sum = tl.zeros([LANES], dtype=tl.float32)
         for start in tl.static_range(0, TILE, LANES):
             b_x = tl.load(p_tile + start + o_lane, mask=start + o_lane < rest, other=-float("inf"))
-            b_exp = tl.exp(behind_scale(b_x, multiplier, cap, CAPPED) - base)
+            b_exp = tl.exp(scale_logits(b_x, multiplier, cap, CAPPED) - base)
             b_sum += tl.where(start + o_lane < rest, b_exp, 0.0)
         tl.store(tops_p + tile * M + i_m, most)
         tl.store(sums_p + tile * M + i_m, tl.sum(b_sum, axis=0))

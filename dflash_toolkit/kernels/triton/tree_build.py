@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
 from ..tree import MOST_NODES, TreeRows, Trees
-from .best import ordered
+from .argmax import ordered
 
 EXTREME = tl.constexpr(1e-6)  # probabilities this close to 0 or 1 count as this
 # what fits beside a path in 64 bits: 6 of depth, 7 of the parent's place, 4 of order, 6 of the parent's candidate

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from ...calibration import Calibration
-from ...kernels.mix import LogitScale
+from ...kernels.loss_terms import LogitScale
 from ...kernels.reference import draw
 from ..drafting import TokenSelector
 from ..rope import RopeScaling

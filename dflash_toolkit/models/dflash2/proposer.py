@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.mix import LogitScale
+from ...kernels.formats import Weight
+from ...kernels.loss_terms import LogitScale
 from ...kernels.ops import Ops
-from ...kernels.weight import Weight
 from ..drafting import Draft, slots_of
 
 

@@ -142,7 +142,7 @@ class TreeProgram:
         trees = ops.grow_trees(values, ranks, candidates, limits, self.nodes)
         tree = ops.cut_trees(trees, last, at.lengths, at.page_table, at.page_size, rows)
         drafted = [each for each in self.promised if 1 < each <= block]
-        promise = ops.promise_trees(trees, values, ranks, limits, drafted, row_buckets(batch))
+        promise = ops.expected_accepted(trees, values, ranks, limits, drafted, row_buckets(batch))
         if context.random_tokens is not None:
             tree = replace(tree, tokens=context.random_tokens[:rows])
         chains = self.width == 1
@@ -163,7 +163,7 @@ class TreeProgram:
             state.sampler.count(slice(0, batch), verdict.path, verdict.counts)
             taken = path.flatten()
             logprobs = state.sampler.logprobs(logits[taken], choice[taken], batch)
-        values = ops.tell_trees(tree, hidden, verdict.path, verdict.counts, path, promise)
+        values = ops.pack_tree_results(tree, hidden, verdict.path, verdict.counts, path, promise)
         if logprobs is not None:
             context.buffers.put_logprobs(mode, logprobs)
         return values

@@ -80,7 +80,7 @@ class Promise:
 
     requests: int  # in the step
     batch: int  # computed rows of the batch
-    accepted: Sequence[Sequence[float]]  # of `promise_trees`, for every block up to the one that was drafted
+    accepted: Sequence[Sequence[float]]  # of `expected_accepted`, for every block up to the one that was drafted
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

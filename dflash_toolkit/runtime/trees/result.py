@@ -66,7 +66,7 @@ class TreeStepResult:
         """Reads the values of a step.
 
         Args:
-            values: int64, see `Ops.tell_trees`.
+            values: int64, see `Ops.pack_tree_results`.
             requests: which the first rows of the batch belong to.
             calibration, discounts: those that the step used.
         """

@@ -12,7 +12,7 @@ from test_train_features import config, run_of
 
 from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
-from dflash_toolkit.kernels.mix import LogitScale, LossMix
+from dflash_toolkit.kernels.loss_terms import LogitScale, LossMix
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.train.config import LossOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource

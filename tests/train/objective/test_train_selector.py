@@ -10,7 +10,7 @@ from test_train_losses import blocks as sampled
 from torch import Tensor
 
 from dflash_toolkit import Target
-from dflash_toolkit.kernels.mix import PLAIN, LogitScale
+from dflash_toolkit.kernels.loss_terms import PLAIN, LogitScale
 from dflash_toolkit.models.dflash2.selector import CandidateSelector
 from dflash_toolkit.train.config import LossOptions
 from dflash_toolkit.train.features.source import FeatureSource

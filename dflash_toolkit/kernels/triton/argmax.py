@@ -36,8 +36,8 @@ def tile_key(b_order, first, o_n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def behind_scale(b_x, multiplier, cap, CAPPED: tl.constexpr):
-    """Logits of what a head multiplied, in fp32; `mix.LogitScale`."""
+def scale_logits(b_x, multiplier, cap, CAPPED: tl.constexpr):
+    """Logits of what a head multiplied, in fp32; `LogitScale`."""
     b_x = b_x.to(tl.float32) * multiplier
     if CAPPED:
         b_x = cap * (2.0 / (1.0 + tl.exp(-2.0 * (b_x / cap))) - 1.0)
@@ -59,7 +59,7 @@ def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: t
     tl.store(out_p + i_m, tl.where(found == 2**31 - 1, 0, found).to(tl.int64))
 
 
-def reduce_best(best: Tensor, index: Tensor) -> Tensor:
+def reduce_argmax(best: Tensor, index: Tensor) -> Tensor:
     """The column of the largest of `best`, the lowest of tied ones: int64 [M] of best, index [tiles, M]."""
     tiles, m = best.shape
     out = torch.empty(m, dtype=torch.int64, device=best.device)

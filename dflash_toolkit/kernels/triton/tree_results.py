@@ -1,4 +1,4 @@
-"""What a step over draft trees tells, in Triton: what its trees promise, and one row of integers for the host."""
+"""What a step over draft trees tells, in Triton: what its trees expected, and one row of integers for the host."""
 
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
 from ..tree import MOST_NODES, TreeRows, Trees
-from .dependent import start_next, wait_for_previous
+from .pdl import start_next, wait_for_previous
 
 SLOTS = tl.constexpr(64)  # of a block, more than trees are deep
 MOST_SUMMED = 512  # nodes of a warp
 
 
 @triton.jit(do_not_specialize=["blocks", "B", "K"])
-def _promise_kernel(
+def _expected_accepted_kernel(
     depths_p, log_probs_p, values_p, ranks_p, limits_p, out_p, blocks, B, K,
     N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BUCKETS: tl.constexpr,
     B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -69,7 +69,7 @@ def _promise_kernel(
 
 
 @triton.jit
-def _broken_rows_kernel(hidden_p, broken_p, D, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _nonfinite_rows_kernel(hidden_p, nonfinite_p, D, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Whether a row's norm is not finite, as 0 or 1."""
     i_m = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -77,13 +77,13 @@ def _broken_rows_kernel(hidden_p, broken_p, D, stride, BLOCK: tl.constexpr, PDL:
     b_x = tl.load(hidden_p + i_m * stride + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     start_next(PDL)
     total = tl.sum(b_x * b_x, axis=0)
-    tl.store(broken_p + i_m, tl.where(total < float("inf"), 0, 1))  # 1 of NaN too
+    tl.store(nonfinite_p + i_m, tl.where(total < float("inf"), 0, 1))  # 1 of NaN too
 
 
-@triton.jit(do_not_specialize=["B", "M", "S", "promises"])
-def _tell_trees_kernel(
-    starts_p, row_tokens_p, parents_p, depths_p, log_probs_p, broken_p, tokens_p, counts_p, path_p, promise_p, out_p,
-    B, M, S, promises,
+@triton.jit(do_not_specialize=["B", "M", "S", "sums"])
+def _pack_results_kernel(
+    starts_p, row_tokens_p, parents_p, depths_p, log_probs_p, nonfinite_p, tokens_p, counts_p, path_p, expected_p,
+    out_p, B, M, S, sums,
     R_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -99,16 +99,16 @@ def _tell_trees_kernel(
         m_r, m_s = o_r < tl.load(starts_p + i_b + 1), o_s < S
         b_path = tl.load(path_p + i_b * S + o_s, mask=m_s, other=0)
         b_token = tl.load(tokens_p + i_b * S + o_s, mask=m_s, other=0)
-        b_broken = tl.load(broken_p + b_path, mask=m_s, other=0)
+        b_nonfinite = tl.load(nonfinite_p + b_path, mask=m_s, other=0)
         answer_p = out_p + i_b * (3 + S)
         tl.store(answer_p, tl.load(counts_p + i_b).to(tl.int64))
         tl.store(answer_p + 1, tl.max(tl.load(depths_p + o_r, mask=m_r, other=0), axis=0).to(tl.int64))
-        tl.store(answer_p + 2, tl.max(tl.load(broken_p + o_r, mask=m_r, other=0), axis=0).to(tl.int64))
-        tl.store(answer_p + 3 + o_s, tl.where(b_broken > 0, -1, b_token), mask=m_s)
+        tl.store(answer_p + 2, tl.max(tl.load(nonfinite_p + o_r, mask=m_r, other=0), axis=0).to(tl.int64))
+        tl.store(answer_p + 3 + o_s, tl.where(b_nonfinite > 0, -1, b_token), mask=m_s)
         tl.store(path_out_p + i_b * S + o_s, b_path, mask=m_s)
     else:
         o_b, o_m, o_p = tl.arange(0, B_BLOCK), tl.arange(0, M_BLOCK), tl.arange(0, P_BLOCK)
-        m_b, m_m, m_p = o_b <= B, o_m < M, o_p < promises
+        m_b, m_m, m_p = o_b <= B, o_m < M, o_p < sums
         tl.store(rest_p + o_b, tl.load(starts_p + o_b, mask=m_b, other=0).to(tl.int64), mask=m_b)
         rest_p += B + 1
         tl.store(rest_p + o_m, tl.load(row_tokens_p + o_m, mask=m_m, other=0), mask=m_m)
@@ -116,11 +116,11 @@ def _tell_trees_kernel(
         tl.store(rest_p + 2 * M + o_m, tl.load(depths_p + o_m, mask=m_m, other=0).to(tl.int64), mask=m_m)
         b_log = tl.load(log_probs_p + o_m, mask=m_m, other=0.0)
         tl.store(rest_p + 3 * M + o_m, b_log.to(tl.int32, bitcast=True).to(tl.int64), mask=m_m)
-        b_promise = tl.load(promise_p + o_p, mask=m_p, other=0.0)
-        tl.store(rest_p + 4 * M + o_p, b_promise.to(tl.int32, bitcast=True).to(tl.int64), mask=m_p)
+        b_expected = tl.load(expected_p + o_p, mask=m_p, other=0.0)
+        tl.store(rest_p + 4 * M + o_p, b_expected.to(tl.int32, bitcast=True).to(tl.int64), mask=m_p)
 
 
-def promise_trees(
+def expected_accepted(
     trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int], rows: Sequence[int]
 ) -> Tensor:
     """Sums of path probabilities over a batch, fp32 [blocks, 1 + rows]; see the reference. Blocks ascend."""
@@ -128,7 +128,7 @@ def promise_trees(
     assert [*blocks] == sorted({*blocks}) and blocks[0] > 1 and blocks[-1] <= SLOTS.value
     out = torch.empty(len(blocks), 1 + len(rows), dtype=torch.float32, device=values.device)
     b_block, n_block = next_power_of_two(batch), next_power_of_two(nodes)
-    _promise_kernel[out.shape](
+    _expected_accepted_kernel[out.shape](
         trees.depths, trees.log_probs, values, ranks, limits, out, sum(1 << block - 2 for block in blocks), batch,
         slots, N=nodes, W=width, Q=families, ROWS=(*rows,), BUCKETS=len(rows), B_BLOCK=b_block, N_BLOCK=n_block,
         num_warps=max(1, min(8, b_block * n_block // MOST_SUMMED)), **pdl(values),
@@ -136,21 +136,23 @@ def promise_trees(
     return out
 
 
-def tell_trees(rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, promise: Tensor) -> Tensor:
+def pack_tree_results(
+    rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, expected: Tensor
+) -> Tensor:
     """What a step tells the host, int64 in one dimension; see the reference. The trees are of at most MOST_NODES."""
     (batch, depth), (m, width), device = path.shape, hidden.shape, path.device
     assert hidden.dtype != torch.float64 and hidden.stride(1) == 1
-    broken = torch.empty(m, dtype=torch.int32, device=device)
+    nonfinite = torch.empty(m, dtype=torch.int32, device=device)
     block = next_power_of_two(width)
-    _broken_rows_kernel[(m,)](
-        hidden, broken, width, hidden.stride(0), BLOCK=block, num_warps=max(1, min(8, block // 512)), **pdl(hidden)
+    _nonfinite_rows_kernel[(m,)](
+        hidden, nonfinite, width, hidden.stride(0), BLOCK=block, num_warps=max(1, min(8, block // 512)), **pdl(hidden)
     )
-    told = batch * (4 + 2 * depth) + 1 + 4 * m + promise.numel()
-    out = torch.empty(told, dtype=torch.int64, device=device)
-    _tell_trees_kernel[(batch + 1,)](
-        rows.starts, rows.tokens, rows.parents, rows.depths, rows.log_probs, broken, tokens, counts, path, promise, out,
-        batch, m, depth, promise.numel(), R_BLOCK=next_power_of_two(min(MOST_NODES, m - batch) + 1),
+    size = batch * (4 + 2 * depth) + 1 + 4 * m + expected.numel()
+    out = torch.empty(size, dtype=torch.int64, device=device)
+    _pack_results_kernel[(batch + 1,)](
+        rows.starts, rows.tokens, rows.parents, rows.depths, rows.log_probs, nonfinite, tokens, counts, path, expected,
+        out, batch, m, depth, expected.numel(), R_BLOCK=next_power_of_two(min(MOST_NODES, m - batch) + 1),
         S_BLOCK=next_power_of_two(depth), B_BLOCK=next_power_of_two(batch + 1), M_BLOCK=next_power_of_two(m),
-        P_BLOCK=next_power_of_two(promise.numel()), num_warps=2, **pdl(hidden),
+        P_BLOCK=next_power_of_two(expected.numel()), num_warps=2, **pdl(hidden),
     )  # fmt: skip
     return out

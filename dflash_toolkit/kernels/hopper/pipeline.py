@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..formats import Weight, is_row_scaled, parts
 from ..launch import MAX_ROWS, is_hopper, multiprocessors
-from ..weight import Weight, is_quantized, parts
 
 BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
 BLOCK_BYTES = gl.constexpr(256)  # of a row of a block
@@ -68,7 +68,7 @@ def fits(x: Tensor, matrices: Sequence[Weight | None]) -> bool:
         and is_hopper(x.device.index)
         and x.dtype == torch.bfloat16
         and len(x) <= min(MAX_ROWS, programs_of(x.device.index))
-        and len({is_quantized(m) for m in matrices if m is not None}) == 1
+        and len({is_row_scaled(m) for m in matrices if m is not None}) == 1
         and all(len(m) % BLOCK_N == 0 and parts(m)[0].shape[1] % COLUMNS == 0 for m in matrices if m is not None)
     )
 
