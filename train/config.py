@@ -184,7 +184,7 @@ class LossOptions:
 
     Every term but `ce` compares with the target's own distribution. Then all layers of the target run, its last hidden
     state is kept next to the tapped ones, and each step multiplies once more with the head.
-    `dflash_toolkit.kernels.mix` has the formulas. DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
+    `dflash_toolkit.kernels.loss_terms` has the formulas. DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
     """
 
     ce: float = option(1.0, "weight of the cross-entropy with the response's token")

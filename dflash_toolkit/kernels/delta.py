@@ -1,4 +1,4 @@
-"""What a gated delta net remembers of its requests, so that rows of a block can be taken back."""
+"""The states of a gated delta net's requests. Rejected rows of a block leave no trace in them."""
 
 from dataclasses import dataclass
 
@@ -24,9 +24,9 @@ class DeltaMemory:
         cls, slots: int, rows: int, taps: int, channels: int, heads: int, widths: tuple[int, int],
         dtype: torch.dtype, device: torch.device, kept: int = 0,
     ) -> "DeltaMemory":  # fmt: skip
-        """Of so many requests that have had no token, for blocks of up to `rows`; `widths` are H_k and H_v.
+        """States of so many requests before their first token, for blocks of up to `rows`; `widths` are H_k and H_v.
 
-        Behind them there is room for the states of `kept` prefixes, which run no blocks.
+        After them there is room for the states of `kept` prefixes, which run no blocks.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -37,5 +37,5 @@ class DeltaMemory:
 
     @property
     def rows(self) -> int:
-        """Of the longest block."""
+        """Rows of the longest block."""
         return self.inputs.shape[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @functools.cache
 def delta_rule() -> Callable[..., Any] | None:
-    """Its gated delta rule in chunks, or None; one that is installed and cannot be loaded is told of once."""
+    """Its gated delta rule in chunks, or None; warns once if it is installed and cannot be loaded."""
     if importlib.util.find_spec("fla") is None:
         return None
     try:

@@ -4,8 +4,8 @@ FlashAttention-3 (`flash_attn_interface`, arXiv 2407.08608) is built from its re
 `flash-attn` is FlashAttention-4 (`flash_attn.cute`), for Hopper and Blackwell; it compiles a kernel at the first use of
 a head width. They take long chunks of a prompt, and in training the target's forward over packed rows.
 
-Of a prompt a row's keys are summed in one go (one split), in blocks at fixed places, so that where a prompt is cut into
-chunks changes no bit of it. What stands behind the last key in its page is multiplied by zero: it must be finite.
+A prompt row's keys are summed in one split, in blocks at fixed places, so the cuts of a prompt into chunks change no
+bit of it. Values after the last key in its page are multiplied by zero: they must be finite.
 """
 
 import functools
@@ -86,7 +86,7 @@ VERSIONS: dict[str, tuple[Callable[[], Flash], tuple[int, ...]]] = {
 
 @functools.cache
 def load(module: str) -> Flash | None:
-    """FlashAttention of this module, or None; one that is installed and cannot be loaded is told of once."""
+    """FlashAttention of this module, or None; warns once if it is installed and cannot be loaded."""
     try:
         if importlib.util.find_spec(module) is None:
             return None

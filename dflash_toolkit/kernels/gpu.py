@@ -2,7 +2,7 @@
 
 | operation | up to MAX_ROWS rows | more |
 |---|---|---|
-| linear, split-K, SwiGLU | Triton, whose sums depend on no row count | cuBLAS; fp8 weights quantize the rows |
+| linear, split-K, SwiGLU | Triton; sums do not depend on the row count | cuBLAS; fp8 weights quantize the rows |
 | the same, targets in fp8 | Triton, with rows in fp8 | cuBLAS if it has them (blocks: on Hopper), else Triton |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
@@ -60,9 +60,9 @@ from .triton.tree_results import expected_accepted, pack_tree_results
 from .triton.walk import sampled_walk, walk
 
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
-QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 whose sums are long
+QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 with long sums
 LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
-TOP_COLUMNS = 8 * TILE  # of a head, whose logits are in memory at a time: those of 256 rows, 32 MiB, stay in L2
+TOP_COLUMNS = 8 * TILE  # columns of a head with logits in memory at a time: those of 256 rows, 32 MiB, stay in L2
 
 
 class Gemms(Protocol):
@@ -114,7 +114,7 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
 
 
 def by_cublas(x: Tensor, weight: Weight) -> bool:
-    """Whether cuBLAS multiplies these, whose choice of an algorithm depends on the number of rows."""
+    """Whether cuBLAS multiplies these; its choice of an algorithm depends on the number of rows."""
     if len(x) <= MAX_ROWS:
         return False
     return not format_of(weight).quantizes_rows or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
@@ -158,9 +158,9 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 
 
 def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    """As `linear_top`, of logits behind `scale`, and the log-sum-exp of all of them, fp32 [M].
+    """As `linear_top`, of logits after `scale`, and the log-sum-exp of all of them, fp32 [M].
 
-    Of a head in FP8 blocks all logits are in memory at once.
+    A head in FP8 blocks has all logits in memory at once.
     """
     if _kernels(weight)[0] is not gemm:
         logits = linear(x, weight)

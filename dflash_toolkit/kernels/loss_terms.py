@@ -1,4 +1,4 @@
-"""What the loss of a row of logits is: the weights of its terms, and the terms themselves."""
+"""The loss of a row of logits: the weights of its terms, and the terms themselves."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class LossMix:
     | lk        | -log a                           | that of tv, divided by a                                |
     | lk_hybrid | l KL + (1 - l) TV, l = exp(-3 a) | the same mix of both; l carries no gradient             |
 
-    TV has hardly any gradient where p and q hardly overlap; the LK losses (Samarin et al., arXiv 2602.23881) mend that:
+    TV has hardly any gradient where p and q hardly overlap; the LK losses (Samarin et al., arXiv 2602.23881) fix that:
     `lk` is their LK^alpha, cross-entropy where p is a point mass; `lk_hybrid` their LK^lambda with eta = 3 and, as the
     trainers in use have it, l from each row's own acceptance.
     """
@@ -67,7 +67,7 @@ CROSS_ENTROPY = LossMix()
 
 @dataclass(frozen=True, slots=True)
 class LogitScale:
-    """What stands behind a head: its products z become cap * tanh(multiplier * z / cap), or multiplier * z."""
+    """The scale of a head's logits: its products z become cap * tanh(multiplier * z / cap), or multiplier * z."""
 
     multiplier: float = 1.0  # > 0
     cap: float | None = None  # > 0
@@ -75,10 +75,10 @@ class LogitScale:
     PIECE = 64  # rows that are capped at a time, in fp32
 
     def apply_(self, products: Tensor, slope: bool = False) -> Tensor | float:
-        """Turn what a head multiplied [R, V] into logits, in place and rounded to its dtype once.
+        """Turns a head's products [R, V] into logits, in place and rounded to its dtype once.
 
         Returns:
-            d logits / d products where it was asked for, in that dtype; 1 or the multiplier where it is the same
+            d logits / d products if requested, in that dtype; 1 or the multiplier where it is the same
             everywhere.
         """
         if self.cap is None:
@@ -100,10 +100,10 @@ PLAIN = LogitScale()
 
 @dataclass(slots=True)
 class RowTerms:
-    """What the kernels say of each of R rows of the drafter's logits."""
+    """The results of the kernels for each of R rows of the drafter's logits."""
 
     cross_entropy: Tensor  # [R] fp32, nats, at temperature 1
-    rank: Tensor  # [R] int32, how many tokens stand before the label: 0 is the argmax; V if its logit is NaN
+    rank: Tensor  # [R] int32, how many tokens come before the label: 0 is the argmax; V if its logit is NaN
     kl: Tensor | None = None  # [R] fp32, nats; None without the target's distribution
     acceptance: Tensor | None = None  # [R] fp32, in [0, 1]
 

@@ -164,12 +164,12 @@ def accept_or_resample(
 
 
 def scored_tokens(logits: Tensor, tokens: Tensor, best: int) -> Tensor:
-    """Log-probabilities of given tokens, and what else the target expected in their places.
+    """Returns log-probabilities of given tokens, and the target's most probable tokens in their places.
 
     Args:
         logits: [M, V].
         tokens: int64 [M].
-        best: tokens reported beside each; at most V of them are.
+        best: tokens reported with each; at most V.
 
     Returns:
         fp64 [M, 2 + 2 * best]: the token's log-probability and its rank, which counts tied ones too; the most probable
@@ -237,7 +237,7 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count].
 
-    The largest come first, of tied ones the lowest column; what is tied is told by logits in x's dtype.
+    The largest come first, then the lowest column; ties are decided by logits in x's dtype.
     """
     found = F.linear(x, dequantized(weight, x.dtype)).sort(dim=-1, descending=True, stable=True)
     return found.values[:, :count].float(), found.indices[:, :count]
@@ -246,9 +246,9 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 def walk(
     state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor
 ) -> Tensor:
-    """The tokens int64 [B, K] of K slots, chosen one behind the other, each the best beside the one before it.
+    """The tokens int64 [B, K] of K slots, chosen one after the other, each the best after the one before it.
 
-    A candidate b behind token a scores unary(b) + <P[a] * state, Q[b]>, in fp32; of equal scores the first wins.
+    A candidate b after token a scores unary(b) + <P[a] * state, Q[b]>, in fp32; of equal scores the first wins.
 
     Args:
         state: [B, K, r]; as `unary` and `candidates` it may be slots of longer blocks.
@@ -306,7 +306,7 @@ def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
     first of its block is zero.
 
     Args:
-        x: [M, D], M / `block` whole blocks one behind the other; or its split-K partial sums [P, M, D].
+        x: [M, D], M / `block` whole blocks one after the other; or its split-K partial sums [P, M, D].
         dynamic: [M, T * (D / g)], taps of groups of g channels side by side; or its partial sums. They may be columns
             of a wider matrix.
         base: [T, D].
@@ -411,7 +411,7 @@ def fused_post_attention(
         a: the layer's attention [M, N * H].
         o, post_norm, gate_up, down: of the layer; gate_up as for `linear_swiglu`.
         norm: [D], of the next layer, or the final one.
-        qkv: [(N + 2 * G) * H, D] of the next layer; None behind the last.
+        qkv: [(N + 2 * G) * H, D] of the next layer; None after the last layer.
         tap: a view [M, D] that receives the layer's output.
 
     Matrices in fp8 take rows in fp8: of `a` each scaled by its own largest value, the others cast as they come.
@@ -458,11 +458,11 @@ def fused_conv_post_attention(
     """`fused_post_attention` of a layer whose sub-layers have convolutions around them, see `block_conv`.
 
     Args:
-        behind: partial sums [P, M, T * (D / g)], the coefficients of the convolution behind o.
+        behind: partial sums [P, M, T * (D / g)], the coefficients of the convolution after o.
         base: [T, D], of that convolution.
         ffn: of the convolutions around the FFN the base [2, T, D] and the projection [2 * T * (D / g), D], whose rows
-            are the coefficients before it, then those behind it.
-        following: those around the next layer's attention; None behind the last.
+            are the coefficients before it, then those after it.
+        following: those around the next layer's attention; None after the last layer.
 
     Returns:
         The layer's output and its norm, both [M, D], and of the next layer the qkv without its bias and `behind`, or
@@ -487,7 +487,7 @@ def top_experts(
     """The likeliest experts of every row and what they are weighted with, as transformers routes.
 
     Args:
-        partial_sums: of the router's logits, [P, M, E], E + 1 with a `shared` expert's gate behind them.
+        partial_sums: of the router's logits, [P, M, E], E + 1 with a `shared` expert's gate after them.
         dtype: that the logits, and at the end the weights, are rounded to; the softmax between is in fp32.
         top_k: experts of a row, at most E.
         normalized: the weights of a row's `top_k` are divided by their sum.
@@ -511,7 +511,7 @@ def top_experts(
 
 
 def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
-    """What the experts of each row make of it, times their weights.
+    """Returns the outputs of each row's experts times their weights.
 
     Args:
         x: [M, D].
@@ -555,12 +555,12 @@ def rope_write(
         bias: [(N + 2 * G) * H], added before that; None adds nothing.
         q_weight, k_weight: [H] per-head RMSNorm weights; None where the architecture has none.
         rope: fp32 [2, positions, R / 2], cosines and sines for the first R numbers of a head.
-        lengths: int32 [B]; row b * S + k stands at position lengths[b] + k.
+        lengths: int32 [B]; row b * S + k is at position lengths[b] + k.
         page_table: int32 [B, pages of a request].
         cache: [2, slots, G, H], keys and values of one layer, written in place.
         counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: there are none.
         at: int32 [M], the slots of the rows, where these are not those of their positions; the page table is not read.
-        gated: behind each head of q there is its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
+        gated: each head of q is followed by its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
 
     Returns:
         Queries [M, N, H] in the cache's dtype.
@@ -610,7 +610,7 @@ def block_attention(
         cache: [2, slots, G, H]; keys and values of positions 0..lengths[b] + S - 1 are there.
         causal: slot k sees the positions up to its own (verify); else the whole block (draft).
         window: a key at a distance of `window` positions or more is not seen; 0 is no window.
-        counts: int32 [B]; rows k >= counts[b] are padding, whose own keys nobody sees. None: there are none.
+        counts: int32 [B]; rows k >= counts[b] are padding; no row sees their keys. None: there are none.
 
     Returns:
         [M, N * H] in q's dtype.
@@ -619,7 +619,7 @@ def block_attention(
     reach = int(lengths.max()) + block
     keys = torch.arange(reach, device=q.device).expand(len(lengths), -1)  # [B, T]
     end = lengths + (block if counts is None else counts)
-    inside = keys < end[:, None]  # pages are written up to here; behind them there may be anything, NaN too
+    inside = keys < end[:, None]  # pages are written up to here; after that they may hold anything, even NaN
     slots = slots_of(torch.where(inside, keys, 0), page_table, page_size)
     k, v = (cache[i][slots].masked_fill(~inside[..., None, None], 0.0).transpose(1, 2) for i in (0, 1))  # [B, G, T, H]
     distance = (lengths[:, None] + torch.arange(block, device=q.device))[:, :, None] - keys[:, None]  # [B, S, T]
@@ -777,7 +777,7 @@ def delta_inputs(
         a_log, dt_bias: [N]; the state decays by exp(-exp(a_log) softplus(a + dt_bias)).
         slots: int32 [B], where in the memory each request is.
         stay: int32 [B], how many rows of a request's last block do: what `accept` counts.
-        counts: int32 [B]; rows k >= counts[b] are padding and leave nothing behind.
+        counts: int32 [B]; rows k >= counts[b] are padding and leave no trace.
         chains: of trees without siblings, if the rows are those: then row k of request b is chains.starts[b] + k, of
             counts[b] <= `memory.rows`, which S is.
 
@@ -815,7 +815,7 @@ def delta_rule(
     counts: Tensor,
     chains: TreeRows | None = None,
 ) -> Tensor:
-    """The outputs of a block's rows, behind a state that first takes in the rows of the last block that stay.
+    """Returns the outputs of a block's rows, after a state that first takes in the rows of the last block that stay.
 
     S <- decay S; S <- S + k (beta (v - S^T k))^T; the output is S^T q, with keys and queries of length 1 and queries
     over sqrt(H_k). A head of queries and keys serves the N / G heads of values that stand in its place.
@@ -932,7 +932,7 @@ def row_loss_(
     at_label = x.gather(-1, label)
     normaliser = x.logsumexp(-1, keepdim=True)
     terms.cross_entropy.copy_((normaliser - at_label)[:, 0])
-    # of equal logits the first comes first, as argmax has it; a NaN stands before everything
+    # the first of equal logits comes first, as in argmax; a NaN comes before everything
     columns = torch.arange(x.shape[1], device=x.device)
     terms.rank.copy_(x.shape[1] - ((x < at_label) | ((x == at_label) & (columns >= label))).sum(-1))
     more = None

@@ -17,10 +17,10 @@ EXTREME = 1e-6  # probabilities this close to 0 or 1 count as this
 def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` largest logits of every row, their columns, and what the log-probability of any is measured from.
 
-    The largest come first, of tied ones the lowest column; what is tied is told by products in x's dtype.
+    The largest come first, of tied ones the lowest column; ties are decided by products in x's dtype.
 
     Returns:
-        Logits behind `scale`, fp32 [M, count]; columns, int64 [M, count]; the log-sum-exp of all logits, fp32 [M].
+        Logits after `scale`, fp32 [M, count]; columns, int64 [M, count]; the log-sum-exp of all logits, fp32 [M].
     """
     products = F.linear(x, dequantized(weight, x.dtype))
     found = products.sort(dim=-1, descending=True, stable=True)
@@ -38,7 +38,7 @@ def draft_children(
     width: int,
     pairs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The most probable candidates of every slot behind each of the slot before, calibrated.
+    """Returns the most probable candidates of every slot after each candidate of the slot before, calibrated.
 
     A candidate of probability p at slot k counts as sigmoid(slope * log-odds(p) + bias[k]).
 
@@ -69,9 +69,9 @@ def draft_children(
 
 
 def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor, nodes: int) -> Trees:
-    """Of each request the tree of the `nodes` most probable paths, or of all there are.
+    """Grows each request's tree of the `nodes` most probable paths, or of all paths.
 
-    Of equal paths the shorter comes first, of equally long ones that of the earlier parent, then the more probable
+    A shorter path comes before an equally probable one, then the path of the earlier parent, then the more probable
     child.
 
     Args:
@@ -175,11 +175,11 @@ def expected_accepted(
 
     Returns:
         fp32 [blocks, 1 + rows]: of the most probable chains of block - 1 tokens, and of the M - B likeliest nodes that
-        stand less than `block` behind their anchors.
+        are less than `block` positions after their anchors.
     """
     batch, slots = values.shape[:2]
     best = values[:, :, 0, 0]
-    if values.shape[2] > 1:  # behind the best candidate of the slot before
+    if values.shape[2] > 1:  # after the best candidate of the slot before
         every, rank, along = torch.arange(batch, device=values.device), torch.zeros_like(limits).long(), list[Tensor]()
         for slot in range(slots):
             along.append(values[every, slot, rank, 0])
@@ -207,7 +207,7 @@ def tree_attention(
 ) -> Tensor:
     """Attention of the rows of trees: each sees its request's context, the nodes on the path to it, and itself.
 
-    What a row computes is what `block_attention` computes for the same token behind the same tokens.
+    A row's result is that of `block_attention` for the same token after the same tokens.
 
     Args:
         q: [M, N, H].
@@ -264,7 +264,7 @@ def accept_trees(
     """Follow the target's choices from every anchor as far as its tree has them, and commit them.
 
     Args:
-        choice: int64 [M], the target's token behind each row.
+        choice: int64 [M], the target's token after each row.
         active: bool [B]; other requests commit nothing.
         lengths: int32 [B], advanced in place by the number of committed tokens.
         last_token: int64 [B], replaced in place by the last committed token.
@@ -274,8 +274,8 @@ def accept_trees(
 
     Returns:
         counts int32 [B], the committed tokens of each request (0 where inactive); tokens int64 [B, P], of which the
-        first `counts` are committed; and the rows whose K/V and features stay, int64 [B, P]: behind those of the path
-        its last again.
+        first `counts` are committed; and the rows whose K/V and features stay, int64 [B, P]: the rows of the path,
+        then its last row repeated.
     """
     batch = len(lengths)
     counts, tokens = torch.zeros_like(lengths), choice.new_zeros(batch, depth)
@@ -338,8 +338,8 @@ def pack_tree_results(
         expected: of `expected_accepted`.
 
     Returns:
-        int64 in one dimension. Of each request 3 + P numbers: tokens committed, depth of its tree, whether a row of it
-        has a norm that is not finite, and its tokens, -1 behind such a row. Then all numbers of `path`, starts, tokens,
+        int64 in one dimension. For each request 3 + P numbers: tokens committed, depth of its tree, whether a row of it
+        has a norm that is not finite, and its tokens, -1 after such a row. Then all numbers of `path`, starts, tokens,
         parents, depths and log-probabilities of the rows, and the expected counts, of numbers in fp32 their bits.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)

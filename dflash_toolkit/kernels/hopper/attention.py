@@ -6,7 +6,7 @@ values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
 
 The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
 before it has waited itself. What is asked for before the wait has to be older than the last launch that lets others
-start only behind its own wait: lengths, pages, what is known of the rows, and the keys and values of the context are,
+start only after its own wait: lengths, pages, what is known of the rows, and the keys and values of the context are,
 all of earlier passes, as the norm that a pass begins with is such a launch.
 """
 
@@ -30,7 +30,7 @@ from ..launch import LOG2_E, is_hopper
 from ..tree import TreeRows
 from .grid import grid_launch, grid_wait
 
-ROWS = gl.constexpr(64)  # of a tile: the matrix instruction's
+ROWS = gl.constexpr(64)  # rows of a tile: those of the matrix instruction
 KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(3)  # tiles of keys and of values in shared memory: two programs still fit a multiprocessor
 

@@ -1,8 +1,8 @@
-"""`layer.py` for a layer of DFlash 2, whose two sub-layers have a convolution before them and one behind.
+"""`layer.py` for a layer of DFlash 2: each of the two sub-layers has a convolution before it and one after it.
 
-The coefficients of both are a GEMM more in front of each sub-layer, which streams through the same rings. What stands
-between the GEMMs is a row a program, as the norms are: a convolution reads the rows before it in its block, which other
-programs have written; so there are four barriers more.
+One more GEMM before each sub-layer computes the coefficients of both; it streams through the same ring buffers. Between
+the GEMMs a program handles one row, as for the norms. A convolution reads earlier rows of its block, which other
+programs have written; so there are four more barriers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -148,9 +148,9 @@ def _compute(
     """The warps that compute; `ready` says of five GEMMs that all programs have written what they read."""
     o_tiles: gl.constexpr = D // BLOCK_N
     own_width: gl.constexpr = OWN_TILES * BLOCK_N
-    side: gl.constexpr = TAPS * (D // GROUP)  # coefficients of a row behind a sub-layer stand behind those before it
+    side: gl.constexpr = TAPS * (D // GROUP)  # a row's coefficients after a sub-layer follow those before it
     grid_wait()
-    if gl.program_id(0) == 0:  # nobody passes barrier 0 before this program comes to it
+    if gl.program_id(0) == 0:  # no program passes barrier 0 before this one arrives
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
     w_done, x_done = _gemm(
@@ -165,7 +165,7 @@ def _compute(
     )  # fmt: skip
     join(sync_p + 1, True)
     mbarrier.arrive(ready.index(0), count=1)
-    if gl.program_id(0) == 0:  # and nobody waits at it any more
+    if gl.program_id(0) == 0:  # and no program waits at it any more
         gl.store(sync_p, 0)
     w_done, x_done = _gemm(
         rings, w_done, x_done, scales[2], own_p, M, OWN_TILES, OWN_SPLITS, D, 1,

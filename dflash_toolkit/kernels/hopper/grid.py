@@ -1,4 +1,4 @@
-"""What a persistent Gluon kernel needs of the whole grid: barriers, dependent launches, stamps of the time."""
+"""Operations of a persistent Gluon kernel on the whole grid: barriers, dependent launches, time stamps."""
 
 # mypy: disable-error-code="no-untyped-def"
 from triton.experimental import gluon

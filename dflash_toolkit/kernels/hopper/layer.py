@@ -1,7 +1,7 @@
 """A decoder layer from its attention to the next layer's queries, keys and values, as one persistent kernel (Gluon).
 
 Four GEMMs stream their weights through a ring of shared memory: o, gate and up, down, and the next layer's qkv.
-Between them stand two norms and five barriers over the whole grid. Weights depend on no other program, so the ring
+Between them are two norms and five barriers over the whole grid. Weights depend on no other program, so the ring
 keeps filling with the next GEMM's while a program waits: launches, barriers and norms cost little of the time in
 which memory could deliver. One program runs on every multiprocessor, all at once; the warp that loads its rows waits
 at the barriers through `ready`.
@@ -166,7 +166,7 @@ def _compute(
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
     stamp(trace_p, 0, PHASES)
-    if gl.program_id(0) == 0:  # nobody passes barrier 0 before this program comes to it
+    if gl.program_id(0) == 0:  # no program passes barrier 0 before this one arrives
         for i in gl.static_range(1, BARRIERS):
             gl.store(sync_p + i, 0)
     w_done, x_done = _gemm(
@@ -182,7 +182,7 @@ def _compute(
     join(sync_p + 1, True)
     mbarrier.arrive(ready.index(0), count=1)
     stamp(trace_p, 4, PHASES)
-    if gl.program_id(0) == 0:  # and nobody waits at it any more
+    if gl.program_id(0) == 0:  # and no program waits at it any more
         gl.store(sync_p, 0)
     w_done, x_done = _gemm(
         rings, w_done, x_done, scales[2], act_p, M, 2 * FFN // BLOCK_N, 1, D, GATE_WIDE,

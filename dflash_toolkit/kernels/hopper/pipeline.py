@@ -1,9 +1,9 @@
-"""GEMMs whose operands stream through rings of shared memory: what the persistent Gluon kernels are made of.
+"""GEMMs with operands in ring buffers of shared memory, for the persistent Gluon kernels.
 
-A program of such a kernel has a warp that loads weights, one that loads rows, and eight that compute. A ring is some
-slots, each with a barrier that says it is full and one that says it is free. All take the blocks in the same order:
-program i has the groups of tiles i, i + programs, ..., each along the whole K of its split, and at every step the
-weights of the group's tiles one after the other.
+A program of such a kernel has a warp that loads weights, one that loads rows, and eight that compute. A ring buffer is
+a number of slots; one barrier of a slot signals that it is full, another that it is free. All warps take the blocks in
+the same order: program i has the groups of tiles i, i + programs, ..., each along the whole K of its split, and at
+every step the weights of the group's tiles one after the other.
 
 A block is [64 weights or the rows, BLOCK_BYTES]: in fp8 it has twice as many columns as in bf16.
 """
@@ -23,7 +23,7 @@ from ..formats import Weight, is_row_scaled, parts
 from ..launch import MAX_ROWS, is_hopper, multiprocessors
 
 BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
-BLOCK_BYTES = gl.constexpr(256)  # of a row of a block
+BLOCK_BYTES = gl.constexpr(256)  # bytes of a row of a block
 COLUMNS = 128  # of a block in bf16; in fp8 the last one may be half empty
 WARPS = 8  # that compute
 SHARED_BYTES = 208 * 1024  # of the rings; some is left for turning a tile
@@ -126,8 +126,8 @@ def stream(
 ):  # fmt: skip
     """Load what this program needs of a GEMM, block by block, as slots of the ring come free.
 
-    WEIGHTS: those of WIDE tiles in turn at every step along K; else the rows, the same ones for every tile. What the
-    last split has too much lies behind K and arrives as zeros.
+    WEIGHTS: those of WIDE tiles in turn at every step along K; else the rows, the same ones for every tile. Columns of
+    the last split beyond K arrive as zeros.
     """
     groups: gl.constexpr = TILES // WIDE
     iters: gl.constexpr = steps_of(K, SPLITS, BLOCK_K)

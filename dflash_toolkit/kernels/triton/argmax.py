@@ -1,4 +1,4 @@
-"""The best, or the few best, of what the programs of a head found."""
+"""Merges the results of a head's tiles: argmax, top logits and log-sum-exp."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -37,7 +37,7 @@ def tile_key(b_order, first, o_n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def scale_logits(b_x, multiplier, cap, CAPPED: tl.constexpr):
-    """Logits of what a head multiplied, in fp32; `LogitScale`."""
+    """Scales a head's products to logits, in fp32, see `LogitScale`."""
     b_x = b_x.to(tl.float32) * multiplier
     if CAPPED:
         b_x = cap * (2.0 / (1.0 + tl.exp(-2.0 * (b_x / cap))) - 1.0)
@@ -54,7 +54,7 @@ def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: t
     b_best = tl.load(best_p + o_t * M + i_m, mask=o_t < tiles, other=-float("inf"))
     b_index = tl.load(index_p + o_t * M + i_m, mask=o_t < tiles, other=2**31 - 1)
     top = tl.max(b_best, axis=0)
-    # rows that stand for no request may hold NaN and so no largest value; what they get must still be a column
+    # padding rows may hold NaN and have no largest value; their result must still be a valid column
     found = tl.min(tl.where(b_best == top, b_index, 2**31 - 1), axis=0)
     tl.store(out_p + i_m, tl.where(found == 2**31 - 1, 0, found).to(tl.int64))
 

@@ -3,10 +3,9 @@
 One kernel serves causal verification and non-causal drafting. The query heads of a KV head and the slots of the block
 form tiles of 64 rows, whatever the block length, and keys are cut at fixed positions; so a row's result depends on
 its own query, its position and the cache, not on the block length, a batch of up to 8 or the other rows, bit for bit.
-Requests may have rows of their own number, one request's behind another's (`TreeRows`): those of a chain of draft
-tokens, or of a tree, whose keys stand in the order of its nodes, and of which a row sees its ancestors.
-What a row may not see contributes exact zeros, and a split that it does not reach merges as an exact no-op.
-`hopper/attention.py` may take the place of the first kernel.
+Requests may differ in their number of rows (`TreeRows`): the rows are a chain of draft tokens or a tree. The keys of a
+tree are in the order of its nodes, and a row sees its ancestors. Masked keys contribute exact zeros, and a split that
+a row does not reach merges as an exact no-op. `hopper/attention.py` can replace the first kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
 from ..tree import TreeRows
 
-ROWS = 64  # of a tile: the smallest that the Hopper instructions take
+ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions accept
 # keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
 CUTS = ((64, 3), (64, 2), (32, 2))
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
@@ -166,14 +165,14 @@ def _attention_kernel(
 ):  # fmt: skip
     """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`.
 
-    RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together; behind them is padding, which the
+    RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together; after them is padding, which the
     programs of a request behind the last one fill. The state of head h of KV head g of row r over split s is at
     ((r * G + g) * SPLITS + s) * GROUP + h. TREE: they are of trees.
     """
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
-    o_row = i_r * ROWS + tl.arange(0, ROWS)  # slot-major: the heads of a slot are neighbours
+    o_row = i_r * ROWS + tl.arange(0, ROWS)  # slot-major: the heads of a slot are adjacent
     o_slot, o_head = o_row // GROUP, i_g * GROUP + o_row % GROUP
     o_h = tl.arange(0, HEAD)
     if PDL:
@@ -193,7 +192,7 @@ def _attention_kernel(
     count = rows
     if COUNTED:
         count = tl.load(counts_p + i_b)
-    end = _end(length, count, i_r, GROUP, ROWS, CAUSAL or TREE)  # ancestors stand before a node
+    end = _end(length, count, i_r, GROUP, ROWS, CAUSAL or TREE)  # ancestors come before a node
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
     if (start >= end) | (i_r * ROWS >= rows * GROUP):
         return
@@ -283,7 +282,7 @@ def _merge_kernel(
         part_m = tl.maximum(top_0, top_1)
         base = tl.where(part_m == -float("inf"), 0.0, part_m)
         e_0, e_1 = tl.exp2(top_0 - base), tl.exp2(top_1 - base)
-        part_l = tl.fma(l_1, e_1, l_0 * e_0)  # spelt out: a program that has both rounds alike
+        part_l = tl.fma(l_1, e_1, l_0 * e_0)  # written out, so that a program that has both rounds in the same way
         part_acc = tl.fma(acc_1, tl.broadcast_to(e_1[:, None], acc_1.shape), acc_0 * e_0[:, None])
         higher = tl.maximum(top, tl.max(part_m, axis=0))
         base = tl.where(higher == -float("inf"), 0.0, higher)

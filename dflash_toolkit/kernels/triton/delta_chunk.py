@@ -1,9 +1,9 @@
 """Gated delta nets over a prompt, in Triton: 64 rows at a time in products of matrices (Yang et al., arXiv 2412.06464).
 
-Within 64 rows every row's correction depends on those before it, which is a triangular system whose inverse needs no
+Within 64 rows every row's correction depends on the rows before it. The inverse of this triangular system needs no
 state: all such chunks are solved at once. Then one program of a head's values goes from chunk to chunk with the state
-in fp32. What is rounded to the rows' dtype depends on a row's place in its chunk and on what stands before it: where a
-prompt is cut, at multiples of 64 rows, and how many others run changes no bit.
+in fp32. The values that are rounded to the rows' dtype depend on a row's place in its chunk and on the rows before it:
+neither the place of a cut, at multiples of 64 rows, nor the number of other rows changes a bit.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ from ..launch import next_power_of_two, padded, pdl
 from .delta import _sigmoid, _softplus, gate_sums
 
 CHUNK: tl.constexpr = tl.constexpr(64)  # rows of a triangular system
-PART: tl.constexpr = tl.constexpr(16)  # of it, rows that are solved one after another
+PART: tl.constexpr = tl.constexpr(16)  # rows of a chunk that are solved one after another
 ROWS = 32  # of a program of the convolution
 COLUMNS = 64  # of a head's values, of a program that goes from chunk to chunk
 
@@ -73,7 +73,7 @@ def _chunk_inputs_kernel(
             tl.store(k_p + (o_row * G + i_h - G) * H_K + o_h[None, :], b_out, mask=m_out)
         else:
             tl.store(v_p + (o_row * N + i_h - 2 * G) * H_V + o_h[None, :], b_out, mask=m_out)
-        if i_r == 0:  # who alone reads the window of these channels
+        if i_r == 0:  # only this program reads the window of these channels
             o_w = tl.arange(0, 16)  # more than there are in it
             o_last = (count - (TAPS - 1) + o_w).to(tl.int64)[:, None]
             b_last = _chunk_input(p_qkv, p_window, o_last, known, count, C, stride_qkv, m_c, TAPS)

@@ -1,9 +1,9 @@
-"""A mixture of experts, in Triton: whose rows go where, and two GEMMs of every expert with the rows that are its own.
+"""A mixture of experts, in Triton: routes rows to experts and multiplies each expert's two matrices with its rows.
 
-As in `linear` a weight is the stream and the rows stand on the N side of the matrix instruction. A few rows are all
-multiplied by every expert that one of them has, as sixteen cost what one does, and what nobody asked for is not
-stored; more are gathered by expert first. An output is summed over K in an order that (N, K) alone fixes, and what the
-experts of a row make of it stays apart, for the next norm to add up in the row's own order: so results are
+As in `linear`, weights are streamed and the rows are the N side of the matrix instruction. A few rows are all
+multiplied by every expert that any of them needs, as sixteen rows cost as much as one, and unneeded products are not
+stored; more rows are first gathered by expert. An output is summed over K in an order that (N, K) alone fixes. The
+outputs of a row's experts are stored separately, and the next norm adds them in the row's own order: results are
 batch-invariant.
 """
 
@@ -23,7 +23,7 @@ from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_til
 # up to which no row is gathered: products of 64 rows of an expert, or 32 in FP8, nearly all of zero, take longer
 FEW_ROWS, FEW_ROWS_FP8 = 32, 16
 SHORT = 1024  # columns, fewer of which are a short loop
-STEP_ROWS = 256  # of a step, at most; more are a prompt's
+STEP_ROWS = 256  # at most, of a step; more rows are a prompt's
 LONG = 2048  # rows that one program goes through, of those of its expert, before there is a second one
 
 
@@ -49,7 +49,7 @@ def _top_experts_kernel(
     b_exp = tl.exp(b_logits - tl.max(b_logits, axis=0))
     total = tl.sum(b_exp, axis=0)
     b_p = b_exp / total
-    # a probability's bits are ordered as it is; behind them what makes the lower of equal experts the larger
+    # a probability's bits sort as it does; the low bits make the lower of equal experts the larger key
     b_p = tl.where(b_p == b_p, b_p, 0.0)  # a NaN picks experts too
     b_key = (b_p.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (BLOCK - 1 - o_e)
     b_key = tl.where(o_e < E, b_key, -1)
@@ -214,7 +214,7 @@ def experts_tile(
     often = 1 if fp8 and k < SHORT and rows <= STEP_ROWS else 2
     taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8) else padded(rows)
     if fp8:
-        # a block's sums stand beside the whole: a wide tile of 128 rows would not stay in registers
+        # a block's sums are held next to the total: a wide tile of 128 rows would not stay in registers
         return Tile(128, BLOCK, 4, 8) if rows > MAX_ROWS and taken >= 64 else Tile(64, BLOCK, 4, 4), min(taken, 64)
     if rows > MAX_ROWS and taken >= 64 and not fp32:
         return Tile(128, 64, 4, 8), taken

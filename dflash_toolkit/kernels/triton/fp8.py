@@ -1,6 +1,6 @@
 """GEMMs in fp8, for more rows than the kernels here take: a kernel quantizes the rows and cuBLAS multiplies.
 
-Half the bytes and twice the rate of bf16, for what need not be exact, a draft, and for targets whose own format it is.
+Half the bytes and twice the rate of bf16. Used for drafts, which need not be exact, and for FP8 targets.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,7 @@ from ..formats import FP8_MAX, RowScaledFp8, Weight, format_of, parts
 from ..launch import next_power_of_two, pdl
 from .pdl import start_next, wait_for_previous
 
-MAX_WIDTH = 32768  # of a row, which one program holds
+MAX_WIDTH = 32768  # columns of a row, which one program holds
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -26,7 +26,7 @@ def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.c
     b_x = tl.load(x_p + i_m * K + o_k, mask=mask, other=0.0).to(tl.float32)
     start_next(PDL)
     scale = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-12) / FP8_MAX
-    # a quotient that rounds up must not leave the format, whose next value is NaN
+    # a quotient that rounds up must not leave the format: its next value is NaN
     b_y = tl.clamp(b_x / scale, -FP8_MAX, FP8_MAX)
     tl.store(data_p + i_m * K + o_k, b_y.to(tl.float8e4nv), mask=mask)
     tl.store(scale_p + i_m, scale)

@@ -1,10 +1,10 @@
 """y = x W^T with W in fp8, scaled by blocks of 128 by 128, and the rows in fp8, scaled by groups of 128 columns.
 
-What 128 columns add is one sum of the matrix instructions; scaled, it is added in fp32, block after block. Tiles stand
-as in `linear.py`, and beside one another for more rows than one tile has: splits apart, which (N, K) alone fixes up to
-MAX_ROWS rows, every number of rows gives the same bits. Few rows are quantized by every program that loads them, as a
-launch of its own takes longer; more of them once, by the same rule. Where a whole row has one scale, of weights and of
-what they are multiplied with, sums are scaled at their end. On Hopper cuBLAS has these GEMMs, too, for many rows.
+The matrix instructions sum 128 columns; the sum is scaled and added in fp32, block after block. Tiles are arranged as
+in `linear.py`, several of them for more rows than one tile holds. (N, K) alone fixes the splits up to MAX_ROWS rows;
+apart from splits, every number of rows gives the same bits. Every program quantizes the rows that it loads if they are
+few, as a separate launch takes longer; more rows are quantized once, by the same rule. If a whole row has one scale
+(FP8_CHANNEL), sums are scaled at their end. On Hopper, cuBLAS also has these GEMMs, for many rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -136,7 +136,7 @@ def tile_for(n: int, k: int, rows: int, split: bool = False) -> Tile:
 
 
 def _leaves_few(programs: int, rows: int, stages: int) -> bool:
-    """Whether so few programs find no room beside the others that memory idles while they run, behind all of those.
+    """Whether the last programs do not fit next to the others and are so few that memory idles while they run.
 
     Registers leave room for more of them than shared memory does, of up to QUANTIZED_IN_LOOP rows.
     """
@@ -170,9 +170,9 @@ def multiplies(x: Tensor, weight: Weight) -> bool:
 
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`linear` by cuBLAS, whose sums depend on how many rows there are.
+    """`linear` by cuBLAS; its sums depend on the number of rows.
 
-    Scales of rows stand column by column, of a multiple of SIDE rows, and those of weights block row by block row
+    Scales of rows are stored column by column, for a multiple of SIDE rows, and those of weights block row by block row
     (cuBLAS 13.0 documentation, "Scaling factors layouts").
     """
     data, scales = parts(weight)

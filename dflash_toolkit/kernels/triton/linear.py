@@ -1,9 +1,9 @@
-"""y = x W^T for 1 to 128 rows of x, in Triton: the weight is the stream, so everything serves reading it once, fast.
+"""y = x W^T for 1 to 128 rows of x, in Triton. Reading the weight takes most of the time, so it is read once.
 
-The weight tile stands on the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, on its N
-side (y^T = W x^T): sixteen rows then cost what one does. An output element is summed over K in an order that (N, K)
-alone fixes, in one or a few splits, so results are batch-invariant. A head in fp8 may have its rows in fp8 too, and
-then no logits.
+The weight tile is the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, are its N side
+(y^T = W x^T): sixteen rows then cost as much as one. An output element is summed over K in an order that (N, K) alone
+fixes, in one or a few splits, so results are batch-invariant. A head in fp8 may have its rows in fp8 too, and then it
+stores no logits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +19,7 @@ from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, 
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
-LSE_WARPS = 8  # of the widest tiles: the logits' exponentials stand beside the sums
+LSE_WARPS = 8  # of the widest tiles, which hold the logits' exponentials next to the sums
 SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
 
 
@@ -271,7 +271,7 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 
 
 def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    """As `linear_top`, of logits behind `scale`, and the log-sum-exp of all of them, fp32 [M]; see the reference."""
+    """As `linear_top`, of logits after `scale`, and the log-sum-exp of all of them, fp32 [M]; see the reference."""
     values, ids, lse = launch_top(x, weight, count, x.dtype, _tile("argmax", x, weight), scale)
     assert lse is not None
     return values, ids, lse

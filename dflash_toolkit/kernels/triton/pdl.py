@@ -1,6 +1,6 @@
-"""What kernels do where a launch may overlap the one before it; `launch.pdl` says how they have to.
+"""Programmatic dependent launch: a launch may overlap the one before it. `launch.pdl` states the rules.
 
-PDL is false where the device or the interpreter has no such launches.
+PDL is false if the device or the interpreter has no such launches.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,8 +10,11 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Every program calls it before it touches what another launch reads or writes, and none leaves without it: the end
-    of this launch has to mean that of all before it."""
+    """Waits for the launch before this one.
+
+    Every program calls it before it touches memory that another launch reads or writes, and before it exits: the end of
+    this launch must imply the end of all launches before it.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
 

@@ -1,6 +1,6 @@
 """Per-head norm, RoPE and the write into the pages, in Triton.
 
-For a block's queries, keys and values, whose split-K partial sums it adds up too, and for the context keys and values
+Handles a block's queries, keys and values, whose split-K partial sums it also adds up, and the context keys and values
 of every draft layer at once. One program handles a few heads of one row.
 """
 
@@ -113,7 +113,7 @@ def _rope_write_kernel(
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
     columns, i_in, stride = (N + 2 * G) * H, i_h, H
-    if GATED:  # behind a head of queries stands its gate
+    if GATED:  # a head's gate comes after its queries
         columns += N * H
         i_in += tl.minimum(i_h, N)
         stride = tl.where(i_h < N, 2 * H, H)
@@ -226,7 +226,7 @@ def rope_write(
 ) -> Tensor:
     """Queries [M, N, H] of the sum of partial_sums [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
 
-    With gates behind the heads of queries there are 2 N of them.
+    With gates after the heads of queries there are 2 N of them.
     On a GPU `lengths`, `counts`, `page_table` and `at` are read while the launch before still runs.
     """
     _, slots, groups, width = cache.shape

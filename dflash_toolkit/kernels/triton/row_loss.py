@@ -5,8 +5,8 @@ drafter's and the target's row together: once for both softmax normalisers, once
 needs the whole row's overlap before it can be written), once for the gradient.
 
 Rounding: logits are read in their dtype and everything is fp32 after that; the gradient is rounded to the logits' dtype
-once, when it is stored. Every lane keeps its own running sum, so the order of summation is fixed by the vocabulary's
-size and not by the rows beside.
+once, when it is stored. Every lane keeps its own running sum, so the vocabulary's size fixes the order of
+summation; other rows do not change it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -59,7 +59,7 @@ def _row_loss_kernel(
     for start in range(0, V, BLOCK):
         mask = start + o_v < V
         b_x = tl.load(p_row + start + o_v, mask=mask, other=-float("inf")).to(tl.float32)
-        # of equal logits the first comes first, as argmax has it; a NaN stands before everything
+        # the first of equal logits comes first, as in argmax; a NaN comes before everything
         b_behind = (b_x < at_label) | ((b_x == at_label) & (start + o_v >= label))
         b_before += tl.where(mask & (b_behind == 0), 1, 0)
         b_top, b_total = _add_to_softmax(b_top, b_total, b_x)

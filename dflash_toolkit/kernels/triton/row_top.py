@@ -132,7 +132,7 @@ class PartTops:
 
     Args:
         dtype: of the logits.
-        scale: what stands behind the head; with it the log-sum-exp is wanted too.
+        scale: of the logits; if given, the log-sum-exp is computed too.
     """
 
     def __init__(

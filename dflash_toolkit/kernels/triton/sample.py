@@ -1,7 +1,7 @@
 """Sampling without a sort, in Triton: one program draws one row's token.
 
 A probability is held as a whole number of 2^-42 parts of the largest one. Sums of whole numbers do not depend on their
-order, so the edges of top-k and top-p are found by search (how much weight stands at this value and above?) instead of
+order, so the edges of top-k and top-p are found by search (how much weight is at this value and above?) instead of
 in sorted order, over the row or over its few candidates, with the same result. The draw is the inverse CDF in the order
 of the ids, as in the definition. Where a draft was sampled, what it was sampled from is taken off a few of the numbers.
 """
@@ -18,7 +18,7 @@ BLOCK = 4096  # columns at a time
 TILE = 512  # columns or candidates at a time where each is compared with several values
 PIVOTS = 16  # a round of the search finds four bits of a value
 GROUPS = 1024  # of columns, whose largest logits bound the k-th from below
-CANDIDATES = 16384  # what a row may pack; a flatter one is searched whole
+CANDIDATES = 16384  # that a row may pack; a flatter row is searched whole
 MAX_VOCAB = (1 << 21) - 1  # so that a sum of probabilities fits in 63 bits
 WARPS = 16
 
@@ -227,7 +227,7 @@ def _bound_of_top_p(row_p, temperature, values_p, V, top, top_p, TILE: tl.conste
 
 @triton.jit
 def _wanted(top_p, total):
-    """A token stays while less than this stands before it."""
+    """A token is kept while the mass before it is below this."""
     return tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 

@@ -29,7 +29,7 @@ def _accept_trees_kernel(
     b_parent = tl.load(parents_p + o_r, mask=m_r, other=-1)
     b_token = tl.load(row_tokens_p + o_r, mask=m_r, other=0)
     b_choice = tl.load(choice_p + o_r, mask=m_r, other=0)
-    b_parent = tl.where(b_parent == o_r, -1, b_parent)  # an anchor is nobody's child
+    b_parent = tl.where(b_parent == o_r, -1, b_parent)  # an anchor is no node's child
     steps = P
     if FORCED:
         steps = tl.load(forced_p + i_b)
@@ -67,7 +67,7 @@ def _move_rows_kernel(
 ):  # fmt: skip
     """Some numbers of the keys, or the values, of one layer and request: all are read before any is written.
 
-    Program (layer and side, request, piece). The anchor stands where it should.
+    Program (layer and side, request, piece). The anchor is already in its place.
     """
     i_l, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

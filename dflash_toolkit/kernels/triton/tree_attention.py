@@ -1,11 +1,11 @@
 """Attention of the rows of a few requests' draft trees over their pages, in Triton.
 
 The context is read for up to 64 queries of a request at once, as a block's is (`attention.py`), up to the last whole
-tile of keys. Behind it rows differ in what they see: from there on every row goes by itself, over the rest of the
+tile of keys. After it rows differ in what they see: from there on every row is computed alone, over the rest of the
 context and the nodes on the path to it, each in the place of a tile where its position has it. So a row's sums are
 those of the same token decoded plainly, bit for bit: the same tiles, the same splits, the same order. Where that is not
 promised, of more than 8 requests, `attention.masked_attention` is faster.
-`hopper/tree_attention.py` may take the place of both kernels.
+`hopper/tree_attention.py` can replace both kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,7 +37,7 @@ def _prefix_kernel(
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
     i_b = (i_x // TILES // G).to(tl.int64)
-    o_row = i_r * ROWS + tl.arange(0, ROWS)  # the heads of a row are neighbours
+    o_row = i_r * ROWS + tl.arange(0, ROWS)  # the heads of a row are adjacent
     o_h = tl.arange(0, HEAD)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -43,7 +43,7 @@ def _expected_accepted_kernel(
             o_x = ((o_b * K + slot) * Q + b_rank) * W
             b_path += tl.load(values_p + o_x, mask=m_b, other=0.0)
             b_sum += tl.where(slot < b_limit, tl.exp(b_path), 0.0)
-            if Q > 1:  # behind the best candidate of the slot before
+            if Q > 1:  # children of the best candidate of the slot before
                 b_rank = tl.load(ranks_p + o_x, mask=m_b, other=0)
         total = tl.sum(b_sum, axis=0)
     else:
@@ -87,7 +87,7 @@ def _pack_results_kernel(
     R_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The answer of one request; behind the last one a program copies what is of all."""
+    """Packs the result of one request; the last program copies the fields of the whole batch."""
     i_b = tl.program_id(0)
     path_out_p = out_p + B * (3 + S)
     rest_p = path_out_p + B * S

@@ -77,7 +77,7 @@ def _walk_kernel(
 def walk(
     state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor
 ) -> Tensor:
-    """The tokens int64 [B, K] of K slots, each the best of its candidates beside the one before; see the reference."""
+    """The tokens int64 [B, K] of K slots, each the best of its candidates after the one before; see the reference."""
     return _launch(state, unary, candidates, predecessors, successors, anchors, None, None)[0]
 
 
