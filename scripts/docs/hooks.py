@@ -90,7 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     groups = {key.partition(".")[0] for key in known if "." in key}
     for word in sorted({word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}):
         name = word.partition("=")[0].removesuffix(":")
-        group = re.match(r"([a-z_]+)\.(?!json|yaml)[a-z_]+$", name)
+        group = re.match(r"([a-z_]+)\.(?!json$|yaml$|py$)[a-z_]+$", name)
         wrong = group and group[1] in groups and name not in known
         known_flag = name in flags or name.replace("--no-", "--") in flags or name == "--"
         if wrong or (name.startswith("--") and not known_flag):
