@@ -31,14 +31,14 @@ ON_OFF = "{on,off}"
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The message is one line that names the value and the way out."""
+    """A mistake that the user can fix. The message is one line that names the value and the way out."""
 
 
 class UnsupportedModel(UserError):
-    """A target or drafter that the engine does not compute, or not on this device; vLLM or SGLang may.
+    """A target or drafter that the engine does not support, or not on this device; vLLM or SGLang may.
 
     Attributes:
-        gpus: how many like this one would hold it; 1 where its size is not what is wrong.
+        gpus: how many like this one would hold it; 1 if its size is not the problem.
     """
 
     def __init__(self, message: str, gpus: int = 1) -> None:
@@ -272,7 +272,7 @@ def _as_typed(message: str) -> str:
 class Option(NamedTuple):
     """An option of a command."""
 
-    field: Any  # of its dataclass
+    field: Any  # the dataclass's
     hint: Any  # its type
 
 
@@ -287,7 +287,7 @@ def list_options(cls: Any, prefix: str = "") -> Iterator[tuple[str, Option]]:
 
 
 def _renamed(cls: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, Callable[[Any], Any] | None]]]:
-    """Old keys, each with the new one and what turns its value into the new one's."""
+    """Yields old keys, each with the new one and the function that converts its value."""
     for old, new in getattr(cls, "renamed", {}).items():
         key, convert = new if isinstance(new, tuple) else (new, None)
         yield prefix + old, (prefix + key, convert)
@@ -306,7 +306,7 @@ def _rename(values: dict[str, Any], old: str, new: str, convert: Callable[[Any],
         return
     value = holder.pop(last)
     if not holder and len(parents) == 1:
-        del values[parents[0]]  # maybe the old name of a group, which nobody knows
+        del values[parents[0]]  # maybe the old name of a group, which is unknown now
     _notice(old, new)
     *parents, last = new.split(".")
     for parent in parents:
@@ -409,7 +409,7 @@ def _dashed(word: str) -> str:
 
 
 def _unknown_flag(flag: str, parser: argparse.ArgumentParser, prog: str) -> str:
-    """What is wrong with a flag that is none, and which was meant: `--epochs 3` means `--optim.epochs 3`."""
+    """Returns the error for an unknown flag, with the flag that was meant: `--epochs 3` means `--optim.epochs 3`."""
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     flags = [name for action in shown for name in action.option_strings]
     flags += [f"--no-{name[2:]}" for action in shown if action.metavar == ON_OFF for name in action.option_strings]
@@ -422,7 +422,7 @@ def _unknown_flag(flag: str, parser: argparse.ArgumentParser, prog: str) -> str:
 
 
 def _from_text(hint: Any, text: Any) -> Any:
-    """What was typed, read as YAML unless the option wants text: `--port 8000` is an int, `--target 7` is a name."""
+    """Returns a typed text read as YAML unless the option wants text: `--port 8000` is an int, `--target 7` a name."""
     if isinstance(text, list):  # a list flag, one item a word
         item = typing.get_args(hint)[0]
         return [_from_text(item, each) for each in text or (["on"] if item is bool else [])]
@@ -457,9 +457,9 @@ def default_note(field: Any) -> str:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The resolved configuration as plain nested values (tuples become lists), ready for JSON or YAML.
+    """Returns the resolved configuration as plain nested values (tuples become lists), ready for JSON or YAML.
 
-    What a class works out by itself, and does not take, is left out.
+    Fields that a class computes itself are left out.
     """
 
     def plain(value: Any) -> Any:
@@ -478,7 +478,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def one_line(error: Exception) -> str | None:
-    """What to say of an error instead of a traceback: of a UserError, or of too little memory; None of any other."""
+    """Returns the line to print for a UserError or too little memory instead of a traceback; None for other errors."""
     if isinstance(error, UserError):
         return str(error)
     said = " ".join(str(error).split())
@@ -502,7 +502,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no Greek ends no run
-    # the hub's client would say each of its tries; what comes of them is one line
+    # the hub's client would log each of its retries; their result is one line
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
         return command() or 0

@@ -1,9 +1,9 @@
-"""Draft -> verify -> accept on plain Hugging Face modules: the readable definition of what serving must produce.
+"""Draft -> verify -> accept on plain Hugging Face modules: the readable definition of correct serving output.
 
 Batch 1, written for reading. Greedy output is token-identical to the target's own `generate`; a sampled output is
 token-identical to plain sampling with the same seed, because the draw at a position depends on the seed and that
-position alone, never on how many tokens a step committed. Where the drafts are sampled too ("probabilistic") it is
-distributed as plain sampling, and no longer the same tokens.
+position alone, never on how many tokens a step committed. If the drafts are sampled too ("probabilistic"), the output
+has the distribution of plain sampling, but not the same tokens.
 """
 
 import time
@@ -43,7 +43,7 @@ def generate(
     draft_tree: int = 0,
     draft_tree_width: int | None = None,
 ) -> Generation:
-    """Decode one prompt to its end; see `stream`."""
+    """Decodes one prompt to its end; see `stream`."""
     how = draft_sample_method, draft_tree, draft_tree_width
     return deque(stream(target, drafter, prompt_ids, params, *how), maxlen=1)[0]
 
@@ -58,22 +58,22 @@ def stream(
     draft_tree: int = 0,
     draft_tree_width: int | None = None,
 ) -> Iterator[Generation]:
-    """Decode one prompt, yielding the same growing `Generation` after the prefill and after every step.
+    """Decodes one prompt, yielding the same growing `Generation` after the prefill and after every step.
 
     Args:
-        drafter: None decodes plainly, one token a step, by the same code.
+        drafter: None decodes plainly, one token per step, by the same code.
         prompt_ids: at least one token, fewer than the target's context limit.
         draft_sample_method: greedy drafts the most probable tokens; probabilistic samples them at the temperature of
-            `params`, of which 0 is greedy.
-        draft_tree: > 0 drafts a tree of so many nodes a step, see `propose_tree`; 0 a chain. A step's `drafted` is the
-            depth of its tree.
-        draft_tree_width: children of a node at most; 1 is a chain, and all that a target with recurrent layers takes.
+            `params`; temperature 0 is greedy.
+        draft_tree: > 0 drafts a tree of this many nodes per step, see `propose_tree`; 0 a chain. A step's `drafted` is
+            the depth of its tree.
+        draft_tree_width: maximum children of a node; 1 is a chain, the only width for a target with recurrent layers.
             None: see `Target.tree_width`.
 
     Raises:
-        UserError: an empty prompt, one that leaves no room for an answer, or an id, of the prompt or biased, outside
-            the target's vocabulary; a tree for a target that takes none (`Target.tree_width`) or of sampled drafts; a
-            grammar that cannot be used or followed (GrammarError).
+        UserError: an empty prompt, one that leaves no room for an answer, a token id of the prompt or of a bias outside
+            the target's vocabulary, a tree for a target without support for trees (`Target.tree_width`) or with sampled
+            drafts, or a grammar that cannot be used or followed (GrammarError).
     """
     params = params or SamplingParams()
     rows = target.embedding.num_embeddings
@@ -97,14 +97,14 @@ def stream(
     prompt = torch.tensor([prompt_ids], device=target.device)
     out = target.forward(prompt, taps=taps, cache=cache, logits="last" if params.prompt_logprobs is None else "all")
     assert out.logits is not None
-    behind = out.logits[0, -1:]
-    first = choices(behind, prompt_ids, [], [], params, stop_ids, matcher).tolist()
+    after = out.logits[0, -1:]
+    first = choices(after, prompt_ids, [], [], params, stop_ids, matcher).tolist()
     context = _context_kv(drafter, out.features, 0, len(prompt_ids))
     cache.flush()
     first = commit(generation, first, stop_ids, limit)
     _follow(matcher, first)
     if params.logprobs is not None:
-        generation.logprobs += token_logprobs(behind, first, params.logprobs)
+        generation.logprobs += token_logprobs(after, first, params.logprobs)
     if params.prompt_logprobs is not None:
         scored = scored_tokens(out.logits[0, :-1], prompt[0, 1:], params.prompt_logprobs)
         generation.prompt_logprobs = PromptLogprobs(scored.shape[1] // 2 - 1, scored.cpu().numpy().tobytes())
@@ -133,7 +133,7 @@ def stream(
         block = torch.tensor([[last, *draft]], device=target.device)
         if draft:
             cache.begin_block()
-        branching = tree if width > 1 else None  # else its rows stand one behind the other, as those of any draft
+        branching = tree if width > 1 else None  # else its rows are consecutive, as those of any draft
         visible = branching.visible if branching else None
         out = target.forward(block, taps=taps, cache=cache, logits="all", visible=visible)
         assert out.logits is not None
@@ -167,7 +167,7 @@ def stream(
 
 
 def propose(target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int) -> list[int]:
-    """Draft S - 1 tokens after token `last` at `position` in one non-causal pass: `Drafter.choose` of slots 1..S-1."""
+    """Drafts S - 1 tokens after token `last` at `position` in one non-causal pass: `Drafter.choose` of slots 1..S-1."""
     return drafter.choose(*_draft_states(target, drafter, context, last, position), last).tolist()
 
 
@@ -181,9 +181,9 @@ def propose_tree(
     depth: int | None = None,
     width: int = WIDTH,
 ) -> DraftTree:
-    """`best_first` of what the drafter thinks of slots 1..S-1, of the first `depth` if given.
+    """Returns `best_first` of the drafter's probabilities for slots 1..S-1, or for the first `depth` if given.
 
-    One of width one and S - 1 nodes is the chain that `propose` drafts.
+    A tree of width one and S - 1 nodes is the chain that `propose` drafts.
     """
     candidates, log_probs = drafter.conditional(*_draft_states(target, drafter, context, last, position), last)
     return best_first(candidates[:depth], log_probs[:depth], nodes, width)
@@ -198,17 +198,17 @@ def walk(
     stop_ids: Set[int] = frozenset(),
     matcher: Matcher | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Follow the target's tokens from the anchor as far as the tree has them.
+    """Follows the target's tokens from the anchor as far as the tree has them.
 
-    At each row the target chooses as it would without drafts; the walk goes on at the child that is this token, and
-    ends where there is none. The drafts decide how far it goes and nothing else: they are point masses.
+    At each row the target chooses as it would without drafts; the walk continues at the child with this token, and
+    ends if there is none. The drafts decide only how far it goes: they are point masses.
 
     Args:
-        logits: [N + 1, V], of the anchor and the nodes.
-        context, answer, params, stop_ids, matcher: as of `choices`.
+        logits: [N + 1, V], for the anchor and the nodes.
+        context, answer, params, stop_ids, matcher: as for `choices`.
 
     Returns:
-        Rows of the anchor and the accepted nodes, and the target's token at each: one more than was accepted.
+        Rows of the anchor and the accepted nodes, and the target's token at each: one more than were accepted.
     """
     rows, chosen = [0], list[int]()
     while True:
@@ -223,7 +223,7 @@ def walk(
 def propose_sampled(
     target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int, params: SamplingParams
 ) -> SampledDraft:
-    """The same by `Drafter.sample`; a slot's random number depends on the seed and its position."""
+    """As `propose`, with `Drafter.sample`; a slot's random number depends on the seed and its position."""
     hidden, logits = _draft_states(target, drafter, context, last, position)
     positions = torch.arange(position + 1, position + 1 + len(hidden), device=hidden.device)
     uniform = position_uniform(torch.full_like(positions, int64_seed(params.seed)), positions, DRAFT_STREAM)
@@ -233,7 +233,7 @@ def propose_sampled(
 def _draft_states(
     target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states [S - 1, D] of slots 1..S-1, and what the target's head makes of them [S - 1, V]."""
+    """Returns the hidden states [S - 1, D] of slots 1..S-1, and their logits by the target's head [S - 1, V]."""
     assert context is not None and context.length == position, "the drafter sees positions strictly before the anchor"
     size = drafter.config.block_size
     ids = torch.full((1, size), drafter.config.mask_token_id, device=target.device)
@@ -265,14 +265,14 @@ def choices(
     matcher: Matcher | None = None,
     sampled_draft: SampledDraft | None = None,
 ) -> Tensor:
-    """The target's tokens [M] from logits [M, V], row i standing behind the context and `draft[:i]`.
+    """Returns the target's tokens [M] from logits [M, V]; row i follows the context and `draft[:i]`.
 
     Args:
         context: prompt and answer, so its length is the position of the first choice.
-        answer: the part of it that was generated.
-        stop_ids: end an answer, and so are no choice before it has the tokens it must.
-        matcher: stands behind the answer.
-        sampled_draft: of which `draft` is the beginning, if it was sampled.
+        answer: the generated part of the context.
+        stop_ids: tokens that end the answer; they are not chosen before `min_tokens`.
+        matcher: at the end of the answer.
+        sampled_draft: begins with `draft`, if that was sampled.
     """
     if params.edits_logits:
         logits = logits.float().clone()
@@ -292,10 +292,10 @@ def choices(
 def sampled(
     logits: Tensor, params: SamplingParams, seeds: Tensor, positions: Tensor, draft: SampledDraft | None = None
 ) -> Tensor:
-    """Tokens [M] of logits [M, V], each drawn by its seed at its position; at temperature 0 the largest logits.
+    """Samples tokens [M] from logits [M, V], each by its seed at its position; at temperature 0 takes the best.
 
     Args:
-        draft: sampled for the first M - 1 rows at least; each of these takes its draft or another token instead.
+        draft: sampled for at least the first M - 1 rows; each of these keeps its draft or takes another token instead.
     """
     if params.temperature == 0.0:
         return logits.argmax(-1)
@@ -305,7 +305,7 @@ def sampled(
     uniform = position_uniform(seeds, positions)
     if draft is None:
         return choose(p, uniform)
-    end = len(logits) - 1  # the last row has no draft: the bonus token is drawn from p
+    end = len(logits) - 1  # the last row has no draft: the bonus token is sampled from p
     taken = accept_or_resample(
         p[:end],
         draft.tokens[:end],
@@ -336,7 +336,7 @@ def _edited(logits: Tensor, context: list[int], answer: list[int], params: Sampl
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], best: int) -> list[TokenLogprobs]:
-    """What `SamplingParams.logprobs` reports for `tokens`, chosen from the first rows of logits [M, V]."""
+    """Returns what `SamplingParams.logprobs` reports for `tokens`, chosen from the first rows of logits [M, V]."""
     found = []
     for row, token in zip(logits.float().log_softmax(-1), tokens, strict=False):
         values, ids = row.topk(best)

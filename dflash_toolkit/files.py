@@ -1,4 +1,4 @@
-"""Files that no reader ever meets half of, journals of JSON lines, and outputs that one run writes at a time."""
+"""Atomic writes of files, journals of JSON lines, and a lock for outputs that only one run may write."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ from .config import UserError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write to a temporary name, then rename. Raises UserError when it cannot be written; an older file stays."""
+    """Writes to a temporary name, then renames. Raises UserError if it cannot be written; an older file stays."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -24,12 +24,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """As `write_text` does."""
+    """Writes JSON as `write_text` does."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def append_lines(path: Path, rows: Iterable[Any]) -> None:
-    """Add rows to a journal of JSON lines in one write: a kill tears the last line at most. Raises UserError."""
+    """Adds rows to a journal of JSON lines in one write: a kill tears the last line at most. Raises UserError."""
     try:
         with open(path, "a", encoding="utf-8") as file:  # closing flushes, and may fail like a write
             file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -38,7 +38,7 @@ def append_lines(path: Path, rows: Iterable[Any]) -> None:
 
 
 def cut_journal(path: Path, size: int) -> None:
-    """Drop what stands behind so many bytes: what a kill has torn. Raises UserError."""
+    """Cuts a journal to `size` bytes: removes a line that a kill has torn. Raises UserError."""
     try:
         if path.exists() and path.stat().st_size > size:
             os.truncate(path, size)
@@ -47,12 +47,12 @@ def cut_journal(path: Path, size: int) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """What to raise where a file cannot be written."""
+    """Returns the error for a file that cannot be written."""
     return UserError(f"{path}: cannot be written ({error.strerror}); free some space and run again")
 
 
 def read_json(path: Path) -> Any:
-    """What `write_json` left. Raises UserError for a file that cannot be read or is no JSON."""
+    """Reads a JSON file. Raises UserError if it cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -61,12 +61,12 @@ def read_json(path: Path) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One run at a time has a directory, or a file, which is made if it is missing; two would mix what they write.
+    """Locks a directory, or a file, which is made if it is missing, so that two runs do not mix their output.
 
-    The lock goes with the process, however it ends. File systems without locks do without.
+    The lock ends with the process. File systems without locks are used without one.
 
     Raises:
-        UserError: another run has it, or it cannot be opened.
+        UserError: another run holds the lock, or it cannot be opened.
     """
     try:
         handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_WRONLY | os.O_CREAT, 0o666)
@@ -85,7 +85,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def finite(value: Any) -> Any:
-    """The same JSON values with null for what is no finite number, as strict JSON has none."""
+    """Returns the same JSON values with null for numbers that are not finite, which strict JSON cannot hold."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

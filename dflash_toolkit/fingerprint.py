@@ -1,7 +1,7 @@
-"""What tells one model from another: sha256 over every byte of its weights, wherever and however they are stored.
+"""Digests that identify a model: sha256 over every byte of its weights, independent of its location and file layout.
 
-The digest of a copy under another name, or cut into other files, is the same; one other byte in the middle of a tensor
-makes another. Reading 16 GB takes its time, so it is kept in the user's cache while the files stay as they are.
+A copy under another name, or split into other files, has the same digest; any other byte of a tensor changes it.
+Reading 16 GB takes time, so the digest is kept in the user's cache while the files stay unchanged.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 READ = 4 << 20  # bytes of one read: hashlib and the read work on it without the GIL
 THREADS = 8
-BAR_BYTES = 1 << 30  # from here on it takes long enough for a bar
+BAR_BYTES = 1 << 30  # larger models show a progress bar
 MOST_HEADER = 100_000_000  # bytes, as the format allows
-SETTLED_S = 2.0  # a file that was just written may be written again without its time telling
+SETTLED_S = 2.0  # a file that was just written may be written again with the same modification time
 TOKENS_BYTES = 16
 FORM = "dflash-toolkit model 1"
 KINDS = ("model.safetensors", "pytorch_model.bin")
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-# keys of a config.json that do not change what is computed: who wrote it, in which form it was held, and training's own
+# keys of a config.json that do not change the computation: authorship, storage format, and training options
 VOLATILE = {
     "_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "output_attentions",
     "output_hidden_states", "return_dict", "_attn_implementation", "_attn_implementation_autoset",
@@ -46,7 +46,7 @@ VOLATILE = {
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes of a file that are hashed as one: a tensor, or a file of another form."""
+    """Bytes of a file that are hashed as one: a tensor, or a whole file of another format."""
 
     name: str
     kind: str  # dtype and shape
@@ -56,12 +56,12 @@ class _Part:
 
 
 def model_digest(name: str | Path) -> str | None:
-    """sha256 of a model: every byte of its weights and scales, and what its config.json says is computed with them.
+    """Returns the sha256 of a model: every byte of its weights and scales, and the lasting part of its config.json.
 
-    A name on the Hub stands for its snapshot in the local cache. None if no weights are there: what asks an endpoint
-    needs only a configuration and a tokenizer. Tensors count sorted by name, with dtype and shape; names of folders and
-    files and the division into files do not count. A head that repeats the embedding byte for byte, as some programs
-    save tied heads, counts as not saved.
+    A name on the Hub means its snapshot in the local cache. None if it has no weights: an endpoint's client needs only
+    a configuration and a tokenizer. Tensors count sorted by name, with dtype and shape; names of folders and files and
+    the division into files do not count. A head that repeats the embedding byte for byte, as some programs save tied
+    heads, counts as not saved.
 
     Raises:
         UserError: a damaged file, or one that cannot be read.
@@ -78,7 +78,7 @@ def model_digest(name: str | Path) -> str | None:
 
 
 def weights_digest(folder: str | Path) -> str:
-    """sha256 of the tensors of a folder of .safetensors files, else of its .bin files, as `model_digest` describes it.
+    """Returns the sha256 of the tensors of a folder of .safetensors files, else of its .bin files; see `model_digest`.
 
     Raises:
         UserError: none of these files, a damaged one, or one that cannot be read.
@@ -101,14 +101,14 @@ def weights_digest(folder: str | Path) -> str:
 
 
 def _lasting(value: Any) -> Any:
-    """A configuration without what does not change the numbers, and without keys that say nothing."""
+    """Returns a configuration without keys that do not change the numbers, and without nulls."""
     if isinstance(value, dict):
         return {k: _lasting(v) for k, v in value.items() if k not in VOLATILE and v is not None}
     return [_lasting(each) for each in value] if isinstance(value, list) else value
 
 
 def _parts(file: Path) -> list[_Part]:
-    """What is hashed of a file."""
+    """Returns the parts of a file to hash."""
     size = file.stat().st_size
     if file.suffix != ".safetensors":
         return [_Part(f"file of {size} bytes", "bin", file, 0, size)]
@@ -124,7 +124,7 @@ def _parts(file: Path) -> list[_Part]:
                 continue
             start, end = about["data_offsets"]
             if not 0 <= start <= end <= size - 8 - length:
-                raise ValueError(f"{name} lies outside the file")
+                raise ValueError(f"{name} is outside the file")
             kind = f"{about['dtype']} {[int(n) for n in about['shape']]}"
             found.append(_Part(name, kind, file, 8 + length + start, end - start))
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -133,7 +133,7 @@ def _parts(file: Path) -> list[_Part]:
 
 
 def _hashed(parts: Sequence[_Part]) -> str:
-    """One digest of all, read by several threads, the largest first."""
+    """Returns one digest of all parts, read by several threads, the largest first."""
     total = sum(part.size for part in parts)
     order = sorted(parts, key=lambda part: -part.size)
 
@@ -150,7 +150,7 @@ def _hashed(parts: Sequence[_Part]) -> str:
     else:
         with Progress("weights' digest", round(total / 1e6), unit="MB") as bar:
             digests = run(lambda size: bar.advance(size / 1e6))
-    # two files of another form are told apart by what they hold: their names do not count
+    # two files of another format are distinguished by content: their names do not count
     lines = sorted((part.name, part.kind, digest) for part, digest in zip(order, digests, strict=True))
     embedding = {line[1:] for line in lines if line[0].endswith(EMBEDDINGS)}
     kept = [line for line in lines if not (line[0].endswith("lm_head.weight") and line[1:] in embedding)]
@@ -175,7 +175,7 @@ def _bytes_digest(part: _Part) -> str:
 
 
 def _state(file: Path) -> tuple[str, int, int, int]:
-    """Path, bytes, time of the last change in ns, and inode, where a link leads."""
+    """Returns path, bytes, time of the last change in ns, and inode, after resolving links."""
     path = file.resolve()
     stat = path.stat()
     return str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino
@@ -203,19 +203,19 @@ def _keep(path: Path, digest: str) -> None:
         temporary.write_text(json.dumps({"sha256": digest}))
         temporary.replace(path)
     except OSError:
-        pass  # a cache that cannot be written is done without
+        pass  # works without a cache
 
 
-# ---- of everything else ----------------------------------------------------------------------------------------
+# ---- other digests ---------------------------------------------------------------------------------------------
 
 
 def json_digest(value: Any) -> str:
-    """sha256 of a value as JSON, in whatever order its keys are."""
+    """Returns the sha256 of a value as JSON, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def files_digest(paths: Sequence[str]) -> str:
-    """sha256 over the contents of files, in order. Raises UserError."""
+    """Returns the sha256 over the contents of files, in order. Raises UserError."""
     digest = hashlib.sha256()
     for path in paths:
         try:
@@ -228,12 +228,12 @@ def files_digest(paths: Sequence[str]) -> str:
 
 
 def template_digest(tokenizer: Any) -> str:
-    """sha256 of the chat template: a drafter is only as good as the match between training and serving."""
+    """Returns the sha256 of the chat template: training and serving must use the same."""
     return hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()
 
 
 def tensor_digest(tensor: "Tensor") -> str:
-    """sha256 over a tensor's bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
+    """Returns the sha256 of a tensor's bf16 bytes, as a checkpoint stores them: the same in every compute dtype."""
     import torch
 
     return hashlib.sha256(
@@ -242,17 +242,17 @@ def tensor_digest(tensor: "Tensor") -> str:
 
 
 def joint_digest(digests: Mapping[str, str]) -> str:
-    """sha256 over the names and digests of tensors, in the order of their names."""
+    """Returns the sha256 of the names and digests of tensors, in the order of their names."""
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
 def drafter_digest(drafter: "Module") -> str:
-    """What an export records as its sha256 and a report as the drafter's."""
+    """Returns the sha256 that an export records and a report shows for a drafter."""
     return joint_digest({name: tensor_digest(tensor) for name, tensor in drafter.named_parameters()})
 
 
 def sample_digest(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
-    """sha256 over the first values of every tensor, by name: tells checkpoints apart without reading it all."""
+    """Returns the sha256 of the first values of every tensor, by name: compares checkpoints without a full read."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(name.encode())
@@ -261,5 +261,5 @@ def sample_digest(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
 
 
 def tokens_digest(tokens: npt.ArrayLike) -> bytes:
-    """What stands for token ids where they are compared or looked up: `TOKENS_BYTES` of BLAKE2b."""
+    """Returns the key under which token ids are compared or looked up: `TOKENS_BYTES` of BLAKE2b."""
     return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=TOKENS_BYTES).digest()

@@ -1,4 +1,4 @@
-"""What decoding leaves behind, passed around by the definition, the engine, reports and the server. Without torch."""
+"""Results of decoding, shared by the reference decoder, the engine, reports and the server. Imports no torch."""
 
 from array import array
 from collections.abc import Iterator, Sequence, Set
@@ -13,11 +13,11 @@ Offered = tuple[tuple[tuple[int, float], ...], ...]  # see `Step.offered`
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One verification: `drafted` tokens proposed, `accepted` of them taken, `tokens` committed (bonus included).
+    """One verification: `drafted` tokens proposed, `accepted` of them kept, `tokens` committed (bonus included).
 
     Attributes:
-        offered: at the place of each of the tokens, what a draft tree had there behind the ones before: tokens and how
-            probable each was, likeliest first. Nothing of a block, and where nobody asked for it.
+        offered: for each of the tokens, the candidates of a draft tree at its place and their probabilities, likeliest
+            first. Empty for a block, or if not requested.
     """
 
     drafted: int
@@ -36,9 +36,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens behind its first one, which has none.
+    """Log-probabilities of a prompt's tokens after its first one, which has none.
 
-    Packed: there may be thousands, and whoever decodes has no time to take them apart.
+    Packed: there may be thousands, and the decoding thread has no time to unpack them.
     """
 
     best: int  # most probable tokens at each position
@@ -48,7 +48,7 @@ class PromptLogprobs:
         return len(self.packed) // (16 + 16 * self.best)
 
     def __iter__(self) -> Iterator[tuple[TokenLogprobs, int]]:
-        """Of every token its log-probabilities, and its rank: 1 is the most probable of the vocabulary."""
+        """Yields the log-probabilities of each token, and its rank: 1 is the most probable of the vocabulary."""
         values, best = array("d", self.packed), self.best
         for at in range(0, len(values), 2 + 2 * best):
             ids = values[at + 2 : at + 2 + best]
@@ -61,13 +61,13 @@ class Generation:
     """A finished answer, or a growing one from `stream`.
 
     Attributes:
-        tokens: of the answer, the stop token included.
+        tokens: the answer's, including the stop token.
         steps: one `Step` for each verification. The first token comes from the prefill and belongs to no step.
         finish_reason: stop or length; None while the answer grows.
         prefill_s: seconds until the first token.
         decode_s: seconds after it.
         logprobs: one entry for each token, if requested.
-        prompt_logprobs: of the prompt's tokens, if requested.
+        prompt_logprobs: for the prompt's tokens, if requested.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ class PromptError(UserError):
     """A prompt that cannot be decoded.
 
     Attributes:
-        code: "context_length_exceeded" where OpenAI's API has that name for it, else None.
+        code: "context_length_exceeded" if OpenAI's API has that name for it, else None.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:
@@ -97,15 +97,15 @@ class PromptError(UserError):
 
 
 def check_prompt(ids: Sequence[int], limit: int, rows: int, *, answered: bool = True) -> None:
-    """Refuse what cannot be decoded.
+    """Checks that a prompt can be decoded.
 
     Args:
         limit: tokens of prompt and answer together.
         rows: of the target's embedding.
-        answered: False where only the prompt's log-probabilities are asked for.
+        answered: False if only the prompt's log-probabilities are requested.
 
     Raises:
-        PromptError: no token, no room for an answer, or an id that is no row.
+        PromptError: no token, no room for an answer, or an id outside the embedding.
     """
     if not ids:
         raise PromptError("the prompt is empty; give at least one token")
@@ -121,9 +121,9 @@ def check_prompt(ids: Sequence[int], limit: int, rows: int, *, answered: bool = 
 
 
 def commit(generation: Generation, tokens: list[int], stop_ids: Set[int], limit: int) -> list[int]:
-    """Append tokens up to the first stop token, say whether the answer is finished, return what was appended.
+    """Appends tokens up to the first stop token, sets the finish reason, and returns what was appended.
 
-    A limit of 0 takes none of them: the answer is finished before it begins.
+    A limit of 0 appends nothing: the answer is finished before it begins.
     """
     tokens = tokens if limit else []
     for i, token in enumerate(tokens):

@@ -1,7 +1,7 @@
-"""Structured answers: what a grammar allows next, token by token. The one module that knows xgrammar.
+"""Structured answers: the tokens that a grammar allows next. The only module that imports xgrammar.
 
-A grammar is compiled once for a vocabulary and then shared; a `Matcher` is one answer's place in it. What is allowed
-next is a bit mask of the vocabulary, 32 tokens to an int32, the lowest bit first.
+A grammar is compiled once for a vocabulary and then shared; a `Matcher` is the position of one answer in it. The
+tokens that are allowed next are a bit mask of the vocabulary, 32 tokens to an int32, the lowest bit first.
 """
 
 import contextlib
@@ -20,49 +20,49 @@ from torch import Tensor
 from .sampling import Grammar, GrammarError
 
 LONGEST = 256 << 10  # characters of a grammar
-CACHED = 256 << 20  # bytes of compiled grammars that are kept
+CACHED = 256 << 20  # bytes of compiled grammars to keep
 DEEPEST = 64  # levels of a JSON schema
 FORMATS = {
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
     "uri-template", "json-pointer", "relative-json-pointer",
 }  # fmt: skip
-# of a JSON schema, what xgrammar does not see
+# keywords of a JSON schema that xgrammar ignores
 IGNORED = {
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "contentSchema",
     "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
 }  # fmt: skip
-DATA = {"const", "enum", "default", "examples"}  # of a JSON schema, what is no schema
-NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # and what holds schemas by names
+DATA = {"const", "enum", "default", "examples"}  # keywords of a JSON schema with data, not schemas
+NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # keywords with schemas by name
 
 
 def words_of(vocabulary: int) -> int:
-    """Words of a mask."""
+    """Returns the number of int32 words of a mask."""
     return -(-vocabulary // 32)
 
 
 class Matcher:
-    """One answer's place in its grammar."""
+    """The position of one answer in its grammar."""
 
     def __init__(self, compiled: Any, ends: Collection[int]) -> None:
         self._compiled, self._ends = compiled, frozenset(ends)
         self._matcher = _xgrammar().GrammarMatcher(compiled, override_stop_tokens=sorted(self._ends))
 
     def fresh(self) -> "Matcher":
-        """The same grammar, from its beginning."""
+        """Returns a matcher at the beginning of the same grammar."""
         return Matcher(self._compiled, self._ends)
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """Go on with the next tokens of the answer; how many of them the grammar allows."""
+        """Advances by the next tokens of the answer; returns how many of them the grammar allows."""
         for i, token in enumerate(tokens):
             if not self._matcher.accept_token(token):
                 return i
         return len(tokens)
 
     def masks(self, draft: Sequence[int], words: int) -> Tensor:
-        """What may stand behind the answer and each start of `draft` that is allowed itself.
+        """Returns the tokens allowed after the answer and after each prefix of `draft` that is allowed itself.
 
         Returns:
-            int32 [n, words] on the host, the masks behind `draft[:0]`, `draft[:1]`, ...: the n-th drafted token, if
+            int32 [n, words] on the host, the masks after `draft[:0]`, `draft[:1]`, ...: the n-th drafted token, if
             there is one, is not allowed or ends the answer.
         """
         matcher, rows = self._matcher, 0
@@ -78,14 +78,14 @@ class Matcher:
 
 
 def masks_of(matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]], words: int) -> tuple[Tensor, Tensor]:
-    """What a block may choose: see `mask_logits_`.
+    """Returns the masks of a batch of blocks, see `mask_logits_`.
 
     Args:
-        drafts: [B] of S - 1 tokens each, behind which the B matchers stand; None is a request without a grammar.
+        drafts: [B] of S - 1 tokens each, which follow the B matchers' positions; None is a request without a grammar.
 
     Returns:
-        Masks int32 [N, words], and int32 [B * S], the mask of each position. Those behind a drafted token that is not
-        allowed have none (-1), as nothing is committed there.
+        Masks int32 [N, words], and int32 [B * S], the mask of each position. Positions after a drafted token that is
+        not allowed have none (-1), as nothing is committed there.
     """
     block = len(drafts[0]) + 1
     found: list[Tensor] = []
@@ -100,12 +100,12 @@ def masks_of(matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]]
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary and keeps those that were used lately. Thread-safe.
+    """Compiles grammars for one vocabulary and caches them. Thread-safe.
 
     Args:
-        tokenizer: of Hugging Face; it is first looked at when a grammar is compiled.
+        tokenizer: Hugging Face's; used when the first grammar is compiled.
         vocabulary: rows of the target's head.
-        eos: the target's end-of-sequence tokens, which are no text.
+        eos: the target's end-of-sequence tokens, which are not text.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
@@ -115,15 +115,15 @@ class Grammars:
         self._lock, self._first = threading.Lock(), threading.Lock()
 
     def ready(self, grammar: Grammar) -> bool:
-        """Whether `compile` has it at once."""
+        """Whether `compile` returns at once."""
         with self._lock:
             return grammar in self._compiled and self._compiled[grammar].done()
 
     def compile(self, grammar: Grammar) -> Any:
-        """The grammar compiled, which may take seconds; the second time it is there, and two do not compile the same.
+        """Returns the compiled grammar, which may take seconds; cached, and compiled only once for concurrent callers.
 
         Raises:
-            GrammarError: it cannot be read, asks for what is not supported, or the tokenizer cannot be used.
+            GrammarError: it cannot be read, needs an unsupported feature, or the tokenizer cannot be used.
         """
         with self._lock:
             found = self._compiled.get(grammar)
@@ -145,7 +145,7 @@ class Grammars:
             return self._vocabulary_for(grammar).compiler.compile_grammar(read_grammar)
 
     def _discard(self, new: Grammar) -> None:
-        """Those that failed, and those that were not used for longest where they are too many."""
+        """Removes grammars that failed, and the least recently used ones above the cache's size."""
         with self._lock:
             done = {key: one for key, one in self._compiled.items() if one.done()}
             taken = 0
@@ -156,7 +156,7 @@ class Grammars:
                     del self._compiled[grammar]
 
     def matcher(self, grammar: Grammar, stop_ids: Collection[int]) -> Matcher:
-        """A matcher for an answer that ends with one of `stop_ids`, of which those that are text end no grammar.
+        """Returns a matcher for an answer that ends with one of `stop_ids`; those that are text end no grammar.
 
         Raises:
             GrammarError: see `compile`; or it allows no answer, or there is no token to end one with.
@@ -175,7 +175,7 @@ class Grammars:
         return matcher
 
     def _vocabulary_for(self, grammar: Grammar) -> "_Vocabulary":
-        """The vocabulary that a grammar speaks of, made when it is first asked for."""
+        """Returns the vocabulary for a grammar, made at the first use."""
         with self._first:
             marked = grammar.kind == "structural_tag"
             if marked not in self._vocabularies:
@@ -190,7 +190,7 @@ class Grammars:
             found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocabulary)
         except ValueError as error:
             raise GrammarError(f"structured answers do not know this kind of tokenizer ({error})") from error
-        # special tokens are no text: an answer's text has nothing of them; but tags may be written with them
+        # special tokens are not part of an answer's text; but tags may be written with them
         silent = {*self._eos, tokenizer.eos_token_id}
         if not marked:
             added = tokenizer.added_tokens_decoder.items()
@@ -210,14 +210,14 @@ class Grammars:
 
 class _Vocabulary(NamedTuple):
     compiler: Any  # xgrammar's
-    text: frozenset[int]  # the tokens that are
+    text: frozenset[int]  # tokens with text
 
 
 def read(grammar: Grammar) -> Any:
-    """xgrammar's reading of a grammar, which no vocabulary is needed for.
+    """Returns xgrammar's form of a grammar, which needs no vocabulary.
 
     Raises:
-        GrammarError: it cannot be read, or asks for what a compiler would take too long for or pass over in silence.
+        GrammarError: it cannot be read, or has parts that the compiler would ignore or take too long for.
     """
     if len(grammar.text) > LONGEST:
         raise GrammarError(f"the {grammar.name} has {len(grammar.text)} characters; at most {LONGEST} are read")
@@ -236,9 +236,9 @@ def read(grammar: Grammar) -> Any:
     reader = _xgrammar().Grammar
     with _said_in_one_line(grammar):
         if grammar.kind == "json":
-            return _mended(reader.from_json_schema(grammar.text))
+            return _without_control_characters(reader.from_json_schema(grammar.text))
         if grammar.kind == "structural_tag":
-            return _mended(reader.from_structural_tag(grammar.text))
+            return _without_control_characters(reader.from_structural_tag(grammar.text))
         if grammar.kind == "regex":
             return reader.from_regex(grammar.text)
         if grammar.kind == "choice":
@@ -248,7 +248,7 @@ def read(grammar: Grammar) -> Any:
 
 
 def _schemas_of(tag: Any) -> Iterator[Any]:
-    """The JSON schemas in a structural tag."""
+    """Yields the JSON schemas in a structural tag."""
     for key, value in tag.items() if isinstance(tag, dict) else enumerate(tag) if isinstance(tag, list) else ():
         if key == "json_schema":
             yield value
@@ -257,7 +257,7 @@ def _schemas_of(tag: Any) -> Iterator[Any]:
 
 
 def _not_supported(schema: Any, place: str, depth: int) -> str | None:
-    """What of a schema xgrammar would pass over, or take very long for; None if there is nothing."""
+    """Returns what xgrammar would ignore in a schema, or take very long for; None if there is nothing."""
     if depth > DEEPEST:
         return f"it is more than {DEEPEST} levels deep"
     if isinstance(schema, list):
@@ -275,15 +275,15 @@ def _not_supported(schema: Any, place: str, depth: int) -> str | None:
     if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
         return f"the format {schema['format']!r} is not supported{where}"
     if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):
-        return f"a length beside 'pattern' or 'format' is not supported{where}"
+        return f"a length with 'pattern' or 'format' is not supported{where}"
     if "multipleOf" in schema and not (schema.get("type") == "integer" and schema["multipleOf"] in range(1, 1025)):
         return f"'multipleOf' of {schema['multipleOf']!r} is not supported, of integers 1..1024 is{where}"
     patterns = schema.get("patternProperties") or {}
     if len(patterns) > 1 or (patterns and "properties" in schema):
-        return f"'patternProperties' beside other properties is not supported{where}"
+        return f"'patternProperties' with other properties is not supported{where}"
     others = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
     if "propertyNames" in schema and any(isinstance(schema.get(key), dict) for key in others):
-        return f"'propertyNames' beside other properties is not supported{where}"
+        return f"'propertyNames' with other properties is not supported{where}"
     for key, value in schema.items():
         inner = value.values() if key in NAMED and isinstance(value, dict) else [value]
         names = value if key in NAMED and isinstance(value, dict) else [""]
@@ -293,19 +293,19 @@ def _not_supported(schema: Any, place: str, depth: int) -> str | None:
     return None
 
 
-# the rule of one character of a string whose length is limited, in which control characters were forgotten
+# the rule of one character of a string whose length is limited; xgrammar allows control characters in it
 CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 
 
-def _mended(grammar: Any) -> Any:
-    """xgrammar's grammar of a JSON schema, without control characters in strings."""
-    written, mended = CHARACTER.subn(lambda rule: f'{rule[1]}(([^\\0-\\x1f\\"\\\\]))', str(grammar))
-    return _xgrammar().Grammar.from_ebnf(written) if mended else grammar
+def _without_control_characters(grammar: Any) -> Any:
+    """Returns xgrammar's grammar of a JSON schema, without control characters in strings."""
+    written, changed = CHARACTER.subn(lambda rule: f'{rule[1]}(([^\\0-\\x1f\\"\\\\]))', str(grammar))
+    return _xgrammar().Grammar.from_ebnf(written) if changed else grammar
 
 
 @contextlib.contextmanager
 def _said_in_one_line(grammar: Grammar) -> Iterator[None]:
-    """What xgrammar says, without where in its sources it says so, and not all of a long text that it cites."""
+    """Shortens xgrammar's errors: removes the place in its sources, and most of a long text that it cites."""
     try:
         yield
     except (RuntimeError, UnicodeDecodeError) as error:  # the second where it cites a part of a character
@@ -316,7 +316,7 @@ def _said_in_one_line(grammar: Grammar) -> Iterator[None]:
 
 
 def _xgrammar() -> Any:
-    """Raises GrammarError where it is not installed."""
+    """Returns the xgrammar module. Raises GrammarError if it is not installed."""
     try:
         import xgrammar
     except ModuleNotFoundError as error:

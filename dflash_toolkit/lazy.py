@@ -1,4 +1,4 @@
-"""Names of a package that are imported when somebody asks for them: torch and transformers take seconds."""
+"""Imports names of a package at their first use: torch and transformers take seconds."""
 
 import importlib
 import importlib.util
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` (PEP 562) of a package: what stands under its `if TYPE_CHECKING`, a module a line.
+    """Returns `__getattr__` and `__dir__` (PEP 562) of a package for the names under its `if TYPE_CHECKING`.
 
     Args:
         package: its `__name__`.
@@ -26,7 +26,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             value = importlib.import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(own, name, value)  # not asked for again
+        setattr(own, name, value)  # found without a lookup from now on
         return value
 
     return find, lambda: sorted({*vars(own), *homes})

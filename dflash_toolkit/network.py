@@ -1,4 +1,4 @@
-"""Whether it was the network that failed, whatever the hub's client made of it."""
+"""Recognizes network failures among the errors of the hub's client."""
 
 OFFLINE = {
     "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout", "ConnectionError",

@@ -1,12 +1,12 @@
-"""What an export notes of itself, so that it can be told later what has been changed since: weights, shape, outputs.
+"""The record that an export keeps of itself: weights, shape and outputs, to detect later changes.
 
-The record lies in config.json under this project's own key, which every other loader ignores. `dflash-doctor` makes it
-again and compares. It holds hashes of the tensors as they are stored (bf16), the drafter's configuration, what the
-drafter computes of fixed inputs (on the CPU in fp32, so the same on every machine), and what the target computes of
-fixed tokens (in the dtype and on the device of training, so the same but for rounding).
+The record is in config.json under this project's own key, which every other loader ignores. `dflash-doctor` computes
+it again and compares. It holds hashes of the tensors as they are stored (bf16), the drafter's configuration, the
+drafter's outputs for fixed inputs (on the CPU in fp32, so the same on every machine), and the target's outputs for
+fixed tokens (in the dtype and on the device of training, so the same except for rounding).
 
-What a place computes, a tensor of any size, is kept as a few numbers: its scale, and its projections on fixed random
-vectors of signs. The differences of two tensors' projections estimate how far apart the tensors are.
+The output of a place, a tensor of any size, is kept as a few numbers: its scale, and its projections on fixed random
+vectors of signs. The differences of two tensors' projections estimate the distance of the tensors.
 """
 
 import math
@@ -24,8 +24,8 @@ from .models.target import Target
 
 RECORD_KEY = "record"  # within the provenance
 SCHEMA = 1
-TOKENS = 48  # of the fixed text that the target reads
-CONTEXT, SLOTS = 16, 8  # of the fixed block that the drafter reads
+TOKENS = 48  # length of the fixed text for the target
+CONTEXT, SLOTS = 16, 8  # sizes of the fixed block for the drafter
 PROJECTIONS = 8
 SHORT = 16  # hex digits of a tensor's hash
 DIGITS = 6
@@ -33,10 +33,10 @@ _LOW = (1 << 32) - 1
 
 
 def export_record(drafter: Drafter, target: Target, computed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `save_drafter(drafter, path, {RECORD_KEY: export_record(drafter, target)})` adds to a checkpoint.
+    """Returns what `save_drafter(drafter, path, {RECORD_KEY: export_record(drafter, target)})` adds to a checkpoint.
 
     Args:
-        computed: the target's signature where it is known: one that is sharded computes in all its processes at once.
+        computed: the target's signature if it is known: a sharded target computes it in all its processes at once.
 
     Returns:
         JSON values, some kilobytes: "sha256" and "tensors" (name -> short sha256 of the bf16 bytes), "configuration",
@@ -56,17 +56,17 @@ def export_record(drafter: Drafter, target: Target, computed: Mapping[str, Any] 
 
 
 def seal(record: Mapping[str, Any]) -> str:
-    """sha256 of a record without its seal: who edits config.json throughout changes the record's copy of it, too."""
+    """Returns the sha256 of a record without its seal: an edit of all of config.json changes the record's copy, too."""
     return json_digest({key: value for key, value in record.items() if key != "seal"})
 
 
 def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """The weights as a checkpoint stores them: bf16, on the CPU."""
+    """Returns the weights as a checkpoint stores them: bf16, on the CPU."""
     return {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
 
 
 def configuration(config: DrafterConfig) -> dict[str, Any]:
-    """The drafter's configuration as JSON values, by the names of `DrafterConfig`."""
+    """Returns the drafter's configuration as JSON values, by the names of `DrafterConfig`."""
     left_out = {
         "rope_factor",
         "scaled_frequencies",
@@ -81,12 +81,12 @@ def configuration(config: DrafterConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """What a drafter computes of fixed features and a fixed block of SLOTS, on the CPU in fp32.
+    """Returns a drafter's outputs for fixed features and a fixed block of SLOTS, on the CPU in fp32.
 
-    No part of it depends on the target, so a first departure is the drafter's own.
+    No part depends on the target, so the first place that differs is the drafter's own.
 
     Returns:
-        By place, in the order of computation, the numbers of `summary`: "context", "layers.i", "output", and those of
+        The numbers of `summary` by place, in the order of computation: "context", "layers.i", "output", and those of
         a selector's signature.
     """
     drafter = Drafter.of_tensors(config, {n: t.to("cpu", torch.float32) for n, t in tensors.items()}).eval()
@@ -109,14 +109,14 @@ def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> d
 
 @torch.inference_mode()
 def target_signature(target: Target, taps: Sequence[int]) -> dict[str, Any]:
-    """What a target computes of TOKENS fixed tokens.
+    """Returns a target's outputs for TOKENS fixed tokens.
 
     Args:
         taps: 0-based layer ids.
 
     Returns:
         "dtype" and "device" of the computation, and "places": the numbers of `summary` for "embedding", "layers.i" (the
-        output of each tapped layer, lowest first) and "final" (after the final norm), where the target has it.
+        output of each tapped layer, lowest first) and "final" (after the final norm), if the target has it.
     """
     ids = fixed_ids(target.embedding.num_embeddings).to(target.device)[None]
     layers = sorted(set(taps))
@@ -125,23 +125,23 @@ def target_signature(target: Target, taps: Sequence[int]) -> dict[str, Any]:
     places = {"embedding": summary(target.embed(ids)[0])}
     for layer, hidden in zip(layers, out.features[0].chunk(len(layers), dim=-1), strict=True):
         places[f"layers.{layer}"] = summary(hidden)
-    if out.final is not None:  # of a target that is served elsewhere it is not known
+    if out.final is not None:  # unknown for a target that is served elsewhere
         places["final"] = summary(out.final[0])
     return {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type, "places": places}
 
 
 def fixed_ids(rows: int) -> Tensor:
-    """The fixed tokens [TOKENS] for an embedding of so many rows."""
+    """Returns the fixed tokens [TOKENS] for an embedding of `rows` rows."""
     return _scrambled(torch.arange(TOKENS), 100) * rows >> 32
 
 
 def signs(count: int, stream: int) -> Tensor:
-    """Fixed +1 and -1, fp32 [count]; another `stream` gives others."""
+    """Returns fixed +1 and -1, fp32 [count]; another `stream` gives others."""
     return (_scrambled(torch.arange(count), stream) >> 31).float() * 2 - 1
 
 
 def _scrambled(numbers: Tensor, stream: int) -> Tensor:
-    """32 well mixed bits of each number (int64), the same in every version of torch; the rounds are murmur3's."""
+    """Returns 32 well mixed bits of each number (int64), the same in every version of torch, by murmur3's rounds."""
     mixed = (numbers * 0x9E3779B1 + stream * 0x85EBCA77) & _LOW
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         mixed = ((mixed ^ (mixed >> 16)) * factor) & _LOW
@@ -149,11 +149,11 @@ def _scrambled(numbers: Tensor, stream: int) -> Tensor:
 
 
 def summary(hidden: Tensor) -> list[float]:
-    """The numbers that are kept of hidden states [T, D]: their scale, then PROJECTIONS projections.
+    """Returns the numbers to keep of hidden states [T, D]: their scale, then PROJECTIONS projections.
 
     The scale is the median over tokens of the median absolute value. For the projections each token is divided by its
     own median absolute value and squashed, x / (1 + |x|): a few channels of a real model are thousands of times the
-    others, alike in all layers, and would hide the rest.
+    others in all layers, and would hide the rest.
     """
     wide = hidden.detach().float().cpu()
     size = wide.abs().median(-1, keepdim=True).values.clamp(min=1e-30)
@@ -169,7 +169,7 @@ def _rounded(value: float) -> float:
 
 
 def distance(now: Sequence[float], then: Sequence[float]) -> float:
-    """How far apart two summarised tensors are, relative to their size: 0 the same, about 1.4 nothing in common."""
+    """Returns the relative distance of two summarised tensors: 0 for equal, about 1.4 for unrelated ones."""
     if len(now) != len(then) or len(now) < 2:
         return math.inf
     (scale, *here), (recorded, *there) = now, then

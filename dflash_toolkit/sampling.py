@@ -8,7 +8,7 @@ from .config import UserError
 
 # how drafts are picked: the most probable tokens, or at the request's temperature (vLLM's names)
 DraftSampleMethod = Literal["greedy", "probabilistic"]
-MAX_LOGPROBS = 20  # what OpenAI's API allows
+MAX_LOGPROBS = 20  # the limit of OpenAI's API
 GRAMMARS = {
     "json": "JSON schema",
     "regex": "regular expression",
@@ -16,7 +16,7 @@ GRAMMARS = {
     "grammar": "grammar",
     "structural_tag": "structural tag",
 }
-# what fp32 can divide and multiply logits by
+# the range of divisors and factors of logits in fp32
 COLDEST, HOTTEST, LEAST_TOP_P, LEAST_PENALTY, MOST_PENALTY = 1e-5, 100.0, 1e-6, 0.01, 100.0
 
 
@@ -33,7 +33,7 @@ class GrammarError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer is to be, all of it up to the token that ends it.
+    """The grammar of an answer up to the token that ends it.
 
     Raises:
         ValueError: an empty text or a kind that is not known.
@@ -147,6 +147,6 @@ class SamplingParams:
 
 
 def int64_seed(seed: int) -> int:
-    """Any integer as the signed 64-bit one with the same low bits."""
+    """Returns the signed 64-bit integer with the same low bits."""
     low = seed & ((1 << 64) - 1)
     return low - (1 << 64) if low >> 63 else low

@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU, and how those that have nothing to do wait.
+"""The number of threads that compute on a CPU, and how idle ones wait.
 
 PyTorch's wheels compute with OpenMP (libgomp, on a Mac libomp). Between two GEMMs its threads spin, by default for so
 long that two processes on one pair of cores spend most of their time waiting for each other. A thread that sleeps is
@@ -9,14 +9,14 @@ the environment once, when PyTorch is imported.
 import os
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPINS = 1000  # of libgomp; libomp sleeps at once
+SPINS = 1000  # for libgomp; libomp sleeps at once
 _added: set[str] = set()  # to the environment
 
 
 def wait_passively() -> None:
-    """Let idle threads sleep, in this process and those it starts, unless the environment says how they wait.
+    """Lets idle threads sleep, in this process and those it starts, unless the environment sets how they wait.
 
-    It is of no effect behind the import of torch: programs call it in their package's `__init__`.
+    It has no effect after the import of torch: programs call it in their package's `__init__`.
     """
     if not any(name in os.environ for name in WAITING):
         added = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}
@@ -25,18 +25,18 @@ def wait_passively() -> None:
 
 
 def given_environment() -> dict[str, str]:
-    """The environment as it was before `wait_passively`, for programs that are not ours."""
+    """Returns the environment as it was before `wait_passively`, for other projects' programs."""
     return {name: value for name, value in os.environ.items() if name not in _added}
 
 
 def check_threads(count: int | None) -> None:
-    """Raises ValueError for a number of threads that is none."""
+    """Raises ValueError unless `count` is a valid number of threads."""
     if count is not None and not 1 <= count <= 4096:
         raise ValueError(f"threads is {count}; it must be in 1..4096")
 
 
 def use_threads(count: int | None) -> None:
-    """Compute with so many threads from now on; None leaves it as it is."""
+    """Computes with `count` threads from now on; None changes nothing."""
     if count is not None:
         import torch  # seconds, and a command line does without
 

@@ -7,7 +7,7 @@ from .config import UserError
 
 
 def import_wandb(option: str) -> Any:
-    """The wandb module. Raises UserError, which names the `option` that asks for it, where it is not installed."""
+    """Returns the wandb module. Raises UserError, which names the `option` that needs it, if it is not installed."""
     try:
         import wandb
     except ImportError as error:
@@ -16,7 +16,7 @@ def import_wandb(option: str) -> Any:
 
 
 def log_in(option: str, project: str) -> None:
-    """Find the account that `project` is logged to, or ask for it. Raises UserError where there is none."""
+    """Finds the account that `project` is logged to, or asks for it. Raises UserError if there is none."""
     wandb = import_wandb(option)
     if os.environ.get("WANDB_MODE") == "offline":  # login would warn that it does nothing
         return
@@ -27,7 +27,7 @@ def log_in(option: str, project: str) -> None:
 
 
 def start_run(option: str, project: str, **given: Any) -> Any:
-    """What `wandb.init` makes of what is given. Raises UserError where it makes nothing: no network, for one."""
+    """Returns `wandb.init` of the given values. Raises UserError if it fails, for example without a network."""
     wandb = import_wandb(option)
     try:
         return wandb.init(project=project, **given)

@@ -1,9 +1,8 @@
-"""Checkpoints on their way from the disk while Python still imports.
+"""Reads checkpoints from the disk into the system's file cache while Python still imports.
 
-Importing torch and transformers takes seconds in which the disk has little to do; then everything waits for weights.
-`read_ahead` reads their files meanwhile and drops what it read: the system's file cache keeps it, where the loader that
-follows finds it. What is known of what that saves: docs/engine.md, "From nothing to an answer". Nothing here imports
-torch.
+Importing torch and transformers takes seconds in which the disk is idle; then everything waits for weights.
+`read_ahead` reads their files meanwhile and discards the data: the file cache keeps it for the loader.
+`scripts/bench/start.py` measures the effect. Nothing here imports torch.
 """
 
 import ctypes
@@ -18,16 +17,16 @@ from pathlib import Path
 from ..config import UserError
 from .reader import cached_folder, weight_files
 
-PART = 256 << 20  # bytes of a file that a thread takes at a time
-READ = 16 << 20  # bytes of one read: after each the importing thread has to hand over the GIL for a moment
+PART = 256 << 20  # bytes of a file that a thread reads at a time
+READ = 16 << 20  # bytes of one read: after each, the importing thread has to release the GIL for a moment
 THREADS = 4
-CORES = 2 * THREADS  # with fewer, reading takes from the imports what it saves
+CORES = 2 * THREADS  # with fewer, reading slows down the imports as much as it saves
 MEMORY = Path("/proc/meminfo")
 CONTAINER = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 2 and 1
 
 
 class ReadAhead:
-    """Threads that read files from first to last, each a part at a time. A process that ends does not wait for them.
+    """Threads that read files in order, each a part at a time. A process that ends does not wait for them.
 
     Attributes:
         bytes: read so far.
@@ -44,7 +43,7 @@ class ReadAhead:
             thread.start()
 
     def join(self) -> None:
-        """Wait until everything is read."""
+        """Waits until everything is read."""
         for thread in self._threads:
             thread.join()
 
@@ -65,14 +64,14 @@ class ReadAhead:
                         with self._lock:
                             self.bytes += count
             except OSError:
-                return  # the loader meets the same and says which file it is
+                return  # the loader gets the same error and names the file
 
 
 def cached(file: int, start: int, size: int) -> bool:
-    """Whether the file cache holds a part of a file, as far as every 64th of its pages tells (mincore(2)).
+    """Returns whether the file cache holds a part of a file, judged by every 64th of its pages (mincore(2)).
 
-    Copying what is there already would only take time from the imports. To ask by a read that may not wait
-    (RWF_NOWAIT) is no way: the kernel then fetches what was asked for, and finds it there the next time.
+    Copying cached data would only slow down the imports. A read that must not block (RWF_NOWAIT) is no test: the
+    kernel then fetches the data, and the next call finds it.
 
     Args:
         start: in bytes, a multiple of a page.
@@ -82,35 +81,34 @@ def cached(file: int, start: int, size: int) -> bool:
     if size <= 0:
         return False
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    # private and writable, though nothing is written: only of such a mapping does ctypes give the address
+    # private and writable, though nothing is written: ctypes gives the address only of such a mapping
     with mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start) as view:
         first = ctypes.c_ubyte.from_buffer(view)
         failed = _mincore(ctypes.addressof(first), size, pages)
-        del first  # a mapping that is referred to cannot be closed
+        del first  # a mapping with references cannot be closed
     return not failed and all(page & 1 for page in pages[::64])
 
 
 def _mincore(address: int, size: int, pages: "ctypes.Array[ctypes.c_ubyte]") -> int:
-    """The system's, which says of every page whether it is in memory; 0 unless it failed."""
+    """Calls the system's mincore, which writes for every page whether it is in memory; returns 0 on success."""
     try:
         ask = ctypes.CDLL(None).mincore
-    except (OSError, AttributeError, TypeError):  # no such function: nobody can tell
+    except (OSError, AttributeError, TypeError):  # no such function on this system
         return -1
     ask.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
     return int(ask(address, size, pages))
 
 
 def read_ahead(*checkpoints: str | None) -> ReadAhead:
-    """Start reading the weights of checkpoints into the system's file cache and return at once; nothing is raised.
+    """Starts reading the weights of checkpoints into the system's file cache and returns at once; raises nothing.
 
-    Nothing is read where the files are larger than half of the memory that is available, as the cache would lose the
-    first of them to the last, where nobody says how much that is (a system other than Linux), or on a few cores, which
-    the imports need. What it saves: `scripts/bench/start.py`. By reads, as posix_fadvise fetches no more than the
-    disk's window a call.
+    Reads nothing if the files are larger than half of the available memory (the cache would drop the first of them
+    before the loader needs them), if that amount is unknown (a system other than Linux), or on few cores, which the
+    imports need. It uses reads because posix_fadvise fetches no more than the disk's window per call.
 
     Args:
-        checkpoints: directories or Hugging Face ids in the order in which they are loaded. None, and what is not on
-            this machine, is passed over.
+        checkpoints: directories or Hugging Face ids in the order in which they are loaded. None, and names that are not
+            on this machine, are skipped.
     """
     files = [file for name in checkpoints if name is not None for file in _files(name)]
     spare = (os.cpu_count() or 1) >= CORES and sum(size for _, size in files) <= _available() // 2
@@ -118,19 +116,19 @@ def read_ahead(*checkpoints: str | None) -> ReadAhead:
 
 
 def _files(name: str) -> list[tuple[Path, int]]:
-    """Paths and sizes of the files that the loader will read."""
+    """Returns paths and sizes of the files that the loader will read."""
     folder = cached_folder(name)
     try:
         return [(path, path.stat().st_size) for path in weight_files(folder)] if folder else []
     except (OSError, UserError):
-        return []  # broken: the loader says what is wrong
+        return []  # the loader reports the fault
 
 
 def _available() -> int:
-    """Bytes of memory that programs and the file cache may still take; 0 where it is not known."""
+    """Returns the bytes of memory that programs and the file cache may still use; 0 if unknown."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", MEMORY.read_text(), flags=re.MULTILINE)
         limits = [path.read_text().strip() for path in CONTAINER if path.exists()]
     except OSError:
-        return 0  # not Linux, or not to be read: reading ahead is a favour that nobody needs
+        return 0  # not Linux, or not readable: then nothing is read ahead
     return min([int(found[1]) << 10 if found else 0, *(int(limit) for limit in limits if limit.isdigit())])

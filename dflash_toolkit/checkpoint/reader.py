@@ -1,6 +1,6 @@
-"""A model's folder: where it is, which files hold its tensors, and how these get into a model's parameters.
+"""Finds a model's folder and weight files, and copies their tensors to a model's parameters.
 
-Nothing here imports torch: files are looked for, and read ahead, while that is imported.
+Imports no torch: files are found, and read ahead, while torch is imported.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ from ..network import unreachable
 if TYPE_CHECKING:
     from torch import Tensor
 
-BESIDE = ("model.visual.", "mtp.")  # tensors of Qwen3.5 that are no part of its text model, nor in transformers'
+OTHER_MODULES = ("model.visual.", "mtp.")  # tensors of Qwen3.5 outside its text model, nor in transformers' model
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def locate(what: str, name: str) -> Path:
-    """The directory of a model, downloaded if `name` is a Hugging Face id.
+    """Returns the directory of a model, downloaded if `name` is a Hugging Face id.
 
     Args:
         what: target or drafter, for messages.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such model.
     """
-    if os.path.isdir(name):  # unlike Path's it answers for names of any length
+    if os.path.isdir(name):  # unlike Path's, it accepts names of any length
         return Path(name)
     if Path(name).is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise UserError(f"{what} {name}: no such directory")
@@ -49,10 +49,10 @@ def locate(what: str, name: str) -> Path:
 
 
 def cached_folder(name: str) -> Path | None:
-    """A model's directory on this machine: for an id, what huggingface_hub's cache has of its main branch."""
+    """Returns a model's directory on this machine; for an id, the main branch in huggingface_hub's cache."""
     if os.path.isdir(name):
         return Path(name)
-    # not by huggingface_hub's own functions: their imports in a thread could meet those of transformers half-way
+    # without huggingface_hub's own functions: their imports in a thread could collide with those of transformers
     cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     try:
         folder = cached / "snapshots" / (cached / "refs" / "main").read_text()
@@ -62,15 +62,15 @@ def cached_folder(name: str) -> Path | None:
 
 
 def weight_files(folder: Path, kinds: Sequence[str] = ("model.safetensors",)) -> list[Path]:
-    """The files of a model's tensors, looked for in transformers' order; none if there are none.
+    """Returns the files of a model's tensors, in transformers' order of preference; empty if there are none.
 
-    Whatever else lies there, as adapters or states of an optimizer, is passed over.
+    Other files in the folder, such as adapters or optimizer states, are skipped.
 
     Args:
-        kinds: the name that a file of all tensors would have, of every kind of file that will do.
+        kinds: names of a file with all tensors, one for each acceptable format.
 
     Raises:
-        UserError: a damaged index, or one that names a file that is not there.
+        UserError: a damaged index, or one that names a missing file.
     """
     for whole in kinds:
         if (folder / whole).is_file():
@@ -89,7 +89,7 @@ def weight_files(folder: Path, kinds: Sequence[str] = ("model.safetensors",)) ->
 
 
 def tensor_names(files: Sequence[Path]) -> list[str]:
-    """Of all tensors in safetensors files; those of a damaged file, which `each_tensor` names, are left out."""
+    """Returns the names of all tensors in safetensors files; skips damaged files, which `each_tensor` reports."""
     names: list[str] = []
     for file in files:
         with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="pt") as tensors:
@@ -98,10 +98,10 @@ def tensor_names(files: Sequence[Path]) -> list[str]:
 
 
 def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable[[str], Tensor]"], None]) -> None:
-    """Call `take(name, read)` for every tensor of safetensors files, a thread per file; `read(name)` is the tensor.
+    """Calls `take(name, read)` for every tensor of safetensors files, a thread per file; `read(name)` is the tensor.
 
     Raises:
-        UserError: there are no files, one is damaged, or two hold the same tensor; and what `take` raises.
+        UserError: there are no files, one is damaged, or two hold the same tensor; also the errors of `take`.
     """
     if not files:
         raise UserError(f"{what}: no *.safetensors file in its directory; no other format is read")
@@ -115,7 +115,7 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
                 for name in stored:
                     if (other := first.setdefault(name, file)) is not file:
                         both = " and ".join(sorted((other.name, file.name)))
-                        raise UserError(f"{what}: tensor {name!r} stands in {both}; remove the file that is not meant")
+                        raise UserError(f"{what}: tensor {name!r} is in both {both}; remove the file that is not meant")
                     take(name, tensors.get_tensor)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{what}: {file.name} is corrupt ({' '.join(str(error).split())})") from error
@@ -125,7 +125,7 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
 
 
 def load_files(what: str, views: Mapping[str, "Tensor"], files: Sequence[Path]) -> None:
-    """Copy every tensor of `files` to the parameter view of its name.
+    """Copies every tensor of `files` to the parameter view of its name.
 
     Raises:
         UserError: there are none, or a tensor is missing, unknown or misshapen.
@@ -136,7 +136,7 @@ def load_files(what: str, views: Mapping[str, "Tensor"], files: Sequence[Path]) 
 
 
 def load_weights(what: str, views: Mapping[str, "Tensor"], tensors: Mapping[str, "Tensor"]) -> None:
-    """Copy every tensor to the parameter view of its name. Raises UserError as `load_files` does."""
+    """Copies every tensor to the parameter view of its name. Raises UserError as `load_files` does."""
     weights = _Weights(what, views)
     for name in tensors:
         weights.take(name, tensors.__getitem__)
@@ -144,15 +144,15 @@ def load_weights(what: str, views: Mapping[str, "Tensor"], tensors: Mapping[str,
 
 
 class _Weights:
-    """Parameter views that fill up."""
+    """Parameter views to fill."""
 
     def __init__(self, what: str, views: Mapping[str, "Tensor"]) -> None:
         self._what, self._views = what, views
         self._left = dict(views)
-        self._head: Tensor | None = None  # stored beside the embedding that it is tied to
+        self._head: Tensor | None = None  # stored in addition to the embedding that it is tied to
 
     def take(self, stored: str, read: "Callable[[str], Tensor]") -> None:
-        name = stored.replace("model.language_model.", "model.", 1)  # beside what reads images
+        name = stored.replace("model.language_model.", "model.", 1)  # in a checkpoint with a vision tower
         view = self._left.pop(name, None)
         if view is not None:
             tensor = read(stored)
@@ -162,7 +162,7 @@ class _Weights:
                 )
             if tensor.dtype != view.dtype and 1 in (tensor.element_size(), view.element_size()):
                 kinds = [str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, view.dtype)]
-                more_in_fp8 = tensor.element_size() == 1  # than the engine computes
+                more_in_fp8 = tensor.element_size() == 1  # than the engine supports
                 raise (UnsupportedModel if more_in_fp8 else UserError)(
                     f"{self._what}: tensor {name!r} is in {kinds[0]}, not in {kinds[1]}, as quantization_config in its "
                     f"config.json would have it"
@@ -170,7 +170,7 @@ class _Weights:
             view.copy_(tensor)
         elif name == HEAD and EMBEDDING in self._views:
             self._head = read(stored)
-        elif not name.endswith("rotary_emb.inv_freq") and not name.startswith(BESIDE):  # which old checkpoints carry
+        elif not name.endswith("rotary_emb.inv_freq") and not name.startswith(OTHER_MODULES):  # in old checkpoints
             raise UserError(
                 f"{self._what}: unknown tensor {name!r}; it is not part of the model that its config.json describes"
             )
@@ -185,10 +185,10 @@ class _Weights:
 
 
 def check_tied(what: str, embedding: "Tensor", head: "Tensor") -> None:
-    """Refuse a stored head of its own where the head is to be the embedding: transformers decodes with it.
+    """Refuses a stored head that differs from the embedding if they are tied: transformers decodes with the embedding.
 
     Raises:
-        UserError: it is another.
+        UserError: they differ.
     """
     if head is embedding:
         return

@@ -1,6 +1,6 @@
-"""The prompt sets that drafters are judged by, by the names that everybody uses, and where they are on the hub.
+"""The benchmark prompt sets for drafters, by their common names, and their places on the hub.
 
-`--prompts gsm8k` reads the set from the hub, `--prompts gsm8k=FILE` a copy; either is asked as the benchmark does.
+`--prompts gsm8k` reads the set from the hub, `--prompts gsm8k=FILE` a copy; both use the benchmark's prompt template.
 Datasets and splits are those of z-lab's client and of vLLM's benchmarks.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 class Benchmark:
     """A set on the hub."""
 
-    place: str  # DATASET[:SUBSET]; empty where there is none to stream
+    place: str  # DATASET[:SUBSET]; empty if there is no dataset to stream
     split: str = "test"
-    elsewhere: str = ""  # where to get a file of it, where it cannot be streamed
+    elsewhere: str = ""  # the source of a file of it, if it cannot be streamed
 
 
-# most rows of the hub's SPEED-Bench only refer to their prompts, and begin with this in place of them
+# most rows of the hub's SPEED-Bench only refer to their prompts, and begin with this text instead
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 SPEED_BENCH = "made by prepare_data.py of examples/specdec_bench in github.com/NVIDIA/Model-Optimizer"
 BENCHMARKS = {

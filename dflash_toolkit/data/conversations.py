@@ -1,4 +1,4 @@
-"""Rows of data as chats: the usual shapes become messages, and what precedes each answer, turn by turn."""
+"""Reads rows of data as chats: converts the usual formats to messages, and splits them before each answer."""
 
 import itertools
 import json
@@ -9,11 +9,11 @@ from typing import Any
 Message = dict[str, Any]  # role and content, both text; with tools also tool_calls, tool_call_id, name
 Tool = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
-# columns of what is asked, the first that a row has: alpaca's text holds its instruction and the answer too
+# columns with the prompt, in order of preference: alpaca's text holds its instruction and the answer too
 ASKED = ("question", "prompt", "problem", "instruction", "text", "query", "input")
 ANSWERS = ("response", "output", "completion", "solution", "answer")
-# Benchmarks with a usual way to be asked, and the columns of which it needs one. It is applied to a source that is
-# given under the name, or with it as its form.
+# Benchmarks with a prompt template, and the columns of which it needs one. A template is applied to a source that is
+# given under the benchmark's name, or with it as `form`.
 FORMS = {
     "gsm8k": ("question", "problem"), "math500": ("question", "problem"), "math": ("question", "problem"),
     "aime": ("question", "problem"), "aime25": ("question", "problem"), "humaneval": ("prompt",),
@@ -22,7 +22,7 @@ FORMS = {
 BY_NAME, NO_FORM = "auto", "none"
 FORM_CHOICES = (BY_NAME, *FORMS, NO_FORM)
 REASONING = "Please reason step by step, and put your final answer within \\boxed{}."
-MALFORMED = (TypeError, LookupError, AttributeError, RecursionError, ValueError)  # what `read_chat` may raise
+MALFORMED = (TypeError, LookupError, AttributeError, RecursionError, ValueError)  # errors that `read_chat` may raise
 SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
 
 
@@ -30,27 +30,27 @@ ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
     "developer": "system", "observation": "tool", "function": "tool", "tool_response": "tool",
 }  # fmt: skip
-CALLS = ("function_call", "tool_call")  # roles of ShareGPT's turns that hold calls alone
+CALLS = ("function_call", "tool_call")  # roles of ShareGPT's turns with only calls
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------
 
 
 def read_chat(row: dict[str, Any], form: str | None = None) -> tuple[list[Message], tuple[Tool, ...]]:
-    """Messages, recorded answers included, and tools of a row of any usual shape.
+    """Returns the messages, including recorded answers, and the tools of a row in any usual format.
 
-    The shapes: `messages`, ShareGPT's `conversations` (`from` and `value`) or a `prompt` that is a list of messages;
-    `turns` (the first); else what is asked stands in the first of `ASKED` that there is (`instruction` may have an
-    `input`), as it is, and the answer in the first of `ANSWERS` that holds text: gsm8k's `answer`, math500's `solution`
-    rather than its `answer`, which is a final value. A column `system` or `system_prompt` goes first unless there is a
-    system message; `tools` is a list or the JSON text of one.
+    The formats: `messages`, ShareGPT's `conversations` (`from` and `value`) or a `prompt` that is a list of messages;
+    `turns` (the first); else the prompt is the first column of `ASKED` that exists (`instruction` may have an `input`),
+    unchanged, and the answer the first of `ANSWERS` that holds text: gsm8k's `answer`, math500's `solution` rather than
+    its `answer`, which is a final value. A column `system` or `system_prompt` goes first unless there is a system
+    message; `tools` is a list or the JSON text of one.
 
     Args:
-        form: the benchmark of `FORMS` whose way of asking is applied instead; None reads the row as it is.
+        form: the benchmark of `FORMS` to take the prompt template from; None reads the row as it is.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: the row is malformed, or does not fit the form. Contents of
-            rows that are no lists of messages are not looked at: they may be of any type.
+        ValueError, TypeError, LookupError, AttributeError: the row is malformed, or does not fit the form. Columns
+            other than lists of messages are not checked: they may be of any type.
     """
     given = {key: value for key, value in row.items() if value is not None}  # columns that a row does not fill
     turns = next((given[key] for key in ("messages", "conversations", "prompt") if type(given.get(key)) is list), None)
@@ -69,7 +69,7 @@ def read_chat(row: dict[str, Any], form: str | None = None) -> tuple[list[Messag
 
 
 def _formed(row: dict[str, Any], form: str) -> str:
-    """What a benchmark asks with a row. Raises ValueError where the form does not fit."""
+    """Returns a row in a benchmark's prompt template. Raises ValueError if the form does not fit."""
     columns = FORMS[form]
     text: Any = next((row[key] for key in columns if key in row), None)
     if form == "mt_bench" and isinstance(text, list) and text:
@@ -82,13 +82,13 @@ def _formed(row: dict[str, Any], form: str) -> str:
         return SOLVE.format(prompt=text.strip())
     if form == "mbpp":
         return f"{text}\nYour code should pass this test:\n{tests[0]}"
-    if form == "livecodebench":  # with what the answer is to begin with, where that is given
+    if form == "livecodebench":  # with the beginning of the answer, if it is given
         return SOLVE.format(prompt=f"{text.strip()}\n{row.get('starter_code') or ''}".strip())
     return text.strip() if form == "mt_bench" else f"{text.strip()}\n{REASONING}"
 
 
 def likely_form(row: Any) -> str | None:
-    """The benchmark whose columns a row has, whatever it is."""
+    """Returns the benchmark with the columns of a row, which may be of any type."""
     if not isinstance(row, dict) or any(isinstance(row.get(key), list) for key in ("messages", "conversations")):
         return None
     given = {key for key, value in row.items() if value is not None}
@@ -137,7 +137,7 @@ def _message(turn: dict[str, Any]) -> Message:
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates want them: each under `function`, its arguments a mapping."""
+    """Returns tool calls as templates need them: each under `function`, its arguments a mapping."""
     found = _parsed(value)
     calls = []
     for call in map(_parsed, found if isinstance(found, list) else [found]):
@@ -168,14 +168,14 @@ def _parsed(value: Any) -> Any:
 
 
 def _filled(value: Any) -> Any:
-    """Without the keys that have no value: Arrow gives every struct of a column the keys of all."""
+    """Returns a value without empty keys: Arrow gives every struct of a column the keys of all."""
     if isinstance(value, dict):
         return {key: _filled(each) for key, each in value.items() if each is not None}
     return [_filled(each) for each in value] if isinstance(value, list) else value
 
 
 def _asked(row: dict[str, Any]) -> list[Message]:
-    """Messages of a row that is no list of them."""
+    """Returns the prompt of a row without a list of messages, as messages."""
     if isinstance(row.get("turns"), list):
         return [{"role": "user", "content": row["turns"][0].strip()}]
     column = next((key for key in ASKED if key in row), None)
@@ -190,9 +190,9 @@ def _asked(row: dict[str, Any]) -> list[Message]:
 
 
 def _answered(row: dict[str, Any], column: str = "") -> list[Message]:
-    """The recorded answer of a row that is no list of messages, if it has one."""
+    """Returns the recorded answer of a row without a list of messages, if it has one."""
     answer = row.get("response", row.get("output"))
-    if answer is None:  # the others hold numbers, choices and lists in many a dataset, which are no answer in words
+    if answer is None:  # in many datasets the other columns hold numbers, choices and lists, not answers in words
         names = [key for key in (*ANSWERS, "code") if key != "code" or column == "text"]  # mbpp's
         texts = [row[key] for key in names if isinstance(row.get(key), str) and row[key].strip()]
         answer = texts[0] if texts else None
@@ -200,7 +200,7 @@ def _answered(row: dict[str, Any], column: str = "") -> list[Message]:
 
 
 def split_messages(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """What precedes the first assistant turn, and what there is from it on."""
+    """Splits messages before the first assistant turn."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return messages[:first], messages[first:]
 
@@ -210,20 +210,20 @@ def split_messages(messages: list[Message]) -> tuple[list[Message], list[Message
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is asked, turn by turn: the messages before each answer. The recorded answers are left out.
+    """A conversation without its recorded answers: the messages before each answer, turn by turn.
 
-    A recorded tool call is no answer that can be gone on from in other words, for nobody runs the tools: the turn after
-    it begins with the call, and then has its results.
+    A recorded tool call cannot be replaced by another answer, as the tools are not run: the turn after it begins with
+    the call and its results.
     """
 
     id: str
     turns: tuple[tuple[Message, ...], ...]
     tools: tuple[Tool, ...] = ()
-    recorded: tuple[Message, ...] = field(default=(), compare=False)  # all messages, with the answers that the row has
+    recorded: tuple[Message, ...] = field(default=(), compare=False)  # all messages, including the row's answers
 
     @property
     def asked(self) -> str:
-        """What is asked, all turns."""
+        """The text of all user messages."""
         return self._said("user")
 
     @property
@@ -236,10 +236,10 @@ class Conversation:
 
 
 def conversation(row: Any, default_id: str, form: str | None = None) -> Conversation:
-    """A row of any shape that `read_chat` knows, all its turns; every one of `turns`; or a bare string.
+    """Returns the conversation of a row that `read_chat` can read, with all turns; or of a bare string.
 
     Raises:
-        ValueError: says in a few words what is wrong with the row.
+        ValueError: a short description of the fault.
     """
     if isinstance(row, str):
         row = {"prompt": row}
@@ -259,7 +259,7 @@ def conversation(row: Any, default_id: str, form: str | None = None) -> Conversa
 
 
 def all_turns(row: dict[str, Any], messages: list[Message], form: str | None) -> tuple[tuple[Message, ...], ...]:
-    """What a row asks, turn by turn, as in `Conversation`; `messages` are what `read_chat` made of it."""
+    """Returns a row's messages turn by turn, as in `Conversation`; `messages` come from `read_chat`."""
     turns = _turns(messages)
     chat = any(isinstance(row.get(key), list) for key in ("messages", "conversations", "prompt"))
     if form == "mt_bench" or (form is None and not chat):
@@ -287,16 +287,16 @@ def _asks(turn: tuple[Message, ...], first: bool) -> bool:
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose calls all have an id, and whose results name a call's, as servers get them from any client.
+    """Returns messages in which every call has an id and every result names one, as servers get them from any client.
 
-    A call without an id takes the one that a result of its names and no other call has, else one that is made up: of
-    nine letters and digits, which the templates of Mistral ask for. Results without one name the other calls in turn.
+    A call without an id gets one that is named by a result and no other call, else a new one of nine letters and
+    digits, the form that Mistral's templates need. Results without an id get those of the other calls in turn.
     """
     found = []
     given = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
     given |= {message.get("tool_call_id") for message in messages}
     fresh = (name for i in itertools.count() if (name := f"call{i:05d}") not in given)
-    waiting: list[str] = []  # calls that no result names
+    waiting: list[str] = []  # calls without a result so far
     for i, message in enumerate(messages):
         if "tool_calls" in message:
             results = itertools.takewhile(lambda later: later["role"] == "tool", messages[i + 1 :])

@@ -1,4 +1,4 @@
-"""Prompts to be answered, and chat templates: rows become messages, messages become token ids."""
+"""Prompts and chat templates: rows become messages, messages become token ids."""
 
 import inspect
 import itertools
@@ -22,14 +22,14 @@ CATEGORY_KEYS = ("category", "domain", "subject")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked, up to and without the assistant's answer, and what the file has from there on."""
+    """The messages before the assistant's first answer, and the recorded rest."""
 
     id: str
     messages: tuple[Message, ...]
     rest: tuple[Message, ...] = ()  # from the recorded first answer (a text or tool calls) to the end
     tools: tuple[Tool, ...] = ()
-    category: str | None = None  # as the row has it
-    later: tuple[tuple[Message, ...], ...] = ()  # what is asked behind the first answer, turn by turn
+    category: str | None = None  # the row's
+    later: tuple[tuple[Message, ...], ...] = ()  # the messages after the first answer, turn by turn
 
     @property
     def answer(self) -> str | None:
@@ -43,14 +43,14 @@ class Prompt:
 def read_prompts(
     source: str | Path | Source, limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
 ) -> list[Prompt]:
-    """Read a source of prompts of any kind that `Source` knows, in its order, rows of datasets too.
+    """Reads prompts from any source that `Source` supports, in its order, also rows of datasets.
 
-    A row has any shape that `read_chat` knows, or is a bare text; what precedes the first assistant turn is the prompt.
-    `id` or `task_id` names the row; `category`, `domain` or `subject` says what kind of prompt it is.
+    A row has any format that `read_chat` knows, or is a bare text; the messages before the first assistant turn are the
+    prompt. `id` or `task_id` names the row; `category`, `domain` or `subject` is its category.
 
     Args:
-        limit: at most so many; rows behind are not read.
-        form: of `FORM_CHOICES`, where `source` is not a `Source` yet.
+        limit: maximum number of prompts; later rows are not read.
+        form: one of `FORM_CHOICES`, if `source` is a text.
         split: of a dataset.
 
     Raises:
@@ -67,10 +67,10 @@ class PromptSet:
 
     name: str
     source: Source
-    split: str | None = None  # that a benchmark is in, whatever the others are read of
+    split: str | None = None  # a benchmark's own, which overrides the common one
 
     def read(self, limit: int | None = None, split: str = "train") -> list[Prompt]:
-        """The prompts, at most `limit` of them. Raises what `read_prompts` raises."""
+        """Returns the prompts, at most `limit` of them. Raises as `read_prompts` does."""
         return read_prompts(self.source, limit, split=self.split or split)
 
     def contents(self, split: str) -> str:
@@ -85,7 +85,7 @@ def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptS
     part of its dataset's name.
 
     Args:
-        form: of `FORM_CHOICES`: how all sets are asked; `auto` goes by each NAME.
+        form: one of `FORM_CHOICES`: the prompt template of all sets; `auto` goes by each NAME.
 
     Raises:
         ValueError: another form, a range without rows, or a name used twice.
@@ -121,15 +121,15 @@ def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptS
 def read_prompt_sets(
     items: Sequence[str], limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
 ) -> dict[str, list[Prompt]]:
-    """Prompts by name, of items that `parse_prompt_sets` knows.
+    """Returns prompts by set, from items in the form of `parse_prompt_sets`.
 
     Args:
-        limit: at most so many of each.
-        form: of `FORM_CHOICES`.
+        limit: maximum per set.
+        form: one of `FORM_CHOICES`.
         split: of datasets.
 
     Raises:
-        UserError: what `parse_prompt_sets` finds wrong, no such rows, and what `read_prompts` raises.
+        UserError: as `parse_prompt_sets` and `read_prompts`, or no such rows.
     """
     try:
         found = parse_prompt_sets(items, form)
@@ -181,24 +181,24 @@ def encode_chat(
     ask: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of the rendered chat, ready for the assistant's first token.
+    """Returns the token ids of the rendered chat, ready for the assistant's first token.
 
     Args:
         thinking: passed to templates that know `enable_thinking`; None leaves it to the template.
         tools: passed to the template, which must show them.
-        ask: False for a chat that ends with what it says.
-        variables: more that the template is told, see `template_variables`.
+        ask: False for a chat that ends with an answer.
+        variables: further variables for the template, see `template_variables`.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses these messages or leaves their tools out.
     """
-    told = {} if thinking is None else {"enable_thinking": thinking}
-    told |= variables or {}
-    return list(apply_template(tokenizer, messages, told, tools, add_generation_prompt=ask, return_dict=False))
+    given = {} if thinking is None else {"enable_thinking": thinking}
+    given |= variables or {}
+    return list(apply_template(tokenizer, messages, given, tools, add_generation_prompt=ask, return_dict=False))
 
 
 def template_variables(tokenizer: Any, tools: Sequence[Tool] = ()) -> frozenset[str]:
-    """What a chat template looks at beside messages and tools, by its own names; nothing where there is no template."""
+    """Returns the variables that a chat template reads, except messages and tools; empty without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return frozenset()
     given = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", *tokenizer.special_tokens_map}
@@ -206,8 +206,8 @@ def template_variables(tokenizer: Any, tools: Sequence[Tool] = ()) -> frozenset[
     return _looked_up(tokenizer.get_chat_template(None, list(tools) or None)) - given
 
 
-def tell_of_thinking(tokenizer: Any, thinking: bool | None) -> None:
-    """Say on stderr that a chosen thinking mode changes nothing, where the chat template has none."""
+def warn_of_thinking(tokenizer: Any, thinking: bool | None) -> None:
+    """Warns on stderr that a chosen thinking mode changes nothing, if the chat template has none."""
     if thinking is not None and "enable_thinking" not in template_variables(tokenizer):
         print(
             f"warning: thinking={str(thinking).lower()} changes nothing: the target's chat template does not look at "
@@ -223,7 +223,7 @@ def _looked_up(template: str) -> frozenset[str]:
     from jinja2.parser import Parser
 
     class Generation(Extension):
-        """Hugging Face's tags around what an assistant says."""
+        """Hugging Face's tags around an assistant's answer."""
 
         tags = {"generation"}  # noqa: RUF012 - as its base declares it
 
@@ -235,7 +235,7 @@ def _looked_up(template: str) -> frozenset[str]:
         return frozenset(
             meta.find_undeclared_variables(Environment(extensions=[Generation, loopcontrols]).parse(template))
         )
-    except TemplateError:  # whoever renders it says so
+    except TemplateError:  # rendering reports it
         return frozenset()
 
 
@@ -263,7 +263,7 @@ def apply_template(
 
 
 def _kind(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], tools: Sequence[Tool]) -> int:
-    """What decides whether a template shows a chat whole: the template, and what kinds of messages there are.
+    """Returns a key for whether a template shows a chat whole: the template, and the kinds of messages.
 
     To find out takes up to four renderings, which are slow for a long chat.
     """
@@ -272,13 +272,13 @@ def _kind(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, A
 
 
 def _lost(render: Callable[..., str], messages: list[Message], tools: list[Tool]) -> str | None:
-    """What a template does not show: one that was written without tools passes over them in silence."""
+    """Returns what a template does not show: one that was written without tools ignores them without an error."""
     if not tools and not any("tool_calls" in message or message["role"] == "tool" for message in messages):
         return None
     whole = render(messages, tools)
-    uncalled = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
-    untold = [message for message in messages if message["role"] != "tool"]
-    without = {"tools": (messages, []), "tool calls": (uncalled, tools), "tool results": (untold, tools)}
+    no_calls = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
+    no_results = [message for message in messages if message["role"] != "tool"]
+    without = {"tools": (messages, []), "tool calls": (no_calls, tools), "tool results": (no_results, tools)}
     for part, (fewer, fewer_tools) in without.items():
         if (fewer, fewer_tools) == (messages, tools):
             continue

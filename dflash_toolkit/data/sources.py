@@ -1,4 +1,4 @@
-"""Where prompts come from: local files of every usual kind, and Hugging Face datasets, which are streamed.
+"""Sources of prompts: local files of every usual kind, and Hugging Face datasets, which are streamed.
 
 JSON lines and text are read line by line and need no optional package; a JSON array is read whole. Parquet and datasets
 are streamed by `datasets`.
@@ -25,17 +25,17 @@ from ..fingerprint import files_digest
 from ..network import unreachable
 from .conversations import BY_NAME, FORM_CHOICES, FORMS, Conversation, conversation, likely_form
 
-UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)  # what reading `open_text` may raise
+UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)  # errors of reading `open_text`
 LINES = (".jsonl", ".ndjson", ".txt")
 FILES = (*LINES, ".json", ".parquet")
 PACKED = (".gz", ".xz")
 
-_told: set[tuple[str, str]] = set()  # what was said of sources: each is said once
+_printed: set[tuple[str, str]] = set()  # notices about sources that were printed, each once
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A row that is no conversation, and why."""
+    """A row that is not a conversation, and the reason."""
 
     where: str
     reason: str
@@ -43,28 +43,28 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One row as it stands in its source."""
+    """One row as it is in its source."""
 
-    number: int  # of its line or row, from 1
+    number: int  # the line or row, from 1
     unit: str  # line or row
     value: Any  # or a `Malformed`, with an empty `where`
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source of prompts: `[NAME=]FILE` or `[NAME=]DATASET[:SUBSET]`, each with `[START:STOP]` behind it or not.
+    """One source of prompts: `[NAME=]FILE` or `[NAME=]DATASET[:SUBSET]`, each optionally with `[START:STOP]`.
 
     A dataset is one on the hub or a local directory. START:STOP are its rows START..STOP - 1, counted from 0. NAME is
-    the benchmark whose form is applied to the rows (`FORMS`), or any other name, which changes nothing. What exists
-    under the whole text is that file, whatever its name looks like.
+    the benchmark whose form is applied to the rows (`FORMS`); any other name changes nothing. If the whole text is the
+    name of a file, it is that file.
 
     Raises:
         UserError: no such form, or a range without rows.
     """
 
     given: str
-    form: str = BY_NAME  # a benchmark of `FORMS` whatever NAME is, or "none"
-    label: str = ""  # NAME, where it is given apart
+    form: str = BY_NAME  # a benchmark of `FORMS` that overrides NAME, or "none"
+    label: str = ""  # NAME, if it is given separately
     place: str = field(init=False, default="")  # FILE or DATASET[:SUBSET]
     start: int = field(init=False, default=0)
     stop: int | None = field(init=False, default=None)
@@ -99,15 +99,15 @@ class Source:
 
     @property
     def short(self) -> str:
-        """A short name for people."""
+        """A short name for messages."""
         return self.label or (Path(self.place).name if self.is_file else self.place)
 
     def contents(self, split: str = "train") -> str:
-        """sha256 of a file, or a dataset's name and split. Raises UserError."""
+        """Returns the sha256 of a file, or a dataset's name and split. Raises UserError."""
         return files_digest([self.place]) if self.is_file else f"{self.place}/{split}"
 
     def digest(self, split: str = "train") -> str:
-        """What tells the prompts of this source from another's: contents, range and form. Raises UserError."""
+        """Returns a digest of the prompts of this source: contents, range and form. Raises UserError."""
         plain = self.contents(split)
         part = f"[{self.start}:{'' if self.stop is None else self.stop}]" if self.start or self.stop else ""
         if not part and self.applied is None:
@@ -115,11 +115,11 @@ class Source:
         return hashlib.sha256(f"{plain}{part} {self.applied or ''}".encode()).hexdigest()
 
     def read(self, split: str = "train", shuffle: int = 0, seed: int = 0) -> Iterator[Conversation | Malformed]:
-        """Every row in its order; rows of a dataset that is not a file in an order drawn from `seed`.
+        """Yields every row in its order; rows of a dataset that is not a file in a random order by `seed`.
 
         Args:
             split: of a dataset.
-            shuffle: rows of a dataset that are held to draw the next from; 0 keeps the order, and so does a range.
+            shuffle: rows of a dataset to buffer for shuffling; 0 keeps the order, and so does a range.
 
         Raises:
             UserError: no such file, dataset or rows, or it cannot be read.
@@ -135,7 +135,7 @@ class Source:
                 yield Malformed(where, str(error))
 
     def rows(self, split: str = "train", shuffle: int = 0, seed: int = 0) -> Iterator[Found]:
-        """Rows as they stand in the source, as `read` takes them; says once on stderr how they are asked."""
+        """Yields rows as they are in the source, for `read`; prints the applied template once on stderr."""
         rows: Iterator[Found]
         path = Path(self.place)
         if not self.is_file:
@@ -151,7 +151,7 @@ class Source:
         empty = True
         for found in itertools.islice(rows, self.start, self.stop):
             if empty:
-                self._tell(found.value)
+                self._print_form(found.value)
             empty = False
             yield found
         if empty:
@@ -159,13 +159,13 @@ class Source:
             raise UserError(f"{self.place}: {where}")
 
     def where(self, found: Found) -> str:
-        """The name of a row for people."""
+        """Returns the name of a row for messages."""
         if not self.is_file:
             return f"{self.place}/{found.number}"
         return f"{Path(self.place).name}, {found.unit} {found.number}"
 
-    def _tell(self, row: Any) -> None:
-        """Which form is applied, or that none is though one might expect it."""
+    def _print_form(self, row: Any) -> None:
+        """Prints which form is applied, or that none is although one may be expected."""
         begins = next((form for form in FORMS if self.label.lower().startswith(form)), None)
         like = likely_form(row)
         if self.applied:
@@ -180,15 +180,13 @@ class Source:
         else:
             return
         line = f"{self.short}: {text}"
-        if (self.place, line) not in _told and os.environ.get(
-            "RANK", "0"
-        ) == "0":  # of several processes, the first speaks for all
-            _told.add((self.place, line))
+        if (self.place, line) not in _printed and os.environ.get("RANK", "0") == "0":  # only one process prints
+            _printed.add((self.place, line))
             print(line, file=sys.stderr)
 
 
 def kind_of(path: Path) -> str:
-    """The ending that says what a file holds, whether it is packed or not."""
+    """Returns the suffix for a file's format, without one for compression."""
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
@@ -216,7 +214,7 @@ def _lines(path: Path) -> Iterator[Found]:
 
 
 def _array(path: Path) -> Iterator[Found]:
-    """A JSON array of rows, or an object that holds one under its only list; a file of JSON lines is read as such."""
+    """Yields rows of a JSON array, or of an object with one list; a file of JSON lines is read as such."""
     try:
         with open_text(path) as handle:
             values = json.load(handle)
@@ -247,8 +245,8 @@ def _array(path: Path) -> Iterator[Found]:
 
 def _parquet(path: Path) -> Iterator[Found]:
     """Rows of a Parquet file as `datasets` streams them."""
-    # a link, for a name may be a pattern, a host or a chain of file systems to `datasets`; beside it the cache that it
-    # makes without need
+    # a link, since `datasets` may read a name as a pattern, a host or a chain of file systems; next to it is the cache
+    # that `datasets` makes without need
     with tempfile.TemporaryDirectory() as folder:
         link = Path(folder) / "rows.parquet"
         link.symlink_to(path.absolute())
@@ -284,7 +282,7 @@ def _numbered(rows: Any, name: str) -> Iterator[Found]:
 
 
 def load_rows(name: str, *args: Any, **options: Any) -> Any:
-    """`datasets.load_dataset(*args, **options)`; errors speak of `name`. Raises UserError."""
+    """Calls `datasets.load_dataset(*args, **options)`; errors name `name`. Raises UserError."""
     local = "data_files" in options
     try:
         import datasets
@@ -292,7 +290,7 @@ def load_rows(name: str, *args: Any, **options: Any) -> Any:
         way_out = "" if local else ", or give a file"
         raise UserError(f"reading {name} needs datasets: pip install 'dflash-toolkit[train]'{way_out}") from error
     if local:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else the network is told of every file that is opened
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each opened file is reported to the network
     try:
         load: Callable[..., Any] = datasets.load_dataset
         return load(*args, **options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..checkpoint.readahead import read_ahead
 from ..config import UnsupportedModel, UserError, option, options, parse_cli, run_command, to_mapping
 from ..data.benchmarks import BENCHMARKS
-from ..data.prompts import Message, Prompt, encode_chat, tell_of_thinking
+from ..data.prompts import Message, Prompt, encode_chat, warn_of_thinking
 from ..files import locked
 from ..models.published import hint_for
 from ..options import DRAFT_TREE, MOST_TREE_NODES, THINKING, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
@@ -292,7 +292,7 @@ def _run(config: EvalConfig) -> None:
     print(f"{PROG}: target {config.target} on {place}; the report goes to {config.output}", file=sys.stderr)
     pair, baseline = _pair(config)
     sampling = config.sampling
-    tell_of_thinking(pair.tokenizer, next(iter(sampling.thinking), None))
+    warn_of_thinking(pair.tokenizer, next(iter(sampling.thinking), None))
     modes: tuple[bool | None, ...] = sampling.thinking or (None,)
     encoded = {
         thinking: {

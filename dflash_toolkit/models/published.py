@@ -10,7 +10,7 @@ from pathlib import Path
 README = "z-lab's README"
 NOTES = "second hand"  # named in public threads; its page was not read
 
-# Parts of a repository's name that say how weights are stored, or who converted them: not another model.
+# Parts of a repository's name for the storage of weights or for its converter: not another model.
 QUANTIZED = re.compile(
     r"[-_.](fp8|fp8[-_]dynamic|fp8[-_]block|dynamic|nvfp4|mxfp4|mxfp8|awq|gptq|int[48]|[48]bit|w\d+a\d+|bnb|bf16|fp16"
     r"|exl[23]|autoround|quantized|gguf|mlx|unsloth)$"

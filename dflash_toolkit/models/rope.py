@@ -1,6 +1,6 @@
 """RoPE stretched beyond the context that a model was first trained on: linear, llama3 and YaRN.
 
-transformers' own functions compute the frequencies, for targets and drafters alike.
+transformers' own functions compute the frequencies, for targets and for drafters.
 """
 
 import functools
@@ -18,21 +18,21 @@ ORIGINAL = "original_max_position_embeddings"
 NEEDED = {"linear": ("factor",), "yarn": ("factor", ORIGINAL)}
 NEEDED["llama3"] = (*NEEDED["yarn"], "low_freq_factor", "high_freq_factor")
 ALLOWED = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
-# keys of the same group that say nothing about the scaling; text turns the same under mrope
+# keys of the same group that do not affect the scaling; mrope rotates text in the same way
 OTHERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned")
 MSCALES = ("mscale", "mscale_all_dim")
 UNREAD_BY_VLLM = ("attention_factor", *MSCALES)  # 0.26, of a YaRN group; its pull request 48351 is about the first
 
 
 def full_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """`rope_parameters` of the layers that see everything, of a target whose layer types may each have their own."""
+    """Returns `rope_parameters` of the full-attention layers, for a target with different ones per layer type."""
     groups: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     nested = [group for group in groups.values() if isinstance(group, dict)]
     return dict(groups.get("full_attention") or nested[0]) if nested else groups
 
 
 def scaled_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
-    """Radians per position [H / 2], and the factor on cosines and sines, of a config whose RoPE is scaled."""
+    """Returns radians per position [H / 2], and the factor on cosines and sines, of a config with scaled RoPE."""
     with torch.device("cpu"):  # some of these functions allocate on the default device, which may be meta
         frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
     return tuple(frequencies.double().tolist()), float(factor)
@@ -40,7 +40,7 @@ def scaled_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...], flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """How frequencies are stretched, under the names of `rope_parameters`; None is a key that is not given.
+    """A scaling of frequencies, under the names of `rope_parameters`; None is a key that is not given.
 
     Raises:
         ValueError: a type that is not supported, a key that it needs or does not know, a number out of range.
@@ -51,7 +51,7 @@ class RopeScaling:
     original_max_position_embeddings: float | None = None  # llama3, yarn; in tokens
     low_freq_factor: float | None = None  # llama3
     high_freq_factor: float | None = None  # llama3
-    attention_factor: float | None = None  # yarn; on cosines and sines, None: of factor and the two mscales
+    attention_factor: float | None = None  # yarn; on cosines and sines, None: from factor and the two mscales
     beta_fast: float | None = None  # yarn; turns within the original context
     beta_slow: float | None = None  # yarn
     mscale: float | None = None  # yarn
@@ -78,17 +78,17 @@ class RopeScaling:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What `rope_scaling` of a config.json holds: the type and the keys that are given."""
+        """`rope_scaling` of a config.json: the type and the keys that are given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if type(self.factor) is int and self.factor > 0:  # vLLM's linear rope takes whole numbers for lists
+        if type(self.factor) is int and self.factor > 0:  # vLLM's linear rope reads whole numbers as lists
             values["factor"] = float(self.factor)
         return {key: value for key, value in values.items() if value is not None}
 
     @classmethod
-    def read(cls, group: dict[str, Any], beside: dict[str, Any]) -> "RopeScaling | None":
-        """Of `rope_parameters` or `rope_scaling`, and the keys beside that group; None for plain RoPE.
+    def read(cls, group: dict[str, Any], outer: dict[str, Any]) -> "RopeScaling | None":
+        """Reads `rope_parameters` or `rope_scaling`, and the keys around that group; None for plain RoPE.
 
-        What transformers passes over without a difference to a frequency is passed over here.
+        Keys that transformers ignores without effect on a frequency are ignored here too.
 
         Raises:
             ValueError: as the class.
@@ -100,14 +100,14 @@ class RopeScaling:
         if kind == "default":
             return None
         given = {key: value for key, value in group.items() if key not in OTHERS and value is not None}
-        given = {key: value for key, value in given.items() if key not in MSCALES or value != 0}  # 0 is as not given
+        given = {key: value for key, value in given.items() if key not in MSCALES or value != 0}  # 0 means not given
         if kind in ("llama3", "yarn"):  # transformers' precedence
-            places = (beside.get(ORIGINAL), given.get(ORIGINAL), beside.get("max_position_embeddings"))
+            places = (outer.get(ORIGINAL), given.get(ORIGINAL), outer.get("max_position_embeddings"))
             given[ORIGINAL] = next((value for value in places if value is not None), None)
         elif kind == "linear":
-            given.pop(ORIGINAL, None)  # it divides every frequency by the factor, wherever it starts from
+            given.pop(ORIGINAL, None)  # it divides every frequency by the factor, whatever the original context is
         if kind == "yarn" and "truncate" in group and group["truncate"] is None:
-            given["truncate"] = False  # transformers takes its null for false, and true where the key is missing
+            given["truncate"] = False  # transformers reads its null as false, and a missing key as true
         known = {key: value for key, value in given.items() if key in cls.__slots__}
         found = cls(**({"rope_type": kind, "factor": None} | known))
         if unknown := next((key for key in given if key not in known), None):
@@ -115,27 +115,27 @@ class RopeScaling:
         return found
 
     def vllm_note(self) -> str:
-        """In a line, that vLLM 0.26 scales cosines and sines by another factor; empty where it is the same."""
+        """One line if vLLM 0.26 scales cosines and sines by another factor; else empty."""
         given = [key for key in UNREAD_BY_VLLM if getattr(self, key) is not None]
         if not given:
             return ""
         read = RopeScaling(**{key: value for key, value in self.parameters.items() if key not in given})
         # the factor depends on neither theta nor the heads; without those keys it is the one that vLLM computes
         ours, theirs = (scaling.frequencies(1e4, 2)[1] for scaling in (self, read))
-        if math.isclose(ours, theirs, rel_tol=1e-3):  # bf16 does not tell them apart
+        if math.isclose(ours, theirs, rel_tol=1e-3):  # equal in bf16
             return ""
         return (
             f"vLLM 0.26 ignores {' and '.join(given)} of a YaRN rope: cosines and sines are scaled by {theirs:g} "
-            f"there, by {ours:g} here, so it drafts otherwise there"
+            f"there, by {ours:g} here, so it drafts differently there"
         )
 
     def __str__(self) -> str:
         return f"{self.rope_type} x {self.factor:g}"
 
     def frequencies(self, theta: float, head_dim: int) -> tuple[tuple[float, ...], float]:
-        """`scaled_frequencies` of heads of this size. Raises ValueError: numbers out of range make no frequencies."""
+        """Returns `scaled_frequencies` of heads of this size. Raises ValueError if they cannot be computed."""
         config = Qwen3Config(head_dim=head_dim)
-        config.rope_parameters = self.parameters | {"rope_theta": theta}  # set later: its checks would warn of nothing
+        config.rope_parameters = self.parameters | {"rope_theta": theta}  # set later to avoid needless warnings
         try:
             found, factor = scaled_frequencies(config)
         except ArithmeticError as error:
@@ -149,22 +149,22 @@ def _unknown(kind: str, key: str, value: Any) -> str:
     return f"rope type {kind!r} knows no {key!r} (it is {value!r}); remove it if the drafter was trained without it"
 
 
-def read_rope(rope: dict[str, Any], scaling: dict[str, Any], beside: dict[str, Any]) -> tuple[Any, RopeScaling | None]:
-    """Theta as it stands, None if nowhere, and the scaling that transformers 5 reads out of a config.json.
+def read_rope(rope: dict[str, Any], scaling: dict[str, Any], outer: dict[str, Any]) -> tuple[Any, RopeScaling | None]:
+    """Returns theta, None if it is not given, and the scaling that transformers 5 reads from a config.json.
 
     Args:
         rope: `rope_parameters`.
-        scaling: `rope_scaling`, which replaces it, theta and all.
-        beside: the keys around the two.
+        scaling: `rope_scaling`, which replaces it, including theta.
+        outer: the keys around the two.
 
     Raises:
-        ValueError: as `RopeScaling`; the two groups name other scalings; theta stands where it would not be read.
+        ValueError: as `RopeScaling`; the two groups differ; or theta is in a group that is not read.
     """
-    found = RopeScaling.read(scaling or rope, beside)
+    found = RopeScaling.read(scaling or rope, outer)
     names_scaling = rope.keys() - {"rope_theta", "partial_rotary_factor"}
-    if scaling and names_scaling and RopeScaling.read(rope, beside) != found:
+    if scaling and names_scaling and RopeScaling.read(rope, outer) != found:
         raise ValueError("'rope_parameters' and 'rope_scaling' differ; leave out the one that it was not trained with")
-    places = ((scaling or rope).get("rope_theta"), beside.get("rope_theta"))
+    places = ((scaling or rope).get("rope_theta"), outer.get("rope_theta"))
     theta = next((value for value in places if value is not None), None)
     if theta is None and (lost := rope.get("rope_theta")) is not None:
         raise ValueError(f"rope_theta is {lost!r} in 'rope_parameters', which 'rope_scaling' replaces; move it there")
@@ -172,7 +172,7 @@ def read_rope(rope: dict[str, Any], scaling: dict[str, Any], beside: dict[str, A
 
 
 @functools.cache
-def tell_of_vllm(path: str, scaling: RopeScaling | None) -> None:
-    """Say on stderr that vLLM runs the drafter exported to `path` otherwise; once, for a run exports many times."""
+def warn_of_vllm(path: str, scaling: RopeScaling | None) -> None:
+    """Warns on stderr that vLLM runs the drafter exported to `path` differently; once, since a run exports often."""
     if scaling is not None and (note := scaling.vllm_note()):
         print(f"warning: drafter {path}: {note}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""A target too large for one GPU: a slice of every layer on each of several processes, by transformers' own plans.
+"""A target too large for one GPU: each of several processes holds a slice of every layer, by transformers' own plans.
 
-The embedding and the head stay whole on every process: a drafter borrows them, and they are small beside the layers.
-transformers shards over all the processes there are; here a mesh of some of them will do.
+The embedding and the head stay whole on every process: a drafter uses them, and they are small compared with the
+layers. transformers shards over all processes; this module shards over a mesh of some of them.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ MESH_MAKER = "prepare_distribute_model"
 
 
 def load(name: str | None, config: PreTrainedConfig, mesh: DeviceMesh, **options: Any) -> Any:
-    """`from_pretrained(name, **options)` of a causal language model, sharded over `mesh`, whose processes all call it.
+    """Loads `from_pretrained(name, **options)` of a causal language model, sharded over `mesh`; collective.
 
     Args:
         name: None makes random weights of the configuration.
@@ -32,8 +32,8 @@ def load(name: str | None, config: PreTrainedConfig, mesh: DeviceMesh, **options
 
     Raises:
         UnsupportedModel: transformers has no plan for the architecture.
-        UserError: heads that so many processes cannot share out evenly, or no accelerate.
-        OSError, RuntimeError, ValueError: as of `from_pretrained`.
+        UserError: heads that cannot be split evenly over the processes, or accelerate is missing.
+        OSError, RuntimeError, ValueError: as `from_pretrained`.
     """
     if not is_accelerate_available():
         raise UserError("a target over several processes needs accelerate: pip install 'dflash-toolkit[train]'")
@@ -41,15 +41,15 @@ def load(name: str | None, config: PreTrainedConfig, mesh: DeviceMesh, **options
         whole = AutoModelForCausalLM.from_config(config)
     plan = _plan(whole, mesh.size(), name or str(config.model_type))
     if name is None:
-        options["state_dict"] = {}  # in which every weight is missing, and is made where it belongs
+        options["state_dict"] = {}  # every weight is missing in it, and is made on its device
     with _over(mesh):
         settings = DistributedConfig(tp_size=mesh.size(), tp_plan=plan)
-        model_class, own = type(whole), whole.config  # of a multimodal configuration perhaps the text part alone
+        model_class, own = type(whole), whole.config  # for a multimodal configuration perhaps the text part alone
         return model_class.from_pretrained(name, config=own, distributed_config=settings, **options)
 
 
 def _plan(model: Any, size: int, name: str) -> dict[str, str]:
-    """What is done to every module or parameter that is sharded, in transformers' words."""
+    """Returns the style of every module or parameter that is sharded, by transformers' names."""
     borrowed = {model.get_input_embeddings(), model.get_output_embeddings()}
     kept = {path for path, module in model.named_modules() if module in borrowed}
     plan = {path: style for path, style in model.tp_plan.items() if path not in kept}
@@ -64,14 +64,14 @@ def _plan(model: Any, size: int, name: str) -> dict[str, str]:
             raise UserError(
                 f"target {name}: its {heads}={getattr(config, heads)} cannot be shared out over {size} processes"
             )
-    if "replicate" in ALL_PARALLEL_STYLES:  # later versions add these rules to theirs, earlier ones take these alone
+    if "replicate" in ALL_PARALLEL_STYLES:  # later versions add these rules to theirs, earlier ones use only these
         plan |= dict.fromkeys(kept, "replicate")
     return plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Mesh:
-    """Stands for all dimensions of parallelism that transformers may ask for."""
+    """Answers for all dimensions of parallelism that transformers may request."""
 
     mesh: DeviceMesh
 
@@ -81,7 +81,7 @@ class _Mesh:
 
 @contextlib.contextmanager
 def _over(mesh: DeviceMesh) -> Iterator[None]:
-    """Models loaded in here are sharded over `mesh`, where transformers would make a mesh of all processes."""
+    """Shards models loaded in this context over `mesh`, instead of a mesh of all processes."""
     plain = vars(DistributedMixin)[MESH_MAKER]
     earlier = "device_mesh" in inspect.signature(plain.__func__).parameters  # before 5.2x
     kind = mesh.device_type

@@ -1,4 +1,4 @@
-"""What every decoder-only model of transformers has, found in a loaded one by its structure and not by its name."""
+"""Finds the parts of a loaded decoder-only transformers model by its structure, not by its name."""
 
 import inspect
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # the name in transformers from 
 class Structure:
     """The parts of a causal language model; the outputs of `layers` are its residual stream."""
 
-    embedding: nn.Embedding  # of token ids, with whatever scale the model has
+    embedding: nn.Embedding  # maps token ids, with the model's scale, if any
     layers: nn.ModuleList
     norm: nn.Module  # the final one
     head: nn.Linear
-    cache_argument: str  # of the model's `forward`
+    cache_argument: str  # its name in the model's `forward`
 
     @classmethod
     def of_model(cls, model: "PreTrainedModel", name: str) -> "Structure":
-        """Find the parts. Raises UnsupportedModel naming the first that is missing."""
+        """Finds the parts. Raises UnsupportedModel naming the first that is missing."""
 
-        import transformers  # seconds, and the runtime needs none of it
+        import transformers  # takes seconds, and the runtime needs none of it
 
         def lacks(part: str) -> UnsupportedModel:
             return UnsupportedModel(
@@ -38,14 +38,14 @@ class Structure:
 
         config = text_config(model.config)
         if model.config.is_encoder_decoder:
-            raise lacks("decoder that stands alone")
+            raise lacks("separate decoder")
         children, depth = list(model.get_decoder().children()), config.num_hidden_layers
         layers = [part for part in children if isinstance(part, nn.ModuleList) and len(part) == depth]
         if len(layers) != 1:
             raise lacks(f"list of its {depth} decoder layers")
         norms = [part for part in children if _is_norm(part, config.hidden_size)]
         if not norms:
-            raise lacks("norm behind its last decoder layer")
+            raise lacks("norm after its last decoder layer")
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
         if embedding is None:
@@ -67,9 +67,9 @@ def _is_norm(module: nn.Module, size: int) -> bool:
 
 
 def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
-    """The part of a configuration that describes the language model, which is all of it unless there are images too.
+    """Returns the configuration of the language model: a part of it for a model with images, else all of it.
 
-    It gets the name, the architecture, the quantization and the end-of-sequence ids that stand beside it.
+    It also gets the name, the architecture, the quantization and the end-of-sequence ids of the whole.
     """
     text: Any = config.get_text_config(decoder=True)
     if text is config:
@@ -77,12 +77,12 @@ def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     text.name_or_path, text.architectures = config.name_or_path, config.architectures
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
-    beside, own = (end_ids(getattr(each, "eos_token_id", None)) for each in (config, text))
-    if set(beside) - set(own):
-        text.eos_token_id = [*beside, *(token for token in own if token not in beside)]
+    outer, own = (end_ids(getattr(each, "eos_token_id", None)) for each in (config, text))
+    if set(outer) - set(own):
+        text.eos_token_id = [*outer, *(token for token in own if token not in outer)]
     return text
 
 
 def end_ids(eos: Any) -> list[Any]:
-    """`eos_token_id` as a list, whatever stands in it."""
+    """Returns `eos_token_id` as a list, for any value."""
     return list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos]

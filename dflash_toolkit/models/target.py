@@ -1,7 +1,7 @@
-"""The frozen target: load it, tap the outputs of chosen layers, lend its embedding and head.
+"""The frozen target: loads it, taps the outputs of chosen layers, lends its embedding and head.
 
-Taps are forward hooks on exactly the chosen layers (and the final norm), so memory holds K hidden states and never all
-of them. When nobody needs logits the forward stops after the highest tapped layer.
+Taps are forward hooks on exactly the chosen layers (and the final norm), so memory holds only K hidden states.
+If no logits are needed, the forward stops after the highest tapped layer.
 """
 
 import contextlib
@@ -39,26 +39,26 @@ from .structure import Structure, end_ids, text_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel  # seconds to import, and the runtime needs none of it
+    from transformers import PreTrainedModel  # takes seconds to import, and the runtime needs none of it
 
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(slots=True)
 class TargetOutput:
-    """What one forward of the target leaves behind."""
+    """The results of one forward of the target."""
 
     features: Tensor | None  # [B, T, K*D] in tap order, None without taps
     logits: Tensor | None  # [B, T, V] ("all"), [B, 1, V] ("last"), None ("none")
-    final: Tensor | None = None  # [B, T, D] after the final norm: what the head makes logits of; None unless asked for
+    final: Tensor | None = None  # [B, T, D] after the final norm: the head's input; None unless requested
 
 
 class _EnoughLayers(Exception):
-    """Leaves the forward after the highest tapped layer."""
+    """Ends the forward after the highest tapped layer."""
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is cuda when there is one, else cpu. Raises UserError for a device this machine lacks."""
+    """Returns the device; `auto` is cuda if there is one, else cpu. Raises UserError for a missing device."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -77,7 +77,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def use_device(device: str) -> torch.device:
-    """`resolve_device`, and the current device of this thread from now on: kernels are launched there."""
+    """Calls `resolve_device` and makes the device current in this thread: kernels are launched there."""
     resolved = resolve_device(device)
     if resolved.type == "cuda" and resolved.index is not None:
         torch.cuda.set_device(resolved)
@@ -85,7 +85,7 @@ def use_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on a CPU (where most have no bf16 units). Raises UserError."""
+    """Returns the dtype; `auto` is bfloat16 on a GPU, float32 on a CPU (most lack bf16 units). Raises UserError."""
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -99,10 +99,10 @@ def _one_line(error: Exception) -> str:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The configuration of the target's language model, without weights, see `text_config`.
+    """Returns the configuration of the target's language model, without weights, see `text_config`.
 
     Raises:
-        UserError: what is missing, cannot be read or is no causal language model.
+        UserError: it is missing, cannot be read or is not a causal language model.
     """
     return text_config(_whole_config(name))
 
@@ -112,7 +112,7 @@ def _whole_config(name: str) -> PreTrainedConfig:
         raise UserError(f"target {name}: no such directory")
     try:
         config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # transformers checks little of what a file holds, and then trips over it
+    except Exception as error:  # transformers checks little of a file's content, so any error may follow
         if not os.path.isdir(name) and unreachable(error):
             raise UserError(
                 f"target {name}: no such directory, and the hub cannot be reached; give the directory of a model"
@@ -130,28 +130,28 @@ def check_architecture(name: str) -> None:
     """Builds the target without memory for weights, from its config.json alone, and finds its parts.
 
     Raises:
-        UserError: the configuration cannot be read, or describes no model.
+        UserError: the configuration cannot be read, or no model can be built from it.
         UnsupportedModel: see `Structure.of_model`.
     """
     config = _whole_config(name)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # as of `_whole_config`
+    except Exception as error:  # as in `_whole_config`
         raise UserError(f"target {name}: no model can be made of its config.json ({_one_line(error)})") from error
     Structure.of_model(model, name)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The target's tokenizer. Raises UserError."""
+    """Returns the target's tokenizer. Raises UserError."""
     try:
         return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # as above; of a bad tokenizer.json the tokenizers library raises no class of its own
+    except Exception as error:  # as above; the tokenizers library has no error class for a bad tokenizer.json
         raise UserError(f"target {name}: cannot load its tokenizer ({_one_line(error)})") from error
 
 
 def load_generation_config(name: str | Path) -> GenerationConfig | None:
-    """A checkpoint's generation_config.json; None if it has none. Raises UserError for one that cannot be read."""
+    """Returns a checkpoint's generation_config.json; None if it has none. Raises UserError if it cannot be read."""
     local = os.path.isdir(name)
     if local and not (Path(name) / "generation_config.json").exists():
         return None
@@ -164,7 +164,7 @@ def load_generation_config(name: str | Path) -> GenerationConfig | None:
 
 
 def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
-    """Every end-of-sequence id that a checkpoint's two configurations declare. Raises UserError for what is no id."""
+    """Returns every end-of-sequence id of a checkpoint's two configurations. Raises UserError for an invalid id."""
     found: list[int] = []
     for eos in (getattr(generation, "eos_token_id", None), config.eos_token_id):
         ids = end_ids(eos)
@@ -175,11 +175,11 @@ def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | N
 
 
 def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[str, Any]:
-    """The quantization of a checkpoint in FP8 with the wish that its weights be dequantized when they are loaded, also
-    where there is a GPU beside the CPU.
+    """Returns the quantization of a checkpoint in FP8 with the request to dequantize its weights at loading, also if
+    there is a GPU.
 
     Raises:
-        UserError: blocks that do not divide a matrix, or its slices: transformers takes their scales for those of
+        UserError: blocks that do not divide a matrix, or its slices: transformers reads their scales as those of
             smaller blocks.
     """
     blocks = asked.get("weight_block_size") or ()
@@ -205,8 +205,8 @@ def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[
 
 
 def _computes_fp8(where: torch.device, mesh: "DeviceMesh | None") -> bool:
-    """Whether transformers multiplies matrices in FP8 there: its kernels come from the hub, by a package; in slices
-    they were not tried."""
+    """Whether transformers multiplies matrices in FP8 there: its kernels come from the hub, by a package; they were not
+    tried with slices."""
     if mesh is not None:
         return False
     if where.type == "cuda" and importlib.util.find_spec("kernels") is not None:
@@ -224,13 +224,13 @@ RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
 
 
 def choose_mask_token(tokenizer: Any, embedding_rows: int) -> int:
-    """An id that no text produces, to stand for masked slots.
+    """Returns an id that no text produces, for masked slots.
 
-    The first row of the embedding that the tokenizer does not use (Qwen3: 151669); failing that, the last special
-    token with a name like `reserved` or `unused` that is not the bos, eos, pad or unk token.
+    The first row of the embedding that the tokenizer does not use (Qwen3: 151669); else the last special token
+    with a name like `reserved` or `unused` that is not the bos, eos, pad or unk token.
 
     Raises:
-        UserError: there is neither; the drafter needs `drafter.mask_token_id`.
+        UserError: there is neither; then `drafter.mask_token_id` is required.
     """
     if len(tokenizer) < embedding_rows:
         return len(tokenizer)
@@ -257,10 +257,10 @@ class Target:
         self.mesh = mesh
         self.name = name or str(model.config.name_or_path)
         self.structure = Structure.of_model(model, self.name)
-        self._continues = False  # whether it is known that a recurrent model goes on from a cached state
-        self._takes_trees = False  # whether it is known that `forward` computes trees
+        self._continues = False  # whether a recurrent model was seen to continue from a cached state
+        self._takes_trees = False  # whether `forward` was seen to compute trees
         if getattr(self.config, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")  # before 5.21 transformers took SDPA, which caps nothing
+            model.set_attn_implementation("eager")  # before 5.21 transformers used SDPA, which ignores the cap
         for what, module in (("embedding", self.structure.embedding), ("LM head", self.structure.head)):
             weight = getattr(module, "weight", None)
             if weight is None or weight.dtype not in DENSE or weight.shape[-1:] != (self.config.hidden_size,):
@@ -271,23 +271,22 @@ class Target:
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto", mesh: "DeviceMesh | None" = None) -> "Target":
-        """Load a Hugging Face id or directory.
+        """Loads a Hugging Face id or directory.
 
-        A checkpoint with a `quantization_config` is loaded as transformers does, quantized where its library is there;
-        what is computed between the matrices is in `dtype`. One in FP8 is dequantized on a CPU, which has no GEMMs in
-        FP8, where the package kernels is missing, and in slices: its weights are the same numbers, and activations are
-        not cast.
+        A checkpoint with a `quantization_config` is loaded as transformers does, quantized if its library is installed;
+        other computations are in `dtype`. An FP8 checkpoint is dequantized on a CPU, which has no FP8 GEMMs, without
+        the package kernels, and in slices: its weights are the same numbers, and activations are not cast.
 
         Args:
             mesh: shard the layers over these processes, each of which must call this and every forward.
 
         Raises:
             UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
-                quantized checkpoint whose library is not installed or that has no dense embedding and head.
+                quantized checkpoint without its library or without dense embedding and head.
         """
         whole = _whole_config(name)
         config = text_config(whole)
-        declared_stop_ids(config, load_generation_config(name))  # transformers passes over a file it cannot read
+        declared_stop_ids(config, load_generation_config(name))  # transformers ignores a file that it cannot read
         where = use_device(device)
         asked = getattr(config, "quantization_config", None)
         quantized = asked is not None
@@ -295,28 +294,28 @@ class Target:
             in_fp8 = asked if isinstance(asked, dict) and asked.get("quant_method") == "fp8" else None
             if mesh is not None and quantized and in_fp8 is None:
                 raise UnsupportedModel(
-                    f"target {name}: of quantized targets those in FP8 blocks alone are shared out over several "
+                    f"target {name}: only quantized targets in FP8 blocks can be split over several "
                     f"processes; a GPU must hold it whole, or vLLM compute its hidden states (run.feature_endpoint)"
                 )
             if in_fp8 is not None and not _computes_fp8(where, mesh):
                 whole.quantization_config = _dequantized_fp8(in_fp8, name, mesh.size() if mesh is not None else 1)
             load: Any = AutoModelForCausalLM.from_pretrained
             if mesh is not None:
-                from . import sharded  # seconds to import
+                from . import sharded  # takes seconds to import
 
                 load = functools.partial(sharded.load, mesh=mesh)
             model, info = load(
                 name,
-                config=whole,  # of which transformers takes the text part where it has a model of that alone
+                config=whole,  # transformers uses its text part if it has a model of that alone
                 dtype=resolve_dtype(dtype, where),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                # quantized tensors cannot be moved, or only be made on their device; others load faster without
+                # quantized tensors cannot be moved, or are made only on their device; others load faster without
                 device_map={"": where} if quantized and mesh is None else None,
             )
         except (ImportError, OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise UserError(f"target {name}: cannot load its weights ({_one_line(error)})") from error
-        # transformers would fill the tensors named here with random numbers and go on
+        # transformers would fill the tensors named here with random numbers and continue
         if mismatched := sorted(info["mismatched_keys"]):
             tensor, stored, wanted = mismatched[0]
             raise UserError(f"target {name}: tensor {tensor!r} has shape {tuple(stored)}, not {tuple(wanted)}")
@@ -343,7 +342,7 @@ class Target:
 
     @property
     def head_weight(self) -> Tensor:
-        """The LM head's matrix [V, D]: the embedding's own when they are tied."""
+        """The LM head's matrix [V, D]: the embedding's own if they are tied."""
         return self.structure.head.weight
 
     @property
@@ -352,47 +351,47 @@ class Target:
 
     @property
     def context_limit(self) -> int:
-        """Prompt and answer together, in tokens."""
+        """Maximum tokens of prompt and answer together."""
         return context_limit(self.config)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every end-of-sequence id the checkpoint declares. Raises UserError for what is no id."""
+        """Every end-of-sequence id that the checkpoint declares. Raises UserError for an invalid id."""
         return declared_stop_ids(self.config, getattr(self.model, "generation_config", None))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows [..., D] of the embedding's table, which drafters read: without the factor that Gemma has in its module.
+        """Returns rows [..., D] of the embedding's table, as drafters read it: without the factor in Gemma's module.
 
-        So do z-lab's client and vLLM; SGLang takes Gemma's rows with the factor.
+        z-lab's client and vLLM do the same; SGLang applies Gemma's factor.
         """
         return self.embedding(ids) if type(self.embedding) is nn.Embedding else F.embedding(ids, self.embedding.weight)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final hidden states by the head and its bias alone: without the final norm, and without
-        what the model does to its logits behind the head, which changes no order (a soft cap, a scale).
+        """Returns logits [..., V] of final hidden states by the head and its bias alone: without the final norm, and
+        without the model's order-preserving changes after the head (a soft cap, a scale).
         """
         return self.structure.head(hidden)
 
     @property
     def leads(self) -> bool:
-        """Whether this process decides where several decode with one sharded target."""
+        """Whether this process decides if several decode with one sharded target."""
         return self.mesh is None or self.mesh.get_local_rank() == 0
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Give a contiguous tensor the values that it has where `leads`; all processes of a sharded target call it."""
+        """Copies a contiguous tensor from the process that `leads` to all; every process of the target calls it."""
         if self.mesh is not None:
             dist.broadcast(tensor, group=self.mesh.get_group(), group_src=0)
 
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by name, of a sharded target this process's slices."""
+        """Yields the weights by name; for a sharded target this process's slices."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
     def new_cache(self) -> TargetCache:
-        """An empty cache for one row of tokens.
+        """Returns an empty cache for one row of tokens.
 
         Raises:
-            UnsupportedModel: the model keeps what no such cache holds, or reads nothing of what it keeps.
+            UnsupportedModel: the model keeps state that no such cache holds, or does not read its state.
         """
         cache = TargetCache(self.config, self.name)
         if cache.recurrent and not self._continues:
@@ -400,7 +399,7 @@ class Target:
         return cache
 
     def _check_states(self) -> None:
-        """Refuse a recurrent model that runs several tokens as if nothing stood before them, as transformers' Jamba."""
+        """Refuses a recurrent model that runs several tokens as if no tokens preceded them, as transformers' Jamba."""
         ids, cache = torch.arange(16, device=self.device)[None], TargetCache(self.config, self.name)
         try:
             whole, _ = (
@@ -409,20 +408,20 @@ class Target:
             rest = self.forward(ids[:, 8:], cache=cache, final=True).final
         except ValueError as error:
             raise UnsupportedModel(
-                f"target {self.name}: it takes no cache of transformers' ({_one_line(error)})"
+                f"target {self.name}: it does not support transformers' cache ({_one_line(error)})"
             ) from error
         assert whole is not None and rest is not None
         off = float((rest - whole[:, 8:]).norm() / whole[:, 8:].norm())
-        # by rounding fp32 moves hidden states by less than a thousandth, bf16 with its choice of experts by hundredths
+        # rounding moves hidden states by less than 0.1 % in fp32, by some per cent in bf16 with its choice of experts
         if not off < (0.02 if self.dtype.itemsize > 2 else 0.2):
             raise UnsupportedModel(
-                f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states behind a "
+                f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states after a "
                 f"cache than without one (off by {off:.0%}), so that nothing can be verified"
             )
         self._continues = True
 
     def tree_width(self, asked: int | None = None) -> int:
-        """Children of a node of a draft tree for this model, see `width_for`; 1 makes chains, which all models take.
+        """Returns the maximum children of a tree node for this model, see `width_for`; 1 makes chains, always valid.
 
         Raises:
             UserError: see `width_for`.
@@ -434,15 +433,15 @@ class Target:
         return width
 
     def check_trees(self) -> None:
-        """Refuse a model without recurrent layers that does not compute a tree of tokens as each of its paths alone.
+        """Refuses a model without recurrent layers that computes a tree of tokens differently from each of its paths.
 
         Raises:
-            UnsupportedModel: a model that keeps to no mask or position that it is given.
+            UnsupportedModel: a model that ignores the mask or the positions that it gets.
         """
         if self._takes_trees:
             return
         cache = self.new_cache()
-        paths = ((0, 1, 2), (0, 3, 4))  # behind eight tokens; row 4 is no neighbour of row 0
+        paths = ((0, 1, 2), (0, 3, 4))  # after eight tokens; row 4 is not next to row 0
         ids = torch.arange(13, device=self.device)[None] % self.embedding.num_embeddings
         visible = torch.eye(5, dtype=torch.bool, device=self.device)
         for path in paths:
@@ -454,7 +453,7 @@ class Target:
             tree = self.forward(ids[:, 8:], cache=cache, visible=visible, final=True).final
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
-                f"target {self.name}: it takes no mask of a draft tree ({_one_line(error)}); "
+                f"target {self.name}: it does not accept the mask of a draft tree ({_one_line(error)}); "
                 f"use chains (--draft-tree-width 1)"
             ) from error
         for path in paths:
@@ -462,7 +461,7 @@ class Target:
             alone = self.forward(ids[:, [*range(8), *rows]], final=True).final
             assert tree is not None and alone is not None
             off = float((tree[:, list(path)] - alone[:, 8:]).norm() / alone[:, 8:].norm())
-            if not off < (0.02 if self.dtype.itemsize > 2 else 0.2):  # as of states
+            if not off < (0.02 if self.dtype.itemsize > 2 else 0.2):  # as for states
                 raise UnsupportedModel(
                     f"target {self.name}: transformers' {type(self.model).__name__} computes other hidden states in a "
                     f"draft tree than in a chain (off by {off:.0%}); use chains (--draft-tree-width 1)"
@@ -482,23 +481,23 @@ class Target:
         padding: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> TargetOutput:
-        """Run the target on `ids` [B, T], after whatever `cache` holds.
+        """Runs the target on `ids` [B, T], after the tokens in `cache`.
 
         Args:
             taps: 0-based layer ids; the feature of id l is the output of layer l, HF `hidden_states[l + 1]`.
             cache: extended in place by T tokens. With early exit only the layers that ran are extended.
-            logits: which positions' logits to return; "none" with taps stops after the highest tapped layer, and
+            logits: positions to return logits for; "none" with taps stops after the highest tapped layer, and
                 otherwise before the head.
             final: also return the last hidden state after the final norm; every layer runs then, the head does not.
-            lengths: ids are one row [1, T], documents of so many tokens one behind the other; each sees itself alone,
-                from position 0 on. Without a cache only.
-            padding: integers [B]; so many places at the left of each row, of the cache or of ids, hold no token.
-            visible: bool [T, T]; ids are one row [1, T], a tree behind what the cache holds, and each sees of them
-                itself and its ancestors. Needs a cache of one row and `check_trees`.
+            lengths: ids are one row [1, T] of concatenated documents of these lengths; each sees only itself, from
+                position 0 on. Only without a cache.
+            padding: integers [B]; this many places at the left of each row, of the cache or of ids, hold no token.
+            visible: bool [T, T]; ids are one row [1, T], a tree after the cached tokens; each token sees itself and its
+                ancestors. Needs a cache of one row and `check_trees`.
         """
         if lengths is not None and (cache is not None or ids.shape != (1, sum(lengths))):
             raise ValueError(f"documents of {list(lengths)} tokens need ids [1, {sum(lengths)}] and no cache")
-        if cache is not None:  # what follows depends on what was chosen before
+        if cache is not None:  # the next tokens depend on the choice of these
             self.broadcast_(ids)
         tapped, norm = [self.layers[layer] for layer in taps], self.structure.norm
         leave = None
@@ -517,7 +516,7 @@ class Target:
                 places = cache.get_seq_length() + visible.sum(-1) - 1
                 extra = {"attention_mask": cache.tree_mask(visible, self.dtype), "position_ids": places[None]}
             try:
-                # a tensor, not 1: Gemma 4 runs its last layers on the last token alone where a number asks for it
+                # a tensor, not 1: Gemma 4 runs its last layers on the last token alone if it gets a number
                 keep = torch.tensor([ids.shape[1] - 1], device=ids.device) if logits == "last" else 0
                 extra |= {self.structure.cache_argument: cache, "use_cache": cache is not None}
                 out = self.model(ids, logits_to_keep=keep, **extra)
@@ -532,7 +531,7 @@ class Target:
 
 @contextlib.contextmanager
 def _outputs(modules: Sequence[nn.Module], leave: nn.Module | None) -> Iterator[dict[nn.Module, Tensor]]:
-    """Catch the outputs of `modules` during a forward, which is left behind the module `leave`."""
+    """Collects the outputs of `modules` during a forward, which ends after the module `leave`."""
     found: dict[nn.Module, Tensor] = {}
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:

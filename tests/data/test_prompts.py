@@ -14,7 +14,7 @@ from programs import says, user
 from dflash_toolkit import UserError
 from dflash_toolkit.data.benchmarks import PLACEHOLDER
 from dflash_toolkit.data.conversations import Conversation
-from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, tell_of_thinking
+from dflash_toolkit.data.prompts import encode_chat, parse_prompt_sets, read_prompt_sets, read_prompts, warn_of_thinking
 from dflash_toolkit.data.sources import Malformed, Source
 from dflash_toolkit.fingerprint import files_digest, template_digest
 
@@ -189,7 +189,7 @@ def test_a_mode_that_a_template_does_not_have_is_told_of(
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    tell_of_thinking(tokenizer, thinking)
+    warn_of_thinking(tokenizer, thinking)
     said = capsys.readouterr().err
     assert said.startswith(told) and bool(said) == bool(told)
 

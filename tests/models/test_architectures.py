@@ -218,7 +218,7 @@ def test_the_path_of_a_tree_leaves_what_its_tokens_alone_would(name: str) -> Non
 def test_a_recurrent_model_that_does_not_go_on_from_a_cached_state_is_refused() -> None:
     few = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_offset": 2, "attn_layer_period": 3}
     jamba = Architecture("Jamba", "JambaConfig", {**few, "mamba_d_state": 8, "mamba_dt_rank": 4}).target()
-    assert "computes other hidden states behind a cache than without one" in refusal(jamba.new_cache)
+    assert "computes other hidden states after a cache than without one" in refusal(jamba.new_cache)
 
 
 # ---- heads and scales ------------------------------------------------------------------------------------------------

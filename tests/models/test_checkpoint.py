@@ -189,11 +189,11 @@ def test_a_damaged_checkpoint_is_named(copy: Path, file: str, change: Any, messa
 def test_a_tensor_that_stands_there_twice_is_named(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     save_file({**tensors, "model.fc.weight": tensors["fc.weight"].clone()}, copy / "model.safetensors")
-    assert "tensor 'fc.weight' stands there twice, once as 'model.fc.weight'" in refusal(copy)
+    assert "tensor 'fc.weight' is stored twice, once as 'model.fc.weight'" in refusal(copy)
     (copy / "model.safetensors").unlink()
     for number, part in enumerate((tensors, {"norm.weight": tensors["norm.weight"]})):
         save_file(part, copy / f"model-{number}.safetensors")
-    line = "tensor 'norm.weight' stands in model-0.safetensors and model-1.safetensors; remove the file that is not"
+    line = "tensor 'norm.weight' is in both model-0.safetensors and model-1.safetensors; remove the file that is not"
     assert line in refusal(copy)
 
 

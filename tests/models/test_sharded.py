@@ -51,7 +51,7 @@ def _process(rank: int, folder: Path) -> None:
             held = sum(parameter.numel() for _, parameter in target.local_parameters())
             found["in FP8" if mesh else "whole in FP8"] = _computed(target, "") | {"held": held}
         for name, words in (
-            ("in four bits", "of quantized targets those in FP8 blocks alone are shared out"),
+            ("in four bits", "only quantized targets in FP8 blocks can be split"),
             ("in FP8, cut up", r"of \[128, 256\] cannot be cut into 2 slices of whole FP8 blocks of 128"),
         ):
             with pytest.raises(UserError, match=words):

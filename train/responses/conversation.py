@@ -9,7 +9,7 @@ from typing import Any
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation, Message, Tool, with_call_ids
-from dflash_toolkit.data.prompts import apply_template, encode_chat, tell_of_thinking
+from dflash_toolkit.data.prompts import apply_template, encode_chat, warn_of_thinking
 from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.sampling import SamplingParams
@@ -221,7 +221,7 @@ def load_chat_tokenizer(target: str, thinking: bool | None) -> Any:
     """A target's tokenizer. Raises UserError where it has no chat template, or one without this thinking mode."""
     tokenizer = load_tokenizer(target)
     encode_chat(tokenizer, [{"role": "user", "content": "?"}], thinking)
-    tell_of_thinking(tokenizer, thinking)
+    warn_of_thinking(tokenizer, thinking)
     return tokenizer
 
 

@@ -1,8 +1,8 @@
-"""Drafter checkpoints on disk, in the form that z-lab's client, vLLM and SGLang load; the speculators form is read too.
+"""Drafter checkpoints on disk, in the format that z-lab's client, vLLM and SGLang load; also reads speculators' format.
 
-Reading is strict: every tensor must have a known name and the right shape, none may be missing. Writing goes to a
-temporary folder inside the checkpoint's, whose files then take their places one by one, config.json last: no file is
-ever half there, and a first export is complete once it has a config.json.
+Reading is strict: every tensor must have a known name and the right shape, and none may be missing. Writing goes to a
+temporary folder inside the checkpoint's; then its files move to their places one by one, config.json last: no file is
+ever incomplete, and a first export is complete once it has a config.json.
 """
 
 import json
@@ -23,13 +23,13 @@ from transformers import PreTrainedConfig
 
 from ...checkpoint.reader import each_tensor, load_weights, locate, weight_files
 from ...config import UserError
-from ..rope import read_rope, tell_of_vllm
+from ..rope import read_rope, warn_of_vllm
 from .architecture import DFLASH, DraftArchitecture, all_sizes, architectures, named, of_sizes
 from .network import Drafter, DrafterConfig
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
-# on a block's embeddings and on logits, with what their absence means; read in dflash_config by all loaders
+# on a block's embeddings and on logits, with their defaults; read in dflash_config by all loaders
 SCALES: dict[str, float | None] = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
@@ -37,7 +37,7 @@ SCALES: dict[str, float | None] = {
 }
 STALE_S = 3600.0  # no export takes so long
 DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
-# of the speculators form: what only repeats the target, and what maps a reduced vocabulary to the target's
+# keys of the speculators format: tensors that repeat the target's, and the map of a reduced vocabulary to the target's
 SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 SPECULATORS_MAPS = {"d2t", "t2d"}
 REDUCED = "a reduced vocabulary, which is not drafted with; dflash-train --init-from starts from its layers"
@@ -47,7 +47,7 @@ REDUCED = "a reduced vocabulary, which is not drafted with; dflash-train --init-
 
 
 def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The contract's `config.json`; `block_size` and the rope stand twice because loaders disagree on where to look."""
+    """Returns the contract's `config.json`; `block_size` and the rope appear twice: loaders differ in the keys."""
     scaling = config.rope_scaling.parameters if config.rope_scaling else None
     values: dict[str, Any] = {
         "architectures": [config.architecture.names[0]],
@@ -83,7 +83,7 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
         | acceptance_of(config),
     }
     if scaling:
-        values["rope_scaling"] = scaling  # transformers 4 knows no rope_parameters
+        values["rope_scaling"] = scaling  # transformers 4 does not read rope_parameters
     if config.is_causal is not None:
         values["is_causal"] = config.is_causal
     if provenance is not None:
@@ -92,33 +92,33 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
 
 
 def scales_of(config: DrafterConfig) -> dict[str, float]:
-    """Those of SCALES that a drafter has."""
+    """Returns the SCALES of a drafter that are set."""
     return {key: getattr(config, key) for key, none in SCALES.items() if getattr(config, key) != none}
 
 
 def acceptance_of(config: DrafterConfig) -> dict[str, Any]:
-    """What was measured of a drafter's probabilities; nothing where nothing was."""
+    """Returns the measured calibration of a drafter's probabilities; empty without one."""
     if not config.acceptance_bias:
         return {}
     return {"acceptance_slope": config.acceptance_slope, "acceptance_bias": list(config.acceptance_bias)}
 
 
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint and its shape: the whitelist for reading and writing."""
+    """Returns every tensor of a checkpoint and its shape: the whitelist for reading and writing."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
 
 
 def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] | None = None) -> None:
-    """Write `config.json` and bf16 weights to the directory `path`, then read them back and compare.
+    """Writes `config.json` and bf16 weights to the directory `path`, then reads them back and compares.
 
-    Files of an earlier export are replaced together; others in `path` (metrics, state) stay. A rope that vLLM turns
-    otherwise is told of on stderr.
+    Files of an earlier export are replaced together; others in `path` (metrics, state) stay. Warns on stderr if vLLM
+    computes the rope differently.
 
     Raises:
-        UserError: a weight, or what they compute, is no finite number, the disk is full or `path` cannot be written;
+        UserError: a weight or an output is not a finite number, the disk is full or `path` cannot be written;
             nothing is half-written.
-        RuntimeError: what was read back is not what was written.
+        RuntimeError: the files read back differ from those written.
     """
     tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
     if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
@@ -133,12 +133,12 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
             if not torch.equal(value, tensors[name]):
                 raise RuntimeError(f"{path}: tensor {name} read back differs from the one written")
         _compare_hidden(drafter, reread)
-    tell_of_vllm(str(path), drafter.config.rope_scaling)
+    warn_of_vllm(str(path), drafter.config.rope_scaling)
 
 
 @torch.no_grad()
 def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
-    """One block through both modules, in fp32 with bf16-rounded weights; catches a network built differently."""
+    """Runs one block through both modules, in fp32 with bf16-rounded weights; detects a network built differently."""
     config = drafter.config
     twin = Drafter.of_tensors(
         config, {n: p.detach().to("cpu", torch.bfloat16).float() for n, p in drafter.named_parameters()}
@@ -150,7 +150,7 @@ def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
     before, after = (
         m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())
     )
-    if not before.isfinite().all():  # weights so large that no product of theirs is a number
+    if not before.isfinite().all():  # weights so large that their products overflow
         raise UserError(f"the drafter is not written, for its hidden states are no numbers; {DIVERGED}")
     if not torch.allclose(before, after, rtol=1e-5, atol=1e-5):
         raise RuntimeError("the exported drafter computes other hidden states than the trained one")
@@ -158,10 +158,10 @@ def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """A temporary folder in `path` whose files are moved up into it when the block ends well."""
+    """Yields a temporary folder in `path`; its files move up into `path` if the block ends without an error."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for left in path.glob(".partial-*"):  # by a kill
+        for left in path.glob(".partial-*"):  # after a kill
             if time.time() - left.stat().st_mtime > STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(dir=path, prefix=".partial-"))
@@ -170,7 +170,7 @@ def staged(path: Path) -> Iterator[Path]:
     try:
         yield stage
         for file in sorted(stage.iterdir(), key=lambda f: f.name == "config.json"):  # config last: it marks completion
-            file.chmod((stage / "config.json").stat().st_mode)  # safetensors keeps its own from other users
+            file.chmod((stage / "config.json").stat().st_mode)  # safetensors makes files that other users cannot read
             os.replace(file, path / file.name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot write the checkpoint ({error}); free some space and run again") from error
@@ -184,10 +184,10 @@ def staged(path: Path) -> Iterator[Path]:
 def load_drafter(
     name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, layers_only: bool = False
 ) -> Drafter:
-    """Load a drafter directory or Hugging Face id, in z-lab's form or the speculators form.
+    """Loads a drafter directory or Hugging Face id, in z-lab's format or the speculators format.
 
     Args:
-        layers_only: of a drafter with a reduced vocabulary leave out its head and what maps it to the target's.
+        layers_only: skip the head of a drafter with a reduced vocabulary, and its map to the target's vocabulary.
 
     Raises:
         UserError: missing or corrupt files, an unknown, missing or misshapen tensor (named), a network that this
@@ -203,7 +203,7 @@ def load_drafter(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a drafter's directory. Raises UserError."""
+    """Returns a JSON object of a drafter's directory. Raises UserError."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -214,11 +214,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
-    """Every tensor on disk, but for those of the speculators form that only repeat the target's.
+    """Returns every tensor on disk, without those of the speculators format that repeat the target's.
 
     Raises:
-        UserError: no or corrupt files; a tensor that stands there twice; a map of a reduced vocabulary, unless only
-            the layers are asked for.
+        UserError: no or corrupt files; a tensor that is stored twice; a map of a reduced vocabulary, unless
+            `layers_only`.
     """
     raw = read_json(path / "config.json")
     speculators = "speculators_model_type" in raw
@@ -235,14 +235,14 @@ def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
             return
         tensor = read(stored)
         if tensors.setdefault(name, tensor) is not tensor:
-            raise UserError(f"drafter {path}: tensor {name!r} stands there twice, once as 'model.{name}'")
+            raise UserError(f"drafter {path}: tensor {name!r} is stored twice, once as 'model.{name}'")
 
     each_tensor(f"drafter {path}", weight_files(path), take)
     return tensors
 
 
 def reduced_vocabulary(raw: dict[str, Any]) -> Any:
-    """`draft_vocab_size` of a config.json, the rows of the drafter's own head; None where they are the target's."""
+    """Returns `draft_vocab_size` of a config.json, the rows of the drafter's own head; None for the target's."""
     body, key = raw.get("transformer_layer_config") or raw, "draft_vocab_size"
     parts = (raw.get("dflash_config") or {}, raw, body)
     found = next((part[key] for part in parts if part.get(key)), None)
@@ -250,11 +250,11 @@ def reduced_vocabulary(raw: dict[str, Any]) -> Any:
 
 
 def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
-    """Read either form's `config.json`, nested or flat, as it is published; the vocabulary is the target's.
+    """Reads the `config.json` of either format, nested or flat, as published; the vocabulary is the target's.
 
     Raises:
         UserError: a key is missing, wrong or of a network that this project does not implement; a reduced vocabulary,
-            unless only the layers are asked for.
+            unless `layers_only`.
     """
     raw = read_json(path / "config.json")
 
@@ -286,22 +286,22 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
     speculators = "speculators_model_type" in raw
     projector = find("projector_type", "dflash")
     plain = speculators and raw["speculators_model_type"] == projector == "dflash"
-    # that library writes the keys of every variant, whichever it is
+    # that library writes the keys of every variant into all configurations
     for key in ("markov_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
         if find(key) not in (None, 0, False):
             raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
     architecture = _read_architecture(path, raw, {key: find(key) for key in all_sizes() if find(key)})
-    vocabulary = checked("vocab_size", body.get("vocab_size"), int)  # the target's, also beside a reduced one
+    vocabulary = checked("vocab_size", body.get("vocab_size"), int)  # the target's, also with a reduced one
     if (rows := reduced_vocabulary(raw)) is not None:
         if not 0 < checked("draft_vocab_size", rows, int) < vocabulary:
             raise UserError(f"drafter {path}: config.json: 'draft_vocab_size' is {rows}, 'vocab_size' {vocabulary}")
         if not layers_only:
             raise UserError(f"drafter {path}: 'draft_vocab_size' is {rows}, {REDUCED}")
     if find("sample_from_anchor") or find("shift_label"):
-        raise UserError(f"drafter {path}: its slots predict the token behind them; this is not plain DFlash")
+        raise UserError(f"drafter {path}: its slots predict the token after them; this is not plain DFlash")
     if find("hidden_act", "silu") != "silu":
         raise UserError(f"drafter {path}: hidden_act {find('hidden_act')!r} is not supported; only silu is")
-    key = "partial_rotary_factor"  # the groups' before the one beside them; null says nothing
+    key = "partial_rotary_factor"  # the groups' before the outer one; null means the default
     part = next((keys[key] for keys in (scaling, rope) if keys.get(key) is not None), find(key, 1.0))
     if part != 1.0:
         raise UserError(f"drafter {path}: {key} is {part!r}; only 1.0 is supported: drafters turn whole heads")
@@ -343,7 +343,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             **{key: get(key, 0) for key in architecture.sizes},
             input_embedding_scale=float(get("input_embedding_scale", 1.0, kind=int | float)),
             output_multiplier=float(get("output_multiplier", 1.0, kind=int | float)),
-            # zero is none, as the other loaders have it
+            # 0 means none, as in the other loaders
             final_logit_softcapping=float(get("final_logit_softcapping", 0.0, kind=int | float)) or None,
             acceptance_slope=float(get("acceptance_slope", 1.0, kind=int | float)),
             acceptance_bias=tuple(map(float, bias)),
@@ -353,9 +353,9 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
 
 
 def _read_architecture(path: Path, raw: dict[str, Any], sizes: dict[str, Any]) -> DraftArchitecture:
-    """By its name and the sizes of parts that are there.
+    """Returns the architecture by its name and the sizes of its parts.
 
-    The name is what servers go by: one that drafts with fewer parts than were trained does so in silence.
+    Servers go by the name: one that drafts with fewer parts than were trained gives no error.
     """
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -381,8 +381,8 @@ def _read_architecture(path: Path, raw: dict[str, Any], sizes: dict[str, Any]) -
         except ValueError as error:
             raise UserError(f"drafter {path}: config.json: {error}") from error
     if strange := [key for key in sizes if key not in found.sizes]:
-        whose = _owner(strange[:1]).names[0]
-        raise UserError(f"drafter {path}: config.json: {strange[0]!r} is of {whose}, but 'architectures' is {names}")
+        name = _owner(strange[:1]).names[0]
+        raise UserError(f"drafter {path}: config.json: {strange[0]!r} is of {name}, but 'architectures' is {names}")
     if found.parts and not sizes:
         missing = " and ".join(repr(next(iter(part.sizes))) for part in found.parts)
         are = "are" if len(found.parts) > 1 else "is"
@@ -395,7 +395,7 @@ def _owner(sizes: Iterable[str]) -> DraftArchitecture:
 
 
 def _least_layers(ids: Sequence[int]) -> int:
-    # what a checkpoint that does not record its target's depth is taken to need: no tap on the last layer
+    # the least depth for a checkpoint that does not record its target's: no tap on the last layer
     return max(ids) + 2
 
 
@@ -412,7 +412,7 @@ def _read_causality(raw: dict[str, Any], nested: dict[str, Any], speculators: bo
 
 
 def check_fits(drafter: DrafterConfig, target: PreTrainedConfig, embedding_rows: int | None = None) -> None:
-    """Refuse a drafter that was made for another target.
+    """Refuses a drafter that was made for another target.
 
     Raises:
         UserError: hidden size, number of layers, layer ids, vocabulary or mask id do not fit; names both values.

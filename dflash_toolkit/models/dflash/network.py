@@ -1,7 +1,7 @@
 """The DFlash network: a few Qwen3-style layers that read the target's hidden states and fill a whole block at once.
 
-It is the backbone of every architecture: `architecture.py` says what others put around its sublayers and choose tokens
-with.
+It is the backbone of every architecture; `architecture.py` describes the parts around its sublayers and the choice of
+tokens.
 
 It owns no embedding and no LM head; it receives tensors and never sees the target. Training and decoding use the
 same two calls: `context_kv` turns tapped features into every layer's context keys and values (once per token), and
@@ -28,12 +28,12 @@ from ..rope import RopeScaling
 from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec
 from .architecture import DraftArchitecture, of_config, of_sizes
 
-LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a slip would take all memory
+LONGEST_BLOCK = 1024  # far beyond what is ever accepted; a typing error would use all memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterConfig:
-    """Everything that fixes the network, its place on the target and the shapes of its checkpoint.
+    """The configuration of the network, its place on the target and the shapes of its checkpoint.
 
     Raises:
         ValueError: a combination that cannot work; the message names the numbers.
@@ -60,16 +60,14 @@ class DrafterConfig:
     rope_scaling: RopeScaling | None = None  # None: plain RoPE
     input_embedding_scale: float = 1.0  # on a block's rows of the target's embedding table
     output_multiplier: float = 1.0  # on the head's logits
-    final_logit_softcapping: float | None = None  # of those: cap * tanh(logits / cap)
+    final_logit_softcapping: float | None = None  # then: cap * tanh(logits / cap)
     conv_kernel_size: int = 0  # taps of the convolutions around every sublayer; 0: there are none
-    conv_group_size: int = 0  # channels that share what a row adds to a tap
-    selector_rank: int = 0  # of the scores of pairs of tokens; 0: every slot takes its own best
-    selector_top_k: int = 0  # best tokens of a slot that are scored
-    # what was measured of its probabilities, see `Calibration`; no part of the network, and not compared
+    conv_group_size: int = 0  # channels that share the coefficients of a row
+    selector_rank: int = 0  # rank of the scores of pairs of tokens; 0: every slot takes its own best
+    selector_top_k: int = 0  # scored best tokens per slot
+    # the measured calibration, see `Calibration`; not part of the network, and not compared
     acceptance_slope: float = field(default=1.0, compare=False)
-    acceptance_bias: tuple[float, ...] = field(
-        default=(), compare=False
-    )  # of slots 1..S - 1; empty: it was not measured
+    acceptance_bias: tuple[float, ...] = field(default=(), compare=False)  # slots 1..S - 1; empty: not measured
     rope_factor: float = field(default=1.0, init=False, repr=False, compare=False)  # on cosines and sines
     scaled_frequencies: tuple[float, ...] = field(default=(), init=False, repr=False, compare=False)  # [H / 2] or none
 
@@ -123,7 +121,7 @@ class DrafterConfig:
             raise ValueError(f"layer_types has sliding_attention, but sliding_window is {self.sliding_window}")
         self._check_parts()
         self.architecture.check(self)
-        if self.rope_scaling is not None:  # once, and not in a forward, which torch.compile has to read
+        if self.rope_scaling is not None:  # once, and not in a forward, which torch.compile would have to trace
             frequencies, factor = self.rope_scaling.frequencies(self.rope_theta, self.head_dim)
             object.__setattr__(self, "scaled_frequencies", frequencies)
             object.__setattr__(self, "rope_factor", factor)
@@ -138,7 +136,7 @@ class DrafterConfig:
 
     @property
     def architecture(self) -> DraftArchitecture:
-        """By the parts that it has."""
+        """The architecture, by its parts."""
         return of_config(self)
 
     @property
@@ -147,22 +145,22 @@ class DrafterConfig:
 
     @property
     def has_selector(self) -> bool:
-        """Whether slots do not just take their own best tokens."""
+        """Whether a selector chooses the tokens of slots."""
         return self.architecture.has_selector(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the parts of its architecture."""
+        """The sizes of its architecture's parts."""
         return {name: getattr(self, name) for name in self.architecture.sizes}
 
     @property
     def draft_candidates(self) -> int:
-        """Best tokens of a slot that its draft is sampled from."""
+        """The number of best tokens of a slot to sample its draft from."""
         return self.architecture.candidates(self)
 
     @property
     def calibration(self) -> Calibration:
-        """Of the slots of a block; a slot without a measured bias has the last one's."""
+        """The calibration of the slots of a block; a slot without a measured bias has the last one's."""
         return Calibration(self.acceptance_slope, self.acceptance_bias or (0.0,)).of_slots(self.block_size - 1)
 
     @property
@@ -175,7 +173,7 @@ class DrafterConfig:
         return len(self.target_layer_ids) * self.hidden_size
 
     def spec(self) -> ModelSpec:
-        """The layers, as an engine computes them; they are those of Qwen3, and may have convolutions around them."""
+        """Returns the layers for an engine: Qwen3's, optionally with convolutions around them."""
         mixers = [
             ARCHITECTURES["qwen3"].attention(
                 self.attention_bias,
@@ -204,7 +202,7 @@ class DrafterConfig:
         return self.layer_types[layer] == "sliding_attention" if self.is_causal is None else self.is_causal
 
     def window(self, layer: int) -> int:
-        """What a query of this layer sees no more: keys so many positions away, before it or behind; 0 is all."""
+        """The distance of keys, before or after, from which a query of this layer does not see them; 0 is no limit."""
         return (self.sliding_window or 0) if self.layer_types[layer] == "sliding_attention" else 0
 
     def rope_frequencies(self, device: torch.device | None = None) -> Tensor:
@@ -215,11 +213,11 @@ class DrafterConfig:
         return self.rope_theta ** (-half / self.head_dim)
 
     def with_block_size(self, block_size: int) -> "DrafterConfig":
-        """The same drafter run with another block size (shorter than it was trained with works well)."""
+        """Returns the drafter with another block size (shorter than it was trained with works well)."""
         return replace(self, block_size=block_size)
 
     def resized(self, **sizes: int) -> "DrafterConfig":
-        """The same drafter with parts of these sizes, 0 for one that it has no more; so it may be of another
+        """Returns the drafter with parts of these sizes, 0 for a part that it loses; so it may be of another
         architecture."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init} | sizes
         made = of_sizes(values).config()
@@ -229,7 +227,7 @@ class DrafterConfig:
 
 @dataclass(slots=True)
 class ContextKV:
-    """Every draft layer's keys (normed, rotated) and values of the context, and the positions they stand at."""
+    """Every draft layer's keys (normed, rotated) and values of the context, and their positions."""
 
     keys: list[Tensor]  # L x [B, G, T, H]
     values: list[Tensor]  # L x [B, G, T, H]
@@ -240,7 +238,7 @@ class ContextKV:
         return self.positions.shape[1]
 
     def append(self, other: "ContextKV") -> "ContextKV":
-        """The concatenation along T; nothing computed before is computed again."""
+        """Returns the concatenation along T, without computing anything again."""
         return ContextKV(
             [torch.cat(pair, dim=2) for pair in zip(self.keys, other.keys, strict=True)],
             [torch.cat(pair, dim=2) for pair in zip(self.values, other.values, strict=True)],
@@ -250,7 +248,7 @@ class ContextKV:
 
 @dataclass(frozen=True, slots=True)
 class SampledDraft:
-    """Tokens of K slots, and what each was sampled from given those before it."""
+    """Tokens of K slots, and the distributions that they were sampled from, given those before."""
 
     tokens: Tensor  # int64 [K]
     candidates: Tensor  # int64 [K, C]
@@ -285,7 +283,7 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pairs (i, i + H / 2) of x [B, heads, T, H] by the angles whose cos and sin [B, T, H] are given."""
+    """Rotates the pairs (i, i + H / 2) of x [B, heads, T, H] by the angles with the given cos and sin [B, T, H]."""
     cos, sin = (part[:, None] for part in rope)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
@@ -309,7 +307,7 @@ class DraftAttention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))  # [B, T, heads, H]
 
     def keys_values(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys (normed, then rotated) and values (untouched) [B, G, T, H] of `hidden` [B, T, D]."""
+        """Returns keys (normed, then rotated) and values (unchanged) [B, G, T, H] of `hidden` [B, T, D]."""
         k = self.k_norm(self._heads(self.k_proj(hidden))).transpose(1, 2)
         v = self._heads(self.v_proj(hidden)).transpose(1, 2)
         return rotate(k, rope).to(v.dtype), v  # under autocast the fp32 norm weight promotes k
@@ -343,7 +341,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Te
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)  # eager, it materialises the scores
+    return torch.compile(flex_attention, dynamic=True)  # eager, it would materialise the scores
 
 
 class DraftLayer(nn.Module):
@@ -365,7 +363,7 @@ class DraftLayer(nn.Module):
         mask: Tensor | BlockMask | None,
         block_size: int | None = None,
     ) -> Tensor:
-        """The next layer's rows of the blocks x [B, Q, D], of `block_size` slots each; None: all Q are one block."""
+        """Returns the next layer's rows of the blocks x [B, Q, D], of `block_size` slots each; None: one block of Q."""
         u = self.input_layernorm(x)
         if self.attention_conv is None:
             x = x + self.self_attn(u, rope, context, mask)
@@ -386,13 +384,13 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.add_module(config.architecture.selector_name, config.architecture.selector(config))
-        self.recompute = False  # in training: keep no activations inside a layer, compute them again in the backward
+        self.recompute = False  # in training: recompute activations inside a layer in the backward
 
     @classmethod
     def of_tensors(cls, config: DrafterConfig, tensors: Mapping[str, Tensor]) -> "Drafter":
-        """The network around its weights, by name, which are kept and not copied.
+        """Returns the network around its weights, by name, without copying them.
 
-        `Drafter(config)` first draws random weights, which takes seconds for a target of 8B.
+        `Drafter(config)` first makes random weights, which takes seconds for a target of 8B.
 
         Raises:
             RuntimeError: a tensor is missing, unknown or misshapen.
@@ -404,7 +402,7 @@ class Drafter(nn.Module):
 
     @classmethod
     def fresh(cls, config: DrafterConfig, seed: int) -> "Drafter":
-        """The network in fp32 on the CPU with weights drawn from `seed`, see `init_weights`."""
+        """Returns the network in fp32 on the CPU with random weights by `seed`, see `init_weights`."""
         with torch.device("meta"):
             drafter = cls(config)
         drafter.to_empty(device="cpu").init_weights(torch.Generator().manual_seed(seed))
@@ -412,11 +410,11 @@ class Drafter(nn.Module):
 
     @property
     def selector(self) -> TokenSelector | None:
-        """What chooses among the best tokens of every slot; None: each takes its own."""
+        """The module that chooses among the best tokens of every slot; None: each slot takes its own best."""
         return getattr(self, self.config.architecture.selector_name)
 
     def without_selector(self) -> "Drafter":
-        """The drafter whose slots take their own best tokens, with the same weights."""
+        """Returns a drafter with the same weights whose slots take their own best tokens."""
         architecture = self.config.architecture
         sizes = [name for part in architecture.parts if part.selects for name in part.sizes]
         prefix = f"{architecture.selector_name}."
@@ -432,9 +430,9 @@ class Drafter(nn.Module):
         return self.fc.weight.dtype
 
     def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Fresh weights: normal(0, 0.02) matrices, unit norms, zero biases (Qwen3's own initialisation).
+        """Initialises: normal(0, 0.02) matrices, unit norms, zero biases (as Qwen3).
 
-        The parts of another architecture than plain DFlash do nothing at first.
+        The parts of other architectures than plain DFlash have no effect at first.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -449,7 +447,7 @@ class Drafter(nn.Module):
                 part.init_weights()  # type: ignore[operator, union-attr]
 
     def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
-        """Project tapped features [B, T, K*D] at `positions` [B, T] into every layer's context keys and values."""
+        """Projects tapped features [B, T, K*D] at `positions` [B, T] into every layer's context keys and values."""
         ctx = self.hidden_norm(self.fc(features))  # [B, T, D], the same for every layer
         rope = self.rope(positions)
         pairs = [layer.self_attn.keys_values(ctx, rope) for layer in self.layers]  # type: ignore[operator, union-attr]
@@ -459,18 +457,18 @@ class Drafter(nn.Module):
         self, block: Tensor, positions: Tensor, context: ContextKV,
         masks: Mapping[str, Tensor | BlockMask] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run block embeddings against the context.
+        """Runs block embeddings against the context.
 
         Args:
             block: rows of the target's embedding table for `[anchor, MASK, ...]` of one or more blocks, [B, Q, D].
             positions: position of every slot, [B, Q].
             context: keys and values of T context tokens.
-            masks: who sees whom, by the type of a layer: bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes.
+            masks: visibility by the type of a layer: bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes.
                 None is for a single block in decoding, which sees context and itself by each layer's own rule.
 
         Returns:
-            Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits. What stands
-            behind the head (`output_multiplier`, `final_logit_softcapping`) leaves their order and so their argmax.
+            Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits. The changes after
+            the head (`output_multiplier`, `final_logit_softcapping`) keep their order and so their argmax.
         """
         rope, block_size = self.rope(positions), self.config.block_size if masks else None
         x = self.scaled(block)
@@ -484,11 +482,11 @@ class Drafter(nn.Module):
         return self.norm(x)
 
     def choose(self, hidden: Tensor, logits: Tensor, anchor: int) -> Tensor:
-        """The drafted tokens of slots 1..S-1: each slot's largest logit, or the selector's walk over its best.
+        """Returns the drafted tokens of slots 1..S-1: each slot's largest logit, or the selector's walk over its best.
 
         Args:
-            hidden: what `forward` returned of these slots, [S - 1, D].
-            logits: what the target's lm_head makes of it and nothing else, [S - 1, V].
+            hidden: the result of `forward` for these slots, [S - 1, D].
+            logits: the plain output of the target's lm_head for it, [S - 1, V].
             anchor: the token in slot 0.
         """
         if self.selector is None:
@@ -497,16 +495,16 @@ class Drafter(nn.Module):
         return self.selector.walk(hidden, unary, candidates, anchor)
 
     def sample(self, hidden: Tensor, logits: Tensor, anchor: int, temperature: float, uniform: Tensor) -> SampledDraft:
-        """As `choose`, but every slot's token is sampled from the softmax of its candidates' scores over `temperature`.
+        """Samples every slot's token from the softmax of its candidates' scores over `temperature`; else as `choose`.
 
-        With a selector the scores are those beside the token sampled at the slot before.
+        With a selector the scores are those after the token sampled at the slot before.
 
         Args:
-            temperature: > 0, the request's; its filters are the target's alone.
-            uniform: fp64 [S - 1] in [0, 1), of each slot.
+            temperature: > 0, the request's; its filters apply only to the target.
+            uniform: fp64 [S - 1] in [0, 1), one per slot.
         """
         unary, candidates = self.candidates(logits)
-        rows: list[Tensor] = []  # of q
+        rows: list[Tensor] = []  # rows of q
 
         def pick(k: int, scores: Tensor) -> Tensor:
             place, q = draw(scores[None], scores.new_full((1,), temperature), uniform[k, None])
@@ -520,10 +518,10 @@ class Drafter(nn.Module):
         return SampledDraft(tokens, candidates, torch.stack(rows))
 
     def conditional(self, hidden: Tensor, logits: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-        """What `best_first` makes a tree of: each slot's best tokens [S - 1, C], and their log-probabilities.
+        """Returns the input of `best_first`: each slot's best tokens [S - 1, C], and their log-probabilities.
 
-        These are fp32 [S - 1, C, C], of each behind each of the slot before. Without a selector slots are independent,
-        and the softmax is over the vocabulary; with one it is over the candidates' scores. Arguments as of `choose`.
+        These are fp32 [S - 1, C, C], of each after each of the slot before. Without a selector slots are independent,
+        and the softmax is over the vocabulary; with one it is over the candidates' scores. Arguments as for `choose`.
         """
         unary, candidates = self.candidates(logits)
         if self.selector is not None:
@@ -535,9 +533,9 @@ class Drafter(nn.Module):
         return candidates, own[:, None].expand(-1, own.shape[1], -1)
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Each slot's best tokens [S - 1, C], largest logit first, of equal ones the lowest id, behind their logits.
+        """Returns each slot's best tokens [S - 1, C], largest logit first, ties by the lowest id, and their logits.
 
-        These are fp32 [S - 1, C], as they stand behind the head.
+        The logits are fp32 [S - 1, C], after the head.
         """
         count = self.config.draft_candidates
         best = logits.sort(dim=-1, descending=True, stable=True)
@@ -546,14 +544,14 @@ class Drafter(nn.Module):
         return unary, best.indices[:, :count]
 
     def scaled(self, block: Tensor) -> Tensor:
-        """A block's rows of the embedding table as the first layer gets them."""
+        """Returns a block's rows of the embedding table as the input of the first layer."""
         scale = self.config.input_embedding_scale
         return block if scale == 1.0 else block * scale
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T, H] of neox RoPE, in fp32 and then rounded to the drafter's dtype.
+        """Returns cos and sin [B, T, H] of neox RoPE, in fp32 and then cast to the drafter's dtype.
 
-        The frequencies are no buffer: `module.to(bfloat16)` would round them and shift every far position.
+        The frequencies are not a buffer: `module.to(bfloat16)` would round them and shift every far position.
         """
         frequencies = self.config.rope_frequencies(positions.device)
         angles = (positions[..., None].float() * frequencies).repeat(1, 1, 2)
@@ -561,7 +559,7 @@ class Drafter(nn.Module):
         return cos.to(self.dtype), sin.to(self.dtype)
 
     def own_mask(self, layer: int, block: Tensor, context: Tensor) -> Tensor | None:
-        """Who sees whom by the rule of `layer`, bool [B, 1, Q, T + Q] from positions [B, Q], [B, T]; None: everyone."""
+        """Returns visibility by the rule of `layer`, bool [B, 1, Q, T + Q] from positions [B, Q], [B, T]; None: all."""
         causal, window = self.config.causal_inside_block(layer), self.config.window(layer)
         if not (causal or window):
             return None

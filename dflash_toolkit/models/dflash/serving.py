@@ -1,4 +1,4 @@
-"""What vLLM and SGLang are told of a drafter. Without torch: their commands are made before it is imported."""
+"""Options of vLLM and SGLang for a drafter. Without torch: their commands are built before it is imported."""
 
 import json
 import math
@@ -8,9 +8,9 @@ from typing import Any
 
 from .architecture import of_sizes
 
-# the releases that what follows was read in; of later ones nothing is said
+# the releases in which the facts below were read; they may not hold for later ones
 READ = {"vllm": "0.33.0", "sglang": "0.5.23"}
-# by architecture of a target's config.json: which engines hand a drafter its hidden states (their class has
+# by architecture of a target's config.json: the engines that hand a drafter its hidden states (their class has
 # SupportsEagle3 in vLLM, OLMo's that of the transformers backend, and set_dflash_layers_to_capture in SGLang)
 SERVED = {
     "LlamaForCausalLM": ("vllm", "sglang"),
@@ -41,14 +41,14 @@ SERVED = {
 
 
 def block_scale(engine: str, architecture: str, hidden_size: int) -> float:
-    """What an engine puts on a plain drafter's rows of a target's embedding table."""
+    """Returns an engine's factor on a plain drafter's rows of a target's embedding table."""
     if engine == "sglang" and architecture.startswith("Gemma"):  # looked up through the target's module, which scales
         return math.sqrt(hidden_size)
     return 1.0
 
 
 def vllm_options(drafter: str, block_size: int, draft_sample_method: str = "greedy") -> list[str]:
-    """Of `vllm serve`, which counts the drafted tokens: all of a block but the anchor."""
+    """Returns options of `vllm serve`, which counts the drafted tokens: all of a block but the anchor."""
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
     if draft_sample_method != "greedy":
         speculative["draft_sample_method"] = draft_sample_method
@@ -56,7 +56,7 @@ def vllm_options(drafter: str, block_size: int, draft_sample_method: str = "gree
 
 
 def sglang_options(drafter: str, block_size: int, draft_sample_method: str = "greedy") -> list[str]:
-    """Of `sglang.launch_server`, which counts the whole block."""
+    """Returns options of `sglang.launch_server`, which counts the whole block."""
     return [
         *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter),
         *("--speculative-num-draft-tokens", str(block_size)),
@@ -65,10 +65,10 @@ def sglang_options(drafter: str, block_size: int, draft_sample_method: str = "gr
 
 
 def serving_commands(target: str, drafter: str, sizes: Mapping[str, Any], architecture: str = "") -> str:
-    """The exact lines that serve this pair with vLLM and SGLang, but for one that is known not to draft as was trained.
+    """Returns the command lines that serve this pair with vLLM and SGLang, without engines that draft differently.
 
     Args:
-        sizes: the drafter's `DrafterConfig` as a mapping, or at least its block's and those of its parts.
+        sizes: the drafter's `DrafterConfig` as a mapping, or at least the sizes of its block and its parts.
         architecture: the target's, by its config.json.
     """
     block_size, drafting = sizes["block_size"], of_sizes(sizes)

@@ -1,4 +1,4 @@
-"""The drafter that a target gets unless somebody says otherwise. Without torch until a shape is asked for."""
+"""The default drafter of a target. Imports no torch until a shape is needed."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 LAYERS, TAPS, BLOCK_SIZE = 5, 5, 16
 LAYERS_FOR_EXPERTS, TAPS_FOR_EXPERTS = 6, 8
-# whose own heads a drafter takes: those of their published drafters
+# targets with published drafters that have the target's own heads
 LIKE_THE_TARGET = ("llama", "qwen2", "qwen3")
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 8
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 WINDOW = 2048  # of sliding layers
-# Hidden size from which the parts of DFlash 2 pay: equal minutes of training gave a target of 1536 1.2 % more tokens a
-# second than plain DFlash, and one of 896, whose steps are short beside what they add, 3.1 % fewer (docs/dflash2.md).
+# Hidden size from which the parts of DFlash 2 are faster: after equal minutes of training a target of 1536 decoded
+# 1.2 % more tokens a second than with plain DFlash, and one of 896, with short steps, 3.1 % fewer (docs/dflash2.md).
 WIDTH_FOR_PARTS = 1536
 
 
@@ -41,25 +41,24 @@ def drafter_shape(
     kind: str | None = "dflash",
     **sizes: int | None,
 ) -> "DrafterConfig":
-    """A few layers with the target's width and vocabulary; what is given takes the place of the defaults.
+    """Returns a few layers with the target's width and vocabulary; given values replace the defaults.
 
-    They are those of published drafters. Layers and taps: 5 and 5 (arXiv 2602.06036; z-lab's for Qwen3, Llama,
+    The defaults are those of published drafters. Layers and taps: 5 and 5 (arXiv 2602.06036; z-lab's for Qwen3, Llama,
     Qwen3.6-27B and Qwen3.8-27B), 6 and 8 for a target of experts (z-lab's for Qwen3.5- and Qwen3.6-35B-A3B). Heads: the
     target's own for Llama, Qwen2 and Qwen3, else 32 query and 8 key/value heads of 128 (z-lab's for Qwen3.5 to 3.8 and
     Muse-Glimmer-30B, whatever the target has), fewer below a hidden size of 2048. FFN: the target's own, and for a
-    target of experts three times the hidden size (6144 for 2048 in the same two). RoPE is plain and turns whole heads,
-    with the theta of the target's full attention. A multiplier and a soft cap of the target's logits stay (as
-    Muse-Glimmer-30B's drafter has them); blocks read the embedding's table as it is.
+    target of experts three times the hidden size (6144 for 2048 in the same two). RoPE is plain and rotates whole
+    heads, with the theta of the target's full attention. A multiplier and a soft cap of the target's logits are kept
+    (as in Muse-Glimmer-30B's drafter); blocks read the embedding's table unscaled.
 
     Args:
-        target: the configuration of the language model; of one with images, its text part.
-        taps: evenly spaced, where `target_layer_ids` names none; see `default_target_layer_ids`. Where they are not
-            given and the target is too shallow for the default, as many as it has layers to tap.
+        target: the configuration of the language model; the text part of one with images.
+        taps: evenly spaced, unless `target_layer_ids` is given; see `default_target_layer_ids`. By default fewer if the
+            target is too shallow.
         mask_token_id: by default the last row of the embedding.
         layer_types, sliding_window, is_causal: see `with_attention`.
-        kind: dflash, dflash2, or another that is registered; None: that of the sizes that are given, else see
-            `default_kind`.
-        sizes: of the parts of that kind, see `DraftArchitecture.sizes_of`.
+        kind: dflash, dflash2, or another registered kind; None: the kind of the given sizes, else see `default_kind`.
+        sizes: those of the kind's parts, see `DraftArchitecture.sizes_of`.
 
     Raises:
         ValueError: a combination that cannot work.
@@ -108,12 +107,12 @@ def drafter_shape(
 def with_attention(
     shape: "DrafterConfig", layer_types: tuple[str, ...], sliding_window: int | None, is_causal: bool | None
 ) -> "DrafterConfig":
-    """The same drafter with layers that see less, or more.
+    """Returns the drafter with other attention: sliding windows, causal blocks.
 
     Args:
         layer_types: full_attention or sliding_attention for each layer, or one for all; none is full attention.
         sliding_window: of sliding layers, in tokens; by default `WINDOW`.
-        is_causal: inside the block; None: sliding layers are, full ones are not.
+        is_causal: inside the block; None: sliding layers are causal, full ones are not.
 
     Raises:
         ValueError: a window that no layer has, one shorter than a block, or another combination that cannot work.
@@ -128,13 +127,13 @@ def with_attention(
             f"sliding_window is {window}, less than a block of {shape.block_size}, whose slots would see each other in "
             f"some servers only"
         )
-    if is_causal is None and len(set(kinds)) < 2:  # written out where that says the same
+    if is_causal is None and len(set(kinds)) < 2:  # explicit if it means the same
         is_causal = sliding
     return replace(shape, layer_types=kinds, sliding_window=window, is_causal=is_causal)
 
 
 def default_kind(target: "PreTrainedConfig") -> str:
-    """The kind of drafter for a target that is the faster one at equal minutes of training, as far as was measured."""
+    """Returns the faster kind of drafter for a target at equal minutes of training, by the measurements so far."""
     return "dflash2" if int(target.hidden_size) >= WIDTH_FOR_PARTS else "dflash"
 
 
@@ -144,12 +143,12 @@ def has_experts(target: "PreTrainedConfig") -> bool:
 
 
 def _ffn(target: "PreTrainedConfig") -> int:
-    size = getattr(target, "intermediate_size", None) or 4 * target.hidden_size  # GPT-2's, where nothing is said
+    size = getattr(target, "intermediate_size", None) or 4 * target.hidden_size  # GPT-2's default
     return max(size) if isinstance(size, list) else size  # Gemma 3n gives one for each layer
 
 
 def logit_scale(config: "PreTrainedConfig | DrafterConfig") -> tuple[float, float | None]:
-    """What a model multiplies the logits of its head with, and what it caps them at (Gemma 2 and 4)."""
+    """Returns a model's multiplier on the logits of its head, and their soft cap (Gemma 2 and 4)."""
     multiplier = getattr(config, "output_multiplier", None) or getattr(config, "logit_scale", None)  # Muse; Cohere
     if divisor := getattr(config, "logits_scaling", None):  # Granite
         multiplier = 1 / divisor
@@ -159,11 +158,11 @@ def logit_scale(config: "PreTrainedConfig | DrafterConfig") -> tuple[float, floa
 def default_target_layer_ids(
     num_target_layers: int, num_taps: int, layer_types: "tuple[str, ...] | list[str]" = ()
 ) -> tuple[int, ...]:
-    """Taps evenly spaced from layer 1 to layer n - 3; one tap is the middle layer (arXiv 2602.06036 section 5).
+    """Returns taps evenly spaced from layer 1 to layer n - 3; one tap is the middle layer (arXiv 2602.06036 section 5).
 
     Args:
-        layer_types: of every layer. Where some are recurrent and enough are full attention, each tap moves to the
-            nearest of those, so that all stand at the same place in the model's period.
+        layer_types: of every layer. If some are recurrent and enough are full attention, each tap moves to the
+            nearest of those, so that all taps are at the same place in the model's period.
 
     Raises:
         ValueError: the target is too shallow for that many distinct taps.

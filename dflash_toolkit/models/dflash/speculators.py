@@ -1,4 +1,4 @@
-"""Drafter checkpoints in the speculators form; `checkpoint.py` reads them."""
+"""Writes drafter checkpoints in the speculators format; `checkpoint.py` reads them."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...config import UserError
-from ..rope import tell_of_vllm
+from ..rope import warn_of_vllm
 from .architecture import DFLASH
 from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, scales_of, staged
 from .network import Drafter, DrafterConfig
 
 
 def check_form(config: DrafterConfig, path: str | Path) -> None:
-    """Whether the form can hold such a drafter. Raises what `save_speculators` does of that."""
+    """Checks that the format can hold such a drafter. Raises UserError as `save_speculators`."""
     if config.architecture is not DFLASH:
         raise UserError(
             f"{path}: the speculators form of {config.architecture.title} is not written; z-lab's is, and that of a "
@@ -40,17 +40,17 @@ def save_speculators(
     head: Tensor,
     provenance: dict[str, Any] | None = None,
 ) -> None:
-    """Write the speculators form: layer ids + 1, nested layer config, copies of the target's embedding and head.
+    """Writes the speculators format: layer ids + 1, nested layer config, copies of the target's embedding and head.
 
-    A rope that vLLM turns otherwise is told of on stderr.
+    Warns on stderr if vLLM computes the rope differently.
 
     Args:
         embedding: [V, D]; head: [V, D].
         provenance: as for `save_drafter`.
 
     Raises:
-        UserError: as `save_drafter`; or causal layers that are not sliding, which this form cannot say, or causal
-            beside bidirectional ones, which vLLM would read as causal throughout.
+        UserError: as `save_drafter`; or causal layers that are not sliding, which this format cannot express, or causal
+            and bidirectional layers together, which vLLM would read as all causal.
     """
     check_form(drafter.config, path)
     flat = config_json(drafter.config)
@@ -88,4 +88,4 @@ def save_speculators(
         save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
         (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         load_drafter(str(stage))
-    tell_of_vllm(str(path), drafter.config.rope_scaling)
+    warn_of_vllm(str(path), drafter.config.rope_scaling)

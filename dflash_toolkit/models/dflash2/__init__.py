@@ -1,1 +1,1 @@
-"""What DFlash 2 adds to a DFlash drafter, either part by itself: convolutions in its blocks, a selector of tokens."""
+"""The additions of DFlash 2 to a DFlash drafter, usable separately: convolutions in blocks, and a token selector."""

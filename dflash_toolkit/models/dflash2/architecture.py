@@ -1,4 +1,4 @@
-"""DFlash 2 as an architecture: its two parts, either of which may stand alone, and what the rest asks of them."""
+"""Registers DFlash 2 as an architecture: its two parts, each of which may be used alone."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A short convolution along the slots of a block, around every sublayer, with coefficients of each row's own."""
+"""A short convolution along the slots of a block, around every sublayer, with coefficients computed per row."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from ...kernels.convolve import convolve
 
 
 class DynamicConvolution(nn.Module):
-    """One before a sublayer and one behind it; the coefficients of both come from what enters the first.
+    """One convolution before a sublayer and one after it; the input of the first gives the coefficients of both.
 
-    Parameter names are those of the checkpoint. T taps, g channels to a group, which lie side by side.
+    Parameter names are those of the checkpoint. T taps, groups of g adjacent channels.
     """
 
     def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
@@ -22,19 +22,19 @@ class DynamicConvolution(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """The identity: with it a drafter is the one without convolutions, bit for bit."""
+        """Initialises to the identity: the drafter then equals the one without convolutions, bit for bit."""
         self.base_kernel.zero_()[:, 0] = 1.0
         self.kernel_projection.weight.zero_()
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], block_size: int | None) -> Tensor:
-        """The sublayer between its two convolutions.
+        """Applies the sublayer between its two convolutions.
 
         Args:
             x: normed rows of blocks, [B, Q, D].
             sublayer: maps [B, Q, D] to [B, Q, D].
-            block_size: slots of a block, which Q is a multiple of; None: all Q are one.
+            block_size: slots of a block, of which Q is a multiple; None: all Q are one block.
         """
         taps, block = self.base_kernel.shape[1], block_size or x.shape[1]
-        before, behind = self.kernel_projection(x).unflatten(-1, (2, taps, -1)).unbind(-3)  # [B, Q, T, D / g]
+        before, after = self.kernel_projection(x).unflatten(-1, (2, taps, -1)).unbind(-3)  # [B, Q, T, D / g]
         y = sublayer(convolve(x, before, self.base_kernel[0], block))
-        return convolve(y, behind, self.base_kernel[1], block)
+        return convolve(y, after, self.base_kernel[1], block)

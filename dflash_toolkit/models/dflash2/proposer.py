@@ -1,4 +1,4 @@
-"""The selector in the engine: its weights, and the drafts that it makes in a step's graph."""
+"""The selector in the engine: its weights, and its drafts in a step's graph."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from ..drafting import Draft, slots_of
 
 @dataclass(slots=True)
 class PairWeights:
-    """What a drafter scores pairs of tokens by."""
+    """The weights that score pairs of tokens."""
 
     projection: Tensor  # [r, D], of the final hidden states
     predecessors: Tensor  # [V, r]
@@ -28,11 +28,11 @@ class PairWeights:
 
 @dataclass(frozen=True, slots=True)
 class PairHead:
-    """Of every slot's best tokens the one that goes best with the one chosen before it."""
+    """Chooses among every slot's best tokens the one that scores best after the one chosen before it."""
 
     weight: Weight  # [V, D]
     pairs: PairWeights
-    count: int  # C, tokens of a slot that are scored
+    count: int  # C, scored tokens per slot
     scale: LogitScale
     ops: Ops
 
@@ -54,7 +54,7 @@ class PairHead:
         return *self.ops.draft_children(unary, unary[..., 0], candidates, calibration, width, pairs), candidates
 
     def _slots(self, hidden: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """States [B, block - 1, r], and logits and tokens [B, block - 1, C] of the best."""
+        """Returns states [B, block - 1, r], and logits and tokens [B, block - 1, C] of the best."""
         state = self.ops.linear(hidden, self.pairs.projection)
         unary, candidates = self.ops.linear_top(hidden, self.weight, self.count)
         self.scale.apply_(unary)  # keeps their order

@@ -1,4 +1,4 @@
-"""A selector that chains the slots of a block: which of a slot's best tokens goes with the one chosen before it."""
+"""A selector that makes the slots of a block dependent: it scores each candidate after the token chosen before it."""
 
 from collections.abc import Callable
 
@@ -22,11 +22,11 @@ class CandidateSelector(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """No pair is preferred: with it a drafter proposes what the one without a selector does."""
+        """Initialises without preferences: the drafter then proposes the same as without a selector."""
         self.successor_codebook.zero_()
 
     def forward(self, hidden: Tensor, unary: Tensor, candidates: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """See `TokenSelector.__call__`, of which this is the call."""
+        """Implements `TokenSelector.__call__`."""
         state = self.hidden_projection(hidden)  # [B, K, r]
         # in the dtype of products: rows of [B, K, C, r] in fp32 would be gigabytes
         predecessors, successors = (
@@ -40,11 +40,11 @@ class CandidateSelector(nn.Module):
         return unary + pair[..., 0].float(), walked
 
     def losses(self, scores: Tensor, true: Tensor) -> Tensor:
-        """Cross-entropy over the candidates, 0 where the label is none; see `TokenSelector.losses`."""
+        """Returns the cross-entropy over the candidates, 0 without a label; see `TokenSelector.losses`."""
         return F.cross_entropy(scores, true.long().argmax(1), reduction="none") * true.any(1)
 
     def walk_blocks(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
-        """`walk` of many blocks at once, see `TokenSelector.walk_blocks`."""
+        """Runs `walk` for many blocks at once, see `TokenSelector.walk_blocks`."""
         state = self.hidden_projection(hidden)
         return reference.walk(state, unary, candidates, self.predecessor_codebook, self.successor_codebook, anchors)
 
@@ -56,7 +56,7 @@ class CandidateSelector(nn.Module):
         anchor: int,
         pick: Pick = lambda _, scores: scores.argmax(),
     ) -> Tensor:
-        """See `TokenSelector.walk`. A candidate b behind token a scores unary(b) + <P[a] * (W h), Q[b]>, in fp32."""
+        """See `TokenSelector.walk`. A candidate b after token a scores unary(b) + <P[a] * (W h), Q[b]>, in fp32."""
         state = self.hidden_projection(hidden).float()  # [K, r]
         successors = self.successor_codebook[candidates].float()  # [K, C, r]
         chosen, last = [], torch.tensor(anchor, device=candidates.device)
@@ -67,13 +67,13 @@ class CandidateSelector(nn.Module):
         return torch.stack(chosen)
 
     def lattice(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchor: int) -> Tensor:
-        """The scores of every walk at once, see `TokenSelector.lattice`."""
+        """Returns the scores of every walk at once, see `TokenSelector.lattice`."""
         before = torch.cat([torch.full_like(candidates[:1], anchor), candidates[:-1]])  # [K, C]
         query = self.predecessor_codebook[before].float() * self.hidden_projection(hidden).float()[:, None]
         return unary[:, None] + query @ self.successor_codebook[candidates].float().mT
 
     def signature(self, hidden: Tensor, signs: Callable[[int], Tensor]) -> dict[str, Tensor]:
-        """What it makes of `hidden`, and of all tokens; see `TokenSelector.signature`."""
+        """Returns its output for `hidden`, and for all tokens; see `TokenSelector.signature`."""
         found = {"selector": self.hidden_projection(hidden)}
         for name, rows in self.named_parameters(recurse=False):
             found[name] = signs(len(rows)) @ rows
