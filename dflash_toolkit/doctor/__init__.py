@@ -1,4 +1,4 @@
-"""Why is a drafter accepted badly: `dflash-doctor` and the checks behind it."""
+"""Diagnoses low acceptance of a drafter: `dflash-doctor` and its checks."""
 
 from typing import TYPE_CHECKING
 

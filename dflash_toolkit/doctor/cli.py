@@ -23,7 +23,7 @@ EXAMPLE = "dflash-doctor --target Qwen/Qwen3-8B --drafter out/qwen3-8b --prompts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorPrompts(PromptSetOptions):
-    """The prompts that a drafter is tried on; those that it will serve are best."""
+    """The prompts to examine a drafter on; those that it will serve are best."""
 
     prompts: tuple[str, ...] = option(
         (), f"{PROMPT_SETS} (default: 8 built-in prompts)", named=True, common=True, metavar="SOURCE"

@@ -1,4 +1,4 @@
-"""Can the drafter's probabilities be believed? Draft trees, and chains of their own length, live by them."""
+"""Checks whether a drafter's probabilities can be trusted, on which draft trees and adaptive chains depend."""
 
 import math
 from collections.abc import Sequence
@@ -13,29 +13,29 @@ from .finding import Finding, Severity, has_fault
 from .probe import Answer, Probe, clustered
 from .remedies import calibration_remedy
 
-ENOUGH = 25  # drafts of a chain that were accepted, and so many that were not; fewer say nothing
+ENOUGH = 25  # drafts of a chain that were accepted, and as many that were not; fewer are not judged
 SURE_Z = 3.0
-NO_INFORMATION = 0.6  # an area under the curve that is surely below is near that of dice, 0.5
-WORSE = 0.05  # nats a node, by which a stored calibration is surprised more than the drafter itself
-OFF = 1.3  # promised over accepted nodes, or the other way round
+NO_INFORMATION = 0.6  # an area under the curve that is certainly lower is close to chance, 0.5
+WORSE = 0.05  # nats per node by which a stored calibration predicts worse than the drafter itself
+OFF = 1.3  # promised over accepted nodes, or the inverse
 
 
 def check_calibration(
     case: Case, probe: Probe, answers: Sequence[Answer], earlier: Sequence[Finding], serve: str
 ) -> list[Finding]:
-    """The drafter's probabilities, and the calibration that it carries, against what the target accepts of its trees.
+    """Compares the drafter's probabilities, and the calibration that it carries, with acceptance in its trees.
 
     Args:
         serve: the command that serves this pair.
     """
     if has_fault(earlier):
-        return [Finding("calibration", "ok", "not measured: mend the faults first")]
+        return [Finding("calibration", "ok", "not measured: fix the faults first")]
     texts = [(answer.tokens[: answer.prompt_tokens].tolist(), answer.generation) for answer in answers]
     return [judged(case, judge(probe.target, probe.drafter, texts), serve)]
 
 
 def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
-    """What nodes whose parents were accepted say, block by block."""
+    """Judges the probabilities by nodes whose parents were accepted, block by block."""
     assert case.config is not None
     slots = case.config.block_size - 1
     log_probs, at, accepted, best = (torch.tensor(part) for part in zip(*nodes, strict=True))
@@ -67,8 +67,8 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
         useless = "draft trees and chains of their own length cannot pay" if surely_none(everything) else (
             "chains of their own length cannot pay, and trees by the order of their tokens alone"
         )  # fmt: skip
-        severity, words = "warning", f"its probabilities say nothing of what is accepted; {measured}"
-        remedy = f"{useless}: serve blocks, `{serve} --no-draft-tree`; a longer training makes them tell more"
+        severity, words = "warning", f"its probabilities do not predict acceptance; {measured}"
+        remedy = f"{useless}: serve blocks, `{serve} --no-draft-tree`; longer training makes them informative"
     elif stored:
         block = (best & (at == 1)).long().cumsum(0) - 1
         lost = clustered(_surprise(promises["stored"], accepted) - _surprise(promises["own"], accepted), block)
@@ -88,8 +88,8 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
 
 
 def area(values: Tensor, accepted: Tensor) -> tuple[float, float]:
-    """How often an accepted node has a higher value than a rejected one, ties half, and the standard error of that
-    (Hanley and McNeil, 1982); NaN where there are none of either."""
+    """Returns how often an accepted node has a higher value than a rejected one, ties half, and its standard error
+    (Hanley and McNeil, 1982); NaN if either kind is missing."""
     ones, zeros = values[accepted].double(), values[~accepted].double().sort().values
     m, n = len(ones), len(zeros)
     if not m or not n:
@@ -101,10 +101,10 @@ def area(values: Tensor, accepted: Tensor) -> tuple[float, float]:
 
 
 def surely_none(area: tuple[float, float]) -> bool:
-    """Whether it is near that of dice, or below."""
+    """Whether an area is close to chance, or below."""
     return area[0] + SURE_Z * area[1] < NO_INFORMATION
 
 
 def _surprise(promised: Tensor, accepted: Tensor) -> Tensor:
-    """Negative log-likelihood, in nats."""
+    """Returns the negative log-likelihood, in nats."""
     return -torch.where(accepted, promised, 1 - promised).clamp(min=1e-9).log()

@@ -1,7 +1,7 @@
-"""Ways in which weights are known to be stored wrongly, each with what undoes it.
+"""Known ways to store weights wrongly, each with the edit that corrects it.
 
-They are tried in two ways: by the hashes that the export recorded, which makes them certain, and, where nothing was
-recorded, by acceptance like any other setting.
+The edits are tried against the hashes that the export recorded, which gives certainty, and, without a record, by
+acceptance like any other setting.
 """
 
 import itertools
@@ -15,21 +15,21 @@ from ..models.dflash.architecture import Swap
 from ..models.dflash.network import DrafterConfig
 
 Tensors = Mapping[str, Tensor]
-EVERY_ORDER = 4  # so many things are tried in every order: 23; more in those orders that are likely
+EVERY_ORDER = 4  # up to this many things are tried in every order (23 orders); more only in likely orders
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edit:
-    """Weights put right."""
+    """A correction of stored weights."""
 
     check: str
-    words: str  # what is done to them
+    words: str  # describes the correction
     remedy: str
     apply: Callable[[Tensors], dict[str, Tensor]]  # tensors that stay are the same objects
 
 
 def likely_orders(count: int) -> list[tuple[int, ...]]:
-    """Other orders of `count` things: all of a few; of more, reversed, two exchanged and rotated."""
+    """Returns other orders of `count` things: all of a few; of more, reversed, two exchanged and rotated."""
     first = tuple(range(count))
     if count <= EVERY_ORDER:
         return [order for order in itertools.permutations(first) if order != first]
@@ -43,7 +43,7 @@ def likely_orders(count: int) -> list[tuple[int, ...]]:
 
 
 def edits(config: DrafterConfig) -> Iterator[Edit]:
-    """Every edit that makes sense for a drafter of this shape."""
+    """Yields every edit that is possible for a drafter of this shape."""
     yield from layer_orders(config)
     yield from rope_rows(config)
     yield exchanged("gate and up", "mlp.gate_proj", "mlp.up_proj", config.num_layers)
@@ -55,13 +55,13 @@ def edits(config: DrafterConfig) -> Iterator[Edit]:
 
 
 def layer_orders(config: DrafterConfig) -> Iterator[Edit]:
-    """The layers in another order."""
+    """Yields the layers in other orders."""
     for order in likely_orders(config.num_layers):
         yield layer_order(order)
 
 
 def layer_order(order: Sequence[int]) -> Edit:
-    """Layer i is what is stored as layer `order[i]`."""
+    """Returns the edit that reads layer i from stored layer `order[i]`."""
 
     def apply(tensors: Tensors) -> dict[str, Tensor]:
         found = dict(tensors)
@@ -84,16 +84,17 @@ def layer_order(order: Sequence[int]) -> Edit:
 
 
 def rope_rows(config: DrafterConfig) -> Iterator[Edit]:
-    """Rows of q_proj and k_proj (and of q_norm and k_norm) that stand pair beside pair instead of half behind half."""
+    """Yields edits of the rows of q_proj and k_proj (and q_norm and k_norm): interleaved pairs against halves."""
     half = torch.arange(config.head_dim // 2)
-    split = torch.cat([2 * half, 2 * half + 1])  # row i of a head is row split[i] of what is stored
+    split = torch.cat([2 * half, 2 * half + 1])  # row i of a head is stored row split[i]
     joined = torch.stack([half, half + config.head_dim // 2], dim=1).flatten()
-    for order, stored, wanted in ((split, "interleaved", "half behind half"), (joined, "split", "interleaved")):
+    for order, stored, wanted in ((split, "interleaved", "in halves"), (joined, "split", "interleaved")):
         for norms in (True, False):
             which = "q_proj, k_proj, q_norm and k_norm" if norms else "q_proj and k_proj"
             back = "de-interleave" if stored == "interleaved" else "interleave"
             remedy = (
-                f"the rows of {which} are stored for a RoPE that turns {'neighbours' if order is split else 'halves'}: "
+                f"the rows of {which} are stored for a RoPE that turns "
+                f"{'adjacent pairs' if order is split else 'halves'}: "
                 f"{back} the {config.head_dim} rows of every head in the weights, or export again"
             )
             words = f"rows of {which} {wanted}"
@@ -115,7 +116,7 @@ def _reordered(order: Tensor, head_dim: int, norms: bool) -> Callable[[Tensors],
 
 
 def exchanged(check: str, one: str, other: str, layers: int) -> Edit:
-    """Two tensors of every layer that took each other's names."""
+    """Returns the edit that exchanges two tensors of every layer."""
 
     def apply(tensors: Tensors) -> dict[str, Tensor]:
         found = dict(tensors)
@@ -131,7 +132,7 @@ def exchanged(check: str, one: str, other: str, layers: int) -> Edit:
 
 
 def swapped(swap: Swap) -> Edit:
-    """Two tensors of the drafter's architecture that took each other's names."""
+    """Returns the edit that exchanges two tensors of the drafter's architecture."""
     one, other = swap.tensors
 
     def apply(tensors: Tensors) -> dict[str, Tensor]:
@@ -142,7 +143,7 @@ def swapped(swap: Swap) -> Edit:
 
 
 def plus_one() -> Edit:
-    """Norms stored as Gemma stores them: w - 1, for a network that multiplies with 1 + w."""
+    """Returns the edit for norms stored as Gemma stores them: w - 1, for a network that multiplies by 1 + w."""
 
     def apply(tensors: Tensors) -> dict[str, Tensor]:
         return {n: (t.float() + 1).to(t.dtype) if is_norm(n) else t for n, t in tensors.items()}
@@ -157,7 +158,7 @@ def is_norm(name: str) -> bool:
 
 
 def renamed(names: Mapping[str, str]) -> Edit:
-    """Tensors that are stored under others' names: `names` is name -> where it lies."""
+    """Returns the edit for tensors stored under others' names: `names` is name -> stored name."""
 
     def apply(tensors: Tensors) -> dict[str, Tensor]:
         return dict(tensors) | {name: tensors[source] for name, source in names.items()}
@@ -165,6 +166,6 @@ def renamed(names: Mapping[str, str]) -> Edit:
     name, source = next(iter(names.items()))
     more = f" ({len(names)} such tensors in all)" if len(names) > 2 else ""
     remedy = (
-        f"what was exported as {name} is stored as {source}{more}: exchange the names in the weights, or export again"
+        f"the tensor exported as {name} is stored as {source}{more}: exchange the names in the weights, or export again"
     )
     return Edit("weights", f"{len(names)} tensors under their own names", remedy, apply)

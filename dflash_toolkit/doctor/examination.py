@@ -67,10 +67,10 @@ def report(config: DoctorConfig) -> int:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Every check, in order: files, sweeps, symptoms. What cannot run on the target is not measured.
+    """Runs every check, in order: files, sweeps, symptoms. Skips measurements that cannot run on the target.
 
     Raises:
-        UserError: something the doctor itself cannot work with: no such model, no prompts, no chat template.
+        UserError: the doctor itself cannot work: no such model, no prompts, no chat template.
     """
     where = use_device(config.device)
     resolve_dtype(config.dtype, where)
@@ -79,7 +79,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     check_target(config.target)
     tokenizer = load_tokenizer(config.target)
     case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
-    # reading all weights takes its time, though only once: not where there is nothing to compare with
+    # reading all weights is slow, so only if there is a record to compare with
     digest = model_digest(config.target) if case.record and case.provenance.get("target_digest") else None
     load = functools.partial(Target.load, config.target, config.device, config.dtype)
     return judge(case, prompts, load, config.max_tokens, digest)
@@ -88,10 +88,10 @@ def examine(config: DoctorConfig) -> list[Finding]:
 def judge(
     case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_tokens: int, digest: str | None = None
 ) -> list[Finding]:
-    """Every check of one drafter; the target is loaded where it comes to measuring. Raises UserError as `examine`.
+    """Runs every check of one drafter; loads the target when it is needed. Raises UserError as `examine`.
 
     Args:
-        digest: of the target's weights, where it is known.
+        digest: of the target's weights, if known.
     """
     findings = [finding for check in FILE_CHECKS for finding in check(case)]
     damaged = has_fault([f for f in findings if f.check in ("tensors", "weights")])
@@ -116,14 +116,14 @@ def judge(
         except UserError as error:
             if not has_fault(findings):
                 raise
-            # what was found stands
+            # the findings so far remain valid
             return [*findings, Finding("acceptance", "warning", "it was not measured", str(error))]
         swept = sweep(case, probe, answers, bar, exported, damaged=damaged)
         findings += swept.findings
         findings += check_thinking(case, probe, prompts, answers, swept.setting, bar)
         scores = probe.score(answers, here, near=NEAR)
-        if exported.mended and not exported.as_exported:
-            findings.append(_mended(scores, probe.score(answers, exported.setting(here), near=1), findings))
+        if exported.restorable and not exported.as_exported:
+            findings.append(_restored(scores, probe.score(answers, exported.setting(here), near=1), findings))
         bar.advance(1, note="judging")
     known = Known(exported, target_same, swept.best_tau)
     findings += check_curve(case, scores, findings, known)
@@ -135,11 +135,11 @@ def judge(
     return findings
 
 
-def _mended(now: Scores, mended: Scores, findings: Sequence[Finding]) -> Finding:
-    """What putting everything back as it was exported brings, measured."""
+def _restored(now: Scores, exported: Scores, findings: Sequence[Finding]) -> Finding:
+    """Reports the acceptance after everything is restored as it was exported."""
     checks = ", ".join(dict.fromkeys(f.check for f in findings if f.severity == "fault"))
-    words = f"as it lies here {now.tau:.2f} tokens a step; as it was exported ({checks} mended) {mended.tau:.2f}"
-    return Finding("record", "ok", words, figures={"tau": now.tau, "tau_as_exported": mended.tau})
+    words = f"as it is now {now.tau:.2f} tokens a step; as it was exported ({checks} fixed) {exported.tau:.2f}"
+    return Finding("record", "ok", words, figures={"tau": now.tau, "tau_as_exported": exported.tau})
 
 
 def _prompts(config: DoctorConfig) -> list[Prompt]:

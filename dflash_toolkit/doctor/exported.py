@@ -1,4 +1,4 @@
-"""Is the drafter, and is the target, what it was at export? The record of the export says so with certainty."""
+"""Compares the drafter and the target with the record of the export, which gives certain results."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,36 +21,34 @@ from .probe import Setting
 from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_remedy, scale_remedy
 
 SAME = 1e-3  # the drafter's numbers: fp32 on a CPU, there and here
-ALIKE = 0.02  # after an edit that bf16 rounds, as 1 + (w - 1)
-ROUNDED = 0.15  # the target's numbers, where one of the two computed in 16 bits: twice what tests see of random targets
-EXACT = 0.02  # where both computed in fp32, on whatever device
-OTHER = 0.35  # beyond: not another quantization of the same weights, but others
-RECURRENT = (
-    3.0  # times as far where layers are recurrent: what a head reads of its state is normed, however small it is
-)
+SAME_ROUNDED = 0.02  # after an edit that bf16 rounds, as 1 + (w - 1)
+ROUNDED = 0.15  # the target's numbers, if either side computed in 16 bits: twice the deviation in tests
+EXACT = 0.02  # if both computed in fp32, on any device
+OTHER = 0.35  # above: other weights, not another quantization of the same
+RECURRENT = 3.0  # factor on tolerances with recurrent layers: a head's read of its state is normed, however small it is
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 NESTED = (*SCALES, *all_sizes())  # in dflash_config
-BEHIND_HEAD = ("output_multiplier", "final_logit_softcapping")
+AFTER_HEAD = ("output_multiplier", "final_logit_softcapping")
 PLAIN_KEYS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_norm_eps", "attention_bias", *NESTED)
 
 
 @dataclass(slots=True)
 class Exported:
-    """What comparing with the record found."""
+    """The result of the comparison with the record."""
 
     known: bool = False  # there is a record
     findings: list[Finding] = field(default_factory=list)
-    edits: list[Edit] = field(default_factory=list)  # that give the recorded weights again
+    edits: list[Edit] = field(default_factory=list)  # that restore the recorded weights
     config: dict[str, Any] = field(default_factory=dict)  # the recorded values that config.json no longer has
-    mended: bool = False  # with these edits and values it is the drafter that was exported
+    restorable: bool = False  # these edits and values give the exported drafter
 
     @property
     def as_exported(self) -> bool:
-        """Weights and configuration are those of the export, as they lie on the disk."""
-        return self.mended and not self.edits and not self.config
+        """Whether the weights and the configuration on the disk are those of the export."""
+        return self.restorable and not self.edits and not self.config
 
     def setting(self, now: Setting) -> Setting:
-        """How it ran when it was exported, as far as that is known."""
+        """Returns the setting of the export, as far as it is known."""
         ids = self.config.get("target_layer_ids", now.layer_ids)
         scaling = self.config.get("rope_scaling", now.rope_scaling)
         return replace(
@@ -67,7 +65,7 @@ class Exported:
 
 
 def compare(case: Case) -> Exported:
-    """The weights and the configuration beside those recorded."""
+    """Compares the weights and the configuration with those recorded."""
     record = case.record
     if record is None or case.config is None:
         return Exported(findings=[_unknown(case)])
@@ -75,7 +73,7 @@ def compare(case: Case) -> Exported:
     settled = _layers(case, record, found)
     settled &= _configuration(case, record, found)
     settled &= _weights(case, record, found)
-    found.mended = settled and _computes(case, record, found)
+    found.restorable = settled and _computes(case, record, found)
     if found.as_exported:
         words = f"weights, configuration and outputs are those of the export ({str(record['sha256'])[:12]})"
         found.findings.append(Finding("record", "ok", words, figures={"sha256": record["sha256"]}))
@@ -87,9 +85,9 @@ def _unknown(case: Case) -> Finding:
         return Finding("record", "ok", "not compared: config.json cannot be read")
     if case.provenance.get(RECORD_KEY) is None:
         layers = "" if case.config is None else f", such as whether it had more than {case.config.num_layers} layers"
-        words = f"the export left no record: what has changed since can only be told by trying, or not at all{layers}"
+        words = f"the export left no record: later changes can only be found by trying, or not at all{layers}"
         return Finding("record", "ok", words)
-    remedy = "take config.json from the export again, and change only what stands outside of the record"
+    remedy = "take config.json from the export again, and change only keys outside of the record"
     return Finding("record", "warning", "the record in config.json was edited, or is of another version", remedy)
 
 
@@ -112,7 +110,7 @@ def _layers(case: Case, record: dict[str, Any], found: Exported) -> bool:
 
 
 def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
-    """Compare what decides how it runs; the block's size may be chosen freely."""
+    """Compares the keys that decide how it runs; the block's size may be chosen freely."""
     assert case.config is not None
     none = SCALES | dict.fromkeys(all_sizes(), 0)  # younger than some records
     then, now = none | record["configuration"], none | configuration(case.config)
@@ -155,11 +153,11 @@ def _configuration(case: Case, record: dict[str, Any], found: Exported) -> bool:
             remedy = f"set layer_types to {kinds} and sliding_window to {window} in config.json"
             fault("configuration", "layer_types", words, remedy)
             settled = False
-    scales = [tuple(values[key] for key in BEHIND_HEAD) for values in (then, now)]
-    if case.config.has_selector and scales[0] != scales[1]:  # it moves no slot's own best token
+    scales = [tuple(values[key] for key in AFTER_HEAD) for values in (then, now)]
+    if case.config.has_selector and scales[0] != scales[1]:  # without a selector it does not change the best token
         words = f"{scale_words(*scales[1])}, exported with {scale_words(*scales[0])}"
-        fault("logit scale", BEHIND_HEAD[0], words, scale_remedy(*scales[0]))
-        found.config |= dict(zip(BEHIND_HEAD, scales[0], strict=True))
+        fault("logit scale", AFTER_HEAD[0], words, scale_remedy(*scales[0]))
+        found.config |= dict(zip(AFTER_HEAD, scales[0], strict=True))
     for key in PLAIN_KEYS:
         if then[key] != now[key] and key not in found.config:
             name = LIKE_JSON.get(key, key)
@@ -184,7 +182,7 @@ def _scaling(values: dict[str, Any]) -> RopeScaling | None:
 
 
 class _Hashes:
-    """Hashes of tensors, each computed once; they are known by the object."""
+    """Hashes of tensor objects, each computed once."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self._recorded: dict[str, str] = record["tensors"]
@@ -203,11 +201,11 @@ class _Hashes:
 
 
 def _weights(case: Case, record: dict[str, Any], found: Exported) -> bool:
-    """Name what was done to the weights by the edits that give the recorded hashes again."""
+    """Finds the edits of the weights that restore the recorded hashes."""
     assert case.config is not None
     hashes, tensors = _Hashes(record), dict(case.tensors)
     complete = all(name in tensors for name in record["tensors"])
-    # zeros and NaN are named by their own check
+    # zeros and NaN have their own check
     ruined = [n for n in record["tensors"] if n in tensors and not (tensors[n].any() and tensors[n].isfinite().all())]
     ruined = [name for name in ruined if not hashes.same(name, tensors[name])]
     wrong = [n for n in hashes.differing(tensors) if n not in ruined]
@@ -226,13 +224,13 @@ def _weights(case: Case, record: dict[str, Any], found: Exported) -> bool:
         wrong = [n for n in hashes.differing(tensors) if n not in ruined]
     rounded = _rounded(case, record, tensors, wrong, found) if wrong and complete and not ruined else False
     for edit in found.edits:
-        words = f"not as exported; it is with {edit.words}"
+        words = f"not as exported; restored with {edit.words}"
         figures = {"differing": hashes.differing(case.tensors)}
         found.findings.append(Finding(edit.check, "fault", words, edit.remedy, figures))
     if wrong and not rounded:
         words = f"changed since the export: {some(wrong)} ({len(wrong)} of {len(record['tensors'])} tensors)"
         if complete and (place := _departure(_signature(case, record, tensors), record["drafter"], SAME)):
-            words += f"; what it computes departs first at {place[0]}"
+            words += f"; its outputs differ first at {place[0]}"
         remedy = (
             "copy the export again; if the change was meant, add a new record (dflash_toolkit.record.export_record)"
         )
@@ -241,26 +239,26 @@ def _weights(case: Case, record: dict[str, Any], found: Exported) -> bool:
 
 
 def _resolved(edit: Edit, tensors: Tensors, wrong: list[str], hashes: _Hashes) -> int:
-    """How many wrong tensors an edit puts right; none if it spoils one that was right."""
+    """Returns how many wrong tensors an edit corrects; 0 if it breaks one that was right."""
     after = edit.apply(tensors)
     touched = [name for name in after if after[name] is not tensors[name]]
     if not set(touched) & set(wrong):
         return 0
     if len(touched) > 2 * len(wrong) + 2 and edit.check != "norm weights":
-        return 0  # most of what it touches was right: spare the hashing
+        return 0  # most of its tensors were right: skip the hashing
     right = [name for name in touched if hashes.same(name, after[name])]
-    spoilt = [name for name in touched if name not in wrong and name not in right]
-    return 0 if spoilt else len(right)
+    broken = [name for name in touched if name not in wrong and name not in right]
+    return 0 if broken else len(right)
 
 
 def _moved(tensors: Tensors, wrong: list[str], record: dict[str, Any], hashes: _Hashes) -> dict[str, str]:
-    """Name -> name under which its recorded tensor lies, of tensors that took one another's names."""
-    lies = {hashes.of(tensors[name])[: len(record["tensors"][name])]: name for name in wrong}
-    return {name: lies[record["tensors"][name]] for name in wrong if record["tensors"][name] in lies}
+    """Returns name -> stored name of its recorded tensor, for tensors with exchanged names."""
+    stored = {hashes.of(tensors[name])[: len(record["tensors"][name])]: name for name in wrong}
+    return {name: stored[record["tensors"][name]] for name in wrong if record["tensors"][name] in stored}
 
 
 def _signature(case: Case, record: dict[str, Any], tensors: Tensors) -> dict[str, list[float]]:
-    """What the drafter computes with the recorded configuration and these tensors; empty where they do not fit it."""
+    """Returns the drafter's outputs with the recorded configuration and these tensors; empty if they do not fit."""
     assert case.config is not None
     values = dict(record["configuration"])
     values["rope_scaling"] = _scaling(values)
@@ -272,23 +270,23 @@ def _signature(case: Case, record: dict[str, Any], tensors: Tensors) -> dict[str
 
 
 def _rounded(case: Case, record: dict[str, Any], tensors: Tensors, wrong: list[str], found: Exported) -> bool:
-    """Whether tensors whose hashes differ compute the same but for rounding, as they are or with 1 added to norms."""
-    if not _departure(_signature(case, record, tensors), record["drafter"], ALIKE):
+    """Whether tensors with different hashes give the same outputs except for rounding, as stored or with norms + 1."""
+    if not _departure(_signature(case, record, tensors), record["drafter"], SAME_ROUNDED):
         if not any(edit.check == "norm weights" for edit in found.edits):
-            words = f"{len(wrong)} tensors are rounded otherwise than at export; what they compute is the same"
-            remedy = "no harm is known of; copy the export again to be sure"
+            words = f"{len(wrong)} tensors are rounded differently than at export; the outputs are the same"
+            remedy = "no harm is known; copy the export again to be sure"
             found.findings.append(Finding("weights", "warning", words, remedy, {"differing": wrong}))
         return True
     if all(map(is_norm, wrong)) and not found.edits:
         edit = plus_one()
-        if not _departure(_signature(case, record, edit.apply(tensors)), record["drafter"], ALIKE):
+        if not _departure(_signature(case, record, edit.apply(tensors)), record["drafter"], SAME_ROUNDED):
             found.edits.append(edit)
             return True
     return False
 
 
 def _departure(now: Mapping[str, Any], then: Mapping[str, Any], tolerance: float) -> tuple[str, float] | None:
-    """The first place, in the order of computation, whose numbers are another's, and how far away they are."""
+    """Returns the first place, in the order of computation, with different numbers, and their distance."""
     return next(_departures(now, then, tolerance), None)
 
 
@@ -300,15 +298,15 @@ def _departures(now: Mapping[str, Any], then: Mapping[str, Any], tolerance: floa
 
 
 def _computes(case: Case, record: dict[str, Any], found: Exported) -> bool:
-    """Does the code compute of these weights what it did at export?"""
+    """Whether the code computes the same from these weights as at export."""
     tensors: Tensors = case.tensors
     for edit in found.edits:
         tensors = edit.apply(tensors)
     signature = _signature(case, record, tensors)
-    if (place := _departure(signature, record["drafter"], ALIKE)) is None:
+    if (place := _departure(signature, record["drafter"], SAME_ROUNDED)) is None:
         return True
     version = case.provenance.get("version")
-    words = f"the same weights compute otherwise than at export, first at {place[0]} ({place[1]:.2g} apart)"
+    words = f"the same weights give other outputs than at export, first at {place[0]} ({place[1]:.2g} apart)"
     remedy = f"use the version of this project that exported it ({version}), and report this"
     found.findings.append(Finding("record", "fault", words, remedy, {"now": signature, "then": record["drafter"]}))
     return False
@@ -318,10 +316,10 @@ def _computes(case: Case, record: dict[str, Any], found: Exported) -> bool:
 
 
 def compare_target(case: Case, target: Target, digest: str | None = None) -> tuple[list[Finding], bool]:
-    """Does the target compute of the fixed tokens what it did at export? Also whether it surely does.
+    """Compares the target's outputs for the fixed tokens with the export's; also returns whether they surely agree.
 
     Args:
-        digest: of all of its weights (`fingerprint.model_digest`), where that is known.
+        digest: of all of its weights (`fingerprint.model_digest`), if known.
     """
     record = case.record
     if record is None:
@@ -340,17 +338,17 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
     figures |= {"digest": digest, "recorded_digest": recorded}
     departed = _departure(now["places"], then["places"], tolerance)
     if departed is None and None not in (digest, recorded) and digest != recorded:
-        words = "its weights are not those of training (another digest), though it computes nearly the same"
+        words = "its weights are not those of training (another digest), though its outputs are nearly the same"
         remedy = "a light fine-tune or another quantization, perhaps: use the weights of training to be sure"
         return [Finding("target", "warning", words, remedy, figures)], False
     if departed is None:
-        words = f"computes what it did at export, within {max(places.values()):.2g} of {tolerance:.2g}"
+        words = f"its outputs are those of the export, within {max(places.values()):.2g} of {tolerance:.2g}"
         return [Finding("target", "ok", words, figures=figures)], True
     place, away = departed
     worst = max(places.values())
     made_for = case.provenance.get("target")
     words = (
-        f"its hidden states are not those of training: they depart first at {place}, by {away:.2g}; at most {worst:.2g}"
+        f"its hidden states are not those of training: they differ first at {place}, by {away:.2g}; at most {worst:.2g}"
     )
     named = f" ({made_for})" if made_for else ""
     if digest is not None and digest == recorded:

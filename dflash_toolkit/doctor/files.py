@@ -1,4 +1,4 @@
-"""Checks that need no forward pass: what the checkpoint, the target's configuration and the tokenizer say."""
+"""Checks without a forward pass: of the checkpoint, the target's configuration and the tokenizer."""
 
 import math
 from collections.abc import Callable
@@ -28,17 +28,17 @@ from ..models.target import declared_stop_ids
 from ..record import RECORD_KEY, SCHEMA, seal
 from .finding import Finding
 
-INITIAL_STD = 0.02  # of every matrix before training (Qwen3's, and this project's)
+INITIAL_STD = 0.02  # every matrix before training (Qwen3's, and this project's)
 SHOWN = 3  # names in a sentence; the figures hold all
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What lies on disk: a drafter that may be broken, and the target it is to serve."""
+    """The files of a drafter that may be broken, and the target that it is to serve."""
 
     name: str
     raw: dict[str, Any]  # config.json as it is
-    config: DrafterConfig | None  # None: `problem` says why
+    config: DrafterConfig | None  # None: see `problem`
     problem: str
     tensors: dict[str, Tensor]
     target: PreTrainedConfig
@@ -47,7 +47,7 @@ class Case:
 
     @classmethod
     def read(cls, name: str, target: PreTrainedConfig, tokenizer: Any, thinking: bool | None) -> "Case":
-        """Read a drafter without refusing a wrong one. Raises UserError where there is nothing to examine."""
+        """Reads a drafter without refusing a wrong one. Raises UserError if there is nothing to examine."""
         path: Path = locate("drafter", name)
         raw = read_json(path / "config.json")
         config, problem = None, ""
@@ -59,18 +59,18 @@ class Case:
 
     @property
     def speculators(self) -> bool:
-        """Whether it is in that library's form, whose keys are others."""
+        """Whether it is in that library's format, which has other keys."""
         return "speculators_model_type" in self.raw
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What `dflash-train` recorded; empty for drafters from elsewhere."""
+        """The record of `dflash-train`; empty for drafters from elsewhere."""
         noted = self.raw.get(PROVENANCE_KEY)
         return noted if isinstance(noted, dict) else {}
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What the export noted of itself (`record.export_record`); None: there is none, or it was edited."""
+        """The record of the export (`record.export_record`); None: there is none, or it was edited."""
         noted = self.provenance.get(RECORD_KEY)
         if not isinstance(noted, dict) or noted.get("schema") != SCHEMA or noted.get("seal") != seal(noted):
             return None
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def recorded_tau(self) -> float | None:
-        """Tokens a step that were measured at export, as far as blocks of this size can hold them."""
+        """Tokens per step that were measured at export, limited to blocks of this size."""
         noted = self.provenance.get("acceptance_length")
         if not isinstance(noted, int | float) or isinstance(noted, bool) or not math.isfinite(noted):
             return None
@@ -86,12 +86,12 @@ class Case:
 
     @property
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes that the configuration asks for."""
+        """Names and shapes of tensors by the configuration."""
         return tensor_shapes(self.config) if self.config else {}
 
     @property
     def answered_by(self) -> list[dict[str, Any]]:
-        """How the answers that it was trained on were written, as far as the checkpoint says."""
+        """How the responses of its training were generated, as far as the checkpoint records it."""
         noted = self.provenance.get("answers")
         return [answers for answers in (noted if isinstance(noted, list) else [noted]) if isinstance(answers, dict)]
 
@@ -103,14 +103,14 @@ class Case:
         return all(n in self.tensors and tuple(self.tensors[n].shape) == s for n, s in self.expected.items())
 
     def drafter(self) -> Drafter:
-        """The module, of a measurable case; tensors it does not know are left out."""
+        """The module of a measurable case; without tensors that it does not know."""
         assert self.config is not None
         tensors = {name: self.tensors[name].to(torch.bfloat16) for name in self.expected}
         return Drafter.of_tensors(self.config, tensors).eval().requires_grad_(False)
 
 
 def fitting_problem(case: Case) -> str:
-    """Why this drafter cannot run on this target; empty if it can."""
+    """Returns why this drafter cannot run on this target; empty if it can."""
     if case.config is None:
         return ""
     try:
@@ -121,9 +121,9 @@ def fitting_problem(case: Case) -> str:
 
 
 def check_configuration(case: Case) -> list[Finding]:
-    """Can config.json be read, and do all loaders read the same out of it?"""
+    """Checks that config.json can be read, and that all loaders read the same from it."""
     if case.config is None:
-        remedy = "mend that key of the drafter's config.json; nothing can be measured before"
+        remedy = "fix that key of the drafter's config.json; nothing can be measured before"
         return [Finding("configuration", "fault", case.problem.removeprefix("config.json: "), remedy)]
     raw, found = case.raw, []
     for key, group in (
@@ -144,7 +144,7 @@ def check_configuration(case: Case) -> list[Finding]:
 
 
 def check_fit(case: Case) -> list[Finding]:
-    """Hidden size, depth, vocabulary and ids against the target's."""
+    """Checks hidden size, depth, vocabulary and ids against the target's."""
     if case.config is None:
         return []
     if problem := fitting_problem(case):
@@ -156,7 +156,7 @@ def check_fit(case: Case) -> list[Finding]:
 
 
 def check_tensors(case: Case) -> list[Finding]:
-    """Is every tensor there, in its shape, and none besides?"""
+    """Checks that every tensor exists, has its shape, and no other exists."""
     if case.config is None:
         return []
     expected, found = case.expected, []
@@ -171,13 +171,13 @@ def check_tensors(case: Case) -> list[Finding]:
         remedy = "config.json and the weights are of two drafters, or the sizes in config.json are wrong"
         found.append(Finding("tensors", "fault", f"misshapen: {shapes} ({len(wrong)} in all)", remedy))
     if unused:
-        remedy = "a variant of DFlash, or a wrong num_hidden_layers: what these tensors do is not done when drafting"
+        remedy = "a variant of DFlash, or a wrong num_hidden_layers: decoding does not use these tensors"
         found.append(Finding("tensors", "fault", f"not used: {some(unused)}", remedy, {"unused": unused}))
-    return found or [Finding("tensors", "ok", f"all {len(expected)} there, in their shapes")]
+    return found or [Finding("tensors", "ok", f"all {len(expected)} exist, in their shapes")]
 
 
 def check_weights(case: Case) -> list[Finding]:
-    """NaN, infinite, all-zero and never-trained tensors; norms far from what training leaves."""
+    """Checks for NaN, infinite, all-zero and never-trained tensors, and norms far from those of training."""
     if case.config is None:
         return []
     tensors = {name: case.tensors[name].float() for name in case.expected if name in case.tensors}
@@ -223,15 +223,15 @@ def check_weights(case: Case) -> list[Finding]:
 
 
 def _was_trained(case: Case, name: str) -> bool:
-    """Whether a tensor that is all zero was none at export; only a record can tell."""
+    """Whether a tensor that is all zero was not so at export; only a record shows it."""
     recorded = case.record["tensors"].get(name) if case.record else None
     return recorded is not None and not tensor_digest(case.tensors[name]).startswith(recorded)
 
 
 def _is_initial(architecture: DraftArchitecture, name: str, tensor: Tensor) -> bool:
-    """Norms of exactly one, matrices normal with the initial deviation: what no real training leaves everywhere.
+    """Whether norms are exactly one and matrices normal with the initial deviation, as never after real training.
 
-    What an architecture adds does nothing before training.
+    The additions of an architecture have no effect before training.
     """
     if (initial := architecture.is_initial(name, tensor)) is not None:
         return initial
@@ -243,9 +243,9 @@ def _is_initial(architecture: DraftArchitecture, name: str, tensor: Tensor) -> b
 
 
 def check_rope(case: Case) -> list[Finding]:
-    """Theta and scaling beside the target's, for a drafter may have its own; what vLLM makes of them.
+    """Shows theta and scaling next to the target's, as a drafter may have its own, and vLLM's reading of them.
 
-    Which works best is a sweep.
+    The best value is found by a sweep.
     """
     if case.config is None:
         return []
@@ -262,13 +262,13 @@ def check_rope(case: Case) -> list[Finding]:
     name = "rope_scaling" if layer.get("rope_scaling") else "rope_parameters"
     group = layer.get(name) or {}
     if nulls := [key for key in ("rope_type", "type", "partial_rotary_factor") if group.get(key, "") is None]:
-        remedy = f"remove what is null from {name} of config.json: vLLM 0.26 fails on it"
-        found.append(Finding("rope", "warning", f"{name} says null for {' and '.join(nulls)}", remedy))
+        remedy = f"remove the null keys from {name} of config.json: vLLM 0.26 fails on them"
+        found.append(Finding("rope", "warning", f"{name} has null for {' and '.join(nulls)}", remedy))
     return found
 
 
 def rope_of(target: PreTrainedConfig) -> tuple[float | None, RopeScaling | None]:
-    """A target's theta, None if it says none, and its scaling, None if plain or of a type that no drafter has."""
+    """Returns a target's theta, None if not given, and its scaling, None if plain or of a type without support."""
     group = full_rope(target)
     try:
         scaling = RopeScaling.read(group, {"max_position_embeddings": target.max_position_embeddings})
@@ -278,17 +278,17 @@ def rope_of(target: PreTrainedConfig) -> tuple[float | None, RopeScaling | None]
 
 
 def rope_words(theta: float | None, scaling: RopeScaling | None) -> str:
-    """`theta 10000`, and how it is scaled."""
+    """Returns `theta 10000`, and the scaling."""
     return f"theta {'unknown' if theta is None else f'{theta:g}'}" + (f", {scaling}" if scaling else "")
 
 
 def scale_words(multiplier: float, cap: float | None) -> str:
-    """`logits x 0.2, capped at 20`."""
+    """Returns `logits x 0.2, capped at 20`."""
     return f"logits x {multiplier:g}" + (f", capped at {cap:g}" if cap else "")
 
 
 def check_mask_token(case: Case) -> list[Finding]:
-    """Is the mask's row one that no text uses? (Whether another row works better is a sweep.)"""
+    """Checks that no text uses the mask's row. (A sweep checks whether another row works better.)"""
     if case.config is None:
         return []
     mask, tokenizer = case.config.mask_token_id, case.tokenizer
@@ -306,7 +306,7 @@ def check_mask_token(case: Case) -> list[Finding]:
 
 
 def check_template(case: Case) -> list[Finding]:
-    """Was the drafter trained on the template that renders prompts now, and on the target's own words?"""
+    """Checks that the drafter was trained with the present chat template, and on the target's own responses."""
     recorded = case.provenance.get("template_hash")
     present = template_digest(case.tokenizer)
     found = []
@@ -322,7 +322,7 @@ def check_template(case: Case) -> list[Finding]:
 
 
 def some(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
+    """Returns the first names of a list, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

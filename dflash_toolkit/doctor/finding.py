@@ -1,4 +1,4 @@
-"""What a check says, and how all of it is shown and written."""
+"""Results of checks, and how they are shown and written."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,17 +21,17 @@ class Finding:
     check: str
     severity: Severity
     measured: str
-    remedy: str = ""  # what to do; empty where nothing is to be done
-    figures: dict[str, Any] = field(default_factory=dict)  # JSON values behind `measured`
+    remedy: str = ""  # the action to take; empty if there is none
+    figures: dict[str, Any] = field(default_factory=dict)  # JSON values for `measured`
 
 
 def has_fault(findings: Sequence[Finding]) -> bool:
-    """Whether anything is wrong that must be mended."""
+    """Whether any finding is a fault."""
     return any(finding.severity == "fault" for finding in findings)
 
 
 def show(findings: Sequence[Finding], console: Console | None = None) -> None:
-    """The table, and then every remedy in full: they are what the reader came for."""
+    """Prints the table, and then every remedy in full."""
     console = console or Console()
     table = Table(show_lines=False)
     for heading in ("check", "verdict", "measured"):
@@ -53,7 +53,7 @@ def show(findings: Sequence[Finding], console: Console | None = None) -> None:
 
 
 def to_json(findings: Sequence[Finding], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Everything, as JSON values; what could not be measured is null."""
+    """Returns all findings as JSON values; figures that could not be measured are null."""
     values = {
         "schema": 1,
         "fault": has_fault(findings),

@@ -1,4 +1,4 @@
-"""Run a drafter over the target's own answers, as it is configured or in another way, and count what it gets right.
+"""Runs a drafter over the target's own answers, as configured or with another setting, and counts right predictions.
 
 Teacher-forced: every position of an answer is an anchor, all blocks of a text at once. The definition of a block is
 `decode.propose`'s; here each of its rules is a parameter, so that the doctor can ask which one was broken.
@@ -26,15 +26,15 @@ from ..progress import Progress
 from ..sampling import SamplingParams
 from .edits import Edit
 
-NEAR = 16  # recall is counted among so many best tokens
+NEAR = 16  # recall counts hits among this many best tokens
 ANCHORS_AT_ONCE = 32
-ANSWER_WORK = 8  # what an answer costs beside scoring all answers once, in the bar; roughly
+ANSWER_WORK = 8  # cost of an answer in the bar, in scorings of all answers; roughly
 EMBEDDING = -1  # the layer id before the first: the embedding's output
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a drafter is run. The shifts are zero in the contract; only a faulty trainer wants others."""
+    """How a drafter is run. The shifts are zero in the contract; only a faulty trainer needs others."""
 
     layer_ids: tuple[int, ...]  # EMBEDDING..n - 1; the last layer's output is the normed one
     rope_theta: float
@@ -43,12 +43,12 @@ class Setting:
     is_causal: bool | None
     output_multiplier: float
     final_logit_softcapping: float | None
-    selector: bool = True  # where it has one; else every slot takes its own best token
+    selector: bool = True  # if it has one; else every slot takes its own best token
     across_blocks: bool = False  # convolutions read the rows of the block before
     context_end: int = 0  # a block sees context before anchor + context_end
-    block_shift: int = 0  # slot k stands at position anchor + k + block_shift
+    block_shift: int = 0  # slot k is at position anchor + k + block_shift
     label_shift: int = 0  # slot k predicts the token at anchor + k + label_shift
-    edits: tuple[Edit, ...] = ()  # weights put right, one after the other
+    edits: tuple[Edit, ...] = ()  # corrections of weights, applied in order
 
     @classmethod
     def of(cls, drafter: Drafter) -> "Setting":
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A prompt with the target's own greedy answer, how decoding went, and what the drafter may read."""
+    """A prompt with the target's own greedy answer, the decoding steps, and the features for the drafter."""
 
     tokens: Tensor  # [T], prompt and answer
     prompt_tokens: int
@@ -68,20 +68,20 @@ class Answer:
 
     @property
     def anchors(self) -> int:
-        """Blocks that can be judged: an anchor needs a token behind it."""
+        """Number of blocks that can be judged: an anchor needs a token after it."""
         return max(0, len(self.tokens) - 1 - self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What R blocks predicted, slots 1..S - 1."""
+    """The predictions of R blocks, slots 1..S - 1."""
 
     hits: Tensor  # [R, S - 1] bool, the drafted token is the answer's
-    near: Tensor  # [R, S - 1] bool, the answer's is among the best that were looked at: NEAR, or one
+    near: Tensor  # [R, S - 1] bool, the answer's token is among the checked best tokens: NEAR, or one
     judged: Tensor  # [R, S - 1] bool, the answer has a token there
-    text: Tensor  # [R] long, which answer
-    anchor: Tensor  # [R] long, where in it
-    skipped: int = 0  # so many leading slots count for nothing
+    text: Tensor  # [R] long, the index of the answer
+    anchor: Tensor  # [R] long, its position in the answer
+    skipped: int = 0  # leading slots that do not count
 
     @property
     def accepted(self) -> Tensor:
@@ -94,31 +94,31 @@ class Scores:
         return 1 + float(self.accepted.float().mean())
 
     def share(self, what: Tensor, among: Tensor | None = None) -> list[float]:
-        """Share [S - 1] of `what` in the judged slots, by slot; NaN where there is none."""
+        """Returns the share [S - 1] of `what` in the judged slots, by slot; NaN without any."""
         counted = self.judged if among is None else self.judged & among
         return [ratio(int(n), int(m)) for n, m in zip((what & counted).sum(0), counted.sum(0), strict=True)]
 
     @property
     def given_previous(self) -> list[float]:
-        """Share [S - 1] of right slots where all slots before were right."""
+        """Returns the share [S - 1] of right slots among blocks with all slots before right."""
         return self.share(self.hits, self._previous)
 
     @property
     def asked_given_previous(self) -> list[int]:
-        """Of how many blocks each is."""
+        """Returns the number of blocks of each such share."""
         counts: list[int] = (self.judged & self._previous).sum(0).tolist()
         return counts
 
     @property
     def _previous(self) -> Tensor:
-        """Whether all slots before [R, S - 1] were right."""
+        """Returns whether all slots before [R, S - 1] were right."""
         before = torch.ones_like(self.hits)
         before[:, 1:] = self.hits[:, :-1].long().cumprod(1).bool()
         return before
 
     @property
     def steps(self) -> int:
-        """Verify steps if the answers were decoded by these very predictions."""
+        """Returns the number of verify steps if the answers were decoded by these predictions."""
         accepted, steps = self.accepted.tolist(), 0
         for text in self.text.unique():
             rows = (self.text == text).nonzero().flatten().tolist()
@@ -130,14 +130,14 @@ class Scores:
 
 
 class Gain(NamedTuple):
-    """How much better one way of running is than another."""
+    """The difference between two ways of running."""
 
     tokens: float  # accepted drafts a block, the difference
     z: float  # the same in standard errors
 
 
 def gain(better: Scores, base: Scores) -> Gain:
-    """Paired over blocks; neighbours share their tokens, so those of S - 1 positions in a row are one observation."""
+    """Returns the gain paired over blocks; blocks of S - 1 positions in a row share tokens: one observation."""
     difference = (better.accepted - base.accepted).double()
     place = torch.stack([base.text, base.anchor // base.hits.shape[1]], dim=1)
     segment = place.unique(dim=0, return_inverse=True)[1]
@@ -145,7 +145,7 @@ def gain(better: Scores, base: Scores) -> Gain:
 
 
 def unpaired_gain(better: Scores, base: Scores) -> Gain:
-    """The same for answers that differ; a whole answer is one observation."""
+    """Returns the gain for answers that differ; a whole answer is one observation."""
     means, errors = [], []
     for scores in (better, base):
         accepted = scores.accepted.double()
@@ -158,7 +158,7 @@ def unpaired_gain(better: Scores, base: Scores) -> Gain:
 
 
 def clustered(values: Tensor, cluster: Tensor) -> Gain:
-    """Mean of `values` [R] and the same over its standard error, with observations dependent inside a cluster."""
+    """Returns the mean of `values` [R] and its ratio to its standard error, with dependence inside a cluster."""
     mean = values.mean()
     sums = torch.zeros(int(cluster.max()) + 1, dtype=torch.float64).index_add_(0, cluster, values - mean)
     n = len(sums)
@@ -174,7 +174,7 @@ class Probe:
     """A target, a drafter that fits it, and the answers that have been decoded with both.
 
     Args:
-        layer_ids: taps that will be tried besides the drafter's own, each with its neighbours.
+        layer_ids: taps to try in addition to the drafter's own, each with the adjacent layers.
     """
 
     def __init__(self, target: Target, drafter: Drafter, max_tokens: int, layer_ids: Sequence[int] = ()) -> None:
@@ -185,7 +185,7 @@ class Probe:
 
     @torch.inference_mode()
     def answer(self, prompt: list[int]) -> Answer:
-        """Decode a prompt greedily with the drafter and read the whole text once more. Raises UserError."""
+        """Decodes a prompt greedily with the drafter, then reads the whole text once more. Raises UserError."""
         generation = generate(self.target, self.drafter, prompt, self._params)
         tokens = torch.tensor([prompt + generation.tokens], device=self.target.device)
         taps = [layer for layer in self._layers if layer != EMBEDDING]
@@ -200,7 +200,7 @@ class Probe:
         return Answer(tokens[0], len(prompt), generation, hidden)
 
     def answers(self, prompts: Sequence[list[int]], bar: Progress, names: Sequence[str] = ()) -> list[Answer]:
-        """The answers that are long enough for a block. Raises UserError naming the prompt that cannot be decoded."""
+        """Returns the answers that are long enough for a block. Raises UserError naming a prompt that fails."""
         found = []
         for i, ids in enumerate(prompts):
             try:
@@ -212,10 +212,10 @@ class Probe:
 
     @torch.inference_mode()
     def score(self, answers: list[Answer], setting: Setting, *, stride: int = 1, near: int = 1) -> Scores:
-        """Judge the blocks of every `stride`-th anchor of the answers, drafted by the rules of `setting`.
+        """Judges the blocks of every `stride`-th anchor of the answers, drafted by the rules of `setting`.
 
         Args:
-            near: look at so many best tokens of a slot.
+            near: number of best tokens of a slot to check.
         """
         drafter = self._run_as(setting)
         parts: list[tuple[Tensor, ...]] = []
@@ -233,7 +233,7 @@ class Probe:
         return Scores(hits, found, judged, text, anchors, skipped=max(0, -setting.label_shift))
 
     def _run_as(self, setting: Setting) -> Drafter:
-        """The drafter by another configuration and with its weights put right; what is not edited is shared."""
+        """Returns the drafter with another configuration and corrected weights; shares the others."""
         config = replace(
             self.drafter.config,
             rope_theta=setting.rope_theta,
@@ -256,16 +256,16 @@ class Probe:
 
     @functools.cached_property
     def _edited(self) -> Drafter:
-        """A network for weights that are put right; to make one takes longer than to judge some blocks with it."""
+        """A network for corrected weights; making one takes longer than judging some blocks with it."""
         return Drafter.of_tensors(self.drafter.config, dict(self.drafter.named_parameters())).eval()
 
     @torch.inference_mode()
     def drafts(
         self, drafter: Drafter, answer: Answer, setting: Setting, stride: int, near: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Anchors [A], drafts [A, S - 1] and the `near` best tokens of the slots [A, S - 1, near], the best first.
+        """Yields anchors [A], drafts [A, S - 1] and the `near` best tokens of the slots [A, S - 1, near], best first.
 
-        Some at a time, of every `stride`-th anchor of the answer.
+        It yields some at a time, for every `stride`-th anchor of the answer.
         """
         device, total, size = answer.tokens.device, len(answer.tokens), drafter.config.block_size
         features = torch.cat([answer.hidden[layer] for layer in setting.layer_ids], dim=-1)[None]
@@ -297,7 +297,7 @@ class Probe:
     def _chosen(
         self, drafter: Drafter, setting: Setting, hidden: Tensor, logits: Tensor, anchors: Tensor, near: int
     ) -> tuple[Tensor, Tensor]:
-        """What is drafted [A, S - 1], as `Drafter.choose` does, and the `near` best tokens [A, S - 1, near]."""
+        """Returns the drafts [A, S - 1], as `Drafter.choose`, and the `near` best tokens [A, S - 1, near]."""
         selector = drafter.selector if setting.selector else None
         count = drafter.config.draft_candidates if selector else 1
         if max(near, count) == 1:

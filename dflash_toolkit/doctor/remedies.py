@@ -1,4 +1,4 @@
-"""Which key of config.json to set, in the words of either form."""
+"""Remedies: the keys of config.json to set, in either format."""
 
 import json
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from .files import Case
 
 
 def layer_ids_remedy(case: Case, ids: Sequence[int]) -> str:
-    """How to tap layers `ids`."""
+    """Returns how to tap layers `ids`."""
     if case.speculators:
         return f"set aux_hidden_state_layer_ids to {[i + 1 for i in ids]} in config.json: that form stores id + 1"
     return f"set dflash_config.target_layer_ids to {list(ids)} in config.json"
 
 
 def rope_remedy(case: Case, theta: float, scaling: RopeScaling | None, present: RopeScaling | None) -> str:
-    """How to turn with this theta and scaling."""
+    """Returns how to set this theta and scaling."""
     inside = " of transformer_layer_config" if case.speculators else ""
     base = json.dumps(theta)
     if scaling == present:
@@ -27,7 +27,7 @@ def rope_remedy(case: Case, theta: float, scaling: RopeScaling | None, present: 
 
 
 def mask_remedy(case: Case, token: int) -> str:
-    """How to fill the slots with this row."""
+    """Returns how to fill the slots with this row."""
     keys = "dflash_config.mask_token_id"
     if case.speculators:
         keys = f"mask_token_id (and {keys}, if there)"
@@ -35,13 +35,13 @@ def mask_remedy(case: Case, token: int) -> str:
 
 
 def scale_remedy(multiplier: float, cap: float | None) -> str:
-    """How to transform the logits that a selector adds to."""
+    """Returns how to transform the logits that a selector adds to."""
     values = {"output_multiplier": multiplier, "final_logit_softcapping": cap}
     return f"set {' and '.join(f'{k} to {json.dumps(v)}' for k, v in values.items())} in dflash_config of config.json"
 
 
 def calibration_remedy(case: Case, measured: Calibration | None) -> str:
-    """How to tell what was measured of the drafter's probabilities."""
+    """Returns how to store the measured calibration of the drafter's probabilities."""
     nested = case.raw.get("dflash_config")
     inside = "dflash_config." if isinstance(nested, dict) and "acceptance_bias" in nested else ""
     keys = f"{inside}acceptance_slope", f"{inside}acceptance_bias"
@@ -52,7 +52,7 @@ def calibration_remedy(case: Case, measured: Calibration | None) -> str:
 
 
 def causality_remedy(case: Case, causal: bool) -> str:
-    """How to let a block's slots see those behind them, or not."""
+    """Returns how to let a block's slots see those after them, or not."""
     if not case.speculators:
         return f"set is_causal to {str(causal).lower()} in config.json"
     if causal and case.config and "full_attention" in case.config.layer_types:

@@ -1,9 +1,9 @@
-"""Sweeps: run the drafter in other ways than configured. One that is clearly better may name the mistake.
+"""Sweeps: run the drafter with other settings than configured. A clearly better one may name the mistake.
 
-All ways of all families compete. The best one that is clearly better is taken as given and the rest compete again, so
-that the shadow of one mistake is not reported as another, and two mistakes are both found. They are faults only if
-together they restore most of the acceptance that was recorded, or, where none was, a plausible one, and each is needed
-for it: what merely helps does not explain, and its remedy would be a false one.
+All ways of all families compete. The best one that is clearly better is applied and the rest compete again, so that
+a side effect of one mistake is not reported as another, and two mistakes are both found. They are faults only if
+together they restore most of the recorded acceptance (or, without a record, a plausible one), and each is needed for
+it: a way that merely helps is not the cause, and its remedy would be wrong.
 """
 
 import math
@@ -24,22 +24,22 @@ from .remedies import causality_remedy, layer_ids_remedy, mask_remedy, rope_reme
 CLEAR_Z = 4.0  # standard errors; some sixty ways are tried
 CLEAR_TOKENS = 0.1  # accepted drafts a block
 CLEAR_SHARE = 0.05  # of the drafts that are accepted now
-STRICT_RATIO = 2.0  # what a fault of the trainer must multiply the accepted drafts by
+STRICT_RATIO = 2.0  # factor on the accepted drafts for a fault of the trainer
 STRICT_TOKENS = 0.25
-FROM_NOTHING = 10.0  # the same where it is all that can be told, for the drafter is bad even so
+FROM_NOTHING = 10.0  # the same if there is no other evidence, as the drafter is bad even with it
 MOST = 0.6  # of the accepted drafts that were recorded
 PLAUSIBLE_TAU = 2.0  # tokens a step that a trained drafter reaches on nearly any text
-PLAUSIBLE_SHARE = 0.2  # of a very short block's drafts instead
-PLAUSIBLE_RATIO = 1.3  # and what a remedy that restores a drafter multiplies its accepted drafts by
+PLAUSIBLE_SHARE = 0.2  # instead, for a very short block, of its drafts
+PLAUSIBLE_RATIO = 1.3  # factor on the accepted drafts for a remedy that restores a drafter
 COMMON_THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 MASKS_TRIED = 8
-BLOCKS = 256  # more are judged only where a way is compared with decoding itself
+BLOCKS = 256  # more are judged only to compare a way with decoding itself
 QUICK = 4  # a way that is no better on every fourth of them is not tried on all
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One other way to run the drafter."""
+    """Another setting to run the drafter with."""
 
     words: str
     setting: Setting
@@ -50,10 +50,11 @@ class Way:
 class Family:
     """Ways that answer one question.
 
-    `certain`: what is clearly better is right, be the rest as it may.
+    `certain`: a clearly better way is right, even if it does not restore the acceptance.
 
-    `strict`: no key of config.json can mend it, and a healthy drafter may well profit from what it must not have (the
-    anchor's own feature says what comes next), so being better is not enough: the drafter must be poor without it.
+    `strict`: no key of config.json can fix it, and a healthy drafter may well gain from information that it must not
+    have (the anchor's own feature predicts the next token), so being better is not enough: the drafter must be poor
+    without it.
     """
 
     check: str
@@ -64,7 +65,7 @@ class Family:
 
 
 def layer_ids(case: Case, now: Setting) -> Iterator[Way]:
-    """All taps one layer lower or higher. -1 is the embedding, the last layer comes normed, as HF returns them."""
+    """Yields all taps one layer lower or higher. -1 is the embedding; the last layer comes normed, as HF returns it."""
     last = int(case.target.num_hidden_layers) - 1
     for shift in (-1, 1):
         ids = tuple(i + shift for i in now.layer_ids)
@@ -81,14 +82,14 @@ def layer_ids(case: Case, now: Setting) -> Iterator[Way]:
 
 
 def tap_order(case: Case, now: Setting) -> Iterator[Way]:
-    """The same taps in another order."""
+    """Yields the same taps in other orders."""
     for order in likely_orders(len(now.layer_ids)):
         ids = tuple(now.layer_ids[i] for i in order)
         yield Way(f"taps {list(ids)}", replace(now, layer_ids=ids), layer_ids_remedy(case, ids))
 
 
 def rope(case: Case, now: Setting) -> Iterator[Way]:
-    """The target's own theta and scaling, the common thetas, and no scaling."""
+    """Yields the target's own theta and scaling, the common thetas, and no scaling."""
     theta, scaling = rope_of(case.target)
     own = theta or now.rope_theta
     tried = [(theta, now.rope_scaling) for theta in (own, *COMMON_THETAS)]
@@ -97,12 +98,12 @@ def rope(case: Case, now: Setting) -> Iterator[Way]:
         if (theta, other) == (now.rope_theta, now.rope_scaling):
             continue
         remedy = rope_remedy(case, theta, other, now.rope_scaling)
-        whose = " (the target's)" if theta == own and other in (scaling, now.rope_scaling) else ""
-        yield Way(rope_words(theta, other) + whose, replace(now, rope_theta=theta, rope_scaling=other), remedy)
+        note = " (the target's)" if theta == own and other in (scaling, now.rope_scaling) else ""
+        yield Way(rope_words(theta, other) + note, replace(now, rope_theta=theta, rope_scaling=other), remedy)
 
 
 def mask_row(case: Case, now: Setting) -> Iterator[Way]:
-    """Rows that a trainer is likely to have used: the tokenizer's mask, unused and reserved rows, neighbours, pad."""
+    """Yields rows that trainers often use: the tokenizer's mask, unused and reserved rows, adjacent ones, pad."""
     rows, tokenizer = int(case.target.vocab_size), case.tokenizer
     added = tokenizer.get_added_vocab().items()
     reserved = [token for text, token in added if any(word in text.lower() for word in (*RESERVED_WORDS, "mask"))]
@@ -114,14 +115,14 @@ def mask_row(case: Case, now: Setting) -> Iterator[Way]:
 
 
 def causality(case: Case, now: Setting) -> Iterator[Way]:
-    """The block bidirectional instead of causal, or the other way round."""
+    """Yields the block bidirectional instead of causal, or the inverse."""
     other = not (now.is_causal or (now.is_causal is None and case.config and "sliding" in str(case.config.layer_types)))
     words = "causal" if other else "bidirectional"
     yield Way(words, replace(now, is_causal=other), causality_remedy(case, other))
 
 
 def logit_scales(case: Case, now: Setting) -> Iterator[Way]:
-    """The target's own multiplier and soft cap, and none: a selector adds its scores behind them."""
+    """Yields the target's own multiplier and soft cap, and none: a selector adds its scores after them."""
     if case.config is None or not case.config.has_selector:
         return
     present = (now.output_multiplier, now.final_logit_softcapping)
@@ -132,7 +133,7 @@ def logit_scales(case: Case, now: Setting) -> Iterator[Way]:
 
 
 def selector(case: Case, now: Setting) -> Iterator[Way]:
-    """Every slot's own best token, whatever stands before it."""
+    """Yields every slot's own best token, independent of the token before."""
     if case.config is not None and case.config.has_selector and now.selector:
         yield Way(
             "every slot's own best token", replace(now, selector=False),
@@ -142,7 +143,7 @@ def selector(case: Case, now: Setting) -> Iterator[Way]:
 
 
 def across_blocks(case: Case, now: Setting) -> Iterator[Way]:
-    """The first slots of a block convolved with the last ones of the block before, as in a packed row."""
+    """Yields convolutions that read from the last slots of the block before, as in a packed row."""
     if case.config is not None and case.config.architecture.around_spec(case.config):
         yield Way(
             "convolutions across blocks", replace(now, across_blocks=True),
@@ -152,7 +153,7 @@ def across_blocks(case: Case, now: Setting) -> Iterator[Way]:
 
 
 def edited(check: str) -> Callable[[Case, Setting], Iterator[Way]]:
-    """Ways to store the weights: those edits of one check."""
+    """Returns a function that yields the corrections of weights of one check."""
 
     def ways(case: Case, now: Setting) -> Iterator[Way]:
         assert case.config is not None
@@ -164,7 +165,7 @@ def edited(check: str) -> Callable[[Case, Setting], Iterator[Way]]:
 
 
 def context(case: Case, now: Setting) -> Iterator[Way]:
-    """The anchor's own feature visible, or the last one before it missing."""
+    """Yields the anchor's own feature visible, and the last one before it missing."""
     yield Way(
         "the anchor's own feature visible", replace(now, context_end=now.context_end + 1),
         "it was trained with the anchor's own feature in the context, which does not exist yet when decoding: train "
@@ -177,14 +178,14 @@ def context(case: Case, now: Setting) -> Iterator[Way]:
 
 
 def positions(case: Case, now: Setting) -> Iterator[Way]:
-    """Blocks one position earlier or later against their context."""
+    """Yields blocks one position earlier or later relative to their context."""
     for shift in (-1, 1):
         remedy = f"it was trained with slot k at position anchor + k {'+' if shift > 0 else '-'} 1: train again"
         yield Way(f"positions {shift:+d}", replace(now, block_shift=now.block_shift + shift), remedy)
 
 
 def labels(case: Case, now: Setting) -> Iterator[Way]:
-    """Slots that predict a neighbour's token."""
+    """Yields slots that predict the token before or after theirs."""
     for shift in (-1, 1):
         remedy = (
             f"slot k predicts the token at anchor + k {'+' if shift > 0 else '-'} 1: the trainer shifted its labels; "
@@ -216,7 +217,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A way and how it did."""
+    """A way and its scores."""
 
     family: Family
     way: Way
@@ -230,16 +231,16 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What the sweeps found."""
+    """The result of the sweeps."""
 
     findings: list[Finding]
-    setting: Setting  # with what explains the acceptance mended
+    setting: Setting  # with the causes of the low acceptance fixed
     best_tau: float  # of anything tried
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """One mistake of the chain that was followed."""
+    """One mistake of the chain."""
 
     tried: Tried
     before: Setting
@@ -255,7 +256,7 @@ def clearly_better(scores: Scores, base: Scores, *, strict: bool = False) -> boo
 
 
 def restores(case: Case, tau: float, base: float) -> bool:
-    """Whether `tau` tokens a step are most of what the drafter should reach, against `base` as it is."""
+    """Whether `tau` tokens per step are most of the expected number, compared with `base` as it is."""
     if case.recorded_tau is not None:
         return tau - 1 >= MOST * (case.recorded_tau - 1)
     assert case.config is not None
@@ -264,12 +265,12 @@ def restores(case: Case, tau: float, base: float) -> bool:
 
 
 def blocks_stride(answers: list[Answer]) -> int:
-    """How far apart the anchors are that a sweep looks at."""
+    """Returns the distance of the anchors that a sweep judges."""
     return math.ceil(sum(answer.anchors for answer in answers) / BLOCKS)
 
 
 def count_ways(case: Case, now: Setting) -> int:
-    """How many ways one round of the sweeps tries."""
+    """Returns the number of ways that one round of the sweeps tries."""
     return sum(1 for family in FAMILIES for _ in family.ways(case, now))
 
 
@@ -282,12 +283,12 @@ def sweep(
     *,
     damaged: bool = False,
 ) -> Swept:
-    """Let every family try its ways.
+    """Tries the ways of every family.
 
     Args:
-        bar: advances by one a way; further rounds make it longer.
-        exported: what the record says; the drafter is run as it was exported, as far as that is known.
-        damaged: the files say that something else is wrong; then nothing that helps is called a fault.
+        bar: advances by one per way; further rounds make it longer.
+        exported: the result for the record; the drafter is run as it was exported, as far as that is known.
+        damaged: the files have another fault; then no way that helps is reported as a fault.
     """
     exported = exported or Exported()
     start = now = exported.setting(Setting.of(probe.drafter))
@@ -304,10 +305,10 @@ def sweep(
         quick = probe.score(answers, now, stride=QUICK * stride)
         tried = []
         for family, way in ways:
-            scores, beside = probe.score(answers, way.setting, stride=QUICK * stride), quick
+            scores, compared = probe.score(answers, way.setting, stride=QUICK * stride), quick
             if scores.tau > quick.tau:
-                scores, beside = probe.score(answers, way.setting, stride=stride), base
-            tried.append(Tried(family, way, scores, beside))
+                scores, compared = probe.score(answers, way.setting, stride=stride), base
+            tried.append(Tried(family, way, scores, compared))
             bar.advance(1, note=family.check)
         best_tau = max([best_tau, *(t.scores.tau for t in tried if t.base is base)])
         better = [t for t in tried if t.clearly_better]
@@ -316,13 +317,13 @@ def sweep(
         best = max(better, key=lambda t: t.scores.tau)
         chain.append(_Link(best, now, _figures([t for t in tried if t.family is best.family])))
         now, base = best.way.setting, best.scores
-    allowed = not damaged and (not exported.known or exported.mended)
+    allowed = not damaged and (not exported.known or exported.restorable)
     from_nothing = any(t.tried.family.strict for t in chain) and base.tau - 1 >= FROM_NOTHING * (first.tau - 1)
     explained = allowed and (restores(case, base.tau, first.tau) or (from_nothing and case.recorded_tau is None))
     found: dict[str, Finding] = {}
     for link in chain:
-        # a drafter that is as it was exported is wrong only if a way changes much: its trainer, or the record, was
-        much = not exported.mended or base.tau - 1 >= PLAUSIBLE_RATIO * (first.tau - 1)
+        # a drafter that is as exported is wrong only if a way changes much: then its trainer, or the record, was wrong
+        much = not exported.restorable or base.tau - 1 >= PLAUSIBLE_RATIO * (first.tau - 1)
         needed = len(chain) == 1 or clearly_better(base, probe.score(answers, _without(now, link), stride=stride))
         fault = (explained and needed and much) or (link.tried.family.certain and allowed)
         found[link.tried.family.check] = _verdict(case, link, "fault" if fault else "warning" if allowed else "ok")
@@ -343,7 +344,7 @@ def _verdict(case: Case, link: _Link, severity: Severity) -> Finding:
     if severity == "fault":
         return Finding(check, severity, words, tried.way.remedy, link.figures)
     if case.recorded_tau is None:
-        level = "which is not what makes a bad drafter a good one"
+        level = "which is not the acceptance of a good drafter"
     else:
         level = f"and {case.recorded_tau:.2f} were recorded"
     remedy = f"this helps, but does not explain it ({is_now:.2f} tokens a step, {level}): look for the cause elsewhere"
@@ -351,7 +352,7 @@ def _verdict(case: Case, link: _Link, severity: Severity) -> Finding:
 
 
 def _without(final: Setting, link: _Link) -> Setting:
-    """The final setting but for what this link changed."""
+    """Returns the final setting without the change of this link."""
     before, after = link.before, link.tried.way.setting
     changed = [f.name for f in fields(Setting) if getattr(before, f.name) != getattr(after, f.name)]
     back = {name: getattr(before, name) for name in changed if name != "edits"}

@@ -1,4 +1,4 @@
-"""How badly is it accepted, and what the shape of it says. A symptom is a fault only where nothing explains it."""
+"""Measures acceptance and judges its pattern. A symptom is a fault only if nothing explains it."""
 
 import math
 from collections.abc import Sequence
@@ -21,39 +21,39 @@ LOW_FIRST = 0.5
 UNKNOWN_RECALL = 0.25  # of slot 1, among the 16 best
 LOW_RECALL = 0.6
 GAP_FAULT, GAP_WARNING = 0.8, 0.92  # decoded over teacher-forced tokens a step
-GAP_STEPS = 20  # fewer say nothing
+GAP_STEPS = 20  # fewer are not judged
 RECORDED = 0.6  # measured over recorded tokens a step
-CERTAIN_BEFORE, CERTAIN_AFTER = 0.7, 0.15  # of an untrained slot, in a drafter of which nothing else is known
-CLIFF, CLIFF_Z = 0.5, 4.0  # acceptance of a slot over that of the one before, and how sure that must be
+CERTAIN_BEFORE, CERTAIN_AFTER = 0.7, 0.15  # of an untrained slot, in a drafter without a record
+CLIFF, CLIFF_Z = 0.5, 4.0  # acceptance of a slot over that of the one before, and the required certainty
 THINKING_FAULT, THINKING_WARNING = 2.0, 1.4  # accepted drafts in the other mode over those in this
 THINKING_Z = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is certain before the symptoms are read."""
+    """Certain facts that the symptoms are judged with."""
 
     exported: Exported
-    target_same: bool  # it computes what it did at export
+    target_same: bool  # its outputs are those of the export
     best_tau: float = math.nan  # of every way that was tried
 
     @property
     def as_exported(self) -> bool:
-        """Drafter and target are those of the export: the causes left lie outside of both."""
+        """Whether drafter and target are those of the export: other causes remain."""
         return self.exported.as_exported and self.target_same
 
     def open_causes(self, case: Case) -> str:
-        """What may be the cause of a low acceptance that nothing explains, with the evidence."""
+        """Returns the possible causes of an unexplained low acceptance, with the evidence."""
         if self.as_exported:
             return (
                 "weights, configuration and target are those of the export (the record's hashes and hidden states "
-                "match), so what is left: prompts unlike those of training, another template, thinking mode or "
-                "system prompt, or too little training"
+                "match), so the possible causes are: prompts unlike those of training, another template, thinking mode "
+                "or system prompt, or too little training"
             )
         tried = "" if math.isnan(self.best_tau) else f" (the best of all settings tried reaches {self.best_tau:.2f})"
         causes = [f"no known mistake explains it{tried}; open are"]
         if not self.exported.known:
-            causes.append("weights changed or layers lost since the export, which left no record to tell,")
+            causes.append("weights changed or layers lost since the export, which left no record,")
         elif not self.exported.as_exported:
             causes.append("the changes named above,")
         if not self.target_same:
@@ -65,7 +65,7 @@ class Known:
 def check_acceptance(
     case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding], known: Known
 ) -> list[Finding]:
-    """Position-1 acceptance, tokens per step, and the curves by slot, teacher-forced and decoded."""
+    """Measures position-1 acceptance, tokens per step, and the curves by slot, teacher-forced and decoded."""
     slots = scores.hits.shape[1]
     pooled = Acceptance.of([answer.generation for answer in answers], block_size=slots + 1)
     decoded, forced = list(pooled.accepted_given_previous), scores.given_previous
@@ -89,19 +89,19 @@ def check_acceptance(
     remedy = ""
     if tau < USELESS_TAU or forced[0] < USELESS_FIRST:
         unknown = scores.share(scores.near)[0] < UNKNOWN_RECALL
-        # a drafter that is as it was exported is not broken, however little it knows of these prompts
+        # a drafter as exported is not broken, even if it predicts little of these prompts
         severity = "warning" if known.as_exported else "fault"
-        knows = "it knows nothing of what this target says here" if unknown else "it knows little of it"
+        knows = "it cannot predict this target's answers here" if unknown else "it predicts little of them"
         remedy = f"as good as none; {knows}: {known.open_causes(case)}"
     elif tau < LOW_TAU or forced[0] < LOW_FIRST:
         severity, remedy = "warning", f"low: {known.open_causes(case)}"
     if severity != "ok" and has_fault(earlier):
-        severity, remedy = "warning", "mend the faults named here, then examine it again"
+        severity, remedy = "warning", "fix the faults named here, then examine it again"
     return [Finding("acceptance", severity, measured, remedy, figures)]
 
 
 def check_curve(case: Case, scores: Scores, earlier: Sequence[Finding], known: Known) -> list[Finding]:
-    """Is every slot of the block one that was trained, and does acceptance fall slowly along them?"""
+    """Checks that every slot of the block was trained, and that acceptance falls slowly along them."""
     assert case.config is not None
     present, trained = case.config.block_size, case.provenance.get("trained_block_size")
     if trained is None and case.record is not None:
@@ -122,20 +122,20 @@ def check_curve(case: Case, scores: Scores, earlier: Sequence[Finding], known: K
     before, here = shares[slot - 2 : slot]
     words = f"slot {slot} is accepted {here:.0%} of the time, slot {slot - 1} {before:.0%}; {measured}"
     remedy = (
-        f"slots from {slot} on were trained otherwise than those before: look at their labels, weights and mask in "
+        f"slots from {slot} on were trained differently from those before: look at their labels, weights and mask in "
         f"training; until then serve it with block_size {slot}"
     )
     certain = slot > 2 and min(shares[: slot - 1]) >= CERTAIN_BEFORE and here <= CERTAIN_AFTER
     if known.as_exported or certain:
         return [Finding("curve", "fault", words, remedy, figures)]
     remedy = (
-        f"slots from {slot} on are worse than those before; trained otherwise, or damaged: {known.open_causes(case)}"
+        f"slots from {slot} on are worse than those before; trained differently, or damaged: {known.open_causes(case)}"
     )
     return [Finding("curve", "warning", words, remedy, figures)]
 
 
 def _cliff(scores: Scores) -> int | None:
-    """The first slot, from 2 on, that is accepted clearly less than half as often as the one before it."""
+    """Returns the first slot, from 2 on, that is accepted clearly less than half as often as the one before."""
     shares, counts = scores.given_previous, scores.asked_given_previous
     for slot in range(2, len(shares) + 1):
         (p, q), (m, n) = shares[slot - 2 : slot], counts[slot - 2 : slot]
@@ -148,20 +148,20 @@ def _cliff(scores: Scores) -> int | None:
 
 
 def check_recall(case: Case, scores: Scores, earlier: Sequence[Finding], known: Known) -> list[Finding]:
-    """Does the drafter know the token but rank it too low, or not know it?"""
+    """Checks whether the drafter does not know the token, or knows it but ranks it too low."""
     recall, best = scores.share(scores.near), scores.share(scores.hits)
     measured = f"slot 1: {recall[0]:.0%} among its 16 best, {best[0]:.0%} the best; by slot {_curve(recall)}"
     figures = {"recall_16": recall, "top_1": best}
     if has_fault(earlier) or best[0] >= LOW_FIRST:
         return [Finding("recall", "ok", measured, figures=figures)]
     if recall[0] < LOW_RECALL:
-        remedy = "it does not know what comes next"
+        remedy = "it does not know the next token"
         if known.as_exported:
             remedy += ": more training data, more like what is served"
     else:
         remedy = "it knows the token but ranks it too low"
         if known.as_exported:
-            remedy += ": trained too short, or on answers sampled otherwise than these (temperature, another model)"
+            remedy += ": trained too short, or on responses with other sampling (temperature, another model)"
     if not known.as_exported:
         remedy += f": {known.open_causes(case)}"
     return [Finding("recall", "warning", measured, remedy, figures)]
@@ -170,7 +170,7 @@ def check_recall(case: Case, scores: Scores, earlier: Sequence[Finding], known: 
 def check_serving(
     case: Case, answers: Sequence[Answer], scores: Scores, earlier: Sequence[Finding], known: Known
 ) -> list[Finding]:
-    """Decoding step by step against the same blocks drafted from the whole answer, and against training's figure."""
+    """Compares decoding step by step with the same blocks drafted from the whole answer, and with training's figure."""
     tokens, steps = sum(a.anchors for a in answers), sum(len(a.generation.steps) for a in answers)
     decoded, forced, recorded = tokens / steps, tokens / scores.steps, case.recorded_tau
     measured = f"{decoded:.2f} tokens a step decoded, {forced:.2f} teacher-forced along the same path"
@@ -183,7 +183,7 @@ def check_serving(
     if recorded is not None and decoded < RECORDED * recorded:
         words = f"{decoded:.2f} tokens a step here, {recorded:.2f} when it was exported"
         named = has_fault([*earlier, *found])
-        remedy = "mend the faults named here" if named else known.open_causes(case)
+        remedy = "fix the faults named here" if named else known.open_causes(case)
         found.append(Finding("serving", "warning", words, remedy, figures))
     return found or [Finding("serving", "ok", measured, figures=figures)]
 
@@ -196,7 +196,7 @@ def knows_thinking(case: Case) -> bool:
 def check_thinking(
     case: Case, probe: Probe, prompts: Sequence[Prompt], answers: list[Answer], setting: Setting, bar: Progress
 ) -> list[Finding]:
-    """Would the drafter do better on prompts rendered with the thinking mode on, or off?"""
+    """Checks whether the drafter does better on prompts rendered with the thinking mode on, or off."""
     if not knows_thinking(case):
         return [Finding("thinking", "ok", "the template knows no thinking mode")]
 
@@ -218,7 +218,7 @@ def check_thinking(
         ratio = (other.tau - 1) / max(base.tau - 1, 1e-9)
         severity: Severity = "ok"
         if difference.z >= THINKING_Z and difference.tokens >= CLEAR_TOKENS:
-            # other answers may just be easier, so without a record it takes more to be sure
+            # other answers may just be easier, so without a record a larger gain is needed
             fault, warning = (THINKING_WARNING, 1.0) if as_trained else (THINKING_FAULT, THINKING_WARNING)
             certain = ratio >= fault and restores(case, other.tau, base.tau)
             severity = "fault" if certain else "warning" if ratio >= warning else "ok"
@@ -231,11 +231,11 @@ def check_thinking(
             remedy = f"it is better with {name}: serve it so, if that is what it was trained for"
         figures = {"tau": base.tau, "tau_other": other.tau, "z": difference.z, "trained_so": as_trained}
         found.append(Finding("thinking", severity, words, remedy, figures))
-    return found or [Finding("thinking", "ok", "the template renders these prompts alike in every mode")]
+    return found or [Finding("thinking", "ok", "the template renders these prompts the same in every mode")]
 
 
 def enough(answers: Sequence[Answer], blocks: int) -> None:
-    """Refuse to judge a drafter by a handful of blocks. Raises UserError."""
+    """Refuses to judge a drafter by a few blocks. Raises UserError."""
     count = sum(answer.anchors for answer in answers)
     if count < blocks:
         raise UserError(

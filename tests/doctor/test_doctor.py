@@ -252,7 +252,7 @@ def test_a_target_of_other_weights_is_told_by_the_drafters_ignorance(clinic: Cli
             weight.normal_(0, 0.3)
     faults = clinic.examine("--target", write_target(other, tmp_path))["fault"]
     assert [fault["check"] for fault in faults] == ["acceptance"]
-    assert "knows nothing of what this target says" in faults[0]["remedy"]
+    assert "cannot predict this target's answers" in faults[0]["remedy"]
 
 
 def test_a_drafter_that_was_never_trained_is_told_by_its_weights(clinic: Clinic, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_features_that_are_others_while_it_decodes_are_told_as_the_gap(
     assert gap["figures"]["teacher_forced"] > 5 > gap["figures"]["decoded"]
     if every == 1:
         (recorded,) = (f for f in found["warning"] if "when it was exported" in f["measured"])
-        assert recorded["remedy"] == "mend the faults named here"
+        assert recorded["remedy"] == "fix the faults named here"
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def blurred(noise: float) -> Any:
 def test_a_drafter_that_does_not_know_what_comes_next_lacks_data(clinic: Clinic, other_prompts: str) -> None:
     found = clinic.examine("--prompts", other_prompts)
     (warning,) = (f for f in found["warning"] if f["check"] == "recall")
-    assert warning["figures"]["recall_16"][0] < 0.3 and "does not know what comes next" in warning["remedy"]
+    assert warning["figures"]["recall_16"][0] < 0.3 and "does not know the next token" in warning["remedy"]
     assert [f["check"] for f in found["fault"]] == ["acceptance"]
 
 
@@ -151,7 +151,7 @@ def test_neither_what_was_recorded_nor_recall_warns_of_what_a_fault_explains(cli
     found = clinic.examine(break_it=BREAKS["mask row"][0])
     assert [f["check"] for f in found["fault"]] == ["mask row"]
     (serving,) = (f for f in found["warning"] if f["check"] == "serving")
-    assert serving["remedy"] == "mend the faults named here"
+    assert serving["remedy"] == "fix the faults named here"
     (recall,) = (f for f in found["ok"] if f["check"] == "recall")
     assert recall["figures"]["top_1"][0] < 0.3
 
@@ -173,8 +173,8 @@ def test_a_calibration_of_another_drafter_is_named_and_the_measured_one_is_right
 
     found = clinic.examine(break_it=calibrated(figures["acceptance_slope"], figures["acceptance_bias"]))
     assert not found["fault"] + found["warning"]
-    (mended,) = (finding for finding in found["ok"] if finding["check"] == "calibration")
-    assert mended["figures"]["promised_stored"] == pytest.approx(figures["accepted"], rel=0.15)
+    (restored,) = (finding for finding in found["ok"] if finding["check"] == "calibration")
+    assert restored["figures"]["promised_stored"] == pytest.approx(figures["accepted"], rel=0.15)
 
 
 def nodes_of(informed: bool, ranked: bool, blocks: int = 300) -> list[JudgedNode]:
@@ -203,7 +203,7 @@ def test_probabilities_that_say_nothing_are_told_and_what_cannot_pay(clinic: Cli
     assert good.figures["auc_trees"] > good.figures["auc_chains"] > 0.65
     order, nothing = (judged(case, nodes_of(False, ranked), "dflash-serve --target t") for ranked in (True, False))
     for finding in (order, nothing):
-        assert finding.severity == "warning" and "say nothing of what is accepted" in finding.measured
+        assert finding.severity == "warning" and "do not predict acceptance" in finding.measured
         assert abs(finding.figures["auc_chains"] - 0.5) < 0.05
         assert "`dflash-serve --target t --no-draft-tree`" in finding.remedy
     assert "trees by the order of their tokens alone" in order.remedy and order.figures["auc_trees"] > 0.7

@@ -211,7 +211,7 @@ def test_a_null_that_vllm_fails_on_is_named(name: str, key: str, target: Target)
     for raw in raws:
         case = replace(case_of(target, scaled(target, SCALINGS["linear"])), raw=raw)
         _, finding = check_rope(case)
-        assert (finding.severity, finding.measured) == ("warning", f"{name} says null for {key}")
+        assert (finding.severity, finding.measured) == ("warning", f"{name} has null for {key}")
         assert f"from {name} of config.json" in finding.remedy
     assert len(check_rope(replace(case, raw={name: group | {key: "linear"}}))) == 1
 
