@@ -58,7 +58,7 @@ from dflash_toolkit import Drafter, Target
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.shape import drafter_shape
 
-with contextlib.suppress(ImportError):  # `save_pretrained` would import DeepSpeed, whose engine no test gives it
+with contextlib.suppress(ImportError):  # `save_pretrained` would import DeepSpeed; its engine no test gives it
     import accelerate.utils.other
 
     accelerate.utils.other.is_deepspeed_available = lambda: False
@@ -206,7 +206,7 @@ os.register_at_fork(after_in_child=pytest_collection_finish)
 
 @pytest.fixture(autouse=True)
 def _freezes_imports() -> Iterator[None]:
-    """What a test has imported is frozen, too: whoever closes an engine collects all garbage."""
+    """Freezes imported objects of tests, too: closing an engine collects all garbage."""
     before = len(sys.modules)
     yield
     if len(sys.modules) >= before + 20:
@@ -262,7 +262,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_target(
     kind: str = "llama", *, layers: int = 6, tied: bool = True, limit: int = 512, **extra: object
 ) -> Target:
-    """A random target in fp32 whose greedy answers are varied (large initialisation) and reproducible."""
+    """A random target in fp32 with greedy answers that are varied (large initialisation) and reproducible."""
     torch.manual_seed(11)
     config = CONFIGS[kind](
         vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
@@ -283,7 +283,7 @@ def make_drafter(target: Target, *, taps: int = 3, layers: int = 2, block_size: 
 
 
 def make_dflash2(target: Target, **changes: object) -> Drafter:
-    """One with both parts of DFlash 2, whose random weights change what is drafted."""
+    """A drafter with both parts of DFlash 2; its random weights change the drafts."""
     parts = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 16}
     drafter = make_drafter(target, **parts | changes)
     generator = torch.Generator().manual_seed(6)
@@ -348,7 +348,7 @@ def check_same(reread: Drafter, drafter: Drafter) -> None:
 
 
 def prompts_of(config: Any, tokenizer: Any, work: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """What a run of `dflash-train --data` would train on and measure on, in `work`: prompts as they are rendered."""
+    """Returns the rendered prompts that `dflash-train --data` would train and evaluate on, in `work`."""
     from dflash_toolkit.data.prompts import encode_chat
     from dflash_toolkit.train.prompts.choosing import chosen
     from dflash_toolkit.train.prompts.split import PROMPTS, Reading, choose_prompts

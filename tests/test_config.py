@@ -224,7 +224,7 @@ def test_the_later_source_wins_file_then_flags_then_overrides(write: Callable[[s
         "--target t --data a b steps=3 steps=24 --limit null steps=3 optimiser.lr=0.5",
     ],
 )
-def test_a_list_flag_and_overrides_may_stand_in_any_order(typed: str) -> None:
+def test_list_flags_and_overrides_come_in_any_order(typed: str) -> None:
     expected = Settings(target="t", data=("a", "b"), steps=3, optimiser=Optimiser(lr=0.5))
     assert parse(*typed.split()) == expected
 
@@ -296,7 +296,7 @@ def test_a_mistake_on_the_command_line_is_one_line(argv: tuple[str, ...], messag
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_mistake_in_the_file_is_told_with_the_name_of_the_file(write: Callable[[str], str]) -> None:
+def test_an_error_in_the_file_names_the_file(write: Callable[[str], str]) -> None:
     file = write("target: t\nsteps: many\n")
     with pytest.raises(UserError, match=rf"^{re.escape(file)}: steps: expected a whole number, got 'many'$"):
         parse("--config", file)
@@ -435,12 +435,12 @@ def raises(error: BaseException) -> int:
     raise error
 
 
-def test_an_interrupt_is_exit_code_130_and_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_exits_130_and_names_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(lambda: raises(KeyboardInterrupt())) == 130
     assert "resume" in capsys.readouterr().err
 
 
-def test_a_defect_is_not_dressed_up_as_a_mistake_of_the_user() -> None:
+def test_a_defect_is_not_reported_as_a_user_error() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
 

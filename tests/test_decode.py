@@ -142,7 +142,7 @@ def test_a_step_commits_the_correct_prefix_of_the_draft_and_one_more(wrong: set[
 
 
 @pytest.mark.parametrize("wrong", [set(), {2, 9, 10, 11, 17}, set(range(64))], ids=["none", "some", "all"])
-def test_the_draft_context_holds_the_committed_tokens_and_nothing_else(wrong: set[int]) -> None:
+def test_the_draft_context_holds_only_committed_tokens(wrong: set[int]) -> None:
     target, drafter = pair()
     with drafting(knows(answer(), wrong)) as contexts:
         generation = generate(target, drafter, PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))
@@ -172,7 +172,7 @@ def test_rejected_tokens_leave_a_sliding_window_cache() -> None:
 
 
 @pytest.mark.parametrize("index", range(1, 18))
-def test_an_answer_ends_with_the_earliest_stop_token_wherever_in_a_block_it_stands(index: int) -> None:
+def test_the_earliest_stop_token_in_a_block_ends_the_answer(index: int) -> None:
     target, drafter = pair()
     truth = answer()
     stops = truth[index + 3], truth[index]
@@ -189,7 +189,7 @@ def test_an_answer_ends_with_the_earliest_stop_token_wherever_in_a_block_it_stan
     assert generate(target, None, PROMPT, params).tokens == generation.tokens
 
 
-def test_every_end_of_sequence_id_of_the_checkpoint_stops_and_ignore_eos_ignores_them() -> None:
+def test_every_eos_id_stops_unless_ignore_eos() -> None:
     target, drafter = make_target(), pair()[1]
     truth = answer()
     target.model.generation_config.eos_token_id = [EOS, truth[6]]
@@ -232,7 +232,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused(prompt: list[int], said: st
         generate(make_target(limit=16), None, prompt)
 
 
-def test_the_first_and_the_last_token_of_the_vocabulary_may_stand_in_a_prompt() -> None:
+def test_a_prompt_may_have_the_first_and_last_token_id() -> None:
     decode.check_prompt([VOCAB - 1, 0], 3, VOCAB)
 
 
@@ -321,7 +321,7 @@ def test_sampled_tokens_follow_the_distribution_of_the_target() -> None:
 
 
 @pytest.mark.slow
-def test_answers_to_sampled_drafts_follow_the_filtered_distribution_of_the_target() -> None:
+def test_answers_with_sampled_drafts_follow_the_filtered_target() -> None:
     target, drafter = small_vocabulary_pair(8, dflash2_of_few)
     sampling = {"temperature": 0.7, "top_p": 0.85, "top_k": 6}
     params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(250)]
@@ -330,8 +330,8 @@ def test_answers_to_sampled_drafts_follow_the_filtered_distribution_of_the_targe
 
 
 @pytest.mark.parametrize("sampling", SMALL_SAMPLINGS)
-def test_drafts_sampled_from_the_targets_own_distribution_are_all_accepted(sampling: dict[str, float]) -> None:
-    """p / q is 1. A verifier that is told no q takes a draft with probability p alone, hardly one in two here."""
+def test_drafts_sampled_from_the_target_are_all_accepted(sampling: dict[str, float]) -> None:
+    """p / q is 1. A verifier without q accepts a draft with probability p alone, hardly one in two here."""
     target, drafter = small_vocabulary_pair(8)
 
     def of_the_target(*given: Any) -> SampledDraft:
@@ -352,7 +352,7 @@ def test_drafts_sampled_from_the_targets_own_distribution_are_all_accepted(sampl
             assert [(step.drafted, step.accepted) for step in growing.steps] == [(2, 2)] * 3 + [(0, 0)]
 
 
-def test_sampled_drafts_are_those_of_the_seed_and_the_position_at_the_temperature() -> None:
+def test_sampled_drafts_depend_on_seed_and_position() -> None:
     target, drafter = pair()
     again = {"temperature": 0.9, "top_k": 40, "max_tokens": 20}
 
@@ -368,7 +368,7 @@ def test_sampled_drafts_are_those_of_the_seed_and_the_position_at_the_temperatur
     assert ways[0].steps == ways[1].steps, "so there is at temperature 0"
 
 
-def test_a_penalty_or_a_bias_alone_makes_logits_depend_on_more_than_the_context() -> None:
+def test_penalties_and_biases_count_as_edited_logits() -> None:
     assert not SamplingParams(temperature=1.0, top_p=0.5, top_k=3, min_p=0.1, seed=4).edits_logits
     for one in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
         assert SamplingParams(**one).edits_logits
@@ -497,7 +497,7 @@ def test_the_probability_of_a_node_is_the_drafters_of_its_path(target: Target) -
                 torch.testing.assert_close(log_probs[slot, place], expected)
 
 
-def test_accepted_nodes_are_the_draft_context_and_rejected_ones_nowhere() -> None:
+def test_only_accepted_nodes_enter_the_draft_context() -> None:
     target, drafter = pair()
     with planting(answer()) as contexts:
         generation = generate(target, drafter, PROMPT, SamplingParams(max_tokens=30, ignore_eos=True), draft_tree=24)
@@ -524,7 +524,7 @@ def test_a_node_sees_as_far_as_its_layers_window(full_layers: int) -> None:
 
 
 @pytest.mark.parametrize("index", [1, 2, 3, 5, 8, 13])
-def test_an_answer_ends_with_a_stop_token_or_its_limit_wherever_in_a_tree(index: int) -> None:
+def test_stop_token_and_limit_end_an_answer_anywhere_in_a_tree(index: int) -> None:
     target, drafter = pair()
     truth = answer()
     end = truth.index(truth[index])
@@ -560,7 +560,7 @@ def test_a_sampled_answer_is_the_same_with_trees_and_without(sampling: dict[str,
 
 
 @pytest.mark.slow
-def test_tokens_sampled_along_trees_follow_the_distribution_of_the_target() -> None:
+def test_tokens_sampled_along_trees_follow_the_target() -> None:
     target, drafter = small_vocabulary_pair(8)
     sampling = {"temperature": 1.0}
     params = [SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, **sampling) for seed in range(250)]
@@ -569,7 +569,7 @@ def test_tokens_sampled_along_trees_follow_the_distribution_of_the_target() -> N
 
 
 def bloom() -> Target:
-    """Its attention goes by how many tokens stand between two, whatever positions it is given."""
+    """Its attention depends on the number of tokens between two, whatever positions it gets."""
     config = BloomConfig(
         vocab_size=VOCAB,
         hidden_size=32,

@@ -1,4 +1,4 @@
-"""The tree of the likeliest paths, and whom its nodes see."""
+"""The tree of the likeliest paths, and the visibility of its nodes."""
 
 import heapq
 
@@ -65,7 +65,7 @@ def test_a_row_sees_itself_and_its_ancestors() -> None:
         assert len(path) == 1 + (int(tree.depths[row - 1]) if row else 0)
 
 
-def test_a_child_is_found_by_its_token_and_no_node_has_two_alike() -> None:
+def test_a_child_is_found_by_its_token_and_siblings_differ() -> None:
     tree = best_first(*lattice(4, 3, ties=False), nodes=30)
     for row, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True), 1):
         assert tree.child(parent, token) == row

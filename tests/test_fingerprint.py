@@ -1,4 +1,4 @@
-"""The digest of a model: the same for the same weights wherever they lie, another for any other byte."""
+"""The digest of a model: the same for the same weights in any place, another for any other byte."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def made(folder: Path, found: dict[str, Tensor], config: dict[str, object] = CON
     return folder
 
 
-def test_a_copy_is_the_same_under_another_name_in_other_files_and_with_other_notes(model: Path, tmp_path: Path) -> None:
+def test_the_digest_ignores_names_file_split_and_notes(model: Path, tmp_path: Path) -> None:
     expected = model_digest(model)
     assert expected is not None and len(expected) == 64
     shutil.copytree(model, tmp_path / "copy")
@@ -79,7 +79,7 @@ def test_a_tied_head_that_is_saved_counts_as_one_that_is_not(model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", [name for name in tensors() if name != "empty"])
-def test_one_other_byte_in_the_middle_of_any_tensor_is_another_model(name: str, model: Path, tmp_path: Path) -> None:
+def test_any_changed_byte_changes_the_digest(name: str, model: Path, tmp_path: Path) -> None:
     before = weights_digest(model)
     file = model / "model.safetensors"
     whole = bytearray(file.read_bytes())
@@ -99,7 +99,7 @@ def test_one_other_byte_in_the_middle_of_any_tensor_is_another_model(name: str, 
     ],
     ids=["dtype", "shape", "name", "scales"],
 )
-def test_the_same_bytes_read_otherwise_are_another_model(change: object, model: Path, tmp_path: Path) -> None:
+def test_equal_bytes_of_another_dtype_change_the_digest(change: object, model: Path, tmp_path: Path) -> None:
     assert callable(change)
     assert weights_digest(made(tmp_path / "other", change(tensors()))) != weights_digest(model)
 
@@ -107,11 +107,13 @@ def test_the_same_bytes_read_otherwise_are_another_model(change: object, model: 
 @pytest.mark.parametrize(
     "change", [{"rope_theta": 1e6}, {"quantization_config": {"bits": 8}}, {"architectures": ["Other"]}], ids=str
 )
-def test_what_the_configuration_computes_counts(change: dict[str, object], model: Path, tmp_path: Path) -> None:
+def test_config_keys_that_change_outputs_change_the_digest(
+    change: dict[str, object], model: Path, tmp_path: Path
+) -> None:
     assert model_digest(made(tmp_path / "other", tensors(), CONFIG | change)) != model_digest(model)
 
 
-def test_files_of_the_older_form_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+def test_bin_files_are_distinguished_by_their_bytes(tmp_path: Path) -> None:
     for name, last in (("a", b"\1"), ("b", b"\1"), ("c", b"\2")):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{'model' if name == 'b' else 'pytorch_model'}.bin").write_bytes(b"x" * 1000 + last)
@@ -142,9 +144,7 @@ def test_a_digest_is_kept_until_a_file_changes(model: Path, cache: Path, monkeyp
     assert weights_digest(model) == first
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_not_needed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(model / "model.safetensors", (OLD, OLD))
     (tmp_path / "file").write_text("")
     before = weights_digest(model)

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: the flex mask's forward and backward, bf16 training and decoding."""
+"""Tests that need a CUDA device: the flex mask's forward and backward, bf16 training and decoding."""
 
 import math
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_packed_compiled_steps_equal_the_dense_mask_at_every_step(sight: dict[st
 
 
 @pytest.mark.parametrize("pack", [0, 128])
-def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: int, tmp_path) -> None:
+def test_a_drafter_trained_in_bf16_is_accepted(pack: int, tmp_path) -> None:
     target = on_gpu(torch.bfloat16)
     prompt = list(range(30, 50))
     answer = generate(target, None, prompt, SamplingParams(max_tokens=64, ignore_eos=True)).tokens
@@ -102,7 +102,7 @@ def test_a_drafter_trained_in_bf16_on_one_answer_is_accepted_when_decoded(pack: 
     assert result.acceptance_length > 5.0
 
 
-def test_greedy_bf16_with_a_drafter_differs_from_plain_at_near_ties_only() -> None:
+def test_greedy_bf16_drafting_differs_only_at_near_ties() -> None:
     target = on_gpu(torch.bfloat16)
     drafter = make_drafter(target).to("cuda", torch.bfloat16)
     for seed in range(8):
@@ -129,7 +129,7 @@ def head_batch(rows: int, width: int, vocab: int, states: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("mix", [CROSS_ENTROPY, MIX], ids=["ce", "mix"])
-def test_the_fused_head_errs_at_most_twice_as_much_as_plain_bf16_autograd(mix: LossMix) -> None:
+def test_the_fused_head_errs_at_most_twice_as_bf16_autograd(mix: LossMix) -> None:
     hidden, weight, labels, final, at = head_batch(700, 896, 151_936, 90)
     upstream = torch.rand(700, device="cuda") * (torch.arange(700, device="cuda") % 3 != 1)
 

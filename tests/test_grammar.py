@@ -68,7 +68,7 @@ def test_an_answer_is_what_the_grammar_says_with_drafts_and_without(case: str, w
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_each_token_is_the_choice_among_those_that_some_answer_goes_on_with(seed: int | None) -> None:
+def test_each_token_is_the_best_allowed_one(seed: int | None) -> None:
     """Against the enumerated answers and the logits of Hugging Face."""
     target, _ = pair()
     choices = ["red", "reddish brown", "green", "grey"]
@@ -182,14 +182,14 @@ def test_special_tokens_are_no_text() -> None:
     assert user not in allowed_of(Grammar("json", '{"type": "string"}'), '"')
 
 
-def test_the_end_is_allowed_where_the_grammar_is_complete_and_nowhere_else() -> None:
+def test_the_end_is_allowed_only_if_the_grammar_is_complete() -> None:
     grammar = Grammar("regex", "ab?")
     assert EOS not in allowed_of(grammar, "")
     assert allowed_of(grammar, "a") == {*TOKENIZER.encode("b"), EOS}
     assert allowed_of(grammar, "ab") == {EOS}
 
 
-def test_a_stop_token_that_is_text_ends_an_answer_where_the_grammar_has_it() -> None:
+def test_a_text_stop_token_ends_an_answer_if_the_grammar_allows() -> None:
     target, drafter = pair()
     comma = TOKENIZER.encode(",")[0]
     params = SamplingParams(grammar=Grammar("regex", "[a-z]{3},[a-z]{3}"), stop_token_ids=(comma,))
@@ -297,7 +297,7 @@ def test_a_grammar_that_cannot_be_used_is_one_line_that_says_why(kind: Any, text
     ],
     ids=str,
 )
-def test_what_a_schema_asks_for_and_no_grammar_would_see_is_refused(schema: Any, message: str) -> None:
+def test_unsupported_schema_keywords_are_refused(schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         Grammars(TOKENIZER, VOCAB, [EOS]).compile(Grammar("json", json.dumps(schema)))
 
@@ -372,7 +372,7 @@ def test_a_missing_xgrammar_is_one_sentence_that_names_the_extra(monkeypatch: py
 
 
 @pytest.mark.parametrize("tokenizer", [None, object()])
-def test_a_target_whose_tokenizer_cannot_be_used_is_said(tokenizer: Any) -> None:
+def test_an_unusable_tokenizer_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(GrammarError, match="tokenizer"):
         Grammars(tokenizer, VOCAB, [EOS]).compile(Grammar("regex", "a"))
 

@@ -1,4 +1,4 @@
-"""The shape of the code base: who imports whom, what is packaged, and what an import costs."""
+"""The structure of the code base: imports between modules, packaged files, and the cost of an import."""
 
 import ast
 import functools
@@ -37,7 +37,7 @@ LEVELS = [
     },
     {"calibration", "draft_tree", "fingerprint"},
     {"data", "files", "models", "models.dflash", "models.target", "sampling", "tracking"},
-    {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # of the backbone, which finds them by name
+    {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # the backbone finds them by name
     {"confidence", "decode", "record"},
     {"options", "preflight"},
     {"acceptance", "runtime"},
@@ -199,13 +199,13 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
 def test_an_optional_dependency_is_imported_by_one_file_at_most(name: str) -> None:
     programs = [path for path in SOURCES if path.parts[:2] != ("scripts", "peers")]  # run where that project is
     users = {str(path) for path in programs if name in third_party(path)}
-    if name == "fastapi":  # the framework of all routes, which stand in files of their own
+    if name == "fastapi":  # the framework of all routes, which have files of their own
         users = {user.partition("/")[0] for user in users}
     assert len(users) <= 1, users
 
 
 @pytest.mark.parametrize("unit", ["", ".doctor", ".evaluation", ".runtime"])
-def test_a_lazy_package_has_the_names_that_it_lists_and_none_is_a_module_too(unit: str) -> None:
+def test_lazy_names_are_listed_and_are_no_modules(unit: str) -> None:
     package = importlib.import_module(f"dflash_toolkit{unit}")
     assert all(hasattr(package, public) for public in package.__all__)
     assert set(package.__all__) <= set(dir(package))
@@ -218,7 +218,7 @@ def test_every_public_name_is_listed_once_and_in_order() -> None:
     assert dflash_toolkit.__all__ == sorted(set(dflash_toolkit.__all__))
 
 
-def test_no_program_file_is_named_after_a_dependency_or_a_standard_module() -> None:
+def test_no_program_file_shadows_another_module() -> None:
     taken = CORE | EXTRAS | OPTIONAL | sys.stdlib_module_names
     assert [path for path in SOURCES if path.parts[0] in PROGRAMS and path.stem in taken] == []
 

@@ -10,7 +10,7 @@ from paths import ROOT
 from dflash_toolkit.network import unreachable
 
 
-def test_a_network_that_is_not_there_is_told_from_a_file_that_is_not() -> None:
+def test_a_missing_network_differs_from_a_missing_file() -> None:
     with pytest.raises(httpx.ConnectError) as refused:
         httpx.get("http://127.0.0.1:9", trust_env=False)
     assert unreachable(refused.value)

@@ -1,4 +1,4 @@
-"""What an export notes of itself: the same everywhere but for rounding, another for every change."""
+"""The record of an export: the same everywhere except for rounding, another for every change."""
 
 import json
 import math
@@ -26,9 +26,7 @@ from dflash_toolkit.record import (
 )
 
 
-def test_a_checkpoint_holds_a_small_record_that_its_weights_give_again(
-    drafter: Drafter, target: Target, tmp_path: Path
-) -> None:
+def test_a_checkpoint_record_is_reproduced_by_its_weights(drafter: Drafter, target: Target, tmp_path: Path) -> None:
     record = export_record(drafter, target)
     save_drafter(drafter, tmp_path, {RECORD_KEY: record})
     written = json.loads((tmp_path / "config.json").read_text())[PROVENANCE_KEY][RECORD_KEY]
@@ -56,7 +54,7 @@ def test_the_distance_of_summaries_is_that_of_what_they_sum_up() -> None:
         ratios = []
         for _ in range(20):
             one, other = torch.randn(2, TOKENS, 64, generator=generator)
-            # what squashing leaves of a difference is about its share
+            # after squashing, a difference is about its share
             ratios.append(distance(summary(one), summary(one + share * other)) / share)
         assert 0.5 < sum(ratios) / len(ratios) < 1.5, share
     assert distance(summary(one), summary(other)) > 0.7
@@ -66,15 +64,15 @@ def test_the_distance_of_summaries_is_that_of_what_they_sum_up() -> None:
     assert len(summary(one)) == 1 + PROJECTIONS
 
 
-def test_a_channel_that_is_thousands_of_times_the_others_does_not_hide_them() -> None:
+def test_a_huge_channel_does_not_hide_the_others() -> None:
     one, other = torch.randn(2, TOKENS, 64, generator=torch.Generator().manual_seed(0))
     one[:, 5] = other[:, 5] = 4000.0
     assert distance(summary(one), summary(other)) > 0.5
 
 
-# not of random delta nets, whose states make much of a rounding
+# not random delta nets: their states amplify rounding
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if not kind.startswith(("qwen3_5", "qwen3_next"))])
-def test_another_dtype_moves_the_targets_numbers_less_than_another_layer_does(kind: str) -> None:
+def test_another_dtype_changes_less_than_another_layer(kind: str) -> None:
     target, taps = make_target(kind), range(5)
     wide = target_signature(target, taps)
     target.model.bfloat16()
@@ -96,7 +94,7 @@ def test_another_dtype_moves_the_targets_numbers_less_than_another_layer_does(ki
         ("norm.weight", "output"),
     ],
 )
-def test_the_first_place_that_departs_is_where_the_change_is(doubled: str, first: str) -> None:
+def test_the_first_different_place_is_the_changed_one(doubled: str, first: str) -> None:
     drafter = make_drafter(make_target())
     tensors = {name: tensor.clone() for name, tensor in stored_tensors(drafter).items()}
     before = drafter_signature(drafter.config, tensors)

@@ -28,7 +28,7 @@ def run(script: str, **extra: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "package", ["dflash_toolkit.train", "dflash_toolkit.serve", "dflash_toolkit.evaluation", "dflash_toolkit.doctor"]
 )
-def test_idle_threads_sleep_which_is_said_before_torch_is_there(package: str) -> None:
+def test_idle_threads_sleep_from_the_import_of_torch(package: str) -> None:
     script = f"import os, sys, {package}; print('torch' in sys.modules, *map(os.environ.get, {WAITING}))"
     assert run(script).stdout == f"False PASSIVE {SPINS} None\n"
 
@@ -48,12 +48,12 @@ def test_every_command_computes_in_as_many_threads_as_asked_for(
 
 
 @pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "1"}])
-def test_the_users_own_way_of_waiting_is_kept(own: dict[str, str]) -> None:
+def test_the_users_wait_policy_is_kept(own: dict[str, str]) -> None:
     script = f"import os, dflash_toolkit.train; print({{k: v for k, v in os.environ.items() if k in {WAITING}}})"
     assert run(script, **own).stdout == f"{own}\n"
 
 
-def test_without_a_number_there_are_as_many_threads_as_the_environment_says() -> None:
+def test_the_default_number_of_threads_is_the_environments() -> None:
     script = "import dflash_toolkit.train; from dflash_toolkit.threads import use_threads; use_threads(None)\n"
     script += "import torch; print(torch.get_num_threads())"
     assert run(script, OMP_NUM_THREADS="1").stdout == "1\n"

@@ -21,7 +21,7 @@ PART = 4096
 
 
 def fresh(program: str, *arguments: str) -> str:
-    """What a new process prints."""
+    """Returns the output of a new process."""
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_every_byte_of_every_file_is_read_once(tmp_path: Path) -> None:
     assert bytes_read(None, target) == 4 * PART + PART // 2 + 12
 
 
-def test_files_that_the_loader_passes_over_are_not_read(tmp_path: Path) -> None:
+def test_files_that_the_loader_skips_are_not_read(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path / "whole", model=10, adapter=500)
     assert bytes_read(whole) == 10
     sharded = checkpoint(tmp_path / "sharded", one=20, two=30, consolidated=500)
@@ -84,7 +84,7 @@ def test_an_id_is_read_where_it_is_cached(tmp_path: Path, monkeypatch: pytest.Mo
     assert bytes_read("some/other") == 0
 
 
-def test_what_is_missing_or_broken_is_left_to_the_loader(tmp_path: Path) -> None:
+def test_missing_or_broken_files_are_left_to_the_loader(tmp_path: Path) -> None:
     broken = checkpoint(tmp_path / "broken", one=20)
     (tmp_path / "broken" / "model.safetensors.index.json").write_text("{")
     incomplete = checkpoint(tmp_path / "incomplete", one=20)
@@ -101,7 +101,7 @@ def test_a_file_that_goes_away_ends_the_reading(tmp_path: Path) -> None:
     assert reading.bytes == 0
 
 
-def test_what_is_in_the_file_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_parts_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = checkpoint(tmp_path / "target", a=3 * PART, b=10)
     asked: list[int] = []
 
@@ -113,13 +113,13 @@ def test_what_is_in_the_file_cache_is_not_read_again(tmp_path: Path, monkeypatch
     assert bytes_read(target) == 2 * PART + 10 and sorted(asked) == [0, 0, PART, 2 * PART]
 
 
-def test_a_file_says_whether_it_is_cached(tmp_path: Path) -> None:
+def test_cached_parts_of_a_file_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(4 << 20))
     with path.open("rb") as file:
         descriptor = file.fileno()
         assert cached(descriptor, 0, 1 << 20) and cached(descriptor, 2 << 20, 8 << 20)
-        assert not cached(descriptor, 4 << 20, 1 << 20), "behind the end there is nothing"
+        assert not cached(descriptor, 4 << 20, 1 << 20), "there is nothing after the end"
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         found = [cached(descriptor, start, 1 << 20) for _ in range(3) for start in (0, 1 << 20, 3 << 20)]
@@ -130,7 +130,7 @@ def test_a_file_says_whether_it_is_cached(tmp_path: Path) -> None:
         assert cached(descriptor, 2 << 20, 1 << 20) and not cached(descriptor, 0, 4 << 20)
 
 
-def test_where_nobody_can_tell_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mincore_nothing_counts_as_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
 
@@ -212,9 +212,9 @@ print(*{name for name in sys.modules.keys() - before}, flush=True)
 """
 
 
-def test_every_public_name_resolves_in_a_fresh_process_and_loads_nothing_that_is_optional() -> None:
+def test_public_names_import_without_optional_packages() -> None:
     names = [f"from {package.__name__} import {name}" for package in LAZY for name in package.__all__]
-    # modules that nobody imported by name were attributes of their package before it was lazy, and still are
+    # modules that were not imported by name were attributes of their package before it was lazy, and still are
     modules = "import dflash_toolkit as d; print(d.config.option.__name__, d.runtime.engine.__name__, flush=True)"
     found = fresh(IN_ANY_ORDER, LOADED, *("\n".join([*names[::order], modules]) for order in (1, -1))).splitlines()
     assert found[1:] == ["option dflash_toolkit.runtime.engine"] * 2
@@ -257,8 +257,8 @@ def test_files_are_read_ahead_before_torch_is_imported() -> None:
     assert seen == [[["a/drafter", "a/target"], []]] * 3
 
 
-def test_the_process_does_not_wait_for_what_is_left(tmp_path: Path) -> None:
-    """A pipe that nobody writes to stands for a disk that does not answer."""
+def test_process_exit_does_not_wait_for_reads(tmp_path: Path) -> None:
+    """A pipe without a writer stands for a disk that does not answer."""
     program = """
 import os, sys
 from pathlib import Path

@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[Any, list[list[dict[str, Any]]], str | None]] = {
     "a system column and turns": (
         {"turns": ["a", "b"], "system": "Be brief."}, [[SYSTEM, user("a")], [user("b")]], None,
     ),
-    "a system column beside a system message": (
+    "a system column with a system message": (
         {"messages": [SYSTEM, user("a")], "system": "x"}, [[SYSTEM, user("a")]], None,
     ),
     "an empty system column": ({"prompt": "a", "system": " "}, [[user("a")]], None),
@@ -114,7 +114,7 @@ def test_a_malformed_row_is_named_with_its_line(row: Any, reason: str, tmp_path:
         read_prompts(path)
 
 
-def test_later_turns_matter_to_dflash_data_and_recorded_answers_to_readers_of_prompts(tmp_path: Path) -> None:
+def test_data_reads_later_turns_and_prompts_read_answers(tmp_path: Path) -> None:
     for row in ({"turns": ["a", ""]}, {"messages": [SYSTEM]}, {"messages": [RESULT]}):
         with pytest.raises(ValueError, match=EMPTY):
             conversation(row, "x")

@@ -35,7 +35,7 @@ def lines(*prompts: str) -> bytes:
 
 @functools.cache  # not where the module is imported: 80 MB
 def files() -> dict[str, bytes]:
-    """What is in the dataset's repository."""
+    """Lists the dataset's repository."""
     return {
         "README.md": CARD.encode(),
         "main/train-00000-of-00002.jsonl": lines("a", "b"),
@@ -81,7 +81,7 @@ class Hub:
 
 
 def tree(folder: str) -> list[dict[str, object]]:
-    """What is in a folder, not below it."""
+    """Lists a folder, without its subfolders."""
     start = f"{folder}/" if folder else ""
     below = [file.removeprefix(start) for file in files() if file.startswith(start)]
     folders = sorted({name.partition("/")[0] for name in below if "/" in name})
@@ -108,13 +108,13 @@ name = "someone/questions"
 print(json.dumps({
     "train": read(name), "test": read(name, "test"), "shuffled": read(name, "train", 100, 1),
     "again": read(name, "train", 100, 1), "large": read(name + ":large"), "no subset": read(name + ":small"),
-    "no split": read(name, "dev"), "nobody's": read("nobody/questions"),
+    "no split": read(name, "dev"), "no owner": read("no-owner/questions"),
     "whole": [row["prompt"] for row in load_rows(name, name, split="train")],
 }))
 """
 
 
-def test_datasets_of_the_hub_are_streamed_and_what_is_missing_is_one_line(tmp_path: Path) -> None:
+def test_hub_datasets_are_streamed_and_errors_are_one_line(tmp_path: Path) -> None:
     left_out = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_TOKEN")
     kept, hub = {name: value for name, value in os.environ.items() if name not in left_out}, Hub()
     with stand_in(hub.answer) as url:
@@ -127,6 +127,6 @@ def test_datasets_of_the_hub_are_streamed_and_what_is_missing_is_one_line(tmp_pa
     assert found["shuffled"] == found["again"] != found["train"] and sorted(found["shuffled"]) == found["train"]
     assert found["large"] == ["0", "1", "2", "3", "4"]
     assert 0 < hub.sent["large/all.jsonl"] < len(files()["large/all.jsonl"]) / 2, "five of 8000 rows need a part of it"
-    for name, reason in (("no subset", "'small' not found"), ("no split", "dev"), ("nobody's", "nobody/questions")):
+    for name, reason in (("no subset", "'small' not found"), ("no split", "dev"), ("no owner", "no-owner/questions")):
         assert reason in found[name] and "\n" not in found[name], found[name]
         assert found[name].endswith("without a network give a file")

@@ -1,4 +1,4 @@
-"""What dflash-data reads: every usual shape of row and kind of file."""
+"""dflash-data reads every usual format of row and file."""
 
 import gzip
 import json
@@ -42,12 +42,12 @@ def make(path: Path) -> Path:
 
 
 def asked(name: object, *args: object) -> list[str]:
-    """What the conversations of a source ask."""
+    """Returns the prompts of the conversations of a source."""
     return [found.asked for found in Source(str(name)).read(*args) if isinstance(found, Conversation)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "a.json.gz", "a.txt", "a.parquet"])
-def test_every_kind_of_file_gives_its_prompts_in_order_for_every_program(name: str, tmp_path: Path) -> None:
+def test_every_file_format_gives_prompts_in_order(name: str, tmp_path: Path) -> None:
     path = make(tmp_path / name)
     assert asked(path) == ["first", "second"] and len(Source(str(path)).digest("train")) == 64
     (found,) = read_prompt_sets([f"chat={path}"]).values()
@@ -134,7 +134,7 @@ def test_only_parquet_and_datasets_need_datasets(tmp_path: Path, monkeypatch: py
         asked("some/set")
 
 
-def test_a_name_and_a_range_are_read_unless_they_are_part_of_a_files_name(tmp_path: Path) -> None:
+def test_name_and_range_are_parsed_unless_a_file_has_that_name(tmp_path: Path) -> None:
     for name in ("gsm8k=a.jsonl", "a.jsonl[0:1]", "a.jsonl"):
         path = write(tmp_path / name, [{"question": f"{name} {i}"} for i in range(3)])
     assert asked(tmp_path / "gsm8k=a.jsonl") == [f"gsm8k=a.jsonl {i}" for i in range(3)]
@@ -162,7 +162,7 @@ def test_a_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
     first = json.dumps({"prompt": "first"}) + "\n"
     (tmp_path / "a.jsonl").write_bytes(first.encode() + b"x" * 1_000_000 + b"\n\xff")
     source = Source(str(tmp_path / "a.jsonl")).read()
-    assert isinstance(next(source), Conversation), "what stands behind is broken, and not read yet"
+    assert isinstance(next(source), Conversation), "the rest is broken, and not read yet"
 
 
 PACKED = {".gz": gzip.compress(b'{"prompt": "first"}' * 99), ".xz": lzma.compress(b'{"prompt": "first"}' * 99)}
@@ -212,7 +212,7 @@ def test_a_dataset_is_streamed_in_an_order_that_the_seed_fixes(tmp_path: Path) -
     assert source.digest("train") != source.digest("test")
 
 
-def test_a_dataset_that_cannot_be_had_is_one_line() -> None:
+def test_an_unavailable_dataset_is_one_line() -> None:
     pytest.importorskip("datasets")
     with pytest.raises(UserError, match="dataset no-such/set:main cannot be loaded") as caught:
         asked("no-such/set:main")

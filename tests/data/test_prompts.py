@@ -34,7 +34,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 # ---- forms of benchmarks ------------------------------------------------------------------------
 
 CODE = 'def f(x):\n    """{x} and {prompt} stay as they are."""\n'
-# what dflash-eval's figures were measured with, letter for letter
+# the prompt of dflash-eval's figures, letter for letter
 STEPS = "Please reason step by step, and put your final answer within \\boxed{}."
 SOLVE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\nCODE\n```"
 TESTED = "Write f.\nYour code should pass this test:\nassert f(1)"
@@ -50,7 +50,7 @@ FORMED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("form", FORMED)
-def test_a_benchmark_is_asked_in_its_form_only_by_its_name_or_by_request(
+def test_a_benchmark_template_needs_its_name_or_form(
     form: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     row, expected = FORMED[form]
@@ -75,7 +75,7 @@ def test_a_benchmark_is_asked_in_its_form_only_by_its_name_or_by_request(
     if form != "mt_bench":
         assert said.count("shop: asked as its rows are; ") == 1
         (way,) = re.findall(rf"shop: asked as its rows are; .*?(\w+={re.escape(str(path))}) .*benchmark does\n", said)
-        assert ask(way) == expected  # what the line offers does as it says
+        assert ask(way) == expected  # the suggested command works
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_row_that_does_not_fit_the_form_is_named(
     assert odd == Malformed("prompts.jsonl, line 2", message)
 
 
-def test_no_such_form_is_told(write: Callable[..., Path]) -> None:
+def test_an_unknown_form_is_an_error(write: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match="form 'gsm8': no such form; there are auto, gsm8k, math500"):
         read_prompts(write({"prompt": "a"}), form="gsm8")
 
@@ -112,7 +112,7 @@ def test_a_row_is_named_by_its_id_or_task_id_or_its_file_and_line(write: Callabl
     assert [p.id for p in read_prompts(path)] == ["7", "t/1", "prompts.jsonl/4"]
 
 
-def test_at_most_limit_rows_are_read_and_the_rest_is_not_even_looked_at(write: Callable[..., Path]) -> None:
+def test_rows_after_the_limit_are_not_read(write: Callable[..., Path]) -> None:
     path = write(*says("a", "b"), "not json at all")
     assert [p.messages[0]["content"] for p in read_prompts(path, limit=2)] == ["a", "b"]
     with pytest.raises(UserError, match="line 3"):
@@ -134,7 +134,7 @@ def test_at_most_limit_rows_are_read_and_the_rest_is_not_even_looked_at(write: C
         ("a=FILE[3:9]", None, "34"),
     ],
 )
-def test_a_set_takes_its_rows_of_the_file(write: Callable[..., Path], item: str, limit: int | None, rows: str) -> None:
+def test_a_range_selects_rows_of_the_file(write: Callable[..., Path], item: str, limit: int | None, rows: str) -> None:
     path = write(*says(*"01234"))
     (found,) = read_prompt_sets([item.replace("FILE", str(path))], limit).values()
     assert "".join(prompt.messages[0]["content"] for prompt in found) == rows
@@ -158,14 +158,14 @@ def test_a_bare_source_is_named_after_itself(write: Callable[..., Path]) -> None
         (["a=FILE[:0]"], "no such rows"),
     ],
 )
-def test_items_that_name_no_set_are_told(items: list[str], message: str) -> None:
+def test_items_without_a_set_are_errors(items: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_prompt_sets(items)
     with pytest.raises(UserError, match=re.escape(message)):
         read_prompt_sets(items)
 
 
-def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -> None:
+def test_a_range_without_rows_is_an_error(write: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match="no such rows; the range begins with row 1"):
         read_prompt_sets([f"a={write({'prompt': 'x'})}[1:]"])
 
@@ -173,25 +173,25 @@ def test_rows_that_the_file_does_not_have_are_told(write: Callable[..., Path]) -
 # ---- chats -----------------------------------------------------------------------------------------
 
 
-def test_encode_chat_renders_the_template_up_to_the_first_token_of_the_answer() -> None:
+def test_encode_chat_ends_before_the_first_answer_token() -> None:
     tokenizer = make_tokenizer()
     ids = encode_chat(tokenizer, [{"role": "system", "content": "Be brief."}, user("Hi")])
     assert all(type(i) is int for i in ids)
     assert tokenizer.decode(ids) == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 
 
-@pytest.mark.parametrize(("thinking", "template", "told"), [
+@pytest.mark.parametrize(("thinking", "template", "warning"), [
     (True, "{{ messages[0].content }}", "warning: thinking=true changes nothing"), (None, "{{ messages }}", ""),
     (False, "{% if enable_thinking %}{% endif %}", ""),
 ])  # fmt: skip
-def test_a_mode_that_a_template_does_not_have_is_told_of(
-    thinking: bool | None, template: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_a_missing_thinking_mode_is_a_warning(
+    thinking: bool | None, template: str, warning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     warn_of_thinking(tokenizer, thinking)
     said = capsys.readouterr().err
-    assert said.startswith(told) and bool(said) == bool(told)
+    assert said.startswith(warning) and bool(said) == bool(warning)
 
 
 @pytest.mark.parametrize(("thinking", "tail"), [(None, "unset"), (True, "on"), (False, "off")])
@@ -215,7 +215,7 @@ REFUSES = "the chat template refuses these messages"
         ("{% if %}", REFUSES),
     ],
 )
-def test_a_template_that_is_missing_or_refuses_the_messages_is_a_user_error(template: str | None, said: str) -> None:
+def test_a_missing_or_failing_chat_template_is_a_user_error(template: str | None, said: str) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=said):
@@ -263,7 +263,7 @@ def test_a_set_that_is_only_named_is_read_from_the_hub() -> None:
         ("gsm9k", "no such file; sets known by name are gsm8k, math500, "),
     ],
 )
-def test_a_set_that_is_nowhere_says_what_there_is(name: str, message: str) -> None:
+def test_an_unknown_set_error_lists_the_known_ones(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"prompts '{name}': {message}"):
         parse_prompt_sets([name])
 

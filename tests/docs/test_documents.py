@@ -1,4 +1,4 @@
-"""What the documents show is so: tables are those of scripts/results, commands parse, Python imports what exists."""
+"""The documents are right: tables are those of scripts/results, commands parse, Python imports what exists."""
 
 import importlib.util
 import re

@@ -1,10 +1,8 @@
 """`dflash-doctor`: a drafter that is well is called well, and each way to break one is called by its name."""
 
-import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,144 +10,37 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from conftest import MASK, PAD, TEMPLATE, make_drafter, make_target
-from safetensors.torch import load_file, save_file
+from conftest import MASK, PAD, make_drafter, make_target
+from doctor_cases import (
+    ALL_TEXTS,
+    THINKING,
+    Break,
+    Clinic,
+    answered,
+    config,
+    edit,
+    fit,
+    tensors,
+    write_target,
+)
+from doctor_cases import clinic as clinic
 
 import dflash_toolkit.train.loop
 import dflash_toolkit.train.objective.blocks
-from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
-from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit import Target, load_drafter
 from dflash_toolkit.doctor.cli import main
 from dflash_toolkit.doctor.probe import Scores, gain
 from dflash_toolkit.fingerprint import model_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.objective.blocks import Blocks
 from dflash_toolkit.train.responses.rows import Row
-from dflash_toolkit.train.run.definition import Run
-
-TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.")
-ALL_TEXTS = ("--limit", str(len(TEXTS)))  # else a drafter is examined on one of them
-TOKENS = 33  # so that the blocks of an answer are drafted at once
-THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking %}?{% endif %}"
-
-
-def fit(
-    target: Target, rows: list[Row], work: Path, steps: int = 100, anchors: int = 12, rate: float = 8e-3, **shape: Any
-) -> Drafter:
-    """A drafter trained on `rows` by the real loop."""
-    shape = {"block_size": 6} | shape
-    config = TrainConfig(
-        target="tiny", drafter=DrafterOptions(block_size=shape["block_size"]), loss=LossOptions(anchors=anchors),
-        optim=OptimOptions(steps=steps, batch_size=min(8, len(rows)), learning_rate=rate),
-        run=RunOptions(feature_cache_gb=1, log_every=1000),
-    )  # fmt: skip
-    drafter = make_drafter(target, **shape).train()
-    dflash_toolkit.train.loop.train(Run(config, target, drafter, rows, [], work, {}, lambda trained, export: None))
-    return drafter.eval()
-
-
-def write_target(target: Target, path: Path) -> str:
-    target.model.save_pretrained(path)
-    target.tokenizer.save_pretrained(path)
-    return str(path)
-
-
-def answered(target: Target, texts: Sequence[str] = TEXTS, tokens: int = TOKENS) -> list[Row]:
-    rows = []
-    for i, text in enumerate(texts):
-        prompt = encode_chat(target.tokenizer, [{"role": "user", "content": text}])
-        answer = generate(target, None, prompt, SamplingParams(max_tokens=tokens)).tokens
-        assert len(answer) == tokens and len(set(answer)) > tokens // 2, "a long and varied answer"
-        rows.append(Row(i, len(prompt), prompt + answer))
-    return rows
-
-
-class Clinic:
-    """A target, a drafter that has memorised its answers, and `examine` to see a copy of it, broken or not."""
-
-    def __init__(self, path: Path, target: Target, drafter: Drafter, provenance: dict[str, Any] | None = None) -> None:
-        path.mkdir(exist_ok=True)
-        self.path, self.target, self.healthy = path, write_target(target, path / "target"), path / "healthy"
-        save_drafter(drafter, self.healthy, provenance)
-        self.prompts = path / "prompts.jsonl"
-        self.prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-
-    def arguments(self, drafter: Path, *more: str) -> list[str]:
-        return [
-            "--target", self.target, "--drafter", str(drafter), "--device", "cpu", "--dtype", "float32",
-            "--prompts", f"p={self.prompts}", "--limit", "1", "--max-tokens", str(TOKENS), *more,
-        ]  # fmt: skip
-
-    def examine(self, *more: str, break_it: Callable[[Path], None] | None = None) -> dict[str, list[dict[str, Any]]]:
-        """The findings by severity; the exit code must agree with them."""
-        broken, report = self.path / "broken", self.path / "report.json"
-        shutil.rmtree(broken, ignore_errors=True)
-        shutil.copytree(self.healthy, broken)
-        if break_it:
-            break_it(broken)
-        code = main(self.arguments(broken, "--output", str(report), *more))
-        written = json.loads(report.read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
-        found: dict[str, list[dict[str, Any]]] = {"ok": [], "warning": [], "fault": []}
-        for finding in written["findings"]:
-            assert finding["measured"] and bool(finding["remedy"]) == (finding["severity"] != "ok")
-            found[finding["severity"]].append(finding)
-        assert code == int(written["fault"]) == int(bool(found["fault"]))
-        return found
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
-    return _clinic(tmp_path_factory.getbasetemp() / "clinic")
-
-
-@functools.cache  # other modules have it from here, and would train another
-def _clinic(path: Path) -> Clinic:
-    target = make_target()  # first: a fast run ends here
-    path.mkdir()
-    drafter = fit(target, answered(target), path)
-    answers = {"regenerate": True, "temperature": 0.0, "thinking": None}
-    note = {"target": "tiny", "template_hash": template_digest(target.tokenizer), "answers": [answers]}
-    return Clinic(path, target, drafter, note | {"acceptance_length": 5.5, "trained_block_size": 6})
-
-
-def config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
-        values = json.loads((path / "config.json").read_text())
-        change(values)
-        (path / "config.json").write_text(json.dumps(values))
-
-    return rewrite
-
-
-def edit(**changes: Any) -> Callable[[Path], None]:
-    """Change keys of config.json, wherever they stand in it, but for the record of the export."""
-
-    def walk(values: dict[str, Any]) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict) and key != RECORD_KEY:
-                walk(value)
-            elif key in changes:
-                values[key] = changes[key]
-
-    return config(walk)
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
-        held = load_file(path / "model.safetensors")
-        change(held)
-        save_file(held, path / "model.safetensors")
-
-    return rewrite
-
 
 # ---- a drafter that is well -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_drafter_passes_every_check(clinic: Clinic, capsys: pytest.CaptureFixture[str]) -> None:
     found = clinic.examine()
     assert (found["fault"], found["warning"]) == ([], [])
     checks = [finding["check"] for finding in found["ok"]]
@@ -168,7 +59,7 @@ def test_nothing_is_wrong_with_a_drafter_that_is_well(clinic: Clinic, capsys: py
 
 # ---- ways to break it -----------------------------------------------------------------------------------------
 
-BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+BREAKS: dict[str, tuple[Break, str, str]] = {
     "layer ids - 1": (edit(target_layer_ids=[0, 1, 2]), "layer ids", "[1, 2, 3]"),
     "scaled": (  # a rope that was trained plain
         config(lambda values: values["rope_parameters"].update(rope_type="linear", factor=4.0)),
@@ -188,14 +79,14 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_checkpoint_is_called_by_its_fault_and_by_no_other(clinic: Clinic, name: str) -> None:
+def test_each_broken_checkpoint_gets_only_its_own_fault(clinic: Clinic, name: str) -> None:
     break_it, check, remedy = BREAKS[name]
     faults = clinic.examine(break_it=break_it)["fault"]
     assert [fault["check"] for fault in faults] == [check]
     assert remedy in faults[0]["remedy"]
 
 
-def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clinic: Clinic) -> None:
+def test_other_target_digest_with_equal_outputs_is_a_warning(clinic: Clinic) -> None:
     target = Target.load(clinic.target, "cpu")
     record = {RECORD_KEY: export_record(load_drafter(str(clinic.healthy)), target)}
     for digest, warned in ((model_digest(clinic.target), []), ("0" * 64, ["target"])):
@@ -204,7 +95,7 @@ def test_another_digest_of_the_target_is_a_warning_where_it_computes_alike(clini
         assert not found["fault"] and [finding["check"] for finding in found["warning"]] == warned
 
 
-def test_a_target_of_the_same_digest_that_computes_otherwise_has_no_other_weights(clinic: Clinic) -> None:
+def test_equal_digest_with_other_outputs_blames_computation(clinic: Clinic) -> None:
     target = Target.load(clinic.target, "cpu")
     with torch.no_grad():
         target.layers[3].mlp.down_proj.weight.mul_(-1)  # as other kernels might
@@ -229,7 +120,7 @@ def test_the_other_thinking_mode_is_named(clinic: Clinic, tmp_path: Path) -> Non
     assert "enable_thinking=false" in faults[0]["remedy"]
 
 
-def test_how_the_answers_were_written_is_read_as_training_notes_it(clinic: Clinic) -> None:
+def test_the_record_of_responses_is_read_as_training_writes_it(clinic: Clinic) -> None:
     answers = [{"regenerate": True}, {"regenerate": False}]
     found = clinic.examine(break_it=config(lambda values: values[PROVENANCE_KEY].update(answers=answers)))["warning"]
     assert any("not of the target" in finding["measured"] for finding in found)
@@ -245,7 +136,7 @@ def test_a_target_of_another_shape_does_not_fit(clinic: Clinic, tmp_path: Path) 
     assert "layers" in faults[0]["measured"] and "made for tiny" in faults[0]["remedy"]
 
 
-def test_a_target_of_other_weights_is_told_by_the_drafters_ignorance(clinic: Clinic, tmp_path: Path) -> None:
+def test_other_target_weights_show_as_low_recall(clinic: Clinic, tmp_path: Path) -> None:
     other = make_target()
     for weight in other.model.parameters():
         if weight.dim() == 2:
@@ -255,7 +146,7 @@ def test_a_target_of_other_weights_is_told_by_the_drafters_ignorance(clinic: Cli
     assert "cannot predict this target's answers" in faults[0]["remedy"]
 
 
-def test_a_drafter_that_was_never_trained_is_told_by_its_weights(clinic: Clinic, tmp_path: Path) -> None:
+def test_an_untrained_drafter_is_found_by_its_weights(clinic: Clinic, tmp_path: Path) -> None:
     target = make_target()
     drafter = make_drafter(target, block_size=6)
     drafter.init_weights(torch.Generator().manual_seed(0))
@@ -344,10 +235,10 @@ def scores(hits: torch.Tensor) -> Scores:
 
 def test_a_gain_counts_the_accepted_drafts_and_noise_is_not_clear() -> None:
     g = torch.Generator().manual_seed(0)
-    weak, alike, strong = (scores(torch.rand(160, 7, generator=g) < p) for p in (0.6, 0.6, 0.8))
+    weak, equal, strong = (scores(torch.rand(160, 7, generator=g) < p) for p in (0.6, 0.6, 0.8))
     found = gain(strong, weak)
     assert found.tokens == pytest.approx(strong.tau - weak.tau, abs=1e-5) and found.z > 4
-    assert abs(gain(alike, weak).z) < 3
+    assert abs(gain(equal, weak).z) < 3
     assert gain(weak, weak).z == 0
     assert gain(weak, strong).z == pytest.approx(-found.z)
 
@@ -367,9 +258,7 @@ def test_the_remedies_of_the_speculators_form_name_its_own_keys(clinic: Clinic) 
     assert f"mask_token_id (and dflash_config.mask_token_id, if there) to {MASK}" in remedies["mask row"]
 
 
-def test_what_the_files_say_stands_where_answers_are_too_short_to_measure(
-    clinic: Clinic, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_file_findings_are_kept_if_answers_are_too_short(clinic: Clinic, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--limit", "1", "--max-tokens", "12")
     broken = clinic.examine(*few, break_it=BREAKS["zeroed"][0])
     assert [f["check"] for f in broken["fault"]] == ["weights"]

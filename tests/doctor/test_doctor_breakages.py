@@ -4,69 +4,34 @@ thing is ever named as the fault. Each way breaks one drafter that has the recor
 
 import functools
 import json
-import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import MASK, make_target
-from test_doctor import answered, config, edit, fit, tensors
+from doctor_cases import (
+    BLOCK,
+    SHORT_TEXTS,
+    TOKENS,
+    Break,
+    Patient,
+    answered,
+    config,
+    edit,
+    every,
+    exchange,
+    fit,
+    named,
+    tensors,
+)
 from torch import Tensor
 
-from dflash_toolkit import Drafter, Target, load_drafter, save_drafter
-from dflash_toolkit.data.prompts import Prompt
-from dflash_toolkit.doctor.examination import judge
-from dflash_toolkit.doctor.files import Case
-from dflash_toolkit.doctor.finding import Finding
+from dflash_toolkit import load_drafter, save_drafter
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.record import RECORD_KEY, export_record
-
-TEXTS = ("Count to ten.", "What is 2+2?", "Hello!")
-TOKENS = 33  # so that the blocks of an answer are drafted at once
-BLOCK = 6
-Break = Callable[[Path], None]
-
-
-@dataclass(slots=True)
-class Patient:
-    """A drafter that has memorised its target's answers, on disk with and without a record of its export."""
-
-    target: Target
-    drafter: Drafter
-    path: Path
-
-    @property
-    def taps(self) -> list[int]:
-        return list(self.drafter.config.target_layer_ids)
-
-    def examine(
-        self,
-        break_it: Break | None = None,
-        *,
-        recorded: bool = True,
-        texts: tuple[str, ...] = TEXTS,
-        target: Target | None = None,
-    ) -> dict[str, list[Finding]]:
-        """The findings by severity of a copy, broken or not."""
-        shutil.rmtree(copy := self.path / "copy", ignore_errors=True)
-        shutil.copytree(self.path / "exported", copy)
-        if not recorded:
-            config(lambda values: values.pop(PROVENANCE_KEY))(copy)
-        if break_it:
-            break_it(copy)
-        used = target or self.target
-        case = Case.read(str(copy), used.config, used.tokenizer, None)
-        prompts = [Prompt(text, ({"role": "user", "content": text},)) for text in texts]
-        found: dict[str, list[Finding]] = {"ok": [], "warning": [], "fault": []}
-        for finding in judge(case, prompts, lambda: used, TOKENS):
-            assert finding.measured and bool(finding.remedy) == (finding.severity != "ok")
-            found[finding.severity].append(finding)
-        return found
-
 
 KINDS = {"qwen3": (5, 2, 8), "llama": (3, 3, 6)}  # taps, layers, those of the target
 
@@ -80,7 +45,9 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Patient
         taps, layers, deep = KINDS[kind]
         target = make_target(kind, layers=deep)
         path = tmp_path_factory.mktemp(kind)
-        made = fit(target, answered(target, TEXTS, TOKENS), path, steps=90, block_size=BLOCK, taps=taps, layers=layers)
+        made = fit(
+            target, answered(target, SHORT_TEXTS, TOKENS), path, steps=90, block_size=BLOCK, taps=taps, layers=layers
+        )
         note = {"target": "tiny", "acceptance_length": 5.5, "trained_block_size": BLOCK}
         save_drafter(made, path / "exported", note | {RECORD_KEY: export_record(made, target)})
         return Patient(target, made, path)
@@ -96,20 +63,8 @@ def sick(request: pytest.FixtureRequest, patient: Callable[[str], Patient]) -> P
 # ---- ways to break it ----------------------------------------------------------------------------------------------
 
 
-def every(pattern: str, change: Callable[[Tensor], Tensor]) -> Break:
-    """Change every tensor whose name holds this."""
-    return tensors(lambda held: held.update({n: change(t) for n, t in held.items() if re.search(pattern, n)}))
-
-
-def exchange(one: str, other: str) -> Break:
-    def renamed(name: str) -> str:
-        return name.replace(one, "?").replace(other, one).replace("?", other)
-
-    return tensors(lambda held: held.update({renamed(name): tensor for name, tensor in held.items()}))
-
-
 def adjacent_pairs(rows: Tensor) -> Tensor:
-    """Pair beside pair, as a RoPE that turns adjacent_pairs wants the rows of heads of eight."""
+    """Returns the rows of heads of eight in interleaved order, for a RoPE that rotates adjacent pairs."""
     return rows.view(-1, 2, 4, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -160,17 +115,13 @@ BREAKS: dict[str, tuple[Callable[[Patient], Break], str, str]] = {
     "a tensor zeroed": (
         lambda p: every("layers.0.self_attn.v_proj", torch.zeros_like), "weights", "the export lost these tensors",
     ),
-    # nothing but the record can tell
+    # only the record shows it
     "a tensor overwritten": (lambda p: every("layers.1.mlp.down_proj", noise), "weights", "copy the export again"),
     "a longer block": (lambda p: edit(block_size=2 * BLOCK), "curve", f"set block_size to {BLOCK}"),
 }  # fmt: skip
 
-# an exchange of norms that are nearly alike does no harm, and one layer of three may be missed little
+# exchanging nearly equal norms does no harm, and losing one layer of three may do little
 HARMLESS_TAU = 2.5
-
-
-def named(findings: list[Finding]) -> set[str]:
-    return {finding.check for finding in findings}
 
 
 # every way breaks both drafters, one with and one without its record: the other two examinations show nothing new
@@ -178,11 +129,9 @@ IN_TURN = [(name, list(KINDS)[i % 2], list(KINDS)[1 - i % 2]) for i, name in enu
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind, _ in IN_TURN])
-def test_with_a_record_the_cause_is_certain_and_nothing_else_is_blamed(
-    patient: Callable[[str], Patient], name: str, kind: str
-) -> None:
+def test_with_a_record_only_the_cause_is_reported(patient: Callable[[str], Patient], name: str, kind: str) -> None:
     (break_it, check, remedy), sick = BREAKS[name], patient(kind)
-    found = sick.examine(break_it(sick), texts=TEXTS[:1])
+    found = sick.examine(break_it(sick), texts=SHORT_TEXTS[:1])
     assert named(found["fault"]) == {check}
     (fault,) = found["fault"]
     assert remedy.format(sick) in fault.remedy
@@ -191,9 +140,9 @@ def test_with_a_record_the_cause_is_certain_and_nothing_else_is_blamed(
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, _, kind in IN_TURN])
-def test_without_a_record_no_wrong_thing_is_named(patient: Callable[[str], Patient], name: str, kind: str) -> None:
+def test_without_a_record_no_wrong_cause_is_reported(patient: Callable[[str], Patient], name: str, kind: str) -> None:
     (break_it, check, remedy), sick = BREAKS[name], patient(kind)
-    found = sick.examine(break_it(sick), recorded=False, texts=TEXTS[:1])
+    found = sick.examine(break_it(sick), recorded=False, texts=SHORT_TEXTS[:1])
     (acceptance,) = (f for severity in found.values() for f in severity if f.check == "acceptance")
     blamed = named(found["fault"])
     assert blamed <= {check, "acceptance"}
@@ -207,7 +156,7 @@ def test_without_a_record_no_wrong_thing_is_named(patient: Callable[[str], Patie
         assert " set " not in finding.remedy and not finding.remedy.startswith("set "), "only a fault has a cure"
 
 
-def test_a_drafter_that_is_well_is_called_well(sick: Patient) -> None:
+def test_a_healthy_drafter_has_no_findings(sick: Patient) -> None:
     for recorded in (True, False):
         found = sick.examine(recorded=recorded)
         assert (found["fault"], found["warning"]) == ([], [])
@@ -231,7 +180,7 @@ def test_prompts_are_blamed_only_where_everything_else_is_as_exported(sick: Pati
 
 
 @pytest.mark.parametrize("sick", ["qwen3"], indirect=True)
-def test_another_target_of_the_same_shape_is_told_by_its_hidden_states(sick: Patient) -> None:
+def test_another_target_of_equal_shape_is_found_by_hidden_states(sick: Patient) -> None:
     other = make_target(sick.target.config.model_type, layers=8)
     with torch.no_grad():
         other.layers[2].mlp.down_proj.weight.mul_(-1)
@@ -243,7 +192,7 @@ def test_another_target_of_the_same_shape_is_told_by_its_hidden_states(sick: Pat
 
 
 @pytest.mark.parametrize("sick", ["llama"], indirect=True)
-def test_two_faults_of_the_weights_and_one_of_the_configuration_are_all_certain(sick: Patient) -> None:
+def test_three_faults_at_once_are_all_certain(sick: Patient) -> None:
     def thrice(path: Path) -> None:
         for name in ("layers swapped", "rope rows interleaved", "another mask row"):
             BREAKS[name][0](sick)(path)
@@ -255,7 +204,7 @@ def test_two_faults_of_the_weights_and_one_of_the_configuration_are_all_certain(
 
 
 @pytest.mark.parametrize("sick", ["qwen3"], indirect=True)
-def test_a_drafter_that_was_broken_before_it_was_recorded_is_told_by_trying(sick: Patient) -> None:
+def test_a_drafter_broken_before_its_record_is_found_by_sweeps(sick: Patient) -> None:
     def recorded_later(path: Path) -> None:
         exchange("layers.0.", "layers.1.")(path)
         record = export_record(load_drafter(str(path)), sick.target)
@@ -266,7 +215,7 @@ def test_a_drafter_that_was_broken_before_it_was_recorded_is_told_by_trying(sick
 
 
 @pytest.mark.parametrize("sick", ["llama"], indirect=True)
-def test_an_edited_record_is_not_believed(sick: Patient) -> None:
+def test_an_edited_record_is_rejected(sick: Patient) -> None:
     def throughout(path: Path) -> None:
         text = (path / "config.json").read_text()
         (path / "config.json").write_text(text.replace(f'"mask_token_id": {MASK}', f'"mask_token_id": {MASK - 1}'))
@@ -298,7 +247,7 @@ def test_the_record_serves_the_speculators_form_too(sick: Patient) -> None:
 
 
 @pytest.mark.parametrize("sick", ["llama"], indirect=True)
-def test_one_bar_counts_everything(sick: Patient, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_progress_bar_counts_everything(sick: Patient, capsys: pytest.CaptureFixture[str]) -> None:
     sick.examine(recorded=False)
     lines = [line for line in capsys.readouterr().err.splitlines() if "/s" in line]
     assert len({line.split()[0] for line in lines}) == 1

@@ -5,12 +5,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import doctor_cases
 import pytest
-import test_doctor
 import torch
 from conftest import MASK, make_drafter, make_target
-from test_doctor import answered, config, fit
-from test_doctor_breakages import BLOCK, TEXTS, TOKENS, Break, Patient, every, exchange, named
+from doctor_cases import (
+    BLOCK,
+    SHORT_TEXTS,
+    TOKENS,
+    Break,
+    Patient,
+    answered,
+    config,
+    every,
+    exchange,
+    fit,
+    named,
+)
 
 from dflash_toolkit import Drafter, Target, load_drafter, save_drafter
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
@@ -35,7 +46,7 @@ def blurred(drafter: Drafter, target: Target) -> Drafter:
     assert drafter.candidate_selector is not None
     drafter.candidate_selector.init_weights()
     learner = torch.optim.Adam(drafter.candidate_selector.requires_grad_().parameters(), 4e-2)
-    features = FeatureSource(target, drafter.config.target_layer_ids, 64)(answered(target, TEXTS, TOKENS))
+    features = FeatureSource(target, drafter.config.target_layer_ids, 64)(answered(target, SHORT_TEXTS, TOKENS))
     blocks = sample_blocks(features, TOKENS, BLOCK, MASK, generator)
     asked = TrainConfig(target="tiny", drafter=DrafterOptions(block_size=BLOCK), loss=LossOptions(anchors=TOKENS))
     for _ in range(40):
@@ -54,11 +65,11 @@ def patient_of(drafter: Drafter, target: Target, path: Path) -> Patient:
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> Patient:
     target, path = make_target(), tmp_path_factory.mktemp("dflash2")
-    fitted = fit(target, answered(target, TEXTS, TOKENS), path, steps=80, **SHAPE, **SELECTOR)
+    fitted = fit(target, answered(target, SHORT_TEXTS, TOKENS), path, steps=80, **SHAPE, **SELECTOR)
     return patient_of(blurred(fitted, target), target, path)
 
 
-def test_a_drafter_that_is_well_is_called_well(sick: Patient) -> None:
+def test_a_healthy_drafter_has_no_findings(sick: Patient) -> None:
     for recorded in (True, False):
         found = sick.examine(recorded=recorded)
         assert (found["fault"], found["warning"]) == ([], [])
@@ -100,10 +111,10 @@ BREAKS: dict[str, tuple[Break, tuple[str, str], tuple[str, str] | None]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_each_break_is_called_by_its_name_and_by_no_other(sick: Patient, name: str) -> None:
+def test_each_dflash2_break_gets_only_its_own_fault(sick: Patient, name: str) -> None:
     break_it, *expected = BREAKS[name]
     for recorded, named_so in zip((True, False), expected, strict=True):
-        found = sick.examine(break_it, recorded=recorded, texts=TEXTS[: 1 if recorded else 2])
+        found = sick.examine(break_it, recorded=recorded, texts=SHORT_TEXTS[: 1 if recorded else 2])
         if named_so is None:
             assert not found["fault"], "without a record it cannot be known, or does no harm"
             continue
@@ -112,13 +123,13 @@ def test_each_break_is_called_by_its_name_and_by_no_other(sick: Patient, name: s
         assert named(found["warning"]) <= {"serving", "recall", "acceptance"}
 
 
-def test_a_selector_that_did_harm_before_it_was_recorded_is_told_by_trying(sick: Patient) -> None:
+def test_a_harmful_selector_is_found_by_sweeps(sick: Patient) -> None:
     def recorded_later(path: Path) -> None:
         BREAKS["selector doing harm"][0](path)
         record = export_record(load_drafter(str(path)), sick.target)
         config(lambda values: values[PROVENANCE_KEY].update({RECORD_KEY: record}))(path)
 
-    (fault,) = sick.examine(recorded_later, texts=TEXTS[:1])["fault"]
+    (fault,) = sick.examine(recorded_later, texts=SHORT_TEXTS[:1])["fault"]
     assert fault.check == "selector" and "does harm" in fault.remedy
 
 
@@ -128,11 +139,11 @@ def test_parts_that_were_never_trained_are_named(sick: Patient, tmp_path: Path) 
     for part in drafter.modules():
         if hasattr(part, "base_kernel") or part is drafter.candidate_selector:
             part.init_weights()
-    found = patient_of(drafter, sick.target, tmp_path).examine(texts=TEXTS[:1])
+    found = patient_of(drafter, sick.target, tmp_path).examine(texts=SHORT_TEXTS[:1])
     assert named(found["fault"]) == {"selector", "convolution"}
     assert all("never trained" in fault.measured for fault in found["fault"])
     fresh = Drafter.fresh(drafter.config, 0)
-    found = patient_of(fresh, sick.target, tmp_path / "fresh").examine(texts=TEXTS[:1])
+    found = patient_of(fresh, sick.target, tmp_path / "fresh").examine(texts=SHORT_TEXTS[:1])
     (fault,) = (fault for fault in found["fault"] if fault.check == "weights")
     assert "every tensor is as it was initialised" in fault.measured
     assert named(found["fault"]) <= {"weights", "acceptance"}
@@ -155,8 +166,8 @@ def test_convolutions_that_were_trained_across_blocks_are_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(DynamicConvolution, "forward", across)
-        patch.setattr(test_doctor, "make_drafter", reading_before)
-        rows = answered(sick.target, TEXTS, TOKENS)
+        patch.setattr(doctor_cases, "make_drafter", reading_before)
+        rows = answered(sick.target, SHORT_TEXTS, TOKENS)
         drafter = fit(sick.target, rows, tmp_path, anchors=TOKENS, steps=80, **SHAPE)
-    (fault,) = patient_of(drafter, sick.target, tmp_path).examine(texts=TEXTS[:1])["fault"]
+    (fault,) = patient_of(drafter, sick.target, tmp_path).examine(texts=SHORT_TEXTS[:1])["fault"]
     assert fault.check == "convolution" and "train again with convolutions inside each block" in fault.remedy

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
-from test_doctor import ALL_TEXTS, BREAKS, Clinic, answered, config, edit, fit, tensors
-from test_doctor import clinic as clinic
+from conftest import MASK, make_target
+from doctor_cases import ALL_TEXTS, Clinic, answered, config, edit, fit, tensors
+from doctor_cases import clinic as clinic
 
 import dflash_toolkit.decode
 import dflash_toolkit.train.loop
@@ -28,7 +28,7 @@ from dflash_toolkit.train.objective.blocks import Blocks
 
 
 @pytest.mark.parametrize(("every", "severity"), [(5, "warning"), (2, "fault"), (1, "fault")])
-def test_features_that_are_others_while_it_decodes_are_told_as_the_gap(
+def test_different_features_in_decoding_are_reported_as_a_gap(
     every: int, severity: str, clinic: Clinic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, blocks = dflash_toolkit.decode.propose, 0
@@ -55,7 +55,7 @@ def test_features_that_are_others_while_it_decodes_are_told_as_the_gap(
 
 @pytest.fixture(scope="module")
 def other_prompts(clinic: Clinic) -> str:
-    texts = ("Tell a story of a fox.", "Which way is north?", "List ten facts.", "Translate: good day.")
+    texts = ("Write a story of a fox.", "Which way is north?", "List ten facts.", "Translate: good day.")
     path = clinic.path / "others.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return f"p={path}"
@@ -82,13 +82,13 @@ def test_another_block_size_than_was_trained_is_named_alone(present: int, severi
 
 
 @pytest.mark.slow
-def test_slots_trained_otherwise_are_found_by_the_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_trained_differently_are_found_by_the_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = dflash_toolkit.train.loop.sample_blocks
 
     def spoiled(*arguments: Any, **more: Any) -> Blocks:
         blocks = honest(*arguments, **more)
         labels = blocks.labels.clone()
-        labels[:, :, 4:] = 5  # whatever the answer says
+        labels[:, :, 4:] = 5  # for every answer
         return replace(blocks, labels=labels)
 
     monkeypatch.setattr(dflash_toolkit.train.loop, "sample_blocks", spoiled)
@@ -100,7 +100,7 @@ def test_slots_trained_otherwise_are_found_by_the_cliff(tmp_path: Path, monkeypa
 
 
 def drawn(accepted: list[float], blocks: int, seed: int) -> Scores:
-    """Blocks whose slots are right with these probabilities."""
+    """Blocks with slots that are right with these probabilities."""
     g = torch.Generator().manual_seed(seed)
     hits = torch.rand(blocks, len(accepted), generator=g) < torch.tensor(accepted)
     return Scores(hits, hits, torch.ones_like(hits), torch.zeros(blocks).long(), torch.arange(blocks))
@@ -129,14 +129,14 @@ def blurred(noise: float) -> Any:
 # ---- recall ----------------------------------------------------------------------------------------------------
 
 
-def test_a_drafter_that_does_not_know_what_comes_next_lacks_data(clinic: Clinic, other_prompts: str) -> None:
+def test_low_recall_means_missing_data(clinic: Clinic, other_prompts: str) -> None:
     found = clinic.examine("--prompts", other_prompts)
     (warning,) = (f for f in found["warning"] if f["check"] == "recall")
     assert warning["figures"]["recall_16"][0] < 0.3 and "does not know the next token" in warning["remedy"]
     assert [f["check"] for f in found["fault"]] == ["acceptance"]
 
 
-def test_a_drafter_that_knows_the_token_but_ranks_it_too_low_was_trained_too_short(clinic: Clinic) -> None:
+def test_high_recall_with_low_rank_means_short_training(clinic: Clinic) -> None:
     found = clinic.examine(*ALL_TEXTS, break_it=tensors(blurred(0.4)))
     (warning,) = (f for f in found["warning"] if f["check"] == "recall")
     assert warning["figures"]["top_1"][0] < 0.5 < 0.6 < warning["figures"]["recall_16"][0]
@@ -147,8 +147,8 @@ def test_a_drafter_that_knows_the_token_but_ranks_it_too_low_was_trained_too_sho
     assert not found["fault"]
 
 
-def test_neither_what_was_recorded_nor_recall_warns_of_what_a_fault_explains(clinic: Clinic) -> None:
-    found = clinic.examine(break_it=BREAKS["mask row"][0])
+def test_a_fault_silences_warnings_that_it_explains(clinic: Clinic) -> None:
+    found = clinic.examine(break_it=edit(mask_token_id=MASK - 1))
     assert [f["check"] for f in found["fault"]] == ["mask row"]
     (serving,) = (f for f in found["warning"] if f["check"] == "serving")
     assert serving["remedy"] == "fix the faults named here"
@@ -159,7 +159,7 @@ def test_neither_what_was_recorded_nor_recall_warns_of_what_a_fault_explains(cli
 # ---- its probabilities -----------------------------------------------------------------------------------------
 
 
-def test_a_calibration_of_another_drafter_is_named_and_the_measured_one_is_right(clinic: Clinic) -> None:
+def test_a_foreign_calibration_is_reported_with_the_right_one(clinic: Clinic) -> None:
     def calibrated(slope: float, bias: list[float]) -> Any:
         return config(lambda values: values["dflash_config"].update(acceptance_slope=slope, acceptance_bias=bias))
 
@@ -196,7 +196,7 @@ def nodes_of(informed: bool, ranked: bool, blocks: int = 300) -> list[JudgedNode
     return found
 
 
-def test_probabilities_that_say_nothing_are_told_and_what_cannot_pay(clinic: Clinic) -> None:
+def test_uninformative_probabilities_are_a_warning(clinic: Clinic) -> None:
     case = Case.read(str(clinic.healthy), load_config(clinic.target), None, None)
     good = judged(case, nodes_of(True, True), "dflash-serve ...")
     assert good.severity == "ok" and "too few" not in good.measured and "none is stored" in good.measured
@@ -212,7 +212,7 @@ def test_probabilities_that_say_nothing_are_told_and_what_cannot_pay(clinic: Cli
     assert few.severity == "ok" and "too few" in few.measured, "of nine blocks nothing is sure"
 
 
-def test_a_calibration_that_promises_too_much_is_told_by_how_much(clinic: Clinic) -> None:
+def test_an_optimistic_calibration_is_reported_with_its_ratio(clinic: Clinic) -> None:
     case = Case.read(str(clinic.healthy), load_config(clinic.target), None, None)
     assert case.config is not None
     nodes = [node._replace(accepted=node.accepted and not i % 2) for i, node in enumerate(nodes_of(True, True))]

@@ -104,7 +104,7 @@ def test_every_metric_that_is_shown_is_one_of_vllm() -> None:
     assert {re.sub("_(total|bucket)$", "", name) for name in asked()} - known == set()
 
 
-def test_panels_are_complete_and_lie_beside_each_other() -> None:
+def test_panels_are_complete_and_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]

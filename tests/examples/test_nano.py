@@ -14,7 +14,7 @@ from dflash_toolkit import SamplingParams, save_drafter
 from dflash_toolkit.runtime import load_engine
 
 NANO = ROOT / "examples/nano_dflash.py"
-PROMPTS = [[5, 17, 42, 8], [1] * 3 + list(range(60, 97)), [200], list(range(2, 19))]  # of one page, of several
+PROMPTS = [[5, 17, 42, 8], [1] * 3 + list(range(60, 97)), [200], list(range(2, 19))]  # lengths: one page, of several
 
 
 @pytest.fixture

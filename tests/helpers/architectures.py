@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from dflash_toolkit import Target
 
-WINDOW = 8  # of sliding layers, so that the shortest text is longer
+WINDOW = 8  # tokens; shorter than the shortest text
 
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -45,7 +45,7 @@ class Architecture:
 
     name: str  # as the documents call it
     config_class: str  # in transformers
-    options: dict[str, Any] = field(default_factory=dict, hash=False)  # of the text part
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # the text part's
     vision: dict[str, Any] | None = field(default=None, hash=False)  # options of what reads images, if anything does
     recurrent: bool = False  # some layers have a state that cannot be cropped
 
@@ -69,7 +69,7 @@ class Architecture:
         return model
 
     def whole_model(self) -> Any:
-        """Of a multimodal one, the model with what reads images too: its checkpoints hold that."""
+        """The whole model for a multimodal one, with its vision tower: its checkpoints hold that."""
         torch.manual_seed(11)
         return AutoModelForImageTextToText.from_config(self.config(), dtype=torch.float32).eval()
 

@@ -80,7 +80,7 @@ def _written(target: Target, drafter: Drafter | None, prompt: tuple[int, ...], p
 
 
 def alone(target: Target, drafter: Drafter | None, prompt: list[int], params: SamplingParams) -> Generation:
-    """What `generate` writes; many tests ask it for the same."""
+    """Returns the answer of `generate`; cached, as many tests need the same."""
     return _written(target, drafter, tuple(prompt), params)
 
 

@@ -22,7 +22,7 @@ from paths import FOLDERS, ROOT
 from dflash_toolkit.files import append_lines
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# what is not there is left out
+# missing ones are skipped
 IMPORTED = ["conftest", "deepspeed", "preloaded"]
 IMPORTED += [f"dflash_toolkit.{name}" for name in ("train.pipeline", "train.data_run", "train.distributed.fsdp")]
 IMPORTED += ["dflash_toolkit.serve.front", "dflash_toolkit.runtime.loop"]
@@ -65,7 +65,7 @@ def _run(program: str, arguments: list[str], until: tuple[Path, int] | None) -> 
 
 
 def stop_at(path: Path, lines: int) -> None:
-    """Have this process stand still (SIGSTOP) once a journal has so many lines: it cannot end before it is killed."""
+    """Stops this process (SIGSTOP) once a journal has so many lines: it cannot end before it is killed."""
 
     def append(to: Path, rows: Iterable[Any]) -> None:
         append_lines(to, rows)
@@ -94,11 +94,11 @@ def wait_stopped(process: BaseProcess) -> None:
 
 
 class Command:
-    """A program whose own processes are forked, too, as it would have them spawned.
+    """A program with forked processes of its own, instead of spawned ones.
 
     Args:
         folder: gets its files `out` and `err`, unless `said` is where both go, and `children`.
-        environment: its variables, besides those of the tests.
+        environment: its variables, in addition to those of the tests.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ MARK = "__interpreted__"  # among the globals of the functions that run here
 
 
 class Fault(Exception):
-    """What a kernel may not do. Of a deadlock it says who waits where, and for what."""
+    """An invalid operation of a kernel. For a deadlock it lists the waiting workers and their barriers."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Worker:
     name: str
     program: tuple[int, ...]
     warps: int
-    weight: float  # how often it goes on, beside the others
+    weight: float  # how often it runs, relative to the others
     ready: Callable[[], bool] | None = None  # None: it can go on
     waits_for: object = "its turn"
     wake: Any = field(default_factory=threading.Lock)
@@ -107,11 +107,11 @@ class Turns:
             me.wake.acquire()
             self.now = me
         if self.error is not None:
-            raise SystemExit  # of this thread
+            raise SystemExit  # ends this thread
         me.ready = None
 
     def later(self, load: Callable[[], None]) -> None:
-        """A load that is under way, behind some of those that will be asked for later."""
+        """A pending load; later ones may finish before it."""
         heapq.heappush(self.loads, (self.steps + self.random.random() * self.random.choice((1, 10, 100, 1000)), load))
 
     def _next(self) -> Worker:
@@ -120,7 +120,7 @@ class Turns:
             able = [worker for worker in self.workers if worker.ready is None or worker.ready()]
             weights = [self.promptness if self.loads else 0.0, *(worker.weight for worker in able)]
             if not any(weights):
-                self.error = Fault("\n".join(["nobody can go on:", *map(str, self.workers)]))
+                self.error = Fault("\n".join(["deadlock:", *map(str, self.workers)]))
             elif chosen := self.random.choices([None, *able], weights)[0]:
                 return chosen
             else:
@@ -232,7 +232,7 @@ def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: object
     return Shared(barriers) if len(shape) == 2 else barriers[0]
 
 
-GL: dict[str, Any] = {  # what does not depend on who asks
+GL: dict[str, Any] = {  # values that do not depend on the worker
     **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64")},
     **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_: None),
     "NVMMASharedLayout": SimpleNamespace(get_default_for=lambda *_: None),
@@ -251,7 +251,7 @@ GL: dict[str, Any] = {  # what does not depend on who asks
 
 
 class Machine:
-    """What a kernel's names mean during a launch."""
+    """The values of a kernel's names during a launch."""
 
     def __init__(self, grid: tuple[int, ...], turns: Turns) -> None:
         self.turns, self.pause = turns, turns.pause
@@ -287,7 +287,7 @@ class Machine:
             return self.meaning[id(value)]
         if isinstance(value, tl.constexpr):
             return value.value
-        inner = getattr(value, "fn", None)  # of a @gluon.jit or @gluon.constexpr_function
+        inner = getattr(value, "fn", None)  # for a @gluon.jit or @gluon.constexpr_function
         return self.interpreted(inner) if isinstance(inner, FunctionType) else value
 
     def load(self, pointer: Pointer, mask: Any = None, other: float = math.nan) -> Tensor:
@@ -367,7 +367,7 @@ class Machine:
 
 
 class Interpreted:
-    """Stands for a kernel: `kernel[grid](...)` runs it here, all programs `together` or one after the other.
+    """Replaces a kernel: `kernel[grid](...)` runs it here, all programs `together` or one after the other.
 
     `seed` may change between launches; with the same one, the same launches go the same way.
     """

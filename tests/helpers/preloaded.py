@@ -1,4 +1,4 @@
-"""What forked processes have from the server that they come from, besides the programs: each would make it anew."""
+"""Modules that forked processes inherit from their server, in addition to the programs: each would make it anew."""
 
 import importlib
 

@@ -72,7 +72,7 @@ def data_argv(target: Path, data: Path, output: Path, *more: str) -> list[str]:
 def train_argv(target: Path, data: Path | None, output: Path, *more: str) -> list[str]:
     given = ["--data", str(data)] if data else []
     words = ["--target", str(target), *given, "--output", str(output), *TRAINING, *more]
-    if any(word.startswith("optim.pack_tokens=") for word in more):  # of rows that are not packed
+    if any(word.startswith("optim.pack_tokens=") for word in more):  # rows that are not packed
         words += ["optim.batch_size=null", "loss.anchors=null"]
     return words
 
@@ -87,10 +87,10 @@ class Program:
     data: Path | None
     output: Path
     capsys: Any
-    out: str = ""  # what the last call has written to stdout
+    out: str = ""  # stdout of the last call
 
     def place(self, output: str | None) -> Path:
-        """An output of that name beside the usual one."""
+        """Returns an output of that name next to the usual one."""
         return self.output.parent / output if output else self.output
 
     def words(self, *more: Any, output: str | None = None) -> list[str]:
@@ -105,7 +105,7 @@ class Program:
         return err.splitlines()
 
     def refuses(self, *more: Any, output: str | None = None) -> str:
-        """What it says in the one line of its error, the last that it writes."""
+        """Returns its one-line error, the last line that it writes."""
         *before, last = self(*more, code=2, output=output)
         assert last.startswith("error: ") and not any(line.startswith("error:") for line in before)
         return last.removeprefix("error: ")

@@ -1,7 +1,7 @@
 """Compile Triton kernels for sm_90 on a machine without a GPU; run as a program it prints one JSON object.
 
 The interpreter replaces kernels that are decorated while TRITON_INTERPRET is set, so this runs as a process of its own
-without it: `python tests/helpers/sm90.py` imports every `sm90_cases_*.py` beside it, whose `CASES` maps a name to a
+without it: `python tests/helpers/sm90.py` imports every `sm90_cases_*.py` next to it; their `CASES` maps a name to a
 `Case`, or to a function that launches Gluon kernels as the library does: their own host functions choose the constexprs
 and Triton's launcher specialises the arguments, so what compiles is what a GPU would be given. It prints
 {name: {"kernel": ..., "registers": ..., "spills": ..., "shared": ..., "serialized": ..., "overlaps": ..., "waits": ...,
@@ -84,7 +84,7 @@ def report(kernel: Any, compiled: Any, log: str) -> dict[str, Any]:
 
 
 class Driver:
-    """What Triton's launcher asks of a GPU before it compiles, of an H100."""
+    """The properties of a GPU that Triton's launcher reads before it compiles, for an H100."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -130,7 +130,7 @@ def launches() -> Iterator[list[dict[str, Any]]]:
 
 
 def compile_file(path: Path) -> dict[str, dict[str, Any]]:
-    """What there is to say of the kernels of a file of cases."""
+    """Returns the report on the kernels of a file of cases."""
     import triton
 
     gc.disable()  # a sixth of the time: every kernel is a large tree

@@ -56,7 +56,7 @@ def masked(head: int, batch: int, window: int = 0) -> Callable[[], object]:
     return lambda: masked_attention(q, *others, 64, rows, 64, window, hopper.launch)
 
 
-CASES = {  # of one request keys are split, of eight in pairs of splits, of more than that not at all
+CASES = {  # one request splits keys, eight use pairs of splits, more do not split at all
     f"heads of {head}, {batch} requests, {'causal' if causal else 'free'}": blocks(head, batch, causal=causal)
     for head, batch, causal in (
         (64, 1, False), (64, 8, True), (64, 12, False),

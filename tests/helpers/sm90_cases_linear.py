@@ -30,10 +30,10 @@ def case(kind: str, rows: int, scaled: bool, rounded: bool = False) -> Case:
     return Case(linear._linear_kernel, pointers | sizes | {"SPAN": "i32"}, constexprs, tile.warps, tile.stages, ("M",))
 
 
-def blocks(kind: str, rows: int, by_rows: bool = False, behind_a_norm: bool = False) -> Case:
+def blocks(kind: str, rows: int, by_rows: bool = False, after_a_norm: bool = False) -> Case:
     n, k = SHAPES[kind]
     tile = fp8_blocks.tile_for(n, k, rows, split=kind == "split_k")
-    in_loop = rows <= fp8_blocks.QUANTIZED_IN_LOOP and not by_rows and not behind_a_norm
+    in_loop = rows <= fp8_blocks.QUANTIZED_IN_LOOP and not by_rows and not after_a_norm
     inputs = {"x_p": "*bf16" if in_loop else "*fp8e4nv", "x_scale_p": "*fp32", "w_p": "*fp8e4nv", "w_scale_p": "*fp32"}
     outputs = {"bias_p": "*bf16", "out_p": "*fp32" if kind == "split_k" else "*bf16"}
     constexprs = {
@@ -68,7 +68,7 @@ CASES = (
             *((k, m) for k in SHAPES if "s" in k for m in (16, 64, 128)),
         ]
     }
-    | {f"{kind} 16 in blocks, behind a norm": blocks(kind, 16, behind_a_norm=True) for kind in ("split_k", "swiglu")}
+    | {f"{kind} 16 in blocks, after a norm": blocks(kind, 16, after_a_norm=True) for kind in ("split_k", "swiglu")}
     | {"swiglu 256 in blocks": blocks("swiglu", 256), "split_k 16 by rows": blocks("split_k", 16, by_rows=True)}
     | {
         "rows in fp8 by groups": Case(

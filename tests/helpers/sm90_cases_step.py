@@ -65,7 +65,7 @@ def rope_write_case(
     partials: str, parts: int, heads: int, early: bool, counted: bool = False, hybrid: bool = False,
     placed: bool = False,
 ) -> Case:  # fmt: skip
-    """`hybrid`: heads of 256 with gates, of which the first quarter turns, behind norms in fp32."""
+    """`hybrid`: heads of 256 with gates, the first quarter rotates, after norms in fp32."""
     kernel = rope._rope_write_kernel
     pointers = {"part_p": partials} | dict.fromkeys(("bias_p", "qw_p", "kw_p", "q_p"), "*bf16") | rope_pointers
     pointers["slots_p"] = "*i32"

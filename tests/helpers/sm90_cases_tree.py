@@ -44,7 +44,7 @@ def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
     return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
 
 
-def tell_case(kernel: object, warps: int, **constexprs: object) -> Case:
+def tree_case(kernel: object, warps: int, **constexprs: object) -> Case:
     pointers = dict.fromkeys(("log_probs_p", "values_p", "promise_p"), "*fp32") | {"hidden_p": "*bf16"}
     pointers |= dict.fromkeys(("ranks_p", "limits_p", "parents_p", "broken_p", "counts_p"), "*i32")
     pointers |= dict.fromkeys(("row_tokens_p", "tokens_p", "path_p"), "*i64")

@@ -14,7 +14,7 @@ from dflash_toolkit.kernels.reference import filtered_probabilities
 
 
 def hf_greedy(target: Target, prompt: list[int], count: int, eos: tuple[int, ...] = (EOS,)) -> list[int]:
-    """What Hugging Face's own loop answers, one token a step."""
+    """Returns the answer of Hugging Face's own loop, one token a step."""
     ids = torch.tensor([prompt])
     out = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
@@ -91,7 +91,7 @@ def check_answers(answers: list[Generation], joint: torch.Tensor, wrong: torch.T
         statistic, limit = chi_square(counts.sum(axes).flatten(), joint.sum(axes).flatten())
         assert statistic < limit
     statistic, limit = chi_square(counts.sum((1, 2)), wrong.sum((1, 2)))
-    assert statistic > limit, "the statistic must tell another temperature apart"
+    assert statistic > limit, "the statistic must detect another temperature"
 
 
 def dflash2_of_few(target: Target, **shape: object) -> Drafter:

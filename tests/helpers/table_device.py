@@ -132,7 +132,7 @@ class TableDevice:
         found = []
         for i in range(len(requests)):
             row = self.rows[i]
-            for k in range(PLACES if shape.rows else block):  # what is rejected is written too
+            for k in range(PLACES if shape.rows else block):  # rejected tokens are written too
                 self._write(row.pages, row.length + k, -1 - k)
             tokens = []
             for _ in range(self._dice.randint(1, block)):

@@ -23,7 +23,7 @@ def own_folder() -> str:
     own = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{common}/torchinductor_{getpass.getuser()}")
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker's lies in that of the first process
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker's is inside that of the first process
         os.environ["TMPDIR"] = own
     return own
 

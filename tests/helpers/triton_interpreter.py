@@ -37,7 +37,7 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
         return prepare(function) if fresh else interpreter._LangPatchScope()
 
     @functools.cache
-    def conversions(source: Any, target: Any, rounding: Any) -> Any:  # of everything that so few bits may say
+    def conversions(source: Any, target: Any, rounding: Any) -> Any:  # for everything that so few bits may say
         bits = source.primitive_bitwidth
         return convert(np.arange(1 << bits, dtype=f"uint{bits}"), source, target, rounding)
 
@@ -73,13 +73,13 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
                 shapes[id(shape)] = found
         self.shape, self.numel = found
 
-    # operands of one type and shape stay as they are, and a number beside a block is the same block of it every time
-    alike = {id(each) for each in (core.float32, core.float64, core.int32, core.int64)}
+    # operands of one type and shape stay as they are; a number combined with a block is the same block every time
+    types = {id(each) for each in (core.float32, core.float64, core.int32, core.int64)}
     numbers: dict[Any, Any] = {}
 
     def prepare_operands(self: Any, lhs: Any, rhs: Any, *how: bool, **more: bool) -> tuple[Any, Any]:
         if type(lhs) is type(rhs) is core.tensor:
-            if lhs.dtype is rhs.dtype and id(lhs.dtype) in alike:
+            if lhs.dtype is rhs.dtype and id(lhs.dtype) in types:
                 return broadcast(self, lhs, rhs)
             return check_operands(self, lhs, rhs, *how, **more)
         number, block = (rhs, lhs) if type(lhs) is core.tensor else (lhs, rhs)
@@ -90,13 +90,13 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
         if found is None:
             pair = check_operands(self, lhs, rhs, *how)
             same, found = pair if block is lhs else pair[::-1]
-            if same is block and id(block.dtype) in alike and block.numel.value <= LARGEST_KEPT:
+            if same is block and id(block.dtype) in types and block.numel.value <= LARGEST_KEPT:
                 found.handle.data.flags.writeable = False
                 numbers[key] = found
             return pair
         return (lhs, found) if block is lhs else (found, rhs)
 
-    joined: dict[tuple[int, int], Any] = {}  # what two shapes become, by the identities of such that live as long
+    joined: dict[tuple[int, int], Any] = {}  # the joined shape of two, by the identities of such that live as long
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         if lhs.shape is rhs.shape:
@@ -161,7 +161,7 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
         (interpreter, "_patch_attr", patch_attr),
         (type(builder), "create_dot", product),
         (core.tuple, "__eq__", lambda a, b: a.values == b if isinstance(b, list) else equal(a, b)),
-        # without debug=True it looks for overflows and tells of none
+        # without debug=True it looks for overflows and reports none
         (builder, "options", replace(builder.options, sanitize_overflow=False)),
     ):
         patch.setattr(place, name, value)

@@ -1,4 +1,4 @@
-"""What Weights & Biases keeps of runs without a network."""
+"""Reads the files that Weights & Biases writes for runs without a network."""
 
 import struct
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def wandb_records(folder: Path) -> list[Any]:
-    """What the offline runs in `folder` hold: LevelDB's log format behind a header of seven bytes."""
+    """Returns the records of the offline runs in `folder`: LevelDB's log format after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found, whole = [], b""

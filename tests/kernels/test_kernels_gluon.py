@@ -270,7 +270,7 @@ def test_a_deadlock_is_told_with_who_waits_where(monkeypatch: pytest.MonkeyPatch
     broken(monkeypatch, *LAYER_MISTAKES["free in the wrong phase"])
     case = streamed(monkeypatch, SMALL, 3, 5)
     said = complaint(case.kernel, lambda: case.check(case.launch()))
-    assert said.startswith("Fault: nobody can go on:")
+    assert said.startswith("Fault: deadlock:")
     barrier = r"waits for Barrier\(count=1, phase=0, missing=1, bytes=0\)"
     assert re.search(rf"program \(3,\), _compute, at pipeline.py:\d+, {barrier}", said)
     assert re.search(rf"program \(3,\), _stream_weights, at broken stream:\d+, {barrier}", said)

@@ -31,13 +31,13 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.structure import text_config
 from dflash_toolkit.models.target import load_config
 
-# of Qwen3.5 with images transformers loads the language model alone, which stands here itself
+# for Qwen3.5 with images transformers loads the language model alone, which is listed here itself
 EACH = pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not re.match("Qwen.*images", name)])
 IDS = torch.tensor([PROMPT])
 
 
 @EACH
-def test_a_tap_is_the_hidden_state_behind_its_layer_whatever_else_is_asked_for(name: str) -> None:
+def test_a_tap_is_the_hidden_state_after_its_layer(name: str) -> None:
     target, taps = tiny(name), (4, 0, 2)
     with torch.no_grad():
         out = target.model(IDS, output_hidden_states=True)
@@ -54,9 +54,7 @@ def test_a_tap_is_the_hidden_state_behind_its_layer_whatever_else_is_asked_for(n
 
 
 @EACH
-def test_no_layer_above_the_highest_tap_runs_when_nobody_asks_for_logits(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_above_the_highest_tap_do_not_run_without_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny(name)
     full = target.forward(IDS, taps=(3, 1), logits="all").features
     ran = count_runs(target, monkeypatch)
@@ -64,7 +62,7 @@ def test_no_layer_above_the_highest_tap_runs_when_nobody_asks_for_logits(
 
 
 @EACH
-def test_the_embedding_is_what_the_first_layer_reads_and_the_head_chooses_as_the_model_does(name: str) -> None:
+def test_embedding_and_head_match_the_model(name: str) -> None:
     target = tiny(name)
     assert target.config.num_hidden_layers == len(target.layers)
     assert (target.config.vocab_size, target.config.hidden_size) == tuple(target.head_weight.shape)
@@ -122,7 +120,7 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES.values() if each.vision])
-def test_of_a_checkpoint_with_images_the_language_model_is_loaded(name: str, tmp_path: Path) -> None:
+def test_a_multimodal_checkpoint_loads_its_language_model(name: str, tmp_path: Path) -> None:
     whole = ARCHITECTURES[name].whole_model()
     whole.config.eos_token_id = [9, EOS]
     whole.save_pretrained(tmp_path)
@@ -141,7 +139,7 @@ def test_of_a_checkpoint_with_images_the_language_model_is_loaded(name: str, tmp
     assert "1 tensors are missing from its weights" in refusal(Target.load, str(tmp_path), "cpu")
 
 
-def test_the_language_model_of_a_quantized_checkpoint_with_images_counts_as_quantized() -> None:
+def test_a_quantized_multimodal_checkpoint_counts_as_quantized() -> None:
     whole = ARCHITECTURES["Qwen3.5 with images"].config()
     whole.quantization_config, whole.name_or_path = {"quant_method": "fp8"}, "x/y"
     text = text_config(whole)
@@ -162,7 +160,7 @@ def kept(cache: TargetCache) -> list[torch.Tensor]:
 
 @EACH
 @pytest.mark.parametrize("stay", [1, 3, 6])
-def test_a_block_taken_back_in_part_leaves_what_its_first_tokens_alone_would(name: str, stay: int) -> None:
+def test_taking_back_part_of_a_block_keeps_the_rest_exact(name: str, stay: int) -> None:
     target = tiny(name)
     caches = target.new_cache(), target.new_cache()
     for each in caches:
@@ -188,7 +186,7 @@ def test_a_block_taken_back_in_part_leaves_what_its_first_tokens_alone_would(nam
 
 
 @EACH
-def test_the_path_of_a_tree_leaves_what_its_tokens_alone_would(name: str) -> None:
+def test_a_tree_path_leaves_the_cache_of_its_tokens_alone(name: str) -> None:
     target = tiny(name)
     if ARCHITECTURES[name].recurrent:
         assert target.tree_width() == target.tree_width(1) == 1
@@ -215,7 +213,7 @@ def test_the_path_of_a_tree_leaves_what_its_tokens_alone_would(name: str) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_recurrent_model_that_does_not_go_on_from_a_cached_state_is_refused() -> None:
+def test_a_recurrent_model_that_ignores_its_cache_is_refused() -> None:
     few = {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_offset": 2, "attn_layer_period": 3}
     jamba = Architecture("Jamba", "JambaConfig", {**few, "mamba_d_state": 8, "mamba_dt_rank": 4}).target()
     assert "computes other hidden states after a cache than without one" in refusal(jamba.new_cache)
@@ -235,7 +233,7 @@ HEADS_OF_THEIR_OWN = {
 
 
 @pytest.mark.parametrize("kind", HEADS_OF_THEIR_OWN)
-def test_whatever_stands_behind_the_last_norm_is_the_target_s_own_business(kind: str) -> None:
+def test_changes_after_the_last_norm_do_not_matter(kind: str) -> None:
     target = HEADS_OF_THEIR_OWN[kind].target()
     if kind == "biased":
         target.structure.head.bias.normal_(generator=torch.Generator().manual_seed(1)).mul_(5)
@@ -274,7 +272,7 @@ def test_a_model_that_lacks_a_part_is_refused_by_that_part(auto: Any, config: An
 
 
 @EACH
-def test_the_engine_names_the_command_that_serves_what_it_does_not_compute(name: str) -> None:
+def test_an_unsupported_target_error_names_a_working_command(name: str) -> None:
     config = tiny(name).config
     if config.model_type in COMPUTED:
         assert len(ModelSpec.of_target(config).layers) == config.num_hidden_layers

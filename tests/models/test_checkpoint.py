@@ -1,4 +1,4 @@
-"""What is written can be read by every loader, and nothing else is read as a drafter."""
+"""Every loader can read a written drafter, and nothing else is read as one."""
 
 import errno
 import json
@@ -119,7 +119,7 @@ def test_a_newer_published_form_has_its_block_size_nested_only(copy: Path) -> No
     assert config.is_causal is None, "the type of the layer decides"
 
 
-def test_scales_are_read_where_published_drafters_have_them_and_a_cap_of_zero_is_none(copy: Path) -> None:
+def test_scales_are_read_as_published_and_a_zero_cap_is_none(copy: Path) -> None:
     # z-lab/Muse-Glimmer-30B-DFlash2 nests them; z-lab's client reads the top level, too
     change_config(copy, {"dflash_config": {"output_multiplier": 0.196, "final_logit_softcapping": 20}})
     change_config(copy, {"input_embedding_scale": 2})
@@ -129,9 +129,7 @@ def test_scales_are_read_where_published_drafters_have_them_and_a_cap_of_zero_is
     assert load_drafter(str(copy)).config.final_logit_softcapping is None
 
 
-def test_a_measured_calibration_is_written_beside_the_network_and_read_for_blocks_of_any_length(
-    drafter: Drafter, tmp_path: Path
-) -> None:
+def test_a_calibration_is_written_and_read_for_any_block_size(drafter: Drafter, tmp_path: Path) -> None:
     measured = replace(drafter.config, acceptance_slope=0.7, acceptance_bias=(0.5, 0.0, -0.25))
     nested = config_json(measured)["dflash_config"]
     assert nested == config_json(drafter.config)["dflash_config"] | {
@@ -146,7 +144,7 @@ def test_a_measured_calibration_is_written_beside_the_network_and_read_for_block
     assert drafter.config.calibration == Calibration.cold(7)
 
 
-def test_a_flat_form_without_rope_parameters_or_depth_of_the_target_is_read(copy: Path, drafter: Drafter) -> None:
+def test_a_flat_config_without_rope_parameters_or_depth_is_read(copy: Path, drafter: Drafter) -> None:
     gone = dict.fromkeys(("dflash_config", "rope_parameters", "num_target_layers", "layer_types", "head_dim"))
     damage(copy / "config.json", config_json(drafter.config)["dflash_config"] | gone | {"rope_theta": 5e5})
     config = read_config(copy)
@@ -186,7 +184,7 @@ def test_a_damaged_checkpoint_is_named(copy: Path, file: str, change: Any, messa
     assert message in refusal(copy)
 
 
-def test_a_tensor_that_stands_there_twice_is_named(copy: Path) -> None:
+def test_a_tensor_stored_twice_is_named(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     save_file({**tensors, "model.fc.weight": tensors["fc.weight"].clone()}, copy / "model.safetensors")
     assert "tensor 'fc.weight' is stored twice, once as 'model.fc.weight'" in refusal(copy)
@@ -256,7 +254,7 @@ def test_a_reduced_vocabulary_is_part_of_the_target_s(copy: Path, rows: int) -> 
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_no_value_in_a_config_leads_to_anything_but_a_drafter_or_a_user_error(
+def test_any_config_value_gives_a_drafter_or_a_user_error(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, drafter: Drafter
 ) -> None:
     scaling = data.draw(st.sampled_from([None, *SCALINGS]))
@@ -280,7 +278,7 @@ def test_no_value_in_a_config_leads_to_anything_but_a_drafter_or_a_user_error(
 # ---- writing ---------------------------------------------------------------------------------------
 
 
-def test_whoever_may_read_the_config_may_read_the_weights(drafter: Drafter, tmp_path: Path) -> None:
+def test_weights_have_the_file_mode_of_the_config(drafter: Drafter, tmp_path: Path) -> None:
     save_drafter(drafter, tmp_path)
     assert len({(tmp_path / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
 
@@ -295,7 +293,7 @@ def test_a_full_disk_leaves_the_last_export_intact(drafter: Drafter, copy: Path,
     assert files(copy) == before, "and no .partial- directory remains"
 
 
-def test_what_a_kill_left_behind_goes_with_the_next_export(drafter: Drafter, copy: Path) -> None:
+def test_leftovers_of_a_kill_are_removed_by_the_next_export(drafter: Drafter, copy: Path) -> None:
     before = files(copy)
     for name, age in ((".partial-old", 2 * checkpoint.STALE_S), (".partial-new", 0.0)):
         (copy / name).mkdir()
@@ -308,7 +306,7 @@ def test_what_a_kill_left_behind_goes_with_the_next_export(drafter: Drafter, cop
     assert files(copy).keys() == before.keys()
 
 
-def test_a_write_that_the_system_cuts_short_leaves_it_intact_too(drafter: Drafter, copy: Path) -> None:
+def test_a_truncated_write_leaves_the_last_export_intact(drafter: Drafter, copy: Path) -> None:
     before = files(copy)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the weights are larger
@@ -335,7 +333,7 @@ def test_a_path_that_is_a_file_is_refused(drafter: Drafter, tmp_path: Path) -> N
         save_drafter(drafter, tmp_path / "taken")
 
 
-def test_weights_that_read_back_otherwise_stay_out(drafter: Drafter, copy: Path, monkeypatch: Monkey) -> None:
+def test_weights_that_read_back_differently_are_not_exported(drafter: Drafter, copy: Path, monkeypatch: Monkey) -> None:
     before = files(copy)
 
     def spoil(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
@@ -376,12 +374,12 @@ def test_a_drafter_made_for_another_target_is_refused(changes: Changes, layers: 
         check_fits(fitting(**changes), make_target(layers=layers).config)
 
 
-def test_a_drafter_that_does_not_record_the_depth_of_its_target_is_given_the_benefit_of_the_doubt() -> None:
-    inferred = fitting(target_layer_ids=(0, 2), num_target_layers=4)  # what read_config infers from (0, 2)
+def test_a_drafter_without_target_depth_fits_deeper_targets() -> None:
+    inferred = fitting(target_layer_ids=(0, 2), num_target_layers=4)  # read_config infers it from (0, 2)
     check_fits(inferred, make_target(layers=6).config)
 
 
-def test_the_serving_lines_count_the_anchor_for_sglang_and_not_for_vllm() -> None:
+def test_serving_lines_count_the_anchor_only_for_sglang() -> None:
     lines = serving_commands("Qwen/Qwen3-8B", "/out/my drafter", {"block_size": 16}).splitlines()
     vllm, sglang = map(shlex.split, lines)
     assert vllm[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
@@ -402,7 +400,7 @@ def test_the_serving_lines_count_the_anchor_for_sglang_and_not_for_vllm() -> Non
         ("NeverHeardOfForCausalLM", ["vllm", "python"]),
     ],
 )
-def test_no_serving_line_is_given_that_would_not_draft(architecture: str, engines: list[str]) -> None:
+def test_serving_lines_omit_engines_that_would_not_draft(architecture: str, engines: list[str]) -> None:
     lines = serving_commands("target", "drafter", {"block_size": 16}, architecture).splitlines()
     assert [line.split()[0] for line in lines] == engines
 
@@ -412,15 +410,13 @@ def test_no_serving_line_is_given_that_would_not_draft(architecture: str, engine
     [((2, 256), ["vllm", "python"]), ((0, 256), ["python"]), ((2, 0), ["#"])],
     ids=["both", "selector", "convolution"],
 )
-def test_of_dflash_2_a_line_is_given_for_engines_that_compute_its_parts(
-    parts: tuple[int, int], engines: list[str]
-) -> None:
+def test_dflash2_serving_lines_name_only_engines_with_its_parts(parts: tuple[int, int], engines: list[str]) -> None:
     sizes = {"block_size": 16, "conv_kernel_size": parts[0], "selector_rank": parts[1]}
     lines = serving_commands("target", "drafter", sizes, "Qwen3ForCausalLM").splitlines()
     assert [line.split()[0] for line in lines] == engines
 
 
-def test_a_drafter_that_computes_no_numbers_is_not_exported(tmp_path: Path) -> None:
+def test_a_drafter_with_infinite_outputs_is_not_exported(tmp_path: Path) -> None:
     drafter = make_drafter(make_target())
     with torch.no_grad():
         for weight in drafter.parameters():

@@ -43,7 +43,7 @@ def refusal(path: Path) -> str:
 
 
 def drafts(target: Target, drafter: Drafter) -> list[tuple[int, ...]]:
-    """What decoding proposes at every step of an answer."""
+    """Returns the drafts of decoding at every step of an answer."""
     found = []
 
     def kept(*arguments: Any) -> list[int]:
@@ -76,7 +76,7 @@ def convolved(x: Tensor, u: Tensor, conv: DynamicConvolution, side: int) -> Tens
 
 
 @pytest.mark.parametrize("taps", [1, 2, 3])
-def test_both_convolutions_are_the_contracts_and_take_their_coefficients_from_what_enters(taps: int) -> None:
+def test_convolutions_take_coefficients_from_their_input(taps: int) -> None:
     conv, u = DynamicConvolution(12, taps, 4), torch.randn(1, 5, 12)
     with torch.no_grad():
         conv.base_kernel.normal_()
@@ -88,7 +88,7 @@ def test_both_convolutions_are_the_contracts_and_take_their_coefficients_from_wh
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_adds_the_rows_behind_the_second_convolution(target: Target) -> None:
+def test_a_layer_adds_the_rows_after_the_second_convolution(target: Target) -> None:
     layer = make_dflash2(target).layers[0]
     assert isinstance(layer, DraftLayer) and layer.attention_conv is not None and layer.mlp_conv is not None
     drafter, positions = make_drafter(target), torch.arange(11)[None]
@@ -194,7 +194,7 @@ def test_the_multiplier_weighs_logits_against_pairs(target: Target) -> None:
         assert drafter.choose(hidden, logits, 5).tolist() == logits.argmax(-1).tolist() != plain
 
 
-def test_only_the_best_are_candidates_and_of_equal_ones_the_lowest_ids(target: Target) -> None:
+def test_candidates_are_the_best_with_ties_by_lowest_id(target: Target) -> None:
     drafter, logits = make_dflash2(target), torch.zeros(7, VOCAB)
     logits[:, 200] = 1.0
     with torch.no_grad():
@@ -206,9 +206,7 @@ def test_only_the_best_are_candidates_and_of_equal_ones_the_lowest_ids(target: T
 
 
 @pytest.mark.parametrize("changes", [{"output_multiplier": 0.3}, NO_SELECTOR, NO_SELECTOR | NO_CONVOLUTION], ids=str)
-def test_a_sampled_draft_is_drawn_from_the_scores_beside_the_token_that_was_drawn_before(
-    target: Target, changes: Changes
-) -> None:
+def test_sampled_drafts_use_scores_after_the_previous_token(target: Target, changes: Changes) -> None:
     drafter, temperature = make_dflash2(target, **changes), 1.7
     config, selector = drafter.config, drafter.candidate_selector
     differ = 0
@@ -239,14 +237,14 @@ def test_a_sampled_draft_is_drawn_from_the_scores_beside_the_token_that_was_draw
 
 
 @pytest.mark.parametrize("changes", EITHER, ids=["both", "selector", "convolution"])
-def test_no_answer_is_another_one(target: Target, changes: Changes) -> None:
+def test_dflash2_drafts_do_not_change_answers(target: Target, changes: Changes) -> None:
     drafter = make_dflash2(target, **changes)
     for sampling in ({}, *SAMPLINGS[:2]):
         params = SamplingParams(max_tokens=20, seed=7, **sampling)
         assert generate(target, drafter, PROMPT, params).tokens == generate(target, None, PROMPT, params).tokens
 
 
-def test_with_its_initial_weights_it_proposes_what_plain_dflash_does_and_with_others_not(target: Target) -> None:
+def test_initial_dflash2_weights_draft_as_plain_dflash(target: Target) -> None:
     drafter, plain = make_dflash2(target), make_drafter(target)
     plain.load_state_dict({name: drafter.state_dict()[name] for name in plain.state_dict()})
     expected = drafts(target, plain)
@@ -265,7 +263,7 @@ def test_with_its_initial_weights_it_proposes_what_plain_dflash_does_and_with_ot
     assert torch.equal(hidden(drafter), hidden(plain)), "bit for bit"
 
 
-def test_a_fresh_one_does_nothing_yet(target: Target) -> None:
+def test_fresh_dflash2_parts_have_no_effect(target: Target) -> None:
     config = make_dflash2(target).config
     fresh = dict(Drafter.fresh(config, 0).named_parameters())
     kernel = fresh["layers.1.mlp_conv.base_kernel"]
@@ -363,7 +361,7 @@ def nested(**changes: Any) -> Changes:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_not_the_form_is_refused_in_one_line(copy: Path, change: Changes, said: str) -> None:
+def test_a_malformed_dflash2_config_is_one_line(copy: Path, change: Changes, said: str) -> None:
     values = json.loads((copy / "config.json").read_text())
     group = values["dflash_config"] | change.pop("dflash_config", {})
     values |= change | {"dflash_config": {key: value for key, value in group.items() if value is not None}}
@@ -379,7 +377,7 @@ def test_codebooks_have_no_suffix(copy: Path) -> None:
     assert f"unknown tensor '{name}.weight'" in refusal(copy)
 
 
-def test_plain_configurations_and_records_hold_nothing_of_it(target: Target, dflash2_dir: Path) -> None:
+def test_plain_configurations_and_records_have_no_dflash2_keys(target: Target, dflash2_dir: Path) -> None:
     from dflash_toolkit.record import configuration
 
     plain = make_drafter(target).config

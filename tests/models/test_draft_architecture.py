@@ -50,7 +50,7 @@ def _added(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def make_bias(**sizes: int) -> Drafter:
-    """One whose biases change what is drafted."""
+    """A drafter with biases that change its drafts."""
     plain = make_drafter(make_target())
     drafter = Drafter(plain.config.resized(**SIZE | sizes)).eval()
     drafter.load_state_dict(plain.state_dict(), strict=False)
@@ -59,7 +59,7 @@ def make_bias(**sizes: int) -> Drafter:
     return drafter
 
 
-def test_the_engine_drafts_what_decoding_does_and_what_no_plain_drafter_does() -> None:
+def test_a_registered_architecture_drafts_the_same_in_the_engine() -> None:
     target, drafter = make_target(), make_bias()
     engine = make_engine(target, drafter)
     check_drafts(engine, (target, drafter), prompts_of(1, 5, 17, 33), SamplingParams(max_tokens=14))
@@ -126,7 +126,7 @@ def test_a_plain_drafter_goes_on_as_one_and_back(tmp_path: Path) -> None:
     assert type(back.config) is DrafterConfig and back.config == load_drafter(str(tmp_path / "plain")).config
 
 
-def test_what_it_has_not_been_given_is_said(tmp_path: Path) -> None:
+def test_missing_parts_of_an_architecture_are_named(tmp_path: Path) -> None:
     target, fresh = make_target(), make_bias()
     fresh.init_weights(torch.Generator().manual_seed(1))
     save_drafter(fresh, tmp_path)
@@ -146,7 +146,7 @@ def test_what_it_has_not_been_given_is_said(tmp_path: Path) -> None:
     assert TrainConfig(target="x", drafter=DrafterOptions(kind="bias"))
 
 
-def test_what_a_drafter_has_follows_from_its_sizes() -> None:
+def test_the_architecture_follows_from_the_sizes() -> None:
     plain = make_drafter(make_target()).config
     convolved = plain.resized(conv_kernel_size=2, conv_group_size=8)
     pairs = plain.resized(selector_rank=4, selector_top_k=3)

@@ -137,7 +137,7 @@ def test_outputs_are_those_of_the_dense_implementation(changes: dict[str, object
     ],
     ids=lambda value: "-".join(t.split("_")[0] for t in value) if isinstance(value, tuple) else str(value)[:5],
 )
-def test_who_sees_whom_follows_from_the_type_of_the_layer(
+def test_visibility_follows_the_layer_type(
     layer_types: tuple[str, ...], is_causal: bool | None, visible: Visible
 ) -> None:
     drafter = make_drafter(layer_types=layer_types, is_causal=is_causal, sliding_window=3)
@@ -264,7 +264,7 @@ def test_norm_mlp_and_rotation_are_qwen3s_bit_for_bit() -> None:
         assert torch.equal(drafter.rotate(heads, rope), modeling_qwen3.apply_rotary_pos_emb(heads, heads, *rope)[0])
 
 
-def test_a_drafter_around_tensors_keeps_them_and_draws_nothing() -> None:
+def test_a_drafter_of_tensors_does_not_initialise_weights() -> None:
     given_drafter = make_drafter()
     tensors = {name: p.detach() for name, p in given_drafter.named_parameters()}
     before = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""What a drafter's configuration refuses, and where a target is tapped unless it is said."""
+"""Configurations of a drafter that are refused, and the default taps."""
 
 import pytest
 from hypothesis import given, settings

@@ -54,7 +54,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_heads_widths_layers_taps_and_theta_are_those_of_published_drafters(name: str) -> None:
+def test_default_shapes_match_published_drafters(name: str) -> None:
     config, heads, ffn, layers, theta, taps = PUBLISHED[name]
     shape = drafter_shape(config)
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == heads
@@ -88,14 +88,14 @@ def test_a_target_with_long_steps_gets_the_parts_of_dflash_2(width: int, kind: s
         assert shape.architecture.kind == "dflash2" and all(getattr(shape, name) == s for name, s in sizes.items())
 
 
-def test_what_is_given_takes_the_place_of_the_defaults() -> None:
+def test_given_sizes_replace_the_defaults() -> None:
     config = PUBLISHED["Qwen3.6-35B-A3B"][0]
     shape = drafter_shape(config, layers=3, taps=2, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=100)
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (3, 8, 2, 64)
     assert (shape.intermediate_size, shape.target_layer_ids) == (100, (3, 35))
 
 
-def test_a_shallow_target_of_experts_is_tapped_at_as_many_layers_as_it_has() -> None:
+def test_a_shallow_target_of_experts_gets_fewer_taps() -> None:
     config = target("Qwen3Moe", num_hidden_layers=6)
     assert drafter_shape(config).target_layer_ids == (1, 2, 3)
     with pytest.raises(ValueError, match="6 layers has no 8 distinct"):
@@ -111,11 +111,11 @@ def test_a_shallow_target_of_experts_is_tapped_at_as_many_layers_as_it_has() -> 
         (["sliding_attention", "full_attention"] * 4, 3, (1, 3, 5)),  # no recurrent ones
     ],
 )
-def test_taps_of_a_recurrent_target_stand_behind_full_attention(kinds: list[str], taps: int, ids: Any) -> None:
+def test_taps_of_a_recurrent_target_follow_full_attention(kinds: list[str], taps: int, ids: Any) -> None:
     assert default_target_layer_ids(len(kinds), taps, kinds) == ids
 
 
-def test_a_scale_and_a_soft_cap_of_the_targets_logits_stay_and_its_embedding_scale_does_not() -> None:
+def test_the_shape_keeps_logit_scales_but_no_embedding_scale() -> None:
     shape = drafter_shape(target("Gemma2"))
     assert (shape.final_logit_softcapping, shape.output_multiplier, shape.input_embedding_scale) == (30.0, 1.0, 1.0)
     assert drafter_shape(target("Granite", logits_scaling=8.0)).output_multiplier == 0.125
@@ -155,9 +155,7 @@ NO_CONVOLUTION = {"conv_kernel_size": 0, "conv_group_size": 0}
     ],
     ids=str,
 )
-def test_a_drafter_of_kind_dflash2_has_both_parts_unless_one_is_left_out(
-    given: dict[str, int], sizes: dict[str, int]
-) -> None:
+def test_kind_dflash2_has_both_parts_by_default(given: dict[str, int], sizes: dict[str, int]) -> None:
     config = PUBLISHED["Qwen3-8B"][0]
     shape, plain = drafter_shape(config, kind="dflash2", **given), drafter_shape(config)
     assert shape == replace(plain, **sizes) and not plain.is_dflash2

@@ -31,9 +31,7 @@ def exported(name: str, path: Path) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 @EACH
-def test_the_config_says_what_the_loaders_ask_and_nothing_that_they_would_take_for_the_target_s(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_config_has_only_keys_that_loaders_read_correctly(name: str, tmp_path: Path) -> None:
     target = ARCHITECTURES[name].config().get_text_config(decoder=True)
     config, _ = exported(name, tmp_path)
     assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
@@ -65,7 +63,7 @@ def test_the_tensors_are_those_that_the_loaders_name_in_bf16(name: str, tmp_path
 
 
 @EACH
-def test_a_block_is_made_of_the_embedding_s_table_as_z_lab_and_vllm_read_it(name: str) -> None:
+def test_blocks_read_the_embedding_table_unscaled(name: str) -> None:
     target, ids = tiny(name), torch.tensor([[7, 250, 299, 7]])
     raw = F.embedding(ids, target.model.get_input_embeddings().weight)
     assert torch.equal(target.embed(ids), raw)

@@ -94,9 +94,9 @@ def test_nothing_of_a_document_reaches_another(name: str, poisoned: int) -> None
                 assert torch.equal(found, expected), (part, i)
 
 
-def test_a_soft_cap_is_computed_whatever_attention_the_model_came_with() -> None:
+def test_a_soft_cap_is_applied_with_every_attention() -> None:
     model = ARCHITECTURES["Gemma 2"].model()
-    model.config._attn_implementation = "sdpa"  # what transformers 5.15 to 5.20 choose
+    model.config._attn_implementation = "sdpa"  # the choice of transformers 5.15 to 5.20
     target, text = Target(model, name="capped"), documents([20])[0][None]
     expected = tiny("Gemma 2").forward(text, taps=TAPS).features
     assert torch.equal(target.forward(text, taps=TAPS).features, expected)
@@ -125,7 +125,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_a_model_that_mixes_tokens_in_other_ways_gets_one_document_in_a_forward(what: str) -> None:
+def test_unknown_token_mixers_get_one_document_per_forward(what: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(OTHERS[what])
     assert not packed.separable(model)
@@ -133,7 +133,7 @@ def test_a_model_that_mixes_tokens_in_other_ways_gets_one_document_in_a_forward(
         pass
 
 
-def test_on_a_gpu_only_rows_of_a_model_that_keeps_them_apart_share_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_rows_share_a_forward_only_if_documents_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     mixing = Target(AutoModelForCausalLM.from_config(OTHERS["recurrent attention"]), name="mixing")
     rows = [Row(i, 0, text.tolist()) for i, text in enumerate(torch.arange(20).split([5, 8, 7]))]
     for target, forwards in ((tiny("Qwen3.5"), 1), (mixing, 3)):
@@ -159,7 +159,7 @@ def test_what_is_no_row_of_documents_is_refused() -> None:
         target.forward(text, taps=TAPS, lengths=[5, 7], cache=target.new_cache())
 
 
-def test_rows_of_a_step_go_through_together_and_have_the_same_features(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_have_the_features_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     target = exact("qwen3")
     rows = [Row(i, 3, text.tolist()) for i, text in enumerate(documents([30, 7, 55, 12, 21]))]
@@ -179,7 +179,7 @@ def test_this_pytorchs_flash_attention_takes_what_it_is_given() -> None:
             assert packed.flash(q, kv, kv, ends.int(), 20, 0.125, window, sinks).shape == (30, 14, 64)
 
 
-def test_only_arguments_without_an_effect_are_passed_over() -> None:
+def test_only_arguments_without_effect_are_ignored() -> None:
     q, kv, ends = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.tensor([0, 5, 12], dtype=torch.int32)
 
     def attend(mask: Tensor | None = None, **more: object) -> Tensor:
@@ -225,7 +225,7 @@ def test_soft_caps_and_sinks_are_those_of_the_models_that_have_them(window: int 
     torch.testing.assert_close(packed.attention(module, q, kv, kv, None, s_aux=sinks, **own)[0], expected)
 
 
-def test_sinks_come_into_the_result_of_flash_attention_through_the_sums_of_its_softmax() -> None:
+def test_flash_attention_sinks_rescale_by_the_softmax_sums() -> None:
     q, kv, sinks = torch.randn(15, HEADS, 8), torch.randn(15, 2, 8), torch.randn(HEADS)
     out, expected = (packed.one_by_one(q, kv, kv, ENDS, 0.7, None, sinks=each) for each in (None, sinks))
     keys = kv.repeat_interleave(2, 1)
@@ -270,7 +270,7 @@ def test_flash_attention_is_as_exact_as_bf16_allows(
 
 @pytest.mark.gpu
 @EACH
-def test_packed_features_on_a_gpu_are_as_close_to_fp32_as_those_of_rows_alone(name: str) -> None:
+def test_packed_gpu_features_are_as_exact_as_single_rows(name: str) -> None:
     reference, target = tiny(name), ARCHITECTURES[name].target()
     target.model.to("cuda", torch.bfloat16)
     lengths = [97, 130, 61, 1, 200]
@@ -286,7 +286,7 @@ def test_packed_features_on_a_gpu_are_as_close_to_fp32_as_those_of_rows_alone(na
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1, 130, 3, 64, 200, 1], [400]])
-def test_the_delta_rule_of_flash_linear_attention_begins_anew_with_every_document(lengths: list[int]) -> None:
+def test_the_delta_rule_restarts_at_every_document(lengths: list[int]) -> None:
     if fla.delta_rule() is None:
         pytest.skip("flash-linear-attention is not installed")
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as rule

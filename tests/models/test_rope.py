@@ -66,7 +66,7 @@ def test_transformers_reads_the_same_rope_out_of_an_exported_config(
     save_drafter(drafter, tmp_path)
     check_same(load_drafter(str(tmp_path)), drafter)
     values = json.loads((tmp_path / "config.json").read_text())
-    assert values["rope_scaling"] == scaling, "all that transformers 4 reads, beside the flat theta"
+    assert values["rope_scaling"] == scaling, "all that transformers 4 reads, with the flat theta"
     assert values["rope_parameters"] == scaling | {"rope_theta": 1e4} and values["rope_theta"] == 1e4
     positions = torch.tensor([[0, 1, 70, 300]])
     theirs = Qwen3RotaryEmbedding(Qwen3Config.from_pretrained(tmp_path))(torch.zeros(1), positions)
@@ -83,7 +83,7 @@ def test_a_whole_factor_is_exported_as_vllm_takes_it(target: Target, tmp_path: P
 def test_the_engine_drafts_as_the_reference_does(scaling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(tied=False)  # its own embedding of the mask would be the best token of every slot
     drafter, plain = scaled(target, scaling), make_drafter(target)
-    for module in (drafter, plain):  # attention far from uniform, so that it matters where a key stands
+    for module in (drafter, plain):  # attention far from uniform, so that the position of a key matters
         module.init_weights(torch.Generator().manual_seed(5), std=1.0)
     (prompt,) = prompts_of(50)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -135,7 +135,7 @@ def test_the_doctor_names_and_tries_both_scalings() -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("Gemma 3", "theta 1e+06"), ("OLMo 3", "theta 500000"), ("Gemma 4", "theta 1e+06, scaled")]
 )
-def test_of_a_rope_for_each_kind_of_layer_that_of_full_attention_counts(name: str, words: str) -> None:
+def test_the_rope_of_full_attention_layers_is_used(name: str, words: str) -> None:
     target = tiny(name)
     (finding,) = check_rope(case_of(target, make_drafter(target)))
     assert f"; the target's {words}" in finding.measured
@@ -143,7 +143,7 @@ def test_of_a_rope_for_each_kind_of_layer_that_of_full_attention_counts(name: st
 
 @pytest.mark.parametrize("theta", [5e5, 11158840.0, 1234567])
 @scalings
-def test_what_the_doctor_tells_to_set_can_be_pasted(
+def test_the_rope_remedy_can_be_pasted(
     scaling: dict[str, Any], theta: float, drafter_dir: Path, tmp_path: Path
 ) -> None:
     target = make_target(rope_parameters=scaling | {"rope_theta": theta})
@@ -178,7 +178,7 @@ def test_a_target_s_scaling_that_no_drafter_has_is_not_tried(target: Target) -> 
     ],
     ids=str,
 )
-def test_a_factor_that_vllm_ignores_is_told_of_at_export_and_by_the_doctor(
+def test_a_rope_factor_that_vllm_ignores_is_a_warning(
     more: dict[str, float],
     keys: str,
     factor: str,
@@ -226,8 +226,8 @@ def theirs(path: Path) -> Qwen3RotaryEmbedding:
 LINEAR = SCALINGS["linear"]
 OLDER = {"rope_scaling": {"type": "yarn", "factor": 8.0, "attention_factor": None}, "rope_theta": 5e5}
 READ: dict[str, dict[str, Any]] = {
-    "the older group, of the whole context beside it": OLDER,
-    "the older group and an original context beside it": OLDER | {"original_max_position_embeddings": 128},
+    "the older group, with the whole context outside it": OLDER,
+    "the older group and an original context outside it": OLDER | {"original_max_position_embeddings": 128},
     "mscale_all_dim 0": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0}},
     "mscale 0": {"rope_parameters": YARN | {"mscale": 0.0, "mscale_all_dim": 1.2}},
     "finetuned": {"rope_parameters": YARN | {"finetuned": True}},
@@ -235,14 +235,14 @@ READ: dict[str, dict[str, Any]] = {
     "linear original": {"rope_parameters": LINEAR | {"original_max_position_embeddings": 64}},
     "truncate null": {"rope_parameters": YARN | {"truncate": None}},
     "partial 1.0": {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}},
-    "partial 1 beside": {"rope_parameters": LLAMA3, "partial_rotary_factor": 1},
+    "partial 1 outside": {"rope_parameters": LLAMA3, "partial_rotary_factor": 1},
     "partial 1.0 within": {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}, "partial_rotary_factor": 0.5},
     "partial null, plain": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": None}},
     "theta alone": {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LINEAR},
     "theta of the older group": {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN | {"rope_theta": 2e4}},
-    "theta beside": {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": LINEAR, "rope_theta": 2e4},
-    "an original beside and in the group": {"rope_parameters": YARN, "original_max_position_embeddings": 16},
-    "an original beside, llama3": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
+    "theta outside": {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": LINEAR, "rope_theta": 2e4},
+    "an original outside and in the group": {"rope_parameters": YARN, "original_max_position_embeddings": 16},
+    "an original outside, llama3": {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16},
 }
 
 
@@ -257,9 +257,7 @@ def test_keys_are_read_from_where_transformers_reads_them(
 
 
 @pytest.mark.parametrize("nulls", [{"rope_type": None, "type": "yarn"}, {"partial_rotary_factor": None}], ids=str)
-def test_nulls_that_transformers_fails_on_say_as_little_as_missing_keys(
-    nulls: dict[str, Any], drafter_dir: Path, tmp_path: Path
-) -> None:
+def test_rope_nulls_equal_missing_keys(nulls: dict[str, Any], drafter_dir: Path, tmp_path: Path) -> None:
     clean = read_config(write_config(tmp_path, drafter_dir, {"rope_parameters": YARN}))
     path = write_config(tmp_path, drafter_dir, {"rope_parameters": YARN | nulls})
     with pytest.raises((KeyError, TypeError)):
@@ -268,7 +266,7 @@ def test_nulls_that_transformers_fails_on_say_as_little_as_missing_keys(
 
 
 @scalings
-def test_frequencies_are_numbers_also_where_modules_are_built_without_memory(scaling: dict[str, Any]) -> None:
+def test_rope_frequencies_are_real_on_the_meta_device(scaling: dict[str, Any]) -> None:
     with torch.device("meta"):
         found = RopeScaling(**scaling).frequencies(1e4, 8)
     assert found == RopeScaling(**scaling).frequencies(1e4, 8)

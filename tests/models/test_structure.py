@@ -1,4 +1,4 @@
-"""What a target's forward takes is found out from the model, whatever the installed transformers calls it."""
+"""The arguments of a target's forward are read from the model, whatever the installed transformers calls it."""
 
 import warnings
 from typing import Any
@@ -48,7 +48,7 @@ def test_a_cache_is_filled_under_either_argument_name(kind: Any) -> None:
     target = Target(kind(CONFIG))
     cache = target.new_cache()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)  # what transformers says of the old name
+        warnings.simplefilter("error", FutureWarning)  # transformers' warning about the old name
         target.forward(IDS[:, :5], cache=cache)
         cache.flush()
         rest = target.forward(IDS[:, 5:], cache=cache, logits="all").logits

@@ -140,7 +140,7 @@ def test_the_head_is_the_embedding_exactly_when_they_are_tied(kind: str, tied: b
         assert torch.equal(target.embed(IDS), target.model.get_input_embeddings()(IDS))
 
 
-def test_stop_ids_are_those_of_the_generation_config_and_of_the_model_each_once() -> None:
+def test_stop_ids_join_generation_and_model_config() -> None:
     target = make_target()
     assert target.stop_token_ids == (EOS,)
     target.model.generation_config.eos_token_id = [7, EOS, 9]
@@ -149,7 +149,7 @@ def test_stop_ids_are_those_of_the_generation_config_and_of_the_model_each_once(
     assert target.stop_token_ids == ()
 
 
-def test_the_mask_is_a_row_that_the_tokenizer_does_not_use_or_its_last_reserved_token_and_never_the_pad_token() -> None:
+def test_the_mask_is_an_unused_row_or_a_reserved_token() -> None:
     tokenizer = make_tokenizer()
     rows = len(tokenizer)
     assert choose_mask_token(tokenizer, embedding_rows=VOCAB) == rows
@@ -191,12 +191,12 @@ def test_a_saved_target_loads_with_the_same_weights_and_tokenizer(target_dir: Pa
 def test_a_name_longer_than_any_file_has_is_one_line() -> None:
     name = "x" * 5000
     for load in (load_config, load_generation_config, load_tokenizer):
-        with contextlib.suppress(UserError):  # the generation config is one that nobody needs to have
+        with contextlib.suppress(UserError):  # the generation config is optional
             assert load(name) is None
     assert refusal(load_config, name).startswith(f"target {name}: cannot read its config.json")
 
 
-def test_the_context_limit_is_the_model_s_number_of_positions_and_leaves_room_for_a_token() -> None:
+def test_the_context_limit_is_the_number_of_positions() -> None:
     target = make_target(limit=77)
     assert target.context_limit == 77
     target.config.max_position_embeddings = 0
@@ -209,8 +209,8 @@ def test_a_missing_directory_is_named(name: str) -> None:
 
 
 def test_a_name_that_the_hub_does_not_give_is_one_line() -> None:
-    said = refusal(Target.load, "nobody/nothing")  # with a network the hub says that it has none, without one nobody
-    assert said.startswith(("target nobody/nothing: cannot read its config.json", "target nobody/nothing: no such"))
+    said = refusal(Target.load, "no-owner/nothing")  # with a network the hub says that it has none, without one nobody
+    assert said.startswith(("target no-owner/nothing: cannot read its config.json", "target no-owner/nothing: no such"))
 
 
 LOST = "model.layers.2.mlp.up_proj.weight"
@@ -255,7 +255,7 @@ def test_a_missing_tokenizer_is_named(broken_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "warp", "cuda:-1", "meta", "mps"])
-def test_a_device_that_this_machine_lacks_or_nobody_supports_is_named(device: str, target_dir: Path) -> None:
+def test_a_missing_or_unsupported_device_is_named(device: str, target_dir: Path) -> None:
     assert repr(device) in refusal(Target.load, str(target_dir), device=device)
 
 

@@ -1,4 +1,4 @@
-"""What a result file says of the run behind it."""
+"""A result file describes its run."""
 
 import platform
 import sys

@@ -35,7 +35,7 @@ def result(tmp_path: Path) -> Path:
     path.write_text(json.dumps({"runs": runs}))
     for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
         arguments = {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}
-        report = dict.fromkeys(report_schema()["required"])  # of which the program reads a part
+        report = dict.fromkeys(report_schema()["required"])  # the program reads a part of it
         report |= {"schema_version": 2, "sections": [{"temperature": 0.0, "sets": {}}], "arguments": arguments}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.json").write_text(json.dumps(report))
@@ -46,7 +46,7 @@ def result(tmp_path: Path) -> Path:
 
 
 def test_tau_pooled_ignores_drafts_after_the_end_of_an_answer() -> None:
-    # of blocks of 4, the last step of the first answer accepts two drafts after the stop token, which are cut off
+    # with blocks of 4, the last step of the first answer accepts two drafts after the stop token, which are cut off
     stopped = Generation([1, 2, 3, 4, 9], [Step(3, 2, (2, 3, 4)), Step(3, 1, (9,))], "stop", 0.5, 1.0)
     whole = Generation([1, 2, 3, 4], [Step(3, 0, (2,)), Step(3, 1, (3, 4))], "length", 0.5, 2.0)
     ours = Acceptance.of([stopped, whole], 4)
@@ -151,7 +151,7 @@ def test_invalid_result_is_one_line(result: Path) -> None:
 
 
 def test_finished_sets_are_kept_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of vllm what `decode` calls: it cannot run here."""
+    """The part of vllm that `decode` calls: vllm cannot run here."""
 
     def generate(prompts: list[dict[str, list[int]]], *_: Any, **__: Any) -> list[Any]:
         if prompts[0]["prompt_token_ids"] == [9]:

@@ -12,7 +12,7 @@ from programs import Program
 from dflash_toolkit.evaluation import cli as evaluation
 from scripts.peers import vllm_decode
 
-# what vLLM's attention wants: heads no narrower than this, and pages of windows that are long enough
+# vLLM's attention needs heads no narrower than this, and pages of windows that are long enough
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
 MORE = {"Qwen3": {"head_dim": 64}, "Mistral": {"head_dim": 64}, "OLMo 3": {"sliding_window": 128}}
 

@@ -61,7 +61,7 @@ def drafters() -> dict[str, Drafter]:
 def loaded(
     drafters: dict[str, Drafter], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
-    """What vLLM found of each drafter, and its parameters there."""
+    """vLLM's reading of each drafter, and its parameters there."""
     folder, packages = tmp_path_factory.mktemp("pairs"), site()
     pairs = []
     for name, drafter in drafters.items():

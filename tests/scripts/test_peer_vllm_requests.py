@@ -10,11 +10,11 @@ import pytest
 
 from scripts.peers import vllm_requests as program
 
-TOKENS = 4  # of every step and request, three of which were drafted
+TOKENS = 4  # per step and request, three of which were drafted
 
 
 class Llm:
-    """What the script asks of vllm.LLM: every step writes tokens for all requests."""
+    """The part of vllm.LLM that the script uses: every step writes tokens for all requests."""
 
     def __init__(self, **options: Any) -> None:
         if options["model"] == "none":
@@ -51,7 +51,7 @@ class Llm:
 
 
 def work_on(monkeypatch: pytest.MonkeyPatch, model: str, after: Path | None = None) -> tuple[list[Any], list[Llm]]:
-    """What an engine says of three prompts, two at a time, and the engines that were started."""
+    """The output for three prompts, two at a time, and the engines that were started."""
     started: list[Llm] = []
 
     def llm(**options: Any) -> Llm:

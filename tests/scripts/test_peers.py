@@ -40,7 +40,7 @@ PROMPTS, MAX_NEW_TOKENS = 8, 80  # with the demo, two answers end by the stop to
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one client made of one prompt; the logits are the first drafted block's [S - 1, V]."""
+    """The result of one client for one prompt; the logits are the first drafted block's [S - 1, V]."""
 
     tokens: list[int]
     committed: list[int]  # by each step, bonus included
@@ -90,7 +90,7 @@ def theirs(request: dict[str, Any], folder: Path, target: Path, drafter: Path) -
 
 @pytest.fixture(scope="module", params=["dflash", "dflash2"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What dflash-train wrote: the demo's drafter, or that one with the parts of DFlash 2, after some steps."""
+    """An export of dflash-train: the demo's drafter, or that one with the parts of DFlash 2, after some steps."""
     if not PEER:
         pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
     for path in (TARGET, DRAFTER):

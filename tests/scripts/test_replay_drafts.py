@@ -14,7 +14,7 @@ from dflash_toolkit.runtime import EngineOptions, load_engine
 
 
 def recorded(dice: torch.Generator, sure: float, answer: int, slots: int, best: int = 4) -> dict[str, Any]:
-    """Returns a recorded answer whose tokens are among the drafts as often as their probabilities say."""
+    """Returns a recorded answer; its tokens are among the drafts as often as their probabilities predict."""
     tokens = torch.randint(100, (5 + answer,), generator=dice)
     first = (sure + 0.15 * torch.randn(answer - 1, slots, generator=dice)).clamp(0.05, 0.95)
     p = torch.stack([first, *((1 - first) * 0.6 * 0.4**rank for rank in range(best - 1))], dim=-1)
