@@ -33,18 +33,18 @@ class Progress:
 
     Args:
         total: None if it is unknown.
-        beside: a bar that continues meanwhile; this one is drawn under it, and removed when it is done.
+        under: a bar that continues meanwhile; this one is drawn below it, and removed when it is done.
     """
 
-    def __init__(self, stage: str, total: int | None, unit: str = "it", beside: "Progress | None" = None) -> None:
+    def __init__(self, stage: str, total: int | None, unit: str = "it", under: "Progress | None" = None) -> None:
         self._unit = unit
         self._units = 0.0
-        self._beside = beside
+        self._under = under
         self._shown = os.environ.get("RANK", "0") == "0"  # only the first process draws
         self._spoke = time.monotonic()
-        if beside is not None:
-            self._console: rich.console.Console = beside._console
-            self._bar: RichProgress = beside._bar
+        if under is not None:
+            self._console: rich.console.Console = under._console
+            self._bar: RichProgress = under._bar
             self._task = self._bar.add_task(stage, total=total, rate="", note="")
             return
         self._console = rich.console.Console(stderr=True)
@@ -61,12 +61,12 @@ class Progress:
         self._task = self._bar.add_task(stage, total=total, rate="", note="")
 
     def __enter__(self) -> "Progress":
-        if self._beside is None:
+        if self._under is None:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._beside is None:
+        if self._under is None:
             self._bar.stop()
         else:
             self._bar.remove_task(self._task)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path, PurePosixPath
 
 import pytest
+from dependencies import OPTIONAL
 from paths import ROOT
 
 import dflash_toolkit
@@ -48,8 +49,6 @@ LEVELS = [
     {"__main__", "scripts"},  # benchmarks and the demo drive the programs
 ]
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
-OPTIONAL = {"vllm", "sglang", "deepspeed", "wandb", "datasets", "triton", "flash_attn", "flash_attn_interface"}
-OPTIONAL |= {"fastapi", "uvicorn", "gguf", "xgrammar"}
 
 
 def package_of(path: PurePosixPath) -> list[str]:

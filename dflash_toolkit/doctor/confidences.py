@@ -64,9 +64,11 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
     severity: Severity = "ok"
     words, remedy = f"too few drafts to judge the AUC by; {measured}" if few else measured, ""
     if not few and surely_none(chains):
-        useless = "draft trees and chains of their own length cannot pay" if surely_none(everything) else (
-            "chains of their own length cannot pay, and trees by the order of their tokens alone"
-        )  # fmt: skip
+        useless = (
+            "draft trees and chains of their own length cannot pay"
+            if surely_none(everything)
+            else ("chains of their own length cannot pay, and trees by the order of their tokens alone")
+        )
         severity, words = "warning", f"its probabilities do not predict acceptance; {measured}"
         remedy = f"{useless}: serve blocks, `{serve} --no-draft-tree`; longer training makes them informative"
     elif stored:

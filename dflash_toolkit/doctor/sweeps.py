@@ -136,20 +136,22 @@ def selector(case: Case, now: Setting) -> Iterator[Way]:
     """Yields every slot's own best token, independent of the token before."""
     if case.config is not None and case.config.has_selector and now.selector:
         yield Way(
-            "every slot's own best token", replace(now, selector=False),
-            f"the selector does harm: train it longer, or leave it out: python -c \"from dflash_toolkit import *; "
+            "every slot's own best token",
+            replace(now, selector=False),
+            f'the selector does harm: train it longer, or leave it out: python -c "from dflash_toolkit import *; '
             f"save_drafter(load_drafter('{case.name}').without_selector(), 'OUT')\"",
-        )  # fmt: skip
+        )
 
 
 def across_blocks(case: Case, now: Setting) -> Iterator[Way]:
     """Yields convolutions that read from the last slots of the block before, as in a packed row."""
     if case.config is not None and case.config.architecture.around_spec(case.config):
         yield Way(
-            "convolutions across blocks", replace(now, across_blocks=True),
+            "convolutions across blocks",
+            replace(now, across_blocks=True),
             "it was trained with convolutions that read the block before in a packed row, where a server has zeros: "
             "train again with convolutions inside each block",
-        )  # fmt: skip
+        )
 
 
 def edited(check: str) -> Callable[[Case, Setting], Iterator[Way]]:
@@ -167,14 +169,16 @@ def edited(check: str) -> Callable[[Case, Setting], Iterator[Way]]:
 def context(case: Case, now: Setting) -> Iterator[Way]:
     """Yields the anchor's own feature visible, and the last one before it missing."""
     yield Way(
-        "the anchor's own feature visible", replace(now, context_end=now.context_end + 1),
+        "the anchor's own feature visible",
+        replace(now, context_end=now.context_end + 1),
         "it was trained with the anchor's own feature in the context, which does not exist yet when decoding: train "
         "again with context strictly before the anchor",
-    )  # fmt: skip
+    )
     yield Way(
-        "the last feature missing", replace(now, context_end=now.context_end - 1),
+        "the last feature missing",
+        replace(now, context_end=now.context_end - 1),
         "it was trained without the feature just before the anchor: train again with context up to the anchor",
-    )  # fmt: skip
+    )
 
 
 def positions(case: Case, now: Setting) -> Iterator[Way]:

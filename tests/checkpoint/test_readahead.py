@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from dependencies import OPTIONAL
 from paths import ROOT
-from test_layout import OPTIONAL
 
 import dflash_toolkit
 import dflash_toolkit.evaluation

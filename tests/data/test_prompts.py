@@ -269,8 +269,10 @@ def test_an_unknown_set_error_lists_the_known_ones(name: str, message: str) -> N
 
 
 def test_rows_of_the_hub_are_asked_as_those_of_the_files(tmp_path: Path) -> None:
-    rows = {"mt_bench": {"prompt": ["One?", "Two?"], "category": "math"},
-            "livecodebench": {"question_content": "Add.", "starter_code": "def add():"}}  # fmt: skip
+    rows = {
+        "mt_bench": {"prompt": ["One?", "Two?"], "category": "math"},
+        "livecodebench": {"question_content": "Add.", "starter_code": "def add():"},
+    }
     found = {}
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")

@@ -95,11 +95,13 @@ ARCHITECTURES = {
         Architecture("Gemma 4 with images", "Gemma4Config", GEMMA_4, SMALL_VISION),
         Architecture("Qwen3-MoE", "Qwen3MoeConfig", {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
         Architecture(
-            "GLM-4-MoE", "Glm4MoeConfig",
+            "GLM-4-MoE",
+            "Glm4MoeConfig",
             {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         ),
         Architecture(
-            "gpt-oss", "GptOssConfig",
+            "gpt-oss",
+            "GptOssConfig",
             {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
         ),
         Architecture("Qwen3-Next", "Qwen3NextConfig", SHARED | GATED_DELTA_NET, recurrent=True),
@@ -108,7 +110,7 @@ ARCHITECTURES = {
         Architecture("Qwen3.5-MoE", "Qwen3_5MoeTextConfig", SHARED | GATED_DELTA_NET, recurrent=True),
         Architecture("Qwen3.5-MoE with images", "Qwen3_5MoeConfig", SHARED | GATED_DELTA_NET, **HYBRID),
     )
-}  # fmt: skip
+}
 
 
 @functools.cache

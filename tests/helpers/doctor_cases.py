@@ -44,10 +44,12 @@ def fit(
     """A drafter trained on `rows` by the real loop."""
     shape = {"block_size": 6} | shape
     config = TrainConfig(
-        target="tiny", drafter=DrafterOptions(block_size=shape["block_size"]), loss=LossOptions(anchors=anchors),
+        target="tiny",
+        drafter=DrafterOptions(block_size=shape["block_size"]),
+        loss=LossOptions(anchors=anchors),
         optim=OptimOptions(steps=steps, batch_size=min(8, len(rows)), learning_rate=rate),
         run=RunOptions(feature_cache_gb=1, log_every=1000),
-    )  # fmt: skip
+    )
     drafter = make_drafter(target, **shape).train()
     dflash_toolkit.train.loop.train(Run(config, target, drafter, rows, [], work, {}, lambda trained, export: None))
     return drafter.eval()

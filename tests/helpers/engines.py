@@ -17,10 +17,11 @@ from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
 
 ROPES = {
-    "default": {}, "linear": {"factor": 4.0},
+    "default": {},
+    "linear": {"factor": 4.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
-}  # fmt: skip
+}
 
 
 SAMPLINGS = [

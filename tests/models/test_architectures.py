@@ -226,10 +226,11 @@ HEADS_OF_THEIR_OWN = {
     "biased": Architecture("Phi", "PhiConfig"),
     "scaled logits": Architecture("Granite", "GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
     "tied and soft-capped": Architecture(
-        "Gemma 2", "Gemma2Config",
+        "Gemma 2",
+        "Gemma2Config",
         {"head_dim": 8, "final_logit_softcapping": 2.0, "tie_word_embeddings": True, "initializer_range": 0.05},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", HEADS_OF_THEIR_OWN)

@@ -231,7 +231,7 @@ LOST = "model.layers.2.mlp.up_proj.weight"
         ("model.safetensors", {"model.norm.weight": torch.ones(5)}, r"norm.weight' has shape \(5,\), not \(32,\)"),
     ],
     ids=lambda value: str(value)[:40],
-)  # fmt: skip
+)
 def test_a_damaged_checkpoint_is_named_in_one_line(broken_dir: Path, file: str, change: Any, said: str) -> None:
     damage(broken_dir / file, change)
     assert re.match(f"target {broken_dir}: .*{said}", refusal(Target.load, str(broken_dir), device="cpu"))

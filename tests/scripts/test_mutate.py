@@ -78,8 +78,10 @@ def test_mutation_run_finds_survivors_and_resumes(tmp_path: Path) -> None:
     found, table = results(2)
     assert found.pop(("value > top", "value >= top")) == "loops"
     assert {change for change, outcome in found.items() if outcome == "survived"} == {
-        ("value < 0", "value <= 0"), ("0", "1"), ("0", "-1"),
-    }  # fmt: skip
+        ("value < 0", "value <= 0"),
+        ("0", "1"),
+        ("0", "-1"),
+    }
     assert "| part/core.py | 11 | 8 | 73% |" in table and "part/core.py:6\n  - 0\n  + -1" in table
     assert (root / "part/core.py").read_text() == MODULE
 

@@ -186,9 +186,11 @@ def test_missing_vllm_is_one_line_before_reading_files(
 
 
 def test_prompts_use_the_chat_template_and_plain_names_a_set(
-    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     path = tmp_path / "say.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(9)))
     sets = program.encoded(str(target_dir), [f"a={path}", f"b={path}[6:]"], 2)

@@ -77,8 +77,10 @@ def loaded(
         pairs.append(pair)
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts/peers/vllm_load.py"), str(folder), *map(str, pairs)],
-        env={**os.environ, "PYTHONPATH": str(packages)}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout)
     return {
@@ -109,8 +111,10 @@ def test_vllm_reads_the_drafter_configuration(name: str, drafters: dict[str, Dra
 def test_vllm_loads_every_weight(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
     ours = {key: value.detach().bfloat16() for key, value in drafters[name].named_parameters()}
     theirs: dict[str, Tensor] = loaded[name][1]
-    fused = {"self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-             "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"]}  # fmt: skip
+    fused = {
+        "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    }
     for layer in range(drafters[name].config.num_layers):
         for whole, parts in fused.items():
             joined = torch.cat([ours.pop(f"layers.{layer}.{part}.weight") for part in parts])

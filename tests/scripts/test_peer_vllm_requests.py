@@ -59,9 +59,11 @@ def work_on(monkeypatch: pytest.MonkeyPatch, model: str, after: Path | None = No
         return started[-1]
 
     vllm = Namespace(
-        __version__="0", LLM=llm, SamplingParams=Namespace,
+        __version__="0",
+        LLM=llm,
+        SamplingParams=Namespace,
         sampling_params=Namespace(RequestOutputKind=Namespace(DELTA="delta")),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(program, "import_vllm", lambda: vllm)
     context = multiprocessing.get_context("spawn")
     said = context.Queue()

@@ -112,8 +112,9 @@ def test_every_way_decodes_the_same_rows(failing: int, monkeypatch: pytest.Monke
     assert both[1] < both[0] / 2 if failing else "of_each_failing" not in found
 
 
-def test_recorded_drafts_are_the_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path,
-                                                     drafter_dir: Path) -> None:  # fmt: skip
+def test_recorded_drafts_are_the_drafters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path, drafter_dir: Path
+) -> None:
     """Its best tokens after an anchor are those that it drafts there."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     import record_drafts as script

@@ -100,8 +100,9 @@ def test_variants_are_compared_on_held_out_answers(
         "regenerated": False, "rows": 16, "tokens": 16 * 20, "held_out": 4, "left_out": 0,
     }  # fmt: skip
     assert [(run["name"], run["settings"]) for run in result["runs"]] == [
-        ("decay", ["loss.weights=decay"]), ("taps", ["drafter.taps=3"]),
-    ]  # fmt: skip
+        ("decay", ["loss.weights=decay"]),
+        ("taps", ["drafter.taps=3"]),
+    ]
     assert all(1 <= run["held_out_tau"] <= 4 for run in result["runs"])
     assert result["runs"][0]["parameters"] < result["runs"][1]["parameters"]
     assert "Held out" in capsys.readouterr().out

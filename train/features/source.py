@@ -177,7 +177,7 @@ class FeatureSource:
         if not any(self._peers.all_gather(len(missing))):
             return
         self.store.expect(len(missing))
-        with Progress("features", sum(map(self._length, missing)), unit="tok", beside=beside) as progress:
+        with Progress("features", sum(map(self._length, missing)), unit="tok", under=beside) as progress:
             for found in self._computed(missing):
                 for key, hidden in found.items():
                     self.store.add(key, Stored.of(hidden, self._dtype))

@@ -217,7 +217,7 @@ class HeldOut:
         served = self._served(drafter)
         if not selector and served.selector:
             served.selector.init_weights()  # each slot's best; the engine's shape stays
-        with Progress("held out", len(prompts), unit="tok", beside=beside) as bar:
+        with Progress("held out", len(prompts), unit="tok", under=beside) as bar:
             return Evaluation.of(step, prompts, self._decoded(served, prompts, bar))
 
     def _served(self, drafter: Drafter) -> Drafter:

@@ -25,11 +25,12 @@ CONVOLUTION = Part(
     needed_by=("vllm",),
     idle=(
         Idle(
-            "_conv.kernel_projection", "it mixes no slots",
+            "_conv.kernel_projection",
+            "it mixes no slots",
             "train it longer, with gradients for it, or leave it out: it costs time and adapts to no token",
         ),
     ),
-)  # fmt: skip
+)
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 SELECTOR = Part(
     name="selector",
@@ -41,12 +42,13 @@ SELECTOR = Part(
     needed_by=("vllm", "sglang"),
     idle=(
         Idle(
-            CODEBOOKS[1], "it has no effect",
+            CODEBOOKS[1],
+            "it has no effect",
             "train it longer, with a loss of its own, or leave it out: it costs time and changes no draft",
         ),
     ),
     swaps=(Swap("codebooks", "predecessor and successor codebook", CODEBOOKS),),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
