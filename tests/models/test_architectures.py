@@ -257,7 +257,7 @@ HEADS = {
 }  # fmt: skip
 LACKING = [
     (AutoModelForSeq2SeqLM, T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=64),
-     "decoder that stands alone"),
+     "separate decoder"),
     (AutoModelForCausalLM, BertConfig(**HEADS, is_decoder=True), "list of its 2 decoder layers"),
     (AutoModel, LlamaConfig(**HEADS), "LM head"),
 ]  # fmt: skip
