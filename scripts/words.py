@@ -30,30 +30,16 @@ PHRASE = re.compile(r"\bin vain\b|(?:\"\"\"|# |(?<=\. ))(?:Of|What|Whatever|That
 DEFAULT = 5
 MINIMUM = 3
 ALLOWED = {
-    ".": 14,
-    "dflash_toolkit": 40,
-    "dflash_toolkit/checkpoint": 42,
-    "dflash_toolkit/data": 49,
-    "dflash_toolkit/doctor": 47,
-    "dflash_toolkit/evaluation": 37,
-    "dflash_toolkit/kernels": 35,
-    "dflash_toolkit/models": 52,
-    "dflash_toolkit/runtime": 41,
-    "docs": 9,
+    ".": 6,
+    "dflash_toolkit/kernels": 40,
+    "dflash_toolkit/models": 10,
+    "dflash_toolkit/runtime": 12,
     "scripts": 12,
-    "tests": 11,
-    "tests/checkpoint": 22,
-    "tests/data": 33,
-    "tests/doctor": 30,
-    "tests/evaluation": 26,
-    "tests/examples": 16,
-    "tests/helpers": 31,
-    "tests/kernels": 33,
-    "tests/models": 15,
-    "tests/runtime": 43,
-    "tests/scripts": 11,
+    "tests/helpers": 6,
+    "tests/kernels": 35,
+    "tests/runtime": 10,
     "tests/train": 14,
-    "train": 38,
+    "train": 40,
 }
 DOCUMENT_WORDS = 22_000
 
