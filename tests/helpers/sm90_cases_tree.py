@@ -55,7 +55,7 @@ def tree_case(kernel: object, warps: int, **constexprs: object) -> Case:
 def promise_case(batch: int, families: int, warps: int) -> Case:
     rows = (96, 128, 160, 192, 256)
     sizes = {"N": 64, "W": 8, "Q": families, "ROWS": rows, "BUCKETS": len(rows), "B_BLOCK": batch, "N_BLOCK": 64}
-    return tell_case(tree_results._expected_accepted_kernel, warps, **sizes)
+    return tree_case(tree_results._expected_accepted_kernel, warps, **sizes)
 
 
 CASES = {
@@ -72,8 +72,8 @@ CASES = {
     ),
     "promises of a request with pairs": promise_case(1, 16, 1),
     "promises of 64 requests": promise_case(64, 1, 8),
-    "broken rows": tell_case(tree_results._nonfinite_rows_kernel, 8, BLOCK=4096),
-    "what is told": tell_case(
+    "broken rows": tree_case(tree_results._nonfinite_rows_kernel, 8, BLOCK=4096),
+    "packed results": tree_case(
         tree_results._pack_results_kernel, 2, R_BLOCK=128, S_BLOCK=16, B_BLOCK=128, M_BLOCK=256, P_BLOCK=32
     ),
 }
