@@ -333,7 +333,7 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
     end = f"{beside}, for the engine cannot: of another kind\n"
     assert isinstance(found, backends.BatchedDecoder)
     assert capsys.readouterr().err.endswith("the reference answers, 7 prompts at a time" + end)
-    monkeypatch.setattr(backends, "alone", lambda _: "of its kind")
+    monkeypatch.setattr(backends, "unbatchable_reason", lambda _: "of its kind")
     found = backends.open_decoder(str(target_dir), **asked)
     assert isinstance(found, backends.ReferenceDecoder)
     assert capsys.readouterr().err.endswith("the reference answers, one prompt at a time (of its kind)" + end)
