@@ -29,7 +29,8 @@ from torch.distributed.elastic.multiprocessing import subprocess_handler
 from dflash_toolkit import UserError
 from dflash_toolkit.train.cli import main
 from dflash_toolkit.train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
-from dflash_toolkit.train.distributed.parallel import Processes, without_local_rank
+from dflash_toolkit.train.distributed.parallel import Processes
+from dflash_toolkit.train.distributed.ranks import without_local_rank
 from dflash_toolkit.train.distributed.zero import deepspeed_config
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.features.store import GIB

@@ -234,13 +234,12 @@ def test_features_refuse_shapes_that_do_not_belong_together() -> None:
         Features(f.tokens, f.hidden[:, :4], f.supervised, f.document, f.positions)
 
 
-def test_slots_behind_the_end_of_an_answer_have_no_loss_though_the_next_turn_has_one() -> None:
-    """What is said next depends on a question that the block has not seen, and decoding never gets there."""
-    f = features([[(6, 34)]], 48)
-    f.supervised[0, 12:16] = False  # the second question
-    blocks = draw(f, anchors=40)
-    (where,) = (blocks.anchor[0] == 8).nonzero()[:1]
-    supervised = blocks.supervised[0, where[0]]
-    assert supervised.nonzero()[:, 0].tolist() == [1, 2, 3]
-    for row in blocks.supervised[0][blocks.valid[0]]:
-        assert row[1:].long().diff().le(0).all(), "no gap"
+def test_labels_end_with_the_response_of_the_anchor() -> None:
+    """The next turn depends on a question that the block has not seen, however short the question is."""
+    f = features([[(4, 14)]], 24)
+    f.supervised[0, 9:11] = False  # the second question; a block of 16 slots reaches beyond it
+    blocks = sample_blocks(f, 64, 16, MASK, torch.Generator().manual_seed(0))
+    pairs = zip(blocks.anchor[0], blocks.supervised[0], strict=True)
+    labelled = {int(anchor): (anchor + slots.nonzero()[:, 0]).tolist() for anchor, slots in pairs}
+    assert labelled[6] == [7, 8]
+    assert labelled == {a: [*range(a + 1, 9 if a < 9 else 18)] for a in (4, 5, 6, 7, *range(11, 17))}
