@@ -25,16 +25,16 @@ from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 RUNTIMES = ("auto", "engine", "reference")
 GREEDY_FIRST = "make the first of several responses greedy, at any temperature"
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
-PACK_TOKENS = 12288  # of a step on a GPU, unless said
+PACK_TOKENS = 12288  # tokens of a step on a GPU (default)
 MOST_GIB = 2**20  # no machine has more memory
-EPOCHS = 6  # over one response to every prompt
+EPOCHS = 6  # passes over the data with one response to every prompt
 
 
 C = TypeVar("C")
 
 
 def _samples_in(file: str) -> int:
-    """Returns the number of responses to a prompt in a file of dflash-data, by its record; 1 without a record."""
+    """Returns the number of responses to a prompt in a file of dflash-data, from its record; 1 without a record."""
     try:
         return max(1, int(json.loads(Path(file).with_suffix(".run.json").read_bytes())["sampler"]["samples"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -42,7 +42,7 @@ def _samples_in(file: str) -> int:
 
 
 def _with_sizes(cls: type[C]) -> type[C]:
-    """With an option for every size of a part of a draft architecture, which has its name."""
+    """Adds an option for every size of a draft architecture's parts, with the size's name."""
     for name, size in all_sizes().items():
         cls.__annotations__[name] = int | None
         setattr(cls, name, option(None, size.help))
@@ -104,17 +104,17 @@ class DrafterOptions:
 
     @property
     def architecture(self) -> DraftArchitecture | None:
-        """Of the kind, or of the parts whose sizes are given; None: that is left to the target."""
+        """The architecture of `kind`, or of the sizes that are given; None if the target decides."""
         return of_kind(self.kind) if self.kind else asked_by(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Of the parts of all architectures; None is the default."""
+        """Sizes of the parts of all architectures; None is the default."""
         return {name: getattr(self, name, None) for name in all_sizes()}
 
     @classmethod
     def sizes_in(cls, shape: object) -> dict[str, Any]:
-        """Of the parts of a drafter's configuration, by option; 0 where it has them not."""
+        """Returns the sizes of the parts in a drafter's configuration, by option; 0 for parts that it lacks."""
         own = {each.name for each in fields(cls)}
         return {name: getattr(shape, name, 0) for name in all_sizes() if name in own}
 
@@ -214,7 +214,7 @@ class LossOptions:
 
     @property
     def distribution(self) -> bool:
-        """Whether the target's own distribution is needed."""
+        """Whether a term of the loss needs the target's own distribution."""
         return max(self.kl, self.tv, self.lk, self.lk_hybrid) > 0
 
     def __post_init__(self) -> None:
@@ -279,7 +279,7 @@ class OptimOptions:
 
     @property
     def passes(self) -> int:
-        """Epochs, where nothing is known of responses."""
+        """Epochs if the number of responses to a prompt is unknown."""
         return EPOCHS if self.epochs is None else self.epochs
 
     def __post_init__(self) -> None:
@@ -314,7 +314,7 @@ class OptimOptions:
 
     @property
     def final_decay(self) -> float | None:
-        """Share of the run in a final decay; None: a cosine from the warm-up on."""
+        """Share of the run in a final decay; None is a cosine after the warm-up."""
         return self.decay if self.schedule == "wsd" else None
 
 
@@ -475,7 +475,7 @@ class TrainConfig(ModelOptions):
             raise ValueError(f"run.fsdp=true and run.zero={self.run.zero} are both given; a drafter is sharded by one")
         if self.run.zero and self.optim.ema:
             raise ValueError(
-                "run.zero keeps no average of the weights: give optim.ema=0, or run.fsdp=true instead of run.zero"
+                "run.zero cannot average the weights; give optim.ema=0, or run.fsdp=true instead of run.zero"
             )
         if self.run.feature_endpoint:
             self._check_served()
@@ -487,8 +487,9 @@ class TrainConfig(ModelOptions):
             for name, runtime in runtimes.items():
                 if runtime == "engine":
                     raise ValueError(
-                        f"{name} is engine, which computes a target on one GPU; with run.target_tensor_parallel_size="
-                        f"{self.run.target_tensor_parallel_size} leave it out: the reference decodes"
+                        f"{name} is engine, which computes a target on one GPU; leave it out with "
+                        f"run.target_tensor_parallel_size={self.run.target_tensor_parallel_size}, then the reference "
+                        f"decodes"
                     )
         if self.drafter.block_size < 2:
             raise ValueError(
@@ -496,7 +497,7 @@ class TrainConfig(ModelOptions):
             )
 
     def _check_served(self) -> None:
-        """What wants more of a target than hidden states. Raises ValueError."""
+        """Raises ValueError if an option needs more of the target than hidden states."""
         asked = (
             (not self.response_files and self.responses.regenerate, "give --responses (dflash-data --endpoint)"),
             (bool(self.held_out) or self.prompts.held_out > 0, "give prompts.held_out=0 and no --held-out"),
@@ -505,8 +506,8 @@ class TrainConfig(ModelOptions):
         )
         if words := [words for wrong, words in asked if wrong]:
             raise ValueError(
-                f"run.feature_endpoint computes hidden states, and decodes nothing: {', '.join(words)}; "
-                f"dflash-eval --endpoint measures the drafter"
+                f"run.feature_endpoint computes hidden states but decodes nothing; {', '.join(words)}, and measure "
+                f"the drafter with dflash-eval --endpoint"
             )
 
     @property
@@ -529,13 +530,13 @@ class TrainConfig(ModelOptions):
 
 
 def configure(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
-    """A run's configuration from the values given, nested: each has an effect, and means the same on any device.
+    """Returns a run's configuration from nested values. Each value has an effect, and means the same on any device.
 
-    `optim.batch_size` and `loss.anchors` are of rows that stay apart: if one of them is given, rows are not packed on a
-    GPU either. Their value null is as if they were not given, so that a command can take back what its file says.
+    `optim.batch_size` and `loss.anchors` need unpacked rows: if one of them is given, rows are not packed on a GPU
+    either. The value null counts as not given, so a command can reset a value of its file.
 
     Raises:
-        UserError: what `from_mapping` raises, or a value, other than its default, that another one makes void.
+        UserError: as `from_mapping`, or a value other than its default has no effect because of another one.
     """
     given = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     apart = []
@@ -552,23 +553,23 @@ def configure(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     config = from_mapping(TrainConfig, given, where)
     if apart and config.optim.pack_tokens:
         raise UserError(
-            f"optim.pack_tokens packs rows, where {apart[0]} has no effect: leave it out, or take {apart[0]} back "
-            f"({apart[0]}=null) and give optim.pack_blocks"
+            f"optim.pack_tokens packs rows, but {apart[0]} needs unpacked ones; leave out one of them, or reset "
+            f"{apart[0]} with {apart[0]}=null and give optim.pack_blocks"
         )
     if apart and config.optim.pack_blocks:
-        raise UserError(
-            f"optim.pack_blocks is of packed rows, and {apart[0]} of rows that stay apart: give one of them"
-        )
+        raise UserError(f"optim.pack_blocks needs packed rows, but {apart[0]} unpacked ones; give one of them")
     check_effects(config)
     return config
 
 
 def check_effects(config: TrainConfig) -> None:
-    """Raises UserError: a value, other than its default, that another one makes void. Without a kind of drafter, which
-    the target decides then, what any kind gives an effect has one."""
+    """Raises UserError if a value other than its default has no effect because of another one.
+
+    Without a kind of drafter the target decides later; until then a value counts if any kind uses it.
+    """
     loss, optim, run, responses = config.loss, config.optim, config.run, config.responses
     kind = config.drafter.architecture
-    selects = kind is None or kind.has_selector(kind.sizes_of(config.drafter.sizes)) or config.init_from  # or may have
+    selects = kind is None or kind.has_selector(kind.sizes_of(config.drafter.sizes)) or config.init_from
     void = (
         ("loss.selector", loss.selector, LossOptions().selector, not selects, "a selector (drafter.kind=dflash2)"),
         ("loss.gold", loss.gold, LossOptions().gold, not selects, "a selector (drafter.kind=dflash2)"),
@@ -589,5 +590,5 @@ def check_effects(config: TrainConfig) -> None:
     for name, value, default, nothing, needs in void:
         if nothing and value != default:
             raise UserError(
-                f"{name} is {value}, which has an effect with {needs} only; give that too, or leave {name} out"
+                f"{name} is {value}, but it has no effect without {needs}; give that too, or leave {name} out"
             )

@@ -21,13 +21,13 @@ run the same command again to resume."""
 EXAMPLE = "dflash-data --target Qwen/Qwen3-8B --data mlabonne/open-perfectblend --output responses.jsonl"
 APIS = ("auto", "completions", "chat")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "thinking", "samples", "greedy_first", "seed")
-WEEK_S = 7 * 24 * 3600  # sockets wait no longer than 24 days
+WEEK_S = 7 * 24 * 3600  # a socket's timeout cannot exceed 24 days
 MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPromptOptions(PromptOptions):
-    """Which prompts are read."""
+    """The prompts to read."""
 
     shuffle: int = option(
         10_000, "size of the shuffle buffer for rows of datasets; 0 keeps their order, and files always keep theirs"
@@ -48,7 +48,7 @@ class SamplerOptions(SamplesOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """Requests to the servers of --endpoint."""
+    """Settings of requests to the servers of --endpoint."""
 
     model: str | None = option(None, "name of the target on the server (default: the only model it has)")
     api: str = option(
@@ -110,7 +110,7 @@ class DataConfig(ModelOptions):
             raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
         if self.endpoint and self.batch_size > MOST_THREADS:
             raise ValueError(
-                f"batch_size is {self.batch_size}; with endpoint, where each response takes a thread, it must be <= "
+                f"batch_size is {self.batch_size}; with endpoint each response needs a thread, so it must be <= "
                 f"{MOST_THREADS}"
             )
         sampler = self.sampler
@@ -126,13 +126,13 @@ class DataConfig(ModelOptions):
         if Path(self.output).suffix != ".jsonl":
             raise ValueError(f"output {self.output!r} must end in .jsonl")
         if self.endpoint and (self.drafter or self.runtime != "auto"):
-            raise ValueError("endpoint excludes drafter and runtime: the server decides")
+            raise ValueError("endpoint excludes drafter and runtime; the server decides about both")
         if self.runtime == "reference" and self.drafter:
-            raise ValueError("runtime reference excludes drafter; it answers without one")
+            raise ValueError("runtime reference excludes drafter; it decodes without one")
         if self.runtime == "vllm" and self.drafter:
             raise ValueError("runtime vllm excludes drafter; start 'vllm serve' with it and give --endpoint")
         if self.gpus < 1 or (self.gpus > 1 and self.runtime != "vllm"):
-            raise ValueError(f"gpus is {self.gpus}; it must be >= 1, and 1 but with runtime vllm")
+            raise ValueError(f"gpus is {self.gpus}; it must be >= 1, and above 1 only with runtime vllm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

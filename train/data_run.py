@@ -40,7 +40,7 @@ from .responses.vllm_backend import VllmBackend, import_vllm
 from .run.identity import target_digest
 from .run.state import first_difference
 
-ANSWERING = ("runtime", "model")  # keys of the record that are known once something answers
+ANSWERING = ("runtime", "model")  # keys of the record that are known once a backend is open
 
 
 def run(config: DataConfig) -> None:
@@ -52,7 +52,7 @@ def run(config: DataConfig) -> None:
     output = Path(config.output)
     own = {path.resolve() for path in (output, _prompts_file(output), _record_file(output))}
     if clash := next((name for name in config.data if Path(Source(name).place).resolve() in own), None):
-        raise UserError(f"data {clash} is a file that this run would write; choose another --output")
+        raise UserError(f"data {clash} is a file that this run would overwrite; choose another --output")
     target_config = load_config(config.target)
     tokenizer = load_chat_tokenizer(config.target, config.sampler.thinking)
     length = min(config.prompts.max_length, context_limit(target_config))
@@ -101,7 +101,7 @@ def _next(config: DataConfig) -> None:
 
 
 def _check(config: DataConfig, target_config: Any) -> None:
-    """What would else be found wrong only once all prompts are read. Raises UserError."""
+    """Raises UserError for mistakes that would otherwise show only after all prompts are read."""
     if config.endpoint:
         find_models(config.endpoint, config.server.model, config.server.timeout)
         return
@@ -115,7 +115,7 @@ def _check(config: DataConfig, target_config: Any) -> None:
         check_target(config.target, config.runtime, drafter)
 
 
-# ---- what was asked for --------------------------------------------------------------------------------------
+# ---- record of the run ---------------------------------------------------------------------------------------
 
 
 def _record_file(output: Path) -> Path:
@@ -127,16 +127,16 @@ def _prompts_file(output: Path) -> Path:
 
 
 def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Of an earlier run of the same kind: what answered, and `finished`, how it ended, if it did.
+    """Returns the backend of an earlier run with these options, and `finished`, its summary, if it completed.
 
     Raises:
-        UserError: it was of another kind.
+        UserError: the earlier run had other options.
     """
     path = _record_file(output)
     if not path.exists():
         if output.exists() and output.stat().st_size:
             raise UserError(f"{output} exists and {path.name} does not; choose another --output or remove it")
-        _prompts_file(output).unlink(missing_ok=True)  # chosen by a run that did not get further
+        _prompts_file(output).unlink(missing_ok=True)  # left by a run that stopped while choosing prompts
         return {}
     try:
         old = json.loads(path.read_text())
@@ -146,12 +146,12 @@ def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
     if difference := first_difference(old, json.loads(json.dumps(record))):
         raise of_another_run(output, difference)
     if begun.get("finished") and not output.stat().st_size:
-        raise UserError(f"{path} says that {output} was finished, but that is empty; remove {path.name} to begin again")
+        raise UserError(f"{path} records {output} as finished, but that is empty; remove {path.name} to begin again")
     return begun
 
 
 def _answering(config: DataConfig, backend: Decoder) -> dict[str, Any]:
-    """What answers: another model or runtime does not go on with its responses."""
+    """Returns the backend's runtime and model; another one may not continue its responses."""
     if isinstance(backend, EndpointBackend):
         return {"runtime": "endpoint", "model": ", ".join(sorted(set(backend.models)))}
     if config.runtime == "vllm":
@@ -161,20 +161,20 @@ def _answering(config: DataConfig, backend: Decoder) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """One process writes an output at a time."""
+    """Locks the output for one process at a time."""
     with locked(output):
         try:
             yield
         finally:
             if not output.stat().st_size and not _record_file(output).exists():
-                output.unlink()  # nothing was begun
+                output.unlink()  # the run wrote nothing
 
 
 # ---- prompts -------------------------------------------------------------------------------------------------
 
 
 def _choose(config: DataConfig, path: Path) -> None:
-    """Read the sources into a file of prompts, each there once. Raises UserError."""
+    """Reads the sources into a file of distinct prompts. Raises UserError."""
     options = config.prompts
     wanted = Wanted(names=config.data, options=options, seed=config.sampler.seed, shuffle=options.shuffle)
     counts = choose(wanted, path, Duplicates(options.similarity))
@@ -193,7 +193,7 @@ def _answer(
     output: Path,
     length: int,
 ) -> str:
-    """Answer what `output` does not hold yet; returns what came of it, in words."""
+    """Writes the responses that `output` lacks; returns a summary in words."""
     sampler = config.sampler
     done, rows, tokens, found = resume(output)
     total = sampler.samples * sum(1 for _ in chosen(prompts))

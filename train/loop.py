@@ -26,20 +26,20 @@ from .run.report import Report
 from .run.save import Saving
 from .run.state import TrainState, load_state
 
-SETTLING_STEPS = 3  # behind which a compiled step has been compiled for every shape
+SETTLING_STEPS = 3  # steps until a compiled step has been compiled for every shape
 
 
 def train(run: Run, processes: Processes | None = None, source: FeatureSource | None = None) -> Outcome:
-    """Train `run.drafter` and call `run.export` with what comes of it.
+    """Trains `run.drafter` and calls `run.export` with the result.
 
-    A step takes `accumulate` times `world` micro batches of the schedule, dealt to the processes in turn. Its loss is
-    normalised by the weights of all of them, so how many processes share them does not matter.
+    A step computes `accumulate` times `world` micro batches of the schedule, dealt to the processes in turn. Its loss
+    is normalised by the sum of their weights, so it does not depend on the number of processes.
 
     Args:
-        source: features that several runs share (default: what `config.run.features` asks for).
+        source: features that several runs share (default: those of `config.run.features`).
 
     Raises:
-        UserError: disk full, no room for features, or `run.work` holds another run, or one that has done more.
+        UserError: disk full, no memory for features, or `run.work` holds another run, or a longer one.
     """
     config, device, drafter = run.config, run.target.device, run.drafter
     processes = processes or Processes()
@@ -48,10 +48,10 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
     state_file = run.work / "state.pt"
     point = processes.barrier(load_state, state_file, run.fingerprint)
     if len(set(processes.all_gather(point and point.step))) > 1:
-        raise UserError(f"{state_file} is not the same everywhere: all machines must share the output directory")
+        raise UserError(f"{state_file} differs between machines; all machines must share the output directory")
     state = TrainState(point.step, point.micro, point.rate) if point else TrainState()
     schedule = make_schedule(config, device, lengths_of(run.rows), group, point)
-    measure = Measuring(run, point, processes)  # before the features, which take what is left of a GPU's memory
+    measure = Measuring(run, point, processes)  # before the features, which fill the rest of a GPU's memory
     budget = processes.barrier(Budget, config.optim, schedule, group, point, run.work.parent)
     if source is None:
         taps, mine = drafter.config.target_layer_ids, schedule.rows_of(processes.rank, processes.world)
@@ -73,7 +73,7 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
             report.begin(state, clock, group, source.nbytes(run.rows))
             if config.init_from and state.step == 0 and run.held_out:
                 with report.paused():
-                    measure(learner.whole(), 0, report)  # to see what is gained
+                    measure(learner.whole(), 0, report)  # the start, to show the gain
             first = state.step + 1
             while state.done < 1 or not state.step:
                 state.rate = budget.rate(state)
@@ -96,18 +96,18 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                 rows = [row for turn in taken for row in schedule.indices(turn)]
                 report.step(state, clock, rows, totals, norm, learner.peak * state.rate)
                 if source.waits and state.step == first:
-                    begin_peak(device)  # only now there is the optimiser's state
+                    begin_peak(device)  # the optimiser's state exists only now
                 elif source.waits:
-                    with clock.paused(), report.paused():  # the drafter is copied where it is measured and exported
+                    with clock.paused(), report.paused():  # measuring and exporting copy the drafter
                         source.take_memory(2 * sum(p.numel() * 2 for p in drafter.parameters()), report.bar)
-                if saves or measures:  # a pause waits for the device, which no other step does
+                if saves or measures:  # a pause waits for the device; other steps do not
                     with clock.paused(), report.paused():
                         if measures:
                             measure(learner.whole(), state.step, report)
                         if saves:
                             others = budget.to_state() | measure.to_state()
                             save(learner, state, clock.seconds, schedule.history(state.micro), others)
-                            processes.barrier(source.check)  # of one process; behind the save, so no step is lost
+                            processes.barrier(source.check)  # one process's error; after the save, so no step is lost
                 if save.stops and state.done < 1:
                     save.wait()
                     raise KeyboardInterrupt(
@@ -117,25 +117,31 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                 measure(learner.whole(), state.step, report)
         save.wait()
         processes.barrier(source.flush)
-        exported, beside = measure.conclude(learner.whole(), state.step, report)
-    return Outcome(state.step, clock.seconds, exported, beside, budget.too_short(state.step))
+        exported, other = measure.conclude(learner.whole(), state.step, report)
+    return Outcome(state.step, clock.seconds, exported, other, budget.too_short(state.step))
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Adds the gradients of micro batches, by their turn in the schedule."""
+    """Accumulates the gradients of micro batches, given their turn in the schedule."""
 
     run: Run
     schedule: Schedule | PackedSchedule
-    end: int  # turns that count
+    end: int  # number of turns in the run
     source: FeatureSource
     learner: Learner
     report: Report
-    world: int  # processes that take turns
+    world: int  # processes that share the turns
 
     def __call__(self, turn: int, done: float, last: bool) -> Tensor:
-        """Of one micro batch; where its lane is through, of other rows times zero. Returns the loss's totals and the
-        visible pairs, on the device. Args: done: share of the run; last: of this process's step."""
+        """Accumulates the gradients of one micro batch; past the end of its lane, those of other rows times zero.
+
+        Returns the loss's totals and the number of visible pairs, on the device.
+
+        Args:
+            done: share of the run that is done.
+            last: whether it is this process's last micro batch of the step.
+        """
         run, config, target, source = self.run, self.run.config, self.run.target, self.source
         with self.report.data():
             taken = self.schedule.indices(turn) if turn < self.end else []
@@ -153,9 +159,9 @@ class Gradients:
 
 
 def check_finite(norm: Tensor, step: int, rate: float) -> None:
-    """Raises UserError where training has diverged, before that is saved."""
+    """Raises UserError if training has diverged, before the weights are saved."""
     if not math.isfinite(float(norm)):
         raise UserError(
-            f"step {step}: the gradient is not a number; train again with optim.learning_rate lower than {rate:g} "
+            f"step {step}: the gradient is not a number; lower optim.learning_rate ({rate:g}) and train again "
             f"(nothing of this step was saved)"
         )

@@ -35,14 +35,14 @@ from .run.estimate import estimate_here
 from .run.metrics import WANDB_OPTION
 from .run.prepare import Prepared, prepare
 from .run.provenance import fingerprint, measured, now, origin, result
-from .run.publish import BESIDE, make_repository, upload, write_cards
+from .run.publish import OTHER_ROLES, make_repository, upload, write_cards
 
 
 def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
-    """One training run from configuration to checkpoint; continues where an earlier one stopped.
+    """Runs training from configuration to checkpoint; resumes an earlier run.
 
     Args:
-        given: options of the drafter's shape that somebody chose, so that a start of another shape is refused.
+        given: options of the drafter's shape that were given; a start with another shape is refused.
     """
     use_threads(config.threads)
     sharded = config.run.fsdp or config.run.zero > 0
@@ -62,7 +62,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
                 processes.rank_zero(_push_finished, Path(config.output_dir), config.push_to_hub)
             return
         if config.run.wandb:
-            processes.rank_zero(log_in, WANDB_OPTION, config.run.wandb)  # the first process alone will log
+            processes.rank_zero(log_in, WANDB_OPTION, config.run.wandb)  # only the first process logs
         processes.rank_zero(lambda: held.enter_context(locked(prepared.work)))
         if not (prepared.work / CORPUS).exists():
             processes.rank_zero(_say_what_it_takes, prepared.config, processes)
@@ -102,7 +102,7 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
         f"{attention} attention on {target.device}{several}",
     )
 
-    served = isinstance(target, ServedTarget)  # whose server may be gone in the end
+    served = isinstance(target, ServedTarget)  # its server may be gone at export
     signature = target_signature(target, shape.target_layer_ids) if target.mesh or served else None
 
     def export(trained: Drafter, made: Export) -> None:
@@ -128,7 +128,7 @@ def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Targ
     packed, _ = packing(config, target.device)
     rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
     if not len(rows):
-        raise UserError(f"none of {len(answered)} responses has two supervised tokens; there is nothing to train on")
+        raise UserError(f"none of {len(answered)} responses has two supervised tokens; give longer responses")
     if dropped := len(answered) - len(rows):
         run.record["data"]["too_short_or_cut_off"] = dropped
         _say(processes, f"dropped {dropped} of {len(answered)} responses: too short for a block, or cut off")
@@ -136,16 +136,16 @@ def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Targ
 
 
 def _place(output: Path, made: Export) -> Path:
-    """Where a drafter of a run is."""
+    """Returns the directory of a drafter of the run."""
     return output if made.role == "exported" else output / made.role
 
 
 def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int) -> None:
-    """The record that says the run is over, and how to serve what came of it."""
+    """Writes the record of a finished run and prints how to serve its drafter."""
     config, output, exported = run.config, Path(run.config.output_dir), outcome.exported
     assert exported is not None
-    for role in BESIDE:  # of an earlier end
-        if outcome.beside is None or outcome.beside.role != role:
+    for role in OTHER_ROLES:  # of an earlier export
+        if outcome.other is None or outcome.other.role != role:
             shutil.rmtree(output / role, ignore_errors=True)
     if config.run.speculators:
         drafter, note = load_drafter(str(output)), read_json(output / "config.json").get(PROVENANCE_KEY)
@@ -171,22 +171,22 @@ def _push(output: Path, name: str) -> None:
 
 
 def _push_finished(output: Path, name: str) -> None:
-    """Upload what an earlier run made."""
+    """Uploads the drafter of an earlier run."""
     write_cards(output, read_json(output / "run.json"), name)
     _push(output, name)
 
 
 def _said(output: Path, outcome: Outcome, by_clock: bool) -> list[str]:
-    """What was exported and how good it is, for people."""
-    exported, beside, lines = outcome.exported, outcome.beside, []
+    """Returns lines on which drafter was exported and how good it is."""
+    exported, other, lines = outcome.exported, outcome.other, []
     if exported and outcome.earlier:
         when = f"step {exported.step}" if exported.step else "the drafter that it started from"
-        lines.append(f"{when} is exported: it is better than the end, by more than the error of measuring")
-    if beside and beside.evaluation:
-        more = "the end" if beside.role == "last" else "measured higher, though not beyond the error of measuring"
-        where = f"{_place(output, beside)}: step {beside.step}, {more}"
-        lines.append(f"{where}; {beside.evaluation} on {beside.evaluation.prompts} prompts")
-    if by_clock:  # else they are printed when training begins
+        lines.append(f"{when} is exported: it is better than the last step, beyond the error of measuring")
+    if other and other.evaluation:
+        more = "the last step" if other.role == "last" else "measured higher, within the error of measuring"
+        where = f"{_place(output, other)}: step {other.step}, {more}"
+        lines.append(f"{where}; {other.evaluation} on {other.evaluation.prompts} prompts")
+    if by_clock:  # with steps or epochs they are printed when training begins
         lines += [f"warning: {warning}" for warning in outcome.warnings]
     if exported and exported.evaluation:
         lines.append(f"acceptance length {exported.evaluation} on {exported.evaluation.prompts} held-out prompts")

@@ -1,8 +1,8 @@
-"""FSDP2, torch's own `fully_shard`: `parallel.Replicated` with weights, gradients and the optimiser's state in shards.
+"""FSDP2 (torch's `fully_shard`): `parallel.Replicated` with sharded weights, gradients and optimiser state.
 
-Every layer is a unit: its matrices are gathered in bf16 while the layer before computes, and its gradients scattered in
-fp32 while the layer behind goes backward, in every micro step. The few norms stay whole on every process, in fp32. The
-resume point stays the whole one of `state.py`, so a run may go on with another number of processes or unsharded.
+Every layer is a unit. In every micro step its matrices are gathered in bf16 while the previous layer computes, and its
+gradients are scattered in fp32 while the next layer's backward pass runs. The few norms stay whole on every process, in
+fp32. The resume point is the whole one of `state.py`, so a run can continue unsharded or with other process counts.
 """
 
 import copy
@@ -34,13 +34,13 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class _Inputs:
-    """What a step's forward takes and no gradient goes to; FSDP's hooks look through tuples, not into this."""
+    """Inputs of a step's forward pass without gradient. FSDP's hooks traverse tuples, but not this class."""
 
     features: Tensor  # [B, T, K*D]
     block: Tensor  # [B, Q, D]
     context_rope: Rope
     block_rope: Rope
-    masks: dict[str, Tensor | BlockMask]  # by the type of a layer
+    masks: dict[str, Tensor | BlockMask]  # by layer type
     block_size: int
 
 
@@ -65,7 +65,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Unit(nn.Module):
-    """A layer with the keys and values that it makes of the context: all that its weights are needed for."""
+    """A layer with its keys and values of the context: the whole use of its weights."""
 
     def __init__(self, layer: nn.Module, kind: str, run: Callable[..., Tensor], recompute: bool) -> None:
         super().__init__()
@@ -121,15 +121,15 @@ class Fsdp:
                 unit, mesh=self._mesh, ignored_params={p for p in drafter.parameters() if p.dim() != 2},
                 reshard_after_forward=config.run.fsdp_reshard_after_forward and unit not in last,
                 mp_policy=MixedPrecisionPolicy(
-                    param_dtype=torch.bfloat16 if device.type == "cuda" else None,  # what autocast would make of them
+                    param_dtype=torch.bfloat16 if device.type == "cuda" else None,  # the dtype that autocast would use
                     reduce_dtype=torch.float32, cast_forward_inputs=False,
                 ),
             )  # fmt: skip
             assert isinstance(unit, FSDPModule)
-            unit.set_gradient_divide_factor(1.0)  # sums, which `step` divides
+            unit.set_gradient_divide_factor(1.0)  # gradients are sums; `step` divides them
             unit.set_force_sum_reduction_for_comms(True)
         self._parameters = list(drafter.parameters())
-        # plain tensors in the same memory: what optimisers and averages do is element-wise, or Muon's own business
+        # plain tensors over the same memory: optimisers and averages are element-wise, and Muon handles shards itself
         self._shards = nn.ParameterList(nn.Parameter(_local(p.data)) for p in self._parameters)
         named = zip(self._names, self._shards, strict=True)
         self._optimizer = make_optimizer(named, config.optim, processes.rank, processes.world, shapes)
@@ -146,7 +146,7 @@ class Fsdp:
 
     def run(self, drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor,
             masks: dict[str, Tensor | BlockMask]) -> Tensor:  # fmt: skip
-        ropes = drafter.rope(context), drafter.rope(positions)  # here, where weights are in fp32, so are they
+        ropes = drafter.rope(context), drafter.rope(positions)  # the rope needs fp32, as the weights have here
         return self._forward(_Inputs(features, drafter.scaled(embedded), *ropes, masks, drafter.config.block_size))
 
     @property
@@ -154,7 +154,7 @@ class Fsdp:
         return self._optimizer.param_groups
 
     def backward(self, weighted_sum: Tensor, last: bool) -> None:
-        """See `parallel.Replicated`. Whole gradients are never kept, so those of every micro step are scattered."""
+        """See `parallel.Replicated`. Gradients of every micro step are scattered, since whole ones are never kept."""
         weighted_sum.backward()
 
     def step(self, weight_sum: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Fsdp:
         return norm
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor] | None]:
-        """See `parallel.Replicated`. Tensor by tensor is put together, and kept by the first process."""
+        """See `parallel.Replicated`. Tensors are gathered one by one and kept by the first process."""
         moments = self._moments(self._optimizer.state_dict(), self._whole)
         return self._all(self._shards), moments, self._all(self._average) if self._average else None
 
@@ -193,7 +193,7 @@ class Fsdp:
         return {n: self._whole(s.data, p.shape) for n, s, p in zip(self._names, shards, self._parameters, strict=True)}
 
     def _moments(self, saved: dict[str, Any], change: Callable[[Tensor, torch.Size], Tensor]) -> dict[str, Any]:
-        """An optimiser's state with `change` done to its tensors, of whole or of sharded weights of such a shape."""
+        """Returns an optimiser's state with `change` applied to its tensors, given the shape of their weights."""
         shapes = {shard: p.shape for shard, p in zip(self._shards, self._parameters, strict=True)}
         changed = {}
         for key, part in zip("01", self._optimizer.parts, strict=False):
@@ -206,7 +206,7 @@ class Fsdp:
         return changed
 
     def _whole(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """What every process has a part of, as of a weight of that shape, put together for the first one."""
+        """Gathers a value that is sharded as a weight of this shape; the first process gets the result."""
         if len(shape) == 2:
             stride = (shape[1], 1)
             value = DTensor.from_local(
@@ -215,7 +215,7 @@ class Fsdp:
         return value.cpu() if self._processes.main else value[:0]
 
     def _part(self, value: Tensor, shape: torch.Size) -> Tensor:
-        """This process's part of a whole value."""
+        """Returns this process's shard of a whole value."""
         return rows_of(value, self._processes.world)[self._processes.rank] if len(shape) == 2 else value
 
 

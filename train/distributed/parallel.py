@@ -1,11 +1,11 @@
-"""One process or many behind one seam: who this process is, what it and the others agree on, how gradients meet.
+"""One process or many behind one interface: rank, agreement between processes, and the sum of gradients.
 
-Of a target that is too large for a GPU each of some neighbouring processes, `peers`, holds a slice. What they compute
-of it they compute together: the same rows in the same order, whoever asked for them.
+If a target is too large for one GPU, each of a few consecutive processes (`peers`) holds a shard of it. Peers call the
+target together, with the same rows in the same order.
 
-A launcher (torchrun, deepspeed) starts the processes and tells each its place in the environment; without one there is
-a single process, and every method here is a no-op. `Replicated` is the plain and the data-parallel learner; the sharded
-ones are in `fsdp.py` and `zero.py`.
+A launcher (torchrun, deepspeed) starts the processes and sets their ranks in the environment. Without a launcher there
+is a single process, and every method here is a no-op. `Replicated` is the plain and the data-parallel learner; the
+sharded ones are in `fsdp.py` and `zero.py`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its defaults hold the group that there is when it is first imported: none
+import torch.distributed.nn.functional  # its defaults keep the process group of its first import: none
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -35,42 +35,42 @@ from ..objective.loss import Forward, runner
 from ..optim.optimizers import make_optimizer, update_average
 from ..run.state import ResumePoint
 
-PATIENCE = datetime.timedelta(days=7)  # for the first process, which answers, decodes and saves while others wait
-LETTING_GO_S = 0.05  # for threads that have nothing left to do but that
+PATIENCE = datetime.timedelta(days=7)  # others wait while the first process writes responses, decodes and saves
+LETTING_GO_S = 0.05  # for threads to release their last tensors
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Processes:
-    """This process among `world` equal ones; rank 0 writes, exports and talks to the user."""
+    """This process among `world` equal ones; rank 0 writes files, exports and prints."""
 
     rank: int = 0
     world: int = 1
-    device: str = "auto"  # this process's own, as `Target.load` takes it
-    mesh: DeviceMesh | None = None  # of peers: what the target is sharded over
-    _control: Any = None  # a group with patience, over CPU tensors
+    device: str = "auto"  # this process's device, as `Target.load` accepts it
+    mesh: DeviceMesh | None = None  # of the peers, for a sharded target
+    _control: Any = None  # a group over CPU tensors with a long timeout
     _peers: "Processes | None" = None
 
     @classmethod
     @contextlib.contextmanager
     def started(cls, device: str, group: bool = False, share: int = 1) -> Iterator["Processes"]:
-        """Join the processes that a launcher started, for the length of a `with`.
+        """Joins the processes of a launcher for the duration of a `with`.
 
         Args:
             device: the option `device`.
-            group: make a process group for a single process too; what shards wants one.
-            share: processes of a machine that hold one target together, the option `run.target_tensor_parallel_size`.
+            group: make a process group for a single process too, for sharding.
+            share: processes of a machine that share one target, the option `run.target_tensor_parallel_size`.
 
         Raises:
-            UserError: no such device, fewer GPUs than processes, an environment that no launcher made, or processes
-                that `share` does not divide.
+            UserError: no such device, fewer GPUs than processes, an environment without a launcher, or a number of
+                processes that is no multiple of `share`.
         """
         world = _number("WORLD_SIZE", "1")
         here = _on_this_machine(world)
         if here % share:
             raise UserError(
-                f"run.target_tensor_parallel_size={share} shares a target among {share} processes of a machine, and "
-                f"{here} of them cannot be shared out: start torchrun --nproc-per-node {share}, or a multiple of it"
+                f"run.target_tensor_parallel_size is {share}, but {here} processes run on this machine; start torchrun "
+                f"--nproc-per-node {share}, or a multiple of it"
             )
         if world == 1 and not group:
             resolve_device(device)
@@ -83,7 +83,7 @@ class Processes:
             torch.cuda.set_device(torch.device(own))
         backend = "cpu:gloo,cuda:nccl" if own.startswith("cuda") else "gloo"
         if world == 1:
-            os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group(backend)
@@ -95,10 +95,10 @@ class Processes:
         except OutOfMemory as error:
             if world == 1:
                 raise
-            # of this process alone: the others wait for it, and only the launcher can end them
+            # only this process failed: the others wait for it, and only the launcher can end them
             print(f"error: process {rank}: {error}", file=sys.stderr, flush=True)
             os._exit(2)
-        except (UserError, SystemExit):  # of all processes; after another error of this one the others are not there
+        except (UserError, SystemExit):  # all processes raise these; after another error the others are gone
             processes._leave()
             raise
         processes._leave()
@@ -111,11 +111,11 @@ class Processes:
         self._peers = Processes(self.rank % share, share, self.device, mesh, control)
 
     def _leave(self) -> None:
-        """End the groups and their threads: one that lets go of a tensor while Python ends aborts the process."""
+        """Ends the groups and their threads: a thread that frees a tensor during Python's exit aborts the process."""
         self._control = self._peers = None
         dist.destroy_process_group()
-        gc.collect()  # of what holds a group, the cycles
-        time.sleep(LETTING_GO_S)  # DeepSpeed keeps its groups to the end
+        gc.collect()  # cycles that hold a group
+        time.sleep(LETTING_GO_S)  # DeepSpeed keeps its groups until the process ends
 
     @property
     def main(self) -> bool:
@@ -123,36 +123,35 @@ class Processes:
 
     @property
     def peers(self) -> "Processes":
-        """The processes that hold one target together with this one: itself alone where it holds a whole one."""
+        """The processes that share a target with this one; this process alone if it holds a whole target."""
         return self._peers or Processes(device=self.device)
 
     @property
     def group(self) -> tuple[int, int]:
-        """Which of how many groups of peers this process is of."""
+        """Index of this process's group of peers, and the number of groups."""
         return self.rank // self.peers.world, self.world // self.peers.world
 
     @property
     def here(self) -> int:
-        """How many of the processes run on this machine."""
+        """Number of processes on this machine."""
         return _on_this_machine(self.world) if self.world > 1 else 1
 
     def mistake(self, message: str) -> UserError | SystemExit:
-        """What to raise for a mistake that every process has found: the first one tells it, and of peers, who are some
-        of more processes, each."""
+        """Returns the exception for an error that every process has found: one process prints it, of peers each."""
         return UserError(message) if self.main or self.mesh else SystemExit(2)
 
     def sum(self, values: Tensor) -> Tensor:
-        """`values` summed over all processes, in place."""
+        """Sums `values` over all processes, in place."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def broadcast(self, value: T) -> T:
-        """The first process's `value`, for what clocks or files may say differently elsewhere."""
+        """Returns the first process's `value`, where clocks or files may differ between processes."""
         return self.all_gather(value)[0]
 
     def all_gather(self, value: T) -> list[T]:
-        """Everyone's `value`, by rank; returns when all are here."""
+        """Returns the `value` of every process, by rank, once all have called it."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -160,10 +159,10 @@ class Processes:
         return values
 
     def barrier(self, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)` once every process has done its own; the mistake of any ends all of them.
+        """Returns `work(*args)` after every process has done its own; an error in any process ends all.
 
         Raises:
-            UserError: on the first process, whoever made the mistake; the others exit with code 2.
+            UserError: on the first process, for an error in any; the others exit with code 2.
         """
         result: T | None = None
         mistake = None
@@ -178,44 +177,44 @@ class Processes:
         return result  # type: ignore[return-value]
 
     def rank_zero(self, work: Callable[..., T], *args: Any) -> T | None:
-        """`work(*args)` by the first process alone while the others wait, to get None; its mistake ends all of them."""
+        """Runs `work(*args)` on the first process alone; the others wait and get None. Its error ends all processes."""
         return self.barrier(work, *args) if self.main else self.barrier(lambda: None)
 
     def first_group(self, work: Callable[..., T], *args: Any) -> T | None:
-        """As `rank_zero`, by the first process and its peers together: for what takes the target."""
+        """Like `rank_zero`, on the first process and its peers together, for work that calls the target."""
         return self.barrier(work, *args) if self.group[0] == 0 else self.barrier(lambda: None)
 
 
 def _number(name: str, otherwise: str) -> int:
-    """A number that a launcher left in the environment."""
+    """Returns a number that the launcher left in the environment."""
     try:
         return int(os.environ.get(name, otherwise))
     except ValueError as error:
         world = os.environ.get("WORLD_SIZE", "")
-        raise UserError(f"WORLD_SIZE is {world!r}, but {name} is no number: start with torchrun") from error
+        raise UserError(f"WORLD_SIZE is {world!r}, but {name} is not a number; start with torchrun") from error
 
 
 def _place(option: str, world: int) -> tuple[int, str]:
-    """Rank and device of this process."""
+    """Returns rank and device of this process."""
     rank, local = (_number(name, "0" if world == 1 else "") for name in ("RANK", "LOCAL_RANK"))
     device = resolve_device(option)
     if device.type != "cuda":
         return rank, str(device)
     if device.index is not None and world > 1:
-        raise UserError(f"device is {option}, but {world} processes take a GPU each: leave it at --device cuda")
+        raise UserError(f"device is {option}, but each of {world} processes needs its own GPU; give --device cuda")
     here = _on_this_machine(local + 1)
     if here > torch.cuda.device_count():
-        raise UserError(f"{here} processes on this machine, but {torch.cuda.device_count()} GPUs: start one per GPU")
+        raise UserError(f"{here} processes run here, but there are {torch.cuda.device_count()} GPUs; start one per GPU")
     return rank, f"cuda:{device.index or local}"
 
 
 def _on_this_machine(otherwise: int) -> int:
-    """How many processes a launcher started on this machine."""
+    """Returns the number of processes that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
 class Replicated:
-    """The whole drafter on every process. Gradients are summed over processes while the backward still runs.
+    """The whole drafter on every process. Gradients are summed over processes during the backward pass.
 
     Args:
         state: the resume point to continue from.
@@ -245,7 +244,7 @@ class Replicated:
         return self._optimizer.param_groups
 
     def backward(self, weighted_sum: Tensor, last: bool) -> None:
-        """Add the gradients of a micro step; `last` is the step's last one."""
+        """Adds the gradients of a micro step; `last` marks the step's last one."""
         if self._sums and last:
             self._sums.begin()
         weighted_sum.backward()
@@ -253,7 +252,7 @@ class Replicated:
             self._sums.end()
 
     def step(self, weight_sum: Tensor) -> Tensor:
-        """Step on the gradients of all processes' sums divided by `weight_sum`; returns their norm before clipping."""
+        """Steps with the gradients of all processes, divided by `weight_sum`; returns their norm before clipping."""
         if self._sums:
             self._sums.wait()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -269,35 +268,35 @@ class Replicated:
         return norm
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor] | None]:
-        """Weights, optimiser state and averaged weights, whole. Every process must call it, the first has them.
+        """Returns weights, optimiser state and averaged weights, whole, on the first process; all must call it.
 
-        What is on a GPU, or of a run on a CPU, is what the next step changes; what was gathered is in host memory.
+        The next step changes tensors on a GPU, or on the CPU of a CPU run; gathered tensors are copies in host memory.
         """
         average = self._average.state_dict() if self._average else None
         return self.drafter.state_dict(), self._optimizer.state_dict(), average
 
     def whole(self) -> Drafter:
-        """The drafter as one process can run or export it; every process must call it, the first has the result."""
+        """Returns the whole drafter, to run or export, on the first process; every process must call it."""
         return self._average or self.drafter
 
 
 def other_optimizer() -> UserError:
-    return UserError("the resume point holds another optimiser's state; give the same optim.optimizer as before")
+    return UserError("the resume point has the state of another optimiser; give the same optim.optimizer as before")
 
 
 class _GradientSums:
     """All-reduces each gradient as soon as it is final, in one order on all processes.
 
-    torch's DistributedDataParallel would wrap the drafter's forward, which is only a part of the step, and cuts a
-    compiled graph into pieces where FlexAttention cannot be cut. The drafter's matrices are large, so they need no
-    buckets. The order is the one in which the first process saw gradients become final.
+    torch's DistributedDataParallel would wrap the drafter's forward, which is only a part of the step, and splits a
+    compiled graph where FlexAttention cannot be split. The drafter's matrices are large, so they need no buckets. The
+    order is the one in which the first process saw gradients become final.
     """
 
     def __init__(self, parameters: list[nn.Parameter], processes: Processes) -> None:
         self._parameters, self._processes = parameters, processes
         self._order = list(range(len(parameters)))
         self._learned = self._active = False
-        self._final: list[int] = []  # in the order they came
+        self._final: list[int] = []  # in order of arrival
         self._works: list[Any] = []
         for i, parameter in enumerate(parameters):
             dist.broadcast(parameter.data, 0)
@@ -321,7 +320,7 @@ class _GradientSums:
         self._works.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def end(self) -> None:
-        """All are on their way."""
+        """Starts the remaining reductions."""
         self._active = False
         while len(self._works) < len(self._order):
             self._reduce()

@@ -1,10 +1,10 @@
-"""Reads what a launcher (torchrun, deepspeed) gives a process. Without torch: command lines are checked before it."""
+"""Reads the environment of a launcher (torchrun, deepspeed) without torch, so that command lines are checked first."""
 
 import os
 
 
 def speaks() -> bool:
-    """Returns whether this process prints an error that all processes of its machine have."""
+    """Returns whether this process prints errors that all processes of its machine have."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

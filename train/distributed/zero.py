@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO: `parallel.Replicated` with the optimiser's state (1), gradients (2) and weights (3) in shards.
 
-Its configuration is derived from ours. The resume point stays the whole, unsharded one of `state.py`: shards are
-gathered tensor by tensor, so a run may continue with another number of processes, another stage, or none.
+The DeepSpeed configuration is derived from ours. The resume point is the whole one of `state.py`: shards are gathered
+tensor by tensor, so a run can continue with another number of processes, another stage, or without sharding.
 """
 
 import logging
@@ -29,7 +29,7 @@ ADAMW = ("exp_avg", "exp_avg_sq")  # moments
 
 
 def deepspeed_config(config: TrainConfig, packed: bool, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's JSON. Weights are fp32 and computed with under autocast, as without it."""
+    """Returns DeepSpeed's JSON. Weights are fp32 and computed with under autocast, as without DeepSpeed."""
     return {
         "train_micro_batch_size_per_gpu": 1 if packed else config.optim.batch_size,
         "gradient_accumulation_steps": config.optim.accumulate,
@@ -42,25 +42,25 @@ def deepspeed_config(config: TrainConfig, packed: bool, device: torch.device) ->
 
 
 def import_deepspeed() -> Any:
-    """The module. Raises UserError where it is not installed."""
+    """Imports deepspeed. Raises UserError if it is not installed."""
     try:
         import deepspeed
         import deepspeed.utils
     except ImportError as error:
         raise UserError("run.zero needs deepspeed: pip install 'dflash-toolkit[train]'") from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # processes on CPUs would first compile sums of their own for more than a minute, and need a compiler; gloo has some
+    # on CPUs DeepSpeed would first compile its own reductions for more than a minute; gloo has some already
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 class _Forward(nn.Module):
-    """The step's forward as the module that DeepSpeed wants to own."""
+    """The step's forward as the module that DeepSpeed owns."""
 
     def __init__(self, drafter: Drafter, config: TrainConfig) -> None:
         super().__init__()
         self.drafter = drafter
-        if config.run.zero == 3:  # its hooks, which fetch weights, would cut the graph at every product
+        if config.run.zero == 3:  # its hooks fetch weights and would split the graph at every product
             config = replace(config, run=replace(config.run, compile="off"))
         self._run = runner(config, drafter.device)
 
@@ -70,10 +70,10 @@ class _Forward(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of torch's optimisers as `state.py` keeps it."""
+    """One of torch's optimisers in the form of `state.py`."""
 
     parameters: list[nn.Parameter]
-    form: list[dict[str, Any]]  # its groups, with numbers for parameters
+    form: list[dict[str, Any]]  # its param_groups, with numbers for parameters
     moments: tuple[str, ...]
 
     @classmethod
@@ -94,7 +94,7 @@ class Zero:
         self.drafter = drafter
         self._utils = deepspeed.utils
         self._processes = processes
-        self._steps = 0  # of the optimiser
+        self._steps = 0  # optimiser steps done
         if state:
             drafter.load_state_dict(state.drafter)
         kind = "muon" if config.optim.optimizer == "muon" else "adamw"
@@ -131,19 +131,19 @@ class Zero:
         """See `parallel.Replicated`."""
         self._engine.backward(weighted_sum, scale_wrt_gas=False)
         if not last:
-            self._engine.step()  # this counts micro steps and, before the last of a step, does nothing else
+            self._engine.step()  # counts micro steps; does nothing else before the last one of a step
 
     def step(self, weight_sum: Tensor) -> Tensor:
         """See `parallel.Replicated`."""
-        # DeepSpeed averages over processes; its loss scale is what gradients are divided by before they are clipped
+        # DeepSpeed averages over processes and divides gradients by its loss scale before clipping
         self._optimizer.loss_scale = float(weight_sum) / self._processes.world
         self._engine.step()
-        self._optimizer.loss_scale = 1.0  # the next backward would multiply by it
+        self._optimizer.loss_scale = 1.0  # the next backward would be multiplied by it
         self._steps += 1
         return torch.as_tensor(self._engine.get_global_grad_norm())
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any], None]:
-        """See `parallel.Replicated`. The optimiser's state has the form of torch's AdamW over the whole weights."""
+        """See `parallel.Replicated`. The optimiser's state has the form of torch's AdamW over whole weights."""
         self._link()
         weights: dict[str, Tensor] = {}
         optimizer: dict[str, Any] = {}
@@ -170,7 +170,7 @@ class Zero:
         return Drafter.of_tensors(self.drafter.config, weights)
 
     def close(self) -> None:
-        """Let go of what DeepSpeed holds for as long as the process lives."""
+        """Frees what DeepSpeed would hold until the process ends."""
         self._engine.destroy()
 
     def _restore(self, saved: dict[str, Any], steps: int, config: TrainConfig) -> None:
@@ -193,13 +193,13 @@ class Zero:
                 shard["step"].fill_(self._steps)
 
     def _link(self) -> None:
-        """Let parameters find their moments: in stages 1 and 2 DeepSpeed 0.19 links the first group's only."""
+        """Links parameters to their moments: in stages 1 and 2, DeepSpeed 0.19 links only the first group."""
         if hasattr(self._optimizer, "_hp_optimizer_states_linked"):
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _step_on_nothing(self, config: TrainConfig) -> None:
-        """A step without gradient or learning rate: the optimiser's state comes into being in its first."""
+        """Steps without gradient or learning rate, so that the optimiser creates its state."""
         drafter, device = self.drafter.config, self._engine.device
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
@@ -229,16 +229,16 @@ Learner: TypeAlias = "Replicated | Fsdp | Zero"
 def make_learner(
     drafter: Drafter, config: TrainConfig, processes: Processes, state: ResumePoint | None, work: Path, packed: bool
 ) -> Learner:
-    """What steps the drafter, by the options; every process must call it. ZeRO leaves its configuration in `work`.
+    """Returns the learner that the options choose; every process must call it. ZeRO writes its configuration to `work`.
 
     Raises:
-        UserError: the resume point is another drafter's or optimiser's, no deepspeed, or a full disk.
+        UserError: the resume point has another drafter or optimiser, deepspeed is missing, or the disk is full.
     """
     drafter.recompute = config.optim.recompute
     if state and not _same_shapes(drafter, state):
-        raise UserError(f"{work / 'state.pt'}: holds no weights of this drafter; remove it to start afresh")
+        raise UserError(f"{work / 'state.pt'}: does not fit this drafter's weights; remove it to start again")
     if config.run.fsdp:
-        from .fsdp import Fsdp  # half a second, of sharded tensors
+        from .fsdp import Fsdp  # imports sharded tensors, half a second
 
         return Fsdp(drafter, config, processes, state)
     if config.run.zero:

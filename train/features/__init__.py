@@ -1,1 +1,1 @@
-"""Hidden states of the target: computed, kept, and what memory they take."""
+"""Hidden states of the target: how they are computed and stored, and their memory."""

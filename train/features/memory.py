@@ -1,4 +1,4 @@
-"""A GPU's memory: what features may take of it once a step was measured, and what is said where it is too little."""
+"""A GPU's memory: how much of it features may use after a measured step, and the error if it is too small."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,31 +10,31 @@ from dflash_toolkit.config import UserError
 
 from ..config import TrainConfig
 
-MARGIN = 0.05  # of a GPU's memory: for what no step has shown yet, as the steps that an evaluation captures
+MARGIN = 0.05  # share of a GPU's memory for peaks that no step has shown yet, such as graph captures of an evaluation
 
 
 class OutOfMemory(UserError):
-    """Of one process: the others do not know, and would wait for it."""
+    """Raised on one process; the others do not know and would wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Of a GPU, in bytes."""
+    """Memory of a GPU, in bytes."""
 
     total: int
-    free: int  # once the allocator has given back what it does not use
+    free: int  # after the allocator has released its cache
     allocated: int  # by tensors, between steps
-    peak: int  # by tensors, at most since `begin`
+    peak: int  # by tensors, since `begin`
 
 
 def begin(device: torch.device) -> None:
-    """Peaks count from now on."""
+    """Starts the measurement of peaks."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_use(device: torch.device) -> MemoryUse | None:
-    """None of a device that is no GPU."""
+    """Returns the use of a GPU's memory; None for another device."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -44,10 +44,10 @@ def memory_use(device: torch.device) -> MemoryUse | None:
 
 
 def room_behind_step(use: MemoryUse, share: float, aside: int) -> int:
-    """Bytes that features may take: a share of what is free while a step is at its peak.
+    """Returns the bytes that features may use: a share of the memory that is free at a step's peak.
 
     Args:
-        aside: bytes that are kept free beside the margin.
+        aside: bytes to keep free in addition to the margin.
     """
     spare = use.free - (use.peak - use.allocated) - aside - int(MARGIN * use.total)
     return max(0, int(share * spare))
@@ -55,7 +55,7 @@ def room_behind_step(use: MemoryUse, share: float, aside: int) -> int:
 
 @contextlib.contextmanager
 def enough_memory(config: TrainConfig) -> Iterator[None]:
-    """Says which options need less where a GPU's memory does not suffice in here. Raises OutOfMemory."""
+    """Raises OutOfMemory, with the options that need less, if a GPU's memory is too small for the work inside."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -63,8 +63,8 @@ def enough_memory(config: TrainConfig) -> Iterator[None]:
         optim, run, loss = config.optim, config.run, config.loss
         packed = optim.pack_tokens if optim.pack_tokens is not None else "the default"
         raise OutOfMemory(
-            f"{said}: give a lower run.feature_gpu_share ({run.feature_gpu_share:g} now), optim.recompute=true "
-            f"({str(optim.recompute).lower()} now) or a lower loss.head_rows ({loss.head_rows} now) and run again, "
-            f"which goes on from the last resume point; in a new run a lower optim.pack_tokens ({packed} now) needs "
-            f"less too"
+            f"{said}: lower run.feature_gpu_share ({run.feature_gpu_share:g} now), set optim.recompute=true "
+            f"({str(optim.recompute).lower()} now) or lower loss.head_rows ({loss.head_rows} now), and run again to "
+            f"resume; in a new run, a lower optim.pack_tokens ({packed} now) also needs "
+            f"less"
         ) from error

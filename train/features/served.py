@@ -1,8 +1,8 @@
-"""A target whose layers a vLLM server computes, for one that the GPUs of training do not hold.
+"""A target whose layers run in a vLLM server, for a target that does not fit into the GPUs of training.
 
-Here are its embedding and its head alone. The server is vLLM with the speculative method `extract_hidden_states` and
-its ExampleHiddenStatesConnector: it is sent token ids, leaves a safetensors file in a folder that both see, and says
-which. Until a file is whole the server holds a lock on a file beside it.
+This process loads only the embedding and the head. The server is vLLM with the speculative method
+`extract_hidden_states` and its ExampleHiddenStatesConnector: it receives token ids, writes a safetensors file to a
+folder that both see, and returns its path. While it writes, the server holds a lock on a file next to it.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from dflash_toolkit.models.structure import Structure
 from dflash_toolkit.models.target import Target, TargetOutput, load_config, load_tokenizer, resolve_dtype, use_device
 from dflash_toolkit.openai_http import TryAgainError, base_url, find_models, request_json
 
-CONNECTIONS = 32  # texts that the server has at a time
+CONNECTIONS = 32  # concurrent requests
 TIMEOUT_S = 600.0
 RETRIES = 5
-PAUSE_S = 1.0  # before the first of them; doubled for each other
+PAUSE_S = 1.0  # before the first retry; doubled for each further one
 
 
 class ServedTarget(Target):
-    """The target `name` with hidden states by the server at `url`.
+    """The target `name` with hidden states from the server at `url`.
 
     Args:
-        taps: 0-based ids of the layers whose outputs the server writes, in its order; it numbers them from 1.
+        taps: 0-based ids of the layers whose outputs the server writes, in its order; the server counts from 1.
 
     Raises:
         UserError: no such target, no dense embedding and head, or no such server.
@@ -54,20 +54,20 @@ class ServedTarget(Target):
     def forward(
         self, ids: Tensor, *, taps: Sequence[int] = (), lengths: Sequence[int] | None = None, **others: Any
     ) -> TargetOutput:
-        """Features as of `Target.forward`. What stands behind the tapped layers is not known: `final` is None.
+        """Returns features as `Target.forward` does. Later layers are unknown, so `final` is None.
 
         Raises:
-            UserError: the server fails, or leaves no file here, or one of other tokens or layers.
+            UserError: the server fails, or its file is missing or has other tokens or layers.
         """
         if others.keys() - {"final"} or len(ids) != 1:
-            raise UserError(f"target {self.name}: run.feature_endpoint computes hidden states of whole texts alone")
+            raise UserError(f"target {self.name}: run.feature_endpoint computes hidden states of whole texts only")
         texts = [text.tolist() for text in ids[0].split(list(lengths or [ids.shape[1]]))]
         hidden = torch.cat(list(self._threads.map(self._states, texts)))  # [T, K, D]
         columns = hidden[:, [self._served.index(tap) for tap in taps]]
         return TargetOutput(columns.flatten(1)[None].to(self.device, self.dtype), None)
 
     def _states(self, text: list[int]) -> Tensor:
-        """[n, K, D] of one text, as the server has them."""
+        """Returns the hidden states [n, K, D] of one text from the server."""
         body = {"model": self._model, "prompt": text, "max_tokens": 1, "temperature": 0.0}
         for attempt in range(RETRIES + 1):
             try:
@@ -86,28 +86,28 @@ class ServedTarget(Target):
         tensors = _read(path)
         hidden, tokens = tensors.get("hidden_states"), tensors.get("token_ids")
         if hidden is None or tokens is None or tokens.tolist() != text:
-            raise UserError(f"{path}: not the hidden states of the text that {self._url} was asked for")
+            raise UserError(f"{path}: does not hold the hidden states of the text that was sent to {self._url}")
         wanted = (len(text), len(self._served), int(self.config.hidden_size))
         if hidden.shape != wanted:
             raise UserError(
                 f"{path}: hidden states of shape {tuple(hidden.shape)}, not {wanted}; give vLLM "
                 f"eagle_aux_hidden_state_layer_ids {layer_ids(self._served)}"
             )
-        for done in (path, f"{path}.lock"):  # nobody else wants them, now that they are what was asked for
-            with contextlib.suppress(OSError):  # another user's
+        for done in (path, f"{path}.lock"):  # no other process needs them
+            with contextlib.suppress(OSError):  # files of another user
                 os.remove(done)
         return hidden
 
 
 def layer_ids(taps: Sequence[int]) -> list[int]:
-    """vLLM's numbers of the layers with these 0-based ids."""
+    """Returns vLLM's numbers of the layers with these 0-based ids."""
     return [tap + 1 for tap in taps]
 
 
 def _read(path: str) -> dict[str, Tensor]:
-    """The tensors of a file that the server has named, once it is whole. Raises UserError."""
+    """Returns the tensors of a file of the server, after it is complete. Raises UserError."""
     try:
-        with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:  # a server may be told to use none
+        with contextlib.suppress(FileNotFoundError), open(f"{path}.lock") as lock:  # locks can be off in the server
             fcntl.flock(lock, fcntl.LOCK_SH)
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -117,7 +117,7 @@ def _read(path: str) -> dict[str, Tensor]:
 
 
 def _lend(model: Any, name: str, device: torch.device, dtype: str) -> None:
-    """Load the embedding and the head of a model without weights. Raises UserError."""
+    """Loads the embedding and the head of a model without weights. Raises UserError."""
     structure = Structure.of_model(model, name)
     names = {module: path for path, module in model.named_modules()}
     wanted: dict[str, tuple[nn.Module, str]] = {}
@@ -128,7 +128,7 @@ def _lend(model: Any, name: str, device: torch.device, dtype: str) -> None:
     found: dict[str, Tensor] = {}
 
     def take(tensor: str, read: Any) -> None:
-        # of a model with images the language model is a part
+        # the language model is a part of a model with images
         own = tensor.replace("language_model.model.", "model.").replace("language_model.", "")
         if own in wanted:
             found[own] = read(tensor)
@@ -144,5 +144,5 @@ def _lend(model: Any, name: str, device: torch.device, dtype: str) -> None:
         if found[own].shape != shape:
             raise UserError(f"target {name}: tensor {own!r} has shape {tuple(found[own].shape)}, not {tuple(shape)}")
         if part == "weight" and found[own].dtype.itemsize < 2:
-            raise UserError(f"target {name}: {own!r} is quantized, and a drafter needs it dense")
+            raise UserError(f"target {name}: {own!r} is quantized, but a drafter needs it dense")
         setattr(module, part, nn.Parameter(found[own].to(device, kind), requires_grad=False))

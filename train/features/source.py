@@ -1,11 +1,11 @@
-"""The target's hidden states for the rows of a step, computed online or read from where they are kept.
+"""The target's hidden states for the rows of a step, computed or read from a store.
 
-On a CPU every row goes through the target alone, so its features do not depend on the rows beside it: a run resumed at
-any step, wherever its features are kept, sees bit-identical numbers. On a GPU rows go through together, one behind the
-other, each seeing itself alone; those of a target that cannot keep them apart go through it alone there too.
+On a CPU every row runs through the target alone, so its features do not depend on other rows: a run that resumes at any
+step, with any store, sees bit-identical numbers. On a GPU, rows are concatenated in one forward, and each attends only
+to itself; a target that cannot separate them gets one row at a time on a GPU too.
 
-Processes that hold one target together (`Processes.peers`) tell each other what is missing and run all of it, each
-keeping what is its own.
+Processes that share a target (`Processes.peers`) exchange their missing rows and compute all of them together; each
+keeps its own.
 """
 
 import functools
@@ -37,12 +37,12 @@ from .memory import enough_memory, memory_use, room_behind_step
 from .served import ServedTarget
 from .store import FP8, GIB, DiskStore, MemoryStore, Stored
 
-FORWARD_TOKENS = 16384  # of one forward on a GPU
+FORWARD_TOKENS = 16384  # tokens of one forward on a GPU
 READERS = 4  # threads that read the next step's rows
 
 
 def device_room(target: Target, share: float) -> int:
-    """Bytes of a GPU's memory that features may take; 0 on a CPU."""
+    """Returns the bytes of a GPU's memory that features may use; 0 on a CPU."""
     if target.device.type != "cuda":
         return 0
     return int(share * torch.cuda.mem_get_info(target.device)[0])
@@ -53,12 +53,12 @@ class FeatureSource:
 
     Args:
         pad_to: the common length of a step's rows is a multiple of this.
-        packed: put all rows one behind the other into a single one of so many tokens; 0 keeps them apart.
-        final: also keep the target's last hidden state, behind the taps; every layer of the target runs then.
-        dtype: what hidden states are kept in, and rounded to even where none is kept: a run must not depend on which
-            rows a store happens to hold. None is the target's own.
+        packed: concatenate all rows into one of this many tokens; 0 keeps them separate.
+        final: also keep the target's last hidden state, after the taps; every layer of the target runs then.
+        dtype: dtype of stored hidden states. Others are rounded to it too, so that a run does not depend on what a
+            store holds. None is the target's own.
         store: where they are kept; None keeps none.
-        peers: the processes that hold the target together with this one: what is called here they all call.
+        peers: processes that share the target with this one; they all make the same calls.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FeatureSource:
         self._packed = packed
         self._dtype = dtype or target.dtype
         self.store = store or MemoryStore(0, 0)
-        # rows in one forward
+        # several rows in one forward
         self._several = isinstance(target, ServedTarget) or (target.device.type == "cuda" and separable(target.model))
         self._readers = ThreadPoolExecutor(READERS)
         self._coming: dict[bytes, Future[Stored]] = {}
@@ -91,39 +91,39 @@ class FeatureSource:
 
     @property
     def width(self) -> int:
-        """Values a token."""
+        """Values per token."""
         return (len(self._taps) + self._final) * int(self._target.config.hidden_size)
 
     def nbytes(self, rows: Sequence[Row]) -> int:
-        """What keeping `rows` takes."""
+        """Returns the bytes of the hidden states of `rows`."""
         a_token = self.width * self._dtype.itemsize + (4 if self._dtype == FP8 else 0)
         return a_token * int(np.minimum(lengths_of(rows), self._max_length).sum())
 
     def put_off(self, keep: Callable[[int, Progress | None], None]) -> None:
-        """What `take_memory` has to do."""
+        """Defers `keep` until `take_memory`."""
         self._put_off = keep
 
     @property
     def waits(self) -> bool:
-        """Whether a measured step is waited for, to see what of a GPU features may take."""
+        """Whether the source waits for a measured step before it uses the GPU's memory."""
         return self._put_off is not None
 
-    def take_memory(self, aside: int, beside: Progress | None = None) -> None:
-        """Take memory and fill it, once a step was measured; every process must call this.
+    def take_memory(self, aside: int, bar: Progress | None = None) -> None:
+        """Reserves and fills memory after a measured step; every process must call it.
 
         Args:
-            aside: bytes of the GPU that are kept free for what is no step.
-            beside: the bar of what waits meanwhile.
+            aside: bytes of the GPU to keep free for work other than steps.
+            bar: the progress bar of the paused work.
 
         Raises:
-            UserError: `run.features=memory`, and there is too little.
+            UserError: `run.features=memory`, and the memory is too small.
         """
         keep, self._put_off = self._put_off, None
         if keep is not None:
-            keep(aside, beside)
+            keep(aside, bar)
 
     def missing(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of `rows` that are not kept; of rows with the same tokens the first."""
+        """Returns the rows that are not stored, one for each distinct text."""
         return self._missing((self._key(row), row) for row in rows)
 
     def _missing(self, keyed: Iterable[tuple[bytes, Row]]) -> list[Row]:
@@ -140,7 +140,7 @@ class FeatureSource:
         return tokens_digest(row.tokens[: self._max_length])
 
     def __call__(self, rows: list[Row]) -> Features:
-        """Features of `rows`, packed, or padded on the right to a common length; on the target's device."""
+        """Returns features of `rows` on the target's device: packed, or padded on the right to a common length."""
         hidden = self._hidden(rows)
         ends = [len(h) for h in hidden]
         if self._packed:
@@ -171,13 +171,13 @@ class FeatureSource:
             sent(positions, device), stacked[..., split:] if self._final else None,
         )  # fmt: skip
 
-    def fill(self, rows: Sequence[Row], beside: Progress | None = None) -> None:
-        """Compute and keep what is missing of `rows`. Raises UserError when a disk fails."""
+    def fill(self, rows: Sequence[Row], bar: Progress | None = None) -> None:
+        """Computes and stores the missing rows of `rows`. Raises UserError when a disk fails."""
         missing = self.missing(rows)
         if not any(self._peers.all_gather(len(missing))):
             return
         self.store.expect(len(missing))
-        with Progress("features", sum(map(self._length, missing)), unit="tok", under=beside) as progress:
+        with Progress("features", sum(map(self._length, missing)), unit="tok", under=bar) as progress:
             for found in self._computed(missing):
                 for key, hidden in found.items():
                     self.store.add(key, Stored.of(hidden, self._dtype))
@@ -187,21 +187,23 @@ class FeatureSource:
         self.store.check()
 
     def flush(self) -> None:
-        """Write what is computed and not yet written. Raises UserError when a disk fails."""
+        """Writes computed rows that are not on disk yet. Raises UserError when a disk fails."""
         self.store.flush()
 
     def check(self) -> None:
-        """Raises UserError when features could not be written, or not be read, since training began to ask for them.
-        `__call__` itself goes on without what failed, so that processes can stop together."""
+        """Raises UserError if features could not be written or read since training began.
+
+        `__call__` continues without the failed disk, so that processes can stop together.
+        """
         self.store.check()
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether it helps to announce rows with `ahead`."""
+        """Whether `ahead` speeds up the next call."""
         return self.store.reads_ahead
 
     def ahead(self, rows: list[Row]) -> None:
-        """Begin to read what the next call will want."""
+        """Starts to read the rows of the next call."""
         keys = {self._key(row) for row in rows}
         self._coming = {key: self._readers.submit(self._read, key) for key in keys if key in self.store}
 
@@ -209,11 +211,11 @@ class FeatureSource:
         stored = self.store.get(key)
         if stored.data.is_cuda:
             return stored
-        # both read what is only mapped
+        # either copy reads the memory map
         return stored.each(Tensor.clone if self._target.device.type == "cpu" else Tensor.pin_memory)
 
     def _hidden(self, rows: list[Row]) -> list[Tensor]:
-        """The hidden states [n, W] of each row."""
+        """Returns the hidden states [n, W] of each row."""
         coming, self._coming = self._coming, {}
         fresh: dict[bytes, Stored] = {}
         keys = [self._key(row) for row in rows]
@@ -230,7 +232,7 @@ class FeatureSource:
         return [stored(key).restore(self._target.device, self._target.dtype) for key in keys]
 
     def _computed(self, rows: list[Row]) -> Iterator[dict[bytes, Tensor]]:
-        """The hidden states [n, W] of rows by their keys, forward by forward, of which all peers run as many."""
+        """Yields the hidden states [n, W] by row key, one forward at a time; all peers run the same number."""
         groups = list(fitting(rows, self._length)) if self._several else [[row] for row in rows]
         for i in itertools.count():
             group = groups[i] if i < len(groups) else []
@@ -240,14 +242,14 @@ class FeatureSource:
             for peer, (theirs, _) in enumerate(everyone):
                 hidden = self._forward(theirs) if theirs else ()
                 if peer == self._peers.rank:
-                    # made under inference mode; autograd wants an ordinary tensor
+                    # autograd needs an ordinary tensor, not one of inference mode
                     found = {self._key(row): h.clone() for row, h in zip(group, hidden, strict=True)}
             yield found
             if not any(more for _, more in everyone):
                 return
 
     def _forward(self, texts: list[npt.NDArray[np.int32]]) -> tuple[Tensor, ...]:
-        """The hidden states [n, W] of texts that stand one behind the other in one forward."""
+        """Returns the hidden states [n, W] of texts, concatenated in one forward."""
         lengths = [len(text) for text in texts]
         ids = torch.as_tensor(np.concatenate(texts), dtype=torch.long)[None].to(self._target.device)
         documents = lengths if len(texts) > 1 else None
@@ -260,7 +262,7 @@ class FeatureSource:
 
 
 def fitting(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_TOKENS) -> Iterator[list[Row]]:
-    """The rows in their order, in groups of at most `most` tokens; a longer row is a group by itself."""
+    """Yields the rows in order, in groups of at most `most` tokens; a longer row is its own group."""
     group: list[Row] = []
     tokens = 0
     for row in rows:
@@ -274,7 +276,7 @@ def fitting(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWAR
         yield group
 
 
-# ---- what a run asks for ---------------------------------------------------------------------------------------
+# ---- the source of a run ---------------------------------------------------------------------------------------
 
 
 def open_features(
@@ -287,16 +289,16 @@ def open_features(
     processes: Processes | None = None,
     after_step: bool = False,
 ) -> FeatureSource:
-    """The source that `config.run.features` asks for, filled where that is done before training.
+    """Returns the source for `config.run.features`, filled if it is filled before training.
 
     Args:
-        mine: indices of the rows that this process will ask for, and keeps; None is all.
-        processes: that train together; each of them must call this.
-        after_step: take a GPU's memory only in `take_memory`, which is called when a step was measured; without it, a
-            share of what is free now.
+        mine: indices of the rows that this process will use and store; None is all.
+        processes: the processes that train together; each of them must call this.
+        after_step: use a GPU's memory only in `take_memory`, which is called after a measured step; without it, use a
+            share of the memory that is free now.
 
     Raises:
-        UserError: memory or disk cannot hold the features, or `run.feature_dir` holds others.
+        UserError: memory or disk is too small, or `run.feature_dir` holds other features.
     """
     processes = processes or Processes()
     source = processes.barrier(_opened, config, target, taps, work, processes)
@@ -312,11 +314,11 @@ def open_features(
     store = source.store
     store.give(0)
 
-    def keep(aside: int, beside: Progress | None) -> None:
+    def keep(aside: int, bar: Progress | None) -> None:
         use = memory_use(target.device)
         if use:
             store.give(room_behind_step(use, config.run.feature_gpu_share, aside))
-        _keep(config, source, own, processes, beside=beside)
+        _keep(config, source, own, processes, bar=bar)
 
     if config.run.features != "online":
         source.put_off(keep)
@@ -326,7 +328,7 @@ def open_features(
 def _opened(
     config: TrainConfig, target: Target, taps: tuple[int, ...], work: Path, processes: Processes
 ) -> FeatureSource:
-    """Nothing is computed yet."""
+    """Returns the source before anything is computed."""
     run, final = config.run, config.loss.distribution
     packed, _ = packing(config, target.device)
     dtype = {"auto": target.dtype, "bfloat16": torch.bfloat16, "float8": FP8}[run.feature_dtype]
@@ -347,18 +349,18 @@ def _opened(
 
 def _keep(
     config: TrainConfig, source: FeatureSource, own: Sequence[Row], processes: Processes, fill: bool = True,
-    beside: Progress | None = None,
+    bar: Progress | None = None,
 ) -> None:  # fmt: skip
-    """Compute and keep what of this process's `own` rows is kept before training; refuse, or say, what cannot be."""
+    """Fills the store with `own` rows if that happens before training; refuses or reports rows without room."""
     run, store = config.run, source.store
     if run.features == "online" or (run.features == "auto" and config.optim.steps):
-        return  # auto fills memory before a run over all rows only
+        return  # auto fills memory only before a run over all rows
     if run.features == "auto" and not any(processes.all_gather(store.room[0])):
-        return  # and only a GPU's; one process may have none left where the others have some
+        return  # and only a GPU's memory; one process may have none left while others have some
     missing = source.missing(own)
     shares = processes.all_gather((len(missing), source.nbytes(missing), *store.room))
     count, needed, device, host = (sum(values) for values in zip(*shares, strict=True))  # of all processes together
-    several = f", of {processes.world} processes together," if processes.world > 1 else ""
+    several = f" (of all {processes.world} processes)" if processes.world > 1 else ""
     room = f"{device / GIB:.1f} GiB of GPU memory and {host / GIB:.1f} GiB of host memory{several}"
     if isinstance(store, DiskStore):
         reserved = processes.rank_zero(store.reserve, needed) if count else None
@@ -371,16 +373,16 @@ def _keep(
     elif run.features == "memory":
         if any(of_one > on_device + on_host for _, of_one, on_device, on_host in shares):
             raise processes.mistake(
-                f"run.features=memory: {needed / GIB:.1f} GiB are needed; {room} may be used "
-                f"(run.feature_gpu_share, run.feature_cache_gb); run.feature_dtype=float8 or fewer drafter.taps need "
-                f"less, run.features=disk needs none"
+                f"run.features=memory needs {needed / GIB:.1f} GiB, but {room} may be used "
+                f"(run.feature_gpu_share, run.feature_cache_gb); give run.feature_dtype=float8, "
+                f"fewer drafter.taps or run.features=disk"
             )
         if fill:
-            source.fill(missing, beside)
+            source.fill(missing, bar)
     elif all(of_one <= on_device for _, of_one, on_device, _ in shares):
-        source.fill(missing, beside)
+        source.fill(missing, bar)
     elif processes.main:
-        say = beside.print if beside else functools.partial(print, file=sys.stderr)
+        say = bar.print if bar else functools.partial(print, file=sys.stderr)
         say(
             f"features of {count} rows: {needed / GIB:.1f} GiB; {room} hold a part, the rest is computed in every "
             f"epoch (run.feature_dtype=float8 halves them)"
@@ -388,7 +390,7 @@ def _keep(
 
 
 def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[object, ...]:
-    """Equal for configurations whose runs over the same rows can share a source."""
+    """Returns a key that is equal for configurations whose runs over the same rows can share a source."""
     flex = use_flex(config.run.attention, target.device)
     shape = (config.prompts.max_length, packing(config, target.device), flex)
     return taps, config.loss.distribution, *shape, config.run.feature_dtype
@@ -397,7 +399,7 @@ def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> 
 def _fingerprint(
     target: Target, taps: tuple[int, ...], final: bool, dtype: torch.dtype, peers: Processes
 ) -> dict[str, Any]:
-    """What tells the features of a row from others of the same tokens."""
+    """Returns the settings on which the features of given tokens depend."""
     held = [(name, tensor) for name, tensor in target.local_parameters() if not tensor.is_meta]
     slices = peers.all_gather(sample_digest(held))
     where = "by vLLM" if isinstance(target, ServedTarget) else f"on {target.device.type}"

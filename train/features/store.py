@@ -1,7 +1,7 @@
-"""Where the hidden states of a run's rows are kept: in memory, or on disk in shards that survive any kill.
+"""Storage of the hidden states of a run's rows: in memory, or on disk in shards that survive a kill at any time.
 
-A row is known by what it consists of (`tokens_digest`), so rows that appear twice share, and a directory may serve runs
-over other data.
+A row's key is the digest of its tokens (`tokens_digest`), so equal rows share an entry, and runs over other data can
+share a directory.
 """
 
 import contextlib
@@ -30,37 +30,37 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max  # 448
 GIB = 2**30
 SHARD_BYTES = GIB // 2
-STALE_S = 600.0  # a partial file that nobody has touched for so long was left by a kill
-FORM = 2  # of what a directory holds; the first knew rows by their number in the data
+STALE_S = 600.0  # age at which a partial file counts as left by a kill
+FORM = 2  # version of a directory's layout; version 1 numbered rows by their place in the data
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Hidden states of one row as they are kept: in a float type as they are, or in FP8 with one scale a token."""
+    """Stored hidden states of one row: in a float type, or in FP8 with one scale per token."""
 
     data: Tensor  # [n, W]
     scale: Tensor | None = None  # [n] fp32, of FP8
 
     @classmethod
     def of(cls, hidden: Tensor, dtype: torch.dtype) -> "Stored":
-        """Keep hidden states [n, W] in `dtype`. FP8 (e4m3) rounds a value x of a token whose largest is m by at most
+        """Stores hidden states [n, W] in `dtype`. FP8 (e4m3) rounds a value x, in a token with maximum m, by at most
         max(|x| / 16, m / 448 / 1024)."""
         if dtype != FP8:
             return cls(hidden.to(dtype))
         scale = (hidden.abs().amax(-1).float() / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-        # the quotient may round to a little more than the largest value, which the bare cast would make NaN
+        # rounding can make the quotient exceed the maximum, which the bare cast would turn into NaN
         scaled = (hidden.float() / scale[:, None]).clamp(-FP8_MAX, FP8_MAX)
         return cls(scaled.to(FP8), scale)
 
     def restore(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The hidden states [n, W] on `device`."""
+        """Returns the hidden states [n, W] on `device`."""
         data = self.data.to(device, non_blocking=True)
         if self.scale is None:
             return data.to(dtype)
         return (data.float() * self.scale.to(device, non_blocking=True)[:, None]).to(dtype)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Stored":
-        """The same with `change` applied to its tensors."""
+        """Returns a copy with `change` applied to its tensors."""
         return Stored(change(self.data), None if self.scale is None else change(self.scale))
 
     @property
@@ -69,18 +69,18 @@ class Stored:
 
 
 class MemoryStore:
-    """Rows where they were computed while there is room, then in host memory while there is room, then none.
+    """Keeps rows on the device while it has room, then in host memory while it has room, then not at all.
 
     Args:
         device_room, host_room: bytes.
     """
 
-    failed = False  # nothing can
+    failed = False  # writes cannot fail
 
     def __init__(self, device_room: int, host_room: int) -> None:
         self._device_room, self._host_room = device_room, host_room
         self._kept: dict[bytes, Stored] = {}
-        self.reads_ahead = False  # whether rows may have to come from afar
+        self.reads_ahead = False  # whether rows are in host memory
 
     @property
     def room(self) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class MemoryStore:
         return self._device_room, self._host_room
 
     def give(self, device_room: int) -> None:
-        """So many bytes of the device from now on, beside what is kept there."""
+        """Sets the bytes of the device that further rows may use."""
         self._device_room = device_room
 
     def __contains__(self, key: bytes) -> bool:
@@ -98,7 +98,7 @@ class MemoryStore:
         return self._kept[key]
 
     def add(self, key: bytes, stored: Stored) -> None:
-        """Keep a row if there is room for it."""
+        """Stores a row if there is room for it."""
         if key in self._kept:
             return
         if stored.nbytes <= self._device_room:
@@ -110,52 +110,52 @@ class MemoryStore:
             self.reads_ahead = True
 
     def expect(self, count: int) -> None:
-        """There is nothing to write."""
+        """Does nothing; memory needs no writes."""
 
     def flush(self) -> None:
-        """There is nothing to write."""
+        """Does nothing; memory needs no writes."""
 
     def check(self) -> None:
-        """Nothing can have failed."""
+        """Does nothing; memory cannot fail."""
 
 
 class DiskStore:
-    """Rows in a directory of safetensors files, read by memory map.
+    """Keeps rows in a directory of safetensors files, read by memory map.
 
-    `index.json` says how they were computed (`fingerprint`). A shard holds `hidden` [T, W], with FP8 `scale` [T], and
-    the `keys` [R, 16] and `lengths` [R] of the rows it consists of; it has a random name, so that several processes may
-    write side by side, and is whole if it is there: it is written under another name first. What a kill can lose is
-    what was not yet a shard.
+    `index.json` holds the `fingerprint` of the computation. A shard holds `hidden` [T, W], in FP8 also `scale` [T], and
+    the `keys` [R, 16] and `lengths` [R] of its rows. Shards have random names, so several processes can write at the
+    same time, and are written under a temporary name first, so an existing shard is complete. A kill loses only rows
+    that were not yet in a shard.
 
-    Of processes that train together one whose disk fails must not end alone, for the others would wait for it: reading
-    and keeping rows goes on without the disk, until all of them ask at the same place what `check` has to say.
+    If the disk of one process fails, that process must not end alone, because the others would wait for it. It goes on
+    without the disk until all processes call `check`.
 
     Args:
-        fingerprint: JSON values; what must be equal for the features of a row to be the same.
+        fingerprint: JSON values on which the features of given tokens depend.
 
     Raises:
-        UserError: the directory holds the features of something else, or is not ours, or cannot be made.
+        UserError: the directory holds other features or other files, or cannot be created.
     """
 
     reads_ahead = True
-    room = (0, 0)  # bytes of memory
+    room = (0, 0)  # memory for rows
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes
-        self._expected: int | None = None  # rows that are still to come, if that is known
+        self._expected: int | None = None  # rows still to come, if known
         self._places: dict[bytes, tuple[Path, int, int]] = {}  # shard, first and last + 1 of its tokens
         self._shards: dict[Path, Any] = {}
         self._buffer: dict[bytes, Stored] = {}
-        self._buffered = 0  # bytes
+        self._buffered = 0  #  bytes
         self._writing: dict[bytes, Stored] = {}
         self._writer = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
-        self._mistake: UserError | None = None  # the first; nothing more is kept after it
+        self._mistake: UserError | None = None  # the first error; nothing is stored after it
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._claim(json.loads(json.dumps(fingerprint)))
             for partial in folder.glob("*.partial"):
-                with contextlib.suppress(FileNotFoundError):  # another process has just given it its name
+                with contextlib.suppress(FileNotFoundError):  # another process has renamed it
                     if time.time() - partial.stat().st_mtime > STALE_S:
                         partial.unlink()
         except OSError as error:
@@ -166,10 +166,8 @@ class DiskStore:
     def _claim(self, fingerprint: dict[str, Any]) -> None:
         index = self._folder / "index.json"
         if not index.exists():
-            if any(self._folder.glob("*.safetensors")) and not index.exists():  # nor has another process made it
-                raise UserError(
-                    f"features {self._folder}: shards without an index.json; choose another run.feature_dir"
-                )
+            if any(self._folder.glob("*.safetensors")) and not index.exists():  # and no other process has just made it
+                raise UserError(f"features {self._folder}: shards without an index.json; give another run.feature_dir")
             partial = index.with_suffix(f".{secrets.token_hex(4)}.partial")
             partial.write_text(json.dumps({"form": FORM, "fingerprint": fingerprint}, indent=1) + "\n")
             os.replace(partial, index)
@@ -180,16 +178,16 @@ class DiskStore:
             raise UserError(f"{index}: not an index of features; choose another run.feature_dir") from error
         if form != FORM:
             raise UserError(
-                f"features {self._folder}: written by another version, which kept them in another form; "
-                f"remove it or choose another run.feature_dir"
+                f"features {self._folder}: written by another version in another layout; "
+                f"remove it or give another run.feature_dir"
             )
         if difference := first_difference(found, fingerprint):
             raise UserError(
-                f"features {self._folder}: of another run ({difference}); choose another run.feature_dir or remove it"
+                f"features {self._folder}: of another run ({difference}); give another run.feature_dir or remove it"
             )
 
     def refresh(self) -> None:
-        """Find the shards that others have written. One that cannot be read is for `check` to tell."""
+        """Finds shards of other processes. `check` raises the error of an unreadable one."""
         for path in sorted(self._folder.glob("*.safetensors")):
             if path not in self._shards:
                 try:
@@ -206,7 +204,7 @@ class DiskStore:
 
     @property
     def failed(self) -> bool:
-        """Whether `check` has something to say."""
+        """Whether `check` would raise."""
         return self._mistake is not None
 
     def check(self) -> None:
@@ -222,27 +220,27 @@ class DiskStore:
             end += length
 
     def reserve(self, nbytes: int) -> str:
-        """What writing so many more bytes means, in words. Raises UserError where the disk cannot hold them."""
+        """Returns a sentence on writing `nbytes` more. Raises UserError if the disk is too full."""
         needed, free = nbytes / GIB, shutil.disk_usage(self._folder).free / GIB
         if needed > free:
             raise UserError(
-                f"features {self._folder}: {needed:.1f} GiB are needed and {free:.1f} GiB are free; "
-                f"run.feature_dtype=float8, fewer drafter.taps or a smaller prompts.max_length need less, "
-                f"run.feature_dir is another disk, run.features=online needs none"
+                f"features {self._folder}: {needed:.1f} GiB are needed, but {free:.1f} GiB are free; give "
+                f"run.feature_dtype=float8, fewer drafter.taps or a smaller prompts.max_length, run.feature_dir on "
+                f"another disk, or run.features=online"
             )
         return f"{needed:.2f} GiB to {self._folder}, where {free:.1f} GiB are free"
 
     def expect(self, count: int) -> None:
-        """So many rows are still to be added here; the last of them is not held back until a shard is full."""
+        """Announces `count` rows to come; the last one completes a shard even if that is not full."""
         self._expected = count
 
     def __contains__(self, key: bytes) -> bool:
-        # in the order in which a row moves on
+        # in the order in which a row moves
         return key in self._buffer or key in self._writing or key in self._places
 
     def get(self, key: bytes) -> Stored:
-        """A kept row, mapped; its bytes are read when they are used. May be called from any thread."""
-        # in the order in which a row moves on, so that it is found whenever it moves
+        """Returns a stored row as a memory map; its bytes are read when they are used. Thread-safe."""
+        # in the order in which a row moves, so that it is found during a move
         for held in (self._buffer, self._writing):
             if (stored := held.get(key)) is not None:
                 return stored
@@ -252,7 +250,7 @@ class DiskStore:
         return Stored(shard.get_slice("hidden")[start:end], scale)
 
     def add(self, key: bytes, stored: Stored) -> None:
-        """Keep a row; full shards are written in the background. After a failure, which `check` tells, nothing is."""
+        """Stores a row; full shards are written in the background. Does nothing after an error, see `check`."""
         if key in self or self._mistake:
             return
         self._buffer[key] = stored.each(Tensor.cpu)
@@ -263,7 +261,7 @@ class DiskStore:
             self._start_writing()
 
     def flush(self) -> None:
-        """Write what is not yet written, and wait for it. Raises UserError."""
+        """Writes all rows that are not on disk yet, and waits. Raises UserError."""
         if self._buffer:
             self._start_writing()
         self._finish_writing()
@@ -280,7 +278,7 @@ class DiskStore:
         if self._written is not None:
             self._written.result()
             self._written = None
-            if not self._mistake:  # else they are nowhere but here
+            if not self._mistake:  # after an error they are only here
                 self._writing = {}
 
     def _write(self, held: dict[bytes, Stored]) -> None:
@@ -301,7 +299,7 @@ class DiskStore:
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
             self._mistake = UserError(
-                f"{path}: cannot be written ({error}); free some space and run again, the shards before it are kept"
+                f"{path}: cannot be written ({error}); free some space and run again; earlier shards are kept"
             )
             return
         self._learn(path, list(held), lengths)

@@ -1,1 +1,1 @@
-"""What a step minimises: blocks, losses, and the step over them."""
+"""The objective of a step: draft blocks, losses and the selector's loss."""

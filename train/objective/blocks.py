@@ -1,8 +1,9 @@
-"""From features to training blocks: anchors, block inputs, labels, and who may see whom.
+"""Training blocks from features: anchors, block inputs, labels and attention masks.
 
-A block is `[anchor, MASK, ...]`. Slot k stands at position anchor + k and predicts the token AT that position. The
-block sees the context strictly before its anchor, and itself; nothing else. Of these, layers with a window see what is
-less than that away from the slot, and causal ones nothing behind it: the rule of `Drafter.own_mask`.
+A block is `[anchor, MASK, ...]`. Slot k has position anchor + k and predicts the token AT that position. A block
+attends to the context strictly before its anchor and to itself, nothing else. Within that, layers with a window attend
+only to keys less than the window away from the slot, and causal layers only to slots up to their own: see
+`Drafter.own_mask`.
 """
 
 from collections.abc import Callable
@@ -18,12 +19,12 @@ TILE = 128  # of FlexAttention's block mask
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What one forward of the target leaves for the drafter: a batch of rows, padded on the right."""
+    """Output of one forward pass of the target for the drafter: a batch of rows, padded on the right."""
 
     tokens: Tensor  # [B, T] long
     hidden: Tensor  # [B, T, K*D] tapped layers, concatenated
     supervised: Tensor  # [B, T] bool, the target's own response
-    document: Tensor  # [B, T] long, which text a token belongs to; PADDING for none
+    document: Tensor  # [B, T] long, id of the token's text; PADDING for none
     positions: Tensor  # [B, T] long, position inside its document
     final: Tensor | None = None  # [B, T, D] the target's last hidden state, normed; only for distribution losses
 
@@ -41,11 +42,11 @@ class Blocks:
     """Sampled blocks of a batch. Block a of row b occupies query slots a*S .. a*S + S - 1."""
 
     anchor: Tensor  # [B, A] long, index of the anchor in its row (0 where the block is not valid)
-    valid: Tensor  # [B, A] bool, false for blocks that only fill the shape
+    valid: Tensor  # [B, A] bool, false for blocks that only fill the tensor
     inputs: Tensor  # [B, A, S] long, anchor token then masks
     positions: Tensor  # [B, A, S] long
-    labels: Tensor  # [B, A, S] long, the token at each slot's own position (0 where there is none)
-    supervised: Tensor  # [B, A, S] bool, slots that have a loss; never slot 0
+    labels: Tensor  # [B, A, S] long, the token at each slot's own position (0 for none)
+    supervised: Tensor  # [B, A, S] bool, slots with a loss; never slot 0
 
     @property
     def size(self) -> int:
@@ -53,7 +54,7 @@ class Blocks:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Host values on `device`. The host does not wait until a GPU, which is busy with the step before, has them."""
+    """Copies host values to `device`. The host does not wait for a GPU that is busy with the previous step."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -65,16 +66,16 @@ def sample_blocks(
     generator: torch.Generator,
     fixed: bool = False,
 ) -> Blocks:
-    """Draw anchors uniformly without replacement from supervised positions, sorted by position.
+    """Samples anchors uniformly without replacement from supervised positions, sorted by position.
 
-    An anchor is a supervised token whose successor in the same document is supervised too: the first token of an
-    response is the earliest bonus token there is at inference. Blocks may run past the end of their response; those
-    slots have no loss.
+    An anchor is a supervised token whose successor in the same document is supervised too: the first token of a
+    response is the earliest bonus token at inference. A block may extend beyond the end of its response; those slots
+    have no loss.
 
     Args:
-        anchors: at most this many blocks a row; rows with fewer candidates get invalid blocks.
-        generator: a CPU generator, so that the draw is the same on every device.
-        fixed: exactly `anchors` blocks a row, however few candidates there are.
+        anchors: maximum number of blocks per row; rows with fewer candidates get invalid blocks.
+        generator: a CPU generator, so that the anchors are the same on every device.
+        fixed: return exactly `anchors` blocks per row, however few candidates there are.
     """
     candidates = anchor_candidates(features)
     count = anchors if fixed else min(anchors, int(candidates.sum(1).max()))
@@ -82,7 +83,7 @@ def sample_blocks(
     scores = scores.masked_fill(~candidates, -1.0)
     best, anchor = scores.topk(max(count, 1), dim=1)
     valid = best >= 0
-    anchor, order = anchor.masked_fill(~valid, features.tokens.shape[1]).sort(dim=1)  # invalid blocks go last
+    anchor, order = anchor.masked_fill(~valid, features.tokens.shape[1]).sort(dim=1)  # invalid blocks last
     valid = valid.gather(1, order)
     anchor = anchor.masked_fill(~valid, 0)
 
@@ -96,7 +97,7 @@ def sample_blocks(
     same_document = at(features.document) == features.document.gather(1, anchor)[:, :, None]
     supervised = inside & same_document & at(features.supervised) & valid[:, :, None]
     supervised[:, :, 0] = False
-    # not behind the end of a response: the next turn's depends on a question that no block has seen
+    # no label after the end of the response: the next turn depends on a question that the block does not see
     supervised[:, :, 1:] &= supervised[:, :, 1:].long().cumprod(-1).bool()
     labels = at(features.tokens).masked_fill(~supervised, 0)
     inputs = torch.full_like(labels, mask_token_id)
@@ -106,13 +107,13 @@ def sample_blocks(
 
 
 def anchor_candidates(features: Features) -> Tensor:
-    """Positions [B, T] that may be an anchor: supervised, and so is the next token of the same document."""
+    """Returns positions [B, T] that may be an anchor: supervised, with a supervised next token in the same document."""
     following = torch.zeros_like(features.supervised)
     following[:, :-1] = features.supervised[:, 1:] & (features.document[:, 1:] == features.document[:, :-1])
     return features.supervised & following
 
 
-# ---- who may see whom: one pair of predicates for the dense mask, the flex mask and the tests -------------------
+# ---- attention masks: one pair of predicates for the dense mask, the flex mask and the tests --------------------
 #
 #              kv = | context 0..T-1 | block 0 | block 1 | ...
 #   q = block 0     |   < anchor 0   |   all   |         |
@@ -122,9 +123,9 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def context_before_anchor(features: Features, blocks: Blocks) -> MaskMod:
-    """A query sees context of its own document strictly before its anchor.
+    """A query attends to the context of its own document strictly before its anchor.
 
-    Strictly: at inference the anchor's own feature does not exist yet. Training that lets it through gives perfect
+    Strictly, because at inference the anchor's own feature does not exist yet. Training that includes it gives perfect
     offline numbers and no acceptance when served.
     """
     document, anchor, size, context = features.document, blocks.anchor, blocks.size, features.tokens.shape[1]
@@ -138,7 +139,7 @@ def context_before_anchor(features: Features, blocks: Blocks) -> MaskMod:
 
 
 def same_block(features: Features, blocks: Blocks) -> MaskMod:
-    """A query sees every slot of its own block, earlier and later, and of no other."""
+    """A query attends to every slot of its own block, earlier and later, and to no other block."""
     size, context = blocks.size, features.tokens.shape[1]
 
     def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -148,11 +149,11 @@ def same_block(features: Features, blocks: Blocks) -> MaskMod:
 
 
 def block_mask_mod(features: Features, blocks: Blocks, window: int = 0, causal: bool = False) -> MaskMod:
-    """The whole rule: `context_before_anchor` or `same_block`, and of that what a layer sees.
+    """The whole rule: `context_before_anchor` or `same_block`, restricted by the layer's window and causality.
 
     Args:
-        window: a key so many positions from the query, or more, is not seen; 0 is no window.
-        causal: nor is a slot behind the query.
+        window: keys this many positions or more from the query are masked; 0 is no window.
+        causal: mask the slots after the query.
     """
     before, same = context_before_anchor(features, blocks), same_block(features, blocks)
     anchor, size, context = blocks.anchor, blocks.size, features.tokens.shape[1]
@@ -161,7 +162,7 @@ def block_mask_mod(features: Features, blocks: Blocks, window: int = 0, causal: 
         return before(b, h, q, kv) | same(b, h, q, kv)
 
     def less(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        # query minus key, in tokens: inside a document places in the row differ as positions do
+        # distance from key to query in tokens: inside a document, row indices differ as positions do
         distance = torch.where(kv < context, anchor[b, q // size] + q % size - kv, q - (kv - context))
         visible = everything(b, h, q, kv)
         if causal:
@@ -174,7 +175,7 @@ def block_mask_mod(features: Features, blocks: Blocks, window: int = 0, causal: 
 
 
 def dense_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool = False) -> Tensor:
-    """The rule as a bool tensor [B, 1, A*S, T + A*S] for SDPA. Args: as of `block_mask_mod`."""
+    """Returns the rule as a bool tensor [B, 1, A*S, T + A*S] for SDPA. Args: see `block_mask_mod`."""
     device = features.tokens.device
     rows, context = features.tokens.shape
     queries = blocks.anchor.shape[1] * blocks.size
@@ -185,14 +186,14 @@ def dense_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool
 
 
 def flex_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool = False) -> BlockMask:
-    """The rule as a FlexAttention block mask over the same axes; empty tiles are skipped.
+    """Returns the rule as a FlexAttention block mask over the same axes; empty tiles are skipped.
 
-    Anchors are sorted and documents contiguous, so what a tile of queries sees of the context lies between its first
-    document's start and its last anchor, and all of it sees what lies between its last document's start and its first
-    anchor; of a document a window may leave the end alone. The predicates are evaluated only inside tiles that are
-    partly visible.
+    Anchors are sorted and documents are contiguous. A tile of queries therefore attends only to context between its
+    first document's start and its last anchor, and all its queries attend to context between its last document's start
+    and its first anchor. A window may exclude the start of a document. The predicates are evaluated only in partly
+    visible tiles.
 
-    Args: as of `block_mask_mod`.
+    Args: see `block_mask_mod`.
     """
     context, size = features.tokens.shape[1], blocks.size
     queries = blocks.anchor.shape[1] * size
@@ -203,7 +204,7 @@ def flex_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool 
     anchor = blocks.anchor[:, block]  # [B, query tiles, TILE]
     if window:
         start = torch.maximum(start, anchor + slot % size + 1 - window)
-    first = torch.arange(0, context + queries, TILE, device=device)  # of a key tile
+    first = torch.arange(0, context + queries, TILE, device=device)  # of key tiles
     end = first + TILE
     visible = (first < anchor.amax(2)[..., None]) & (end > start.amin(2)[..., None])
     whole = (first >= start.amax(2)[..., None]) & (end <= anchor.amin(2)[..., None])
@@ -218,7 +219,7 @@ def flex_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool 
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key tiles each query tile has, and which: the form that BlockMask wants."""
+    """Returns the number of key tiles of each query tile, and their indices, in BlockMask's form."""
     tiles = tiles[:, None]  # one mask for all heads
     order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1).to(torch.int32), order.to(torch.int32)

@@ -1,7 +1,7 @@
-"""One forward of the drafter over a batch of blocks, the code path that decoding takes too, and its loss.
+"""One forward pass of the drafter over a batch of blocks, on the code path of decoding, and its loss.
 
-The loss is the weighted losses of the frozen head, normalised by the sum of the weights of the slots; of a drafter with
-a selector (or another head over the candidates of a slot, see `selector.py`) that one's beside it, weighted the same.
+The loss is the weighted sum of the frozen head's losses, normalised by the sum of the slot weights. For a drafter with
+a selector (or another head over the candidates of a slot, see `selector.py`) its loss is added, weighted the same way.
 """
 
 import contextlib
@@ -26,32 +26,32 @@ from .blocks import Blocks, Features, dense_mask, flex_mask
 from .selector import Selector, ramp
 
 RECALL = (1, 4, 16)  # the k of recall@k
-SUMS = 7  # of `DraftLoss.totals` that are no slot's
+SUMS = 7  # entries of `DraftLoss.totals` that are not per slot
 
 
 @dataclass(slots=True)
 class DraftLoss:
-    """The loss of one step and what it says about acceptance."""
+    """The loss of one step and its acceptance estimates."""
 
     loss: Tensor  # scalar, differentiable
-    recall: Tensor  # [3, S - 1] share of supervised slots whose label is in the top 1, 4, 16; NaN where there is none
-    acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks, by the selector's walk
+    recall: Tensor  # [3, S - 1] share of supervised slots whose label is in the top 1, 4, 16; NaN without any
+    acceptance_length: Tensor  # scalar, teacher-forced estimate of tau over the step's blocks, with the selector
     rows: int  # R, supervised slots
-    weighted_sum: Tensor  # scalar, differentiable; over `weight_sum` it is the loss
+    weighted_sum: Tensor  # scalar, differentiable; `loss` times `weight_sum`
     weight_sum: Tensor  # scalar
-    supervised: Tensor  # [S - 1] slots that have a label
+    supervised: Tensor  # [S - 1] number of slots with a label
     blocks: Tensor  # scalar, valid blocks
     slot_overlap: Tensor | None  # [S - 1] mean of sum_v min(p_v, q_v) = 1 - TV; None without a distribution loss
-    unary_length: Tensor  # scalar, as acceptance_length, were each slot's largest logit drafted
-    oracle_length: Tensor  # the same, were the label drafted wherever it is one of the candidates, or of the best 16
-    selector_sum: Tensor  # scalar, over `weight_sum` it is the selector's loss; NaN without one
+    unary_length: Tensor  # scalar, as acceptance_length, if each slot drafted its largest logit
+    oracle_length: Tensor  # the same, if each slot drafted the label if it is a candidate, or among the best 16
+    selector_sum: Tensor  # scalar, the selector's loss times `weight_sum`; NaN without a selector
 
     @property
     def selector_loss(self) -> Tensor:
         return self.selector_sum / self.weight_sum
 
     def totals(self) -> Tensor:
-        """What can be added up over micro steps and processes, float64 [7 + (4 or 5) * (S - 1)]; see `of_totals`."""
+        """Returns addends over micro steps and processes, float64 [7 + (4 or 5) * (S - 1)]; see `of_totals`."""
         lengths = (self.acceptance_length, self.unary_length, self.oracle_length)
         accepted = [(length - 1) * self.blocks for length in lengths]
         scalars = (self.weighted_sum, self.weight_sum, self.selector_sum, self.blocks, *accepted)
@@ -62,7 +62,7 @@ class DraftLoss:
 
     @classmethod
     def of_totals(cls, totals: Tensor, slots: int) -> "DraftLoss":
-        """The loss of everything that was added up, over blocks of `slots` + 1."""
+        """Returns the loss of summed `totals`, for blocks of `slots` + 1."""
         weighted, weight, selector, blocks, *accepted = totals[:SUMS]
         supervised, *counts = totals[SUMS:].split(slots)
         means = [count / supervised for count in counts]
@@ -77,15 +77,15 @@ class DraftLoss:
 
 
 def use_flex(attention: str, device: torch.device) -> bool:
-    """FlexAttention skips empty tiles but has no backward on a CPU."""
+    """Whether FlexAttention is used: it skips empty tiles but has no backward on a CPU."""
     return device.type == "cuda" if attention == "auto" else attention == "flex"
 
 
-Forward = Callable[..., Tensor]  # of a drafter and what `_forward` takes
+Forward = Callable[..., Tensor]  # of a drafter and the arguments of `_forward`
 
 
 def runner(config: TrainConfig, device: torch.device) -> Forward:
-    """The drafter's forward over a batch of blocks, compiled where the option says so."""
+    """Returns the drafter's forward over a batch of blocks, compiled if the option says so."""
     return _compiled_forward() if compiles(config, device) else _forward
 
 
@@ -103,10 +103,10 @@ def compute_loss(
     forward: Forward | None = None,
     done: float = 1.0,
 ) -> DraftLoss:
-    """One forward of the drafter over a batch of blocks, and its loss. The same code path as decoding's two calls.
+    """Computes one forward pass of the drafter over a batch of blocks, and its loss, on decoding's code path.
 
     Args:
-        done: share of the run, between 0 and 1, by which the selector's loss comes in.
+        done: share of the run that is done, between 0 and 1, which ramps up the selector's loss.
     """
     forward = forward or runner(config, target.device)
     masks = masks_of(drafter.config, features, blocks, flex)
@@ -125,7 +125,7 @@ def compute_loss(
 
 
 def masks_of(shape: DrafterConfig, features: Features, blocks: Blocks, flex: bool) -> dict[str, Tensor | BlockMask]:
-    """Who sees whom in the layers of each type: one mask where all are of one."""
+    """Returns the attention masks by layer type; equal types share one."""
     make, masks = flex_mask if flex else dense_mask, dict[str, Tensor | BlockMask]()
     for kind in dict.fromkeys(shape.layer_types):
         layer = shape.layer_types.index(kind)
@@ -146,10 +146,10 @@ def _compiled_forward() -> Forward:
 
 
 def _autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    # fp32 master weights, bf16 compute; CPUs mostly lack bf16 units and compute in fp32
+    # fp32 master weights, bf16 compute; most CPUs lack bf16 units and compute in fp32
     if device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
-    if dtype != torch.float32:  # somebody asked for it, and the features are in it
+    if dtype != torch.float32:  # the dtype option was given, and the features have that dtype
         return torch.autocast(device.type, dtype=dtype)
     return contextlib.nullcontext()
 
@@ -166,20 +166,20 @@ def draft_loss(
     bias: Tensor | None = None,
     selector: Selector | None = None,
 ) -> DraftLoss:
-    """The loss of a batch of blocks.
+    """Computes the loss of a batch of blocks.
 
     Args:
         hidden: [B, A*S, D] normed outputs of the drafter.
-        head_weight: [V, D], the target's.
-        final: [B, T, D] last hidden states of the target, normed; needed by distribution losses only.
-        scale: what stands behind the head for the drafter, and `target_scale` for the target.
+        head_weight: [V, D], the target's head.
+        final: [B, T, D] last hidden states of the target, normed; needed only by distribution losses.
+        scale: the drafter's factor on the logits, and `target_scale` the target's.
         bias: [V], the head's.
-        selector: chooses among the candidates of the slots; None: each slot's best is drafted.
+        selector: chooses among the candidates of the slots; None drafts each slot's largest logit.
 
     Raises:
         ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
     """
-    index = blocks.supervised.flatten().nonzero()[:, 0]  # never slot 0, the anchor, whose output is discarded
+    index = blocks.supervised.flatten().nonzero()[:, 0]  # never slot 0, the anchor, whose output is not used
     if not len(index):
         raise ValueError("no supervised slot in this batch")
     mix = LossMix(options.ce, options.kl, options.tv, options.lk, options.lk_hybrid, options.temperature)
@@ -199,8 +199,9 @@ def draft_loss(
         return values.new_zeros(supervised.numel()).index_copy(0, slot, values).view(supervised.shape)
 
     if options.weights == "dpace":
-        # The paper's chance to pass a slot is that of its token. Without cross-entropy nothing drives that one, and
-        # the chance is the overlap, with which sampled verification accepts (as in D-PARD, of the same authors).
+        # The paper's probability of passing a slot is its token's. Without cross-entropy no term trains that
+        # probability, and the overlap is used instead, the acceptance rate of sampled verification (as in D-PARD, by
+        # the same authors).
         nll = rows.terms.cross_entropy  # negative log-likelihood
         if options.ce == 0 and rows.terms.acceptance is not None:
             nll = -rows.terms.acceptance.log()
@@ -211,7 +212,7 @@ def draft_loss(
     weighted_sum, weight_sum = (weights * rows.loss).sum(), weights.sum()
 
     def length(right: Tensor) -> Tensor:
-        """Mean tokens a step if what is drafted is `right` [B, A, S - 1]."""
+        """Returns the mean tokens per step if the drafted tokens are `right` [B, A, S - 1]."""
         accepted = (right & supervised).long().cumprod(-1).sum(-1) * blocks.valid
         return 1 + accepted.sum() / blocks.valid.sum()
 
@@ -219,7 +220,7 @@ def draft_loss(
     selector_sum = weight_sum.new_full((), math.nan)
     if selector:
         chain = selector(hidden, blocks, rows, slot)
-        candidate = grid(rows.rank < top_k)  # an injected label is none
+        candidate = grid(rows.rank < top_k)  # an injected label is not a candidate
         walked_length = length((chain.drafted == blocks.labels[:, :, 1:]) & candidate)
         selector_sum = (weights * chain.loss).sum()
         weighted_sum = weighted_sum + options.selector * selector.share * selector_sum
@@ -248,14 +249,14 @@ def decay_weights(slots: int, gamma: float, device: torch.device | str = "cpu") 
 
 
 def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
-    """D-PACE (arXiv 2605.18810): how much slot j matters to the expected accepted length.
+    """D-PACE weights (arXiv 2605.18810): the effect of slot j on the expected accepted length.
 
     q_i = exp(-loss_i), smoothed to (1 - alpha) q_i + alpha; w_j = sum over m >= j of prod_{i <= m} q_i.
 
     Args:
-        losses: [..., S - 1] cross-entropy per slot, or another -log of the chance to pass it; the weights carry no
-            gradient.
-        supervised: [..., S - 1] bool; a product stops at the first slot that has no label.
+        losses: [..., S - 1] cross-entropy per slot, or another -log of the probability of passing it; the weights carry
+            no gradient.
+        supervised: [..., S - 1] bool; a product ends at the first slot without a label.
 
     Returns:
         [..., S - 1], zero where not supervised.
@@ -266,9 +267,9 @@ def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
 
 
 def predicting_states(blocks: Blocks, length: int) -> Tensor:
-    """Where the target predicts the token of each slot: [B, A, S] indices into its B * `length` hidden states.
+    """Returns which of the target's B * `length` hidden states predicts the token of each slot: indices [B, A, S].
 
-    Slot k stands at position anchor + k, whose token the target predicts one position earlier.
+    Slot k has position anchor + k; the target predicts that token one position earlier.
     """
     row = torch.arange(len(blocks.anchor), device=blocks.anchor.device)[:, None, None]
     return row * length + blocks.anchor[:, :, None] + torch.arange(blocks.size, device=row.device) - 1

@@ -1,7 +1,7 @@
 """The loss of a selector over the candidates of a block's slots: DFlash 2's, or another `TokenSelector`.
 
-It sees the hidden states of whole blocks, each slot's best tokens with their logits, and the true token before each
-slot; it returns scores of the candidates and the tokens that it would draft, and says what its scores cost.
+A selector receives the hidden states of whole blocks, each slot's best tokens with their logits, and the true previous
+token of each slot. It returns scores of the candidates, the tokens that it would draft, and the loss of its scores.
 """
 
 from dataclasses import dataclass
@@ -14,37 +14,37 @@ from dflash_toolkit.models.drafting import TokenSelector
 
 from .blocks import Blocks
 
-RAMP = 0.001  # share of a run in which the loss comes in
+RAMP = 0.001  # share of the run over which the loss ramps up
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What a head makes of a batch of blocks."""
+    """A head's result for a batch of blocks."""
 
     loss: Tensor  # [R] of the supervised slots, fp32, differentiable; 0 where the label is no candidate
-    drafted: Tensor  # [B, A, S - 1] tokens of slots 1..S-1, each chosen behind the one before it
+    drafted: Tensor  # [B, A, S - 1] tokens of slots 1..S-1, each chosen given the previous one
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A head, and how much of its loss counts by now."""
+    """A head, and the current share of its loss."""
 
     head: TokenSelector
     top_k: int  # C, candidates of a slot
     share: float = 1.0
 
     def __call__(self, hidden: Tensor, blocks: Blocks, rows: RowLoss, slot: Tensor) -> Chain:
-        """The loss of the supervised slots, and what is drafted.
+        """Returns the loss of the supervised slots, and the drafted tokens.
 
         Args:
             hidden: [B, A*S, D] normed outputs of the drafter.
-            rows: of the R supervised slots, with their candidates.
-            slot: [R] long, where these stand among slots 1..S-1 of all blocks.
+            rows: losses and candidates of the R supervised slots.
+            slot: [R] long, index of these among slots 1..S-1 of all blocks.
         """
         assert rows.candidates is not None and rows.unary is not None
         every = hidden.view(-1, blocks.size, hidden.shape[2])[:, 1:]  # [B*A, S - 1, D]
 
-        def grid(values: Tensor) -> Tensor:  # [R, C] to [B*A, S - 1, C]; what is not supervised is zero, and not used
+        def grid(values: Tensor) -> Tensor:  # [R, C] to [B*A, S - 1, C]; unsupervised slots are zero and unused
             whole = values.new_zeros(every.shape[0] * every.shape[1], self.top_k)
             return whole.index_copy(0, slot, values).view(*every.shape[:2], -1)
 
@@ -56,5 +56,5 @@ class Selector:
 
 
 def ramp(done: float) -> float:
-    """The share of the selector's loss that counts when so much of a run, between 0 and 1, is done."""
+    """Returns the current weight of the selector's loss when the share `done` of a run is done."""
     return min(1.0, done / RAMP)

@@ -1,4 +1,4 @@
-"""AdamW, or Muon for the matrices with AdamW for the rest, behind one interface; Muon over whole matrices or shards."""
+"""AdamW, or Muon for the matrices with AdamW for the rest, in one interface; Muon over whole matrices or shards."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from ..config import OptimOptions
 
 
 class Optimizers:
-    """Several optimisers over disjoint parameters, stepped and saved as one."""
+    """Several optimisers over disjoint parameters that step and save as one."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -40,10 +40,10 @@ class Optimizers:
 
 
 class SharedMuon(torch.optim.Muon):
-    """Muon over processes with equal weights and gradients: each steps matrices of its own and sends them round.
+    """Muon over processes with equal weights and gradients: each steps its own matrices and broadcasts them.
 
-    Its products are most of what it costs and do not shrink with the batch; done by every process they would be done
-    `world` times. Momentum is kept where its matrix is stepped. The state has the form of torch's Muon.
+    Muon's products are most of its cost and do not shrink with the batch, so every process would repeat them `world`
+    times. A matrix's momentum is on the process that steps it. The state has the form of torch's Muon.
     """
 
     def __init__(self, matrices: list[nn.Parameter], rate: float, decay: float, rank: int, world: int) -> None:
@@ -57,10 +57,10 @@ class SharedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """A matrix travels while the next one is computed."""
+        """Steps; a matrix is sent while the next one is computed."""
         gradients = [p.grad for p in self._matrices]
         for p in self._matrices:
-            p.grad = None  # a matrix without gradient is left alone
+            p.grad = None  # matrices without gradient are skipped
         sent = []
         for owners in self._rounds:
             if (mine := owners.get(self._rank)) is not None:
@@ -72,13 +72,13 @@ class SharedMuon(torch.optim.Muon):
             work.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, with momentum in host memory, on the first process; all must call it."""
+        """Returns the whole state, with momentum in host memory, on the first process; all must call it."""
         whole = super().state_dict()
         whole["state"] = {}
         for rank, i in (item for owners in self._rounds for item in owners.items()):
             p = self._matrices[i]
             momentum = self.state[p].get("momentum_buffer") if rank == self._rank else None
-            if momentum is None:  # another's, or of a matrix that was not stepped yet
+            if momentum is None:  # of another process, or not stepped yet
                 momentum = torch.zeros_like(p)
             dist.broadcast(momentum, rank)
             if self._rank == 0:
@@ -86,39 +86,39 @@ class SharedMuon(torch.optim.Muon):
         return whole
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What any number of processes left; each keeps the momentum of its own matrices."""
+        """Loads the state of any number of processes; each keeps the momentum of its own matrices."""
         mine = {owners.get(self._rank) for owners in self._rounds}
         super().load_state_dict(state | {"state": {i: kept for i, kept in state["state"].items() if i in mine}})
 
 
 @dataclass(slots=True)
 class Shard:
-    """What this process holds of a matrix: a run of its elements, row by row, behind those of the ranks before it."""
+    """This process's shard of a matrix: consecutive elements in row order, after those of lower ranks."""
 
     shape: tuple[int, int]  # of the whole matrix
-    sizes: list[int]  # elements that each process holds
-    weight: Tensor  # [sizes[rank]], fp32, as the two below
+    sizes: list[int]  # elements on each process
+    weight: Tensor  # [sizes[rank]], fp32, as the next two
     momentum: Tensor
     gradient: Tensor
 
 
 @torch.no_grad()
 def muon_step(shards: Sequence[Shard], rank: int, group: dict[str, Any]) -> None:
-    """The step of torch's Muon on matrices that are held in shards by all processes; each must call it.
+    """Runs the step of torch's Muon on matrices that all processes hold in shards; each must call it.
 
-    Momentum is element-wise and stays where its shard is. The matrix that is orthogonalised is put together, in bf16
-    as it is multiplied, by the process that it is dealt to, and goes back in shards. In every round each process has a
-    matrix of its own; those of the next round travel while this round's are multiplied.
+    Momentum is element-wise and stays on its shard's process. The matrix to orthogonalise is gathered in bf16, the
+    dtype of its products, on the process that it is dealt to, and scattered back. In every round each process has its
+    own matrix; the next round's matrices are sent while this round's are multiplied.
 
     Args:
-        group: the options of torch's Muon, as they stand in its `param_groups`.
+        group: the options of torch's Muon, as in its `param_groups`.
     """
     world = len(shards[0].sizes)
     rounds = deal([products(*shard.shape) for shard in shards], world)
     momentum, rate = group["momentum"], group["lr"]
 
     def gather(owners: dict[int, int]) -> tuple[Tensor, list[int], list[int], Any]:
-        """Start to send this process's shards to their owners and to receive those of its own matrix."""
+        """Starts to send this process's shards to their owners and to receive the shards of its own matrix."""
         updates = []
         for shard in (shards[owners[r]] for r in sorted(owners)):
             shard.momentum.lerp_(shard.gradient, 1 - momentum)
@@ -134,7 +134,7 @@ def muon_step(shards: Sequence[Shard], rank: int, group: dict[str, Any]) -> None
         for r, part in enumerate(update.split(sent)):
             if r in owners:
                 shard = shards[owners[r]]
-                size = 0.2 * math.sqrt(max(shard.shape))  # of AdamW's steps
+                size = 0.2 * math.sqrt(max(shard.shape))  # as large as AdamW's steps
                 shard.weight.mul_(1 - rate * group["weight_decay"]).add_(part, alpha=-rate * size)
 
     coming = gather(rounds[0])
@@ -157,7 +157,7 @@ def muon_step(shards: Sequence[Shard], rank: int, group: dict[str, Any]) -> None
 
 
 def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iteration (Jordan et al. 2024) on a bf16 matrix, which is overwritten: as in torch's Muon."""
+    """Newton-Schulz iteration (Jordan et al. 2024) in place on a bf16 matrix, as in torch's Muon."""
     a, b, c = coefficients
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix if wide else matrix.T
@@ -169,10 +169,10 @@ def orthogonalized(matrix: Tensor, coefficients: tuple[float, float, float], ste
 
 
 class RowsMuon(torch.optim.Muon):
-    """Muon of matrices whose rows are spread over all processes, see `muon_step`.
+    """Muon for matrices whose rows are distributed over all processes, see `muon_step`.
 
     Args:
-        rows: this process's rows of each.
+        rows: this process's rows of each matrix.
         shapes: of the whole matrices.
     """
 
@@ -197,17 +197,17 @@ class RowsMuon(torch.optim.Muon):
 
 
 class FlatMuon(torch.optim.AdamW):
-    """Muon for a group of matrices and AdamW for one of vectors, in the flat partitions that DeepSpeed's ZeRO steps.
+    """Muon for one group, of matrices, and AdamW for one, of vectors, on the flat partitions of DeepSpeed's ZeRO.
 
-    DeepSpeed has a Muon, but orthogonalises gradients before they are divided and clipped: another method. Here it
-    hands over partitions of gradients that are final, one group, or a part of one, after the other.
+    DeepSpeed has its own Muon, but it orthogonalises gradients before they are divided and clipped: another method.
+    Here DeepSpeed passes partitions of final gradients, one group, or a part of one, after another.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW, rank: int, world: int) -> None:
         super().__init__([dict(part.param_groups[0]) for part in (muon, adamw)])
         self._rank, self._world = rank, world
         self.shapes: dict[Tensor, list[torch.Size]] = {}  # of the matrices in each flat partition
-        self.by_matrix = False  # stage 3 cuts every matrix into as many parts as there are processes; else all of them
+        self.by_matrix = False  # stage 3 splits each matrix over all processes; others split all of them together
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -224,7 +224,7 @@ class FlatMuon(torch.optim.AdamW):
         assert flat.grad is not None
         if "momentum_buffer" not in self.state[flat]:
             self.state[flat]["momentum_buffer"] = torch.zeros_like(flat)
-        shards, start = [], 0  # of a matrix, in all partitions one behind the other
+        shards, start = [], 0  # of a matrix, in the concatenation of all partitions
         for shape in self.shapes[flat]:
             size = shape.numel()
             each = -(-size // self._world) if self.by_matrix else flat.numel()
@@ -242,19 +242,19 @@ class FlatMuon(torch.optim.AdamW):
 
 
 def rows_of(tensor: Tensor, world: int) -> list[Tensor]:
-    """The rows that each of `world` processes holds, as FSDP2 cuts a tensor: the last may hold fewer, or none."""
+    """Returns the rows of each of `world` processes, as FSDP2 splits a tensor: the last has fewer, or none."""
     parts = list(tensor.chunk(world))
     return parts + [tensor[:0]] * (world - len(parts))
 
 
 def products(rows: int, columns: int) -> int:
-    """FLOPs of a Newton-Schulz step on a matrix, by which matrices are dealt to processes."""
+    """Returns the FLOPs of a Newton-Schulz step on a matrix, the cost for dealing matrices to processes."""
     short, long = sorted((rows, columns))
     return 4 * short * short * long + 2 * short**3
 
 
 def deal(costs: list[int], world: int) -> list[dict[int, int]]:
-    """Rounds of {process: index} that give every process about the same, each its largest first."""
+    """Returns rounds of {process: index} with about equal cost for every process, its largest first."""
     load, dealt = [0] * world, [list[int]() for _ in range(world)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         least = load.index(min(load))
@@ -266,22 +266,22 @@ def deal(costs: list[int], world: int) -> list[dict[int, int]]:
 
 @torch.no_grad()
 def update_average(average: nn.Module, module: nn.Module, decay: float, step: int) -> None:
-    """Move `average` towards `module` behind 1-based `step`: an exponential moving average of the weights.
+    """Moves `average` towards `module` after 1-based `step`: an exponential moving average of the weights.
 
-    A young average forgets faster, min(decay, (1 + step) / (10 + step)), so that it does not hold on to the start.
+    Early steps use a smaller decay, min(decay, (1 + step) / (10 + step)), so that the initial weights fade.
     """
     keep = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), 1 - keep)
 
 
 def peak_rate(optim: OptimOptions, muon: bool) -> float:
-    """The learning rate behind the warm-up."""
+    """Returns the learning rate after the warm-up."""
     return optim.learning_rate or (3e-3 if muon else 6e-4)
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps a drafter's parameter, and it is decayed: not where a row of it is a token's own, of which a
-    step touches few."""
+    """Whether Muon steps a parameter and weight decay applies; not to matrices with a row per token, since a step
+    updates only a few of their rows."""
     return parameter.dim() == 2 and not name.endswith("_codebook")
 
 
@@ -292,11 +292,11 @@ def make_optimizer(
     world: int = 1,
     shapes: list[torch.Size] | None = None,
 ) -> Optimizers:
-    """The optimiser over a drafter's fp32 weights. With several processes they share Muon's work.
+    """Makes the optimiser over a drafter's fp32 weights. Several processes share Muon's work.
 
     Args:
         named: the parameters by their names.
-        shapes: of the whole matrices, where `named` has this process's rows of each only.
+        shapes: of the whole matrices, if `named` has only this process's rows of each.
 
     Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix. Its step is scaled to the size of
     AdamW's (Liu et al. 2025, arXiv 2502.16982), so both share one learning rate.
@@ -305,7 +305,7 @@ def make_optimizer(
     for name, parameter in named:
         (matrices if is_matrix(name, parameter) else vectors).append(parameter)
     fused = vectors[0].is_cuda
-    # its products are in bf16, which most CPUs compute very slowly
+    # most CPUs compute its bf16 products very slowly
     muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and fused)
     rate = peak_rate(optim, muon)
     if muon:

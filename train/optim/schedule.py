@@ -1,4 +1,4 @@
-"""Which rows a step takes and how fast it learns: functions of the seed and the step alone, so nothing is saved."""
+"""Rows and learning rate of each step: functions of the seed and the step alone, so nothing has to be saved."""
 
 import bisect
 import functools
@@ -18,32 +18,31 @@ from ..run.state import ResumePoint
 
 
 def rng_for(seed: int, stream: int, index: int) -> torch.Generator:
-    """A generator of its own for every (stream, index) of a seed: 1 is the data order, 2 the anchors, 3 who
-    gets which rows."""
-    # hashed to 32 bits: the generator ignores the rest of a seed
+    """Returns the generator of (seed, stream, index). Streams: 1 data order, 2 anchors, 3 dealing rows to lanes."""
+    # hashed to 32 bits: the generator ignores the other bits of a seed
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{stream}/{index}".encode()))
 
 
-# ---- which rows a micro batch takes ----------------------------------------------------------------------------
+# ---- rows of a micro batch -------------------------------------------------------------------------------------
 #
-# The micro batches of a step, `group` of them, come from as many lanes: micro batch `turn` is the next one of lane
-# `turn % group`. Each lane has rows of its own, so a process that takes the same lanes at every step meets, computes
-# and keeps the same rows in every epoch. A lane goes through its rows once an epoch, in a fresh order, and does not
-# wait for the others. Where a run ends by epochs a lane that is through is empty, some micro batches before the last.
+# The `group` micro batches of a step come from as many lanes: micro batch `turn` is the next one of lane
+# `turn % group`. Each lane has its own rows, so a process with the same lanes at every step computes and keeps the same
+# rows in every epoch. A lane passes over its rows once per epoch, in a new order, without waiting for the others. If a
+# run ends by epochs, a finished lane is empty for some micro batches before the last.
 
-Part = tuple[int, int, int]  # of a run: its group, its epochs (0: it ends otherwise), and the micro batches done
+Part = tuple[int, int, int]  # of a run: its group, its epochs (0: no limit), and the micro batches done
 
 
 class _Lane:
-    """The micro batches of some rows, epoch by epoch.
+    """The micro batches of a lane's rows, epoch by epoch.
 
     Args:
         rows: ascending.
-        seen: how often each of them was seen before.
-        first, last: epochs to go through, `last` not included; 0 is endless. An epoch is of the rows that were seen no
-            more often than its number: each is seen once in every epoch, whatever was done before.
-        order: a permutation of so many, of an epoch.
-        cut: rows in an epoch's order -> where each micro batch ends.
+        seen: how often each row was seen before.
+        first, last: range of epochs, `last` excluded; 0 is endless. An epoch contains the rows that were seen no more
+            often than its number, so each row is seen once per epoch, whatever was done before.
+        order: (epoch, n) -> a permutation of n.
+        cut: rows in an epoch's order -> the ends of the micro batches.
     """
 
     def __init__(
@@ -52,12 +51,12 @@ class _Lane:
     ) -> None:  # fmt: skip
         self.rows, self._seen, self._first, self._last = rows, seen, first, last
         self._order, self._cut = order, cut
-        self._ends: list[int] = []  # micro batches at the end of each epoch, as far as anybody asked
+        self._ends: list[int] = []  # micro batches at the end of each epoch, computed as needed
         self._taken: list[int] = []  # rows, likewise
         self._kept: dict[int, tuple[np.ndarray, list[int]]] = {}
 
     def at(self, position: int) -> np.ndarray:
-        """Rows of a micro batch; none where the lane is through."""
+        """Returns the rows of a micro batch; none after the lane's end."""
         place = self._find(position)
         if place is None:
             return self.rows[:0]
@@ -66,13 +65,13 @@ class _Lane:
         return order[cuts[within - 1] if within else 0 : cuts[within]]
 
     def total(self) -> int:
-        """Micro batches of all its epochs."""
+        """Micro batches of all epochs."""
         while self._grow():
             pass
         return self._ends[-1] if self._ends else 0
 
     def taken(self, position: int) -> int:
-        """Rows of so many micro batches."""
+        """Returns the number of rows in the first `position` micro batches."""
         place = self._find(position)
         if place is None:
             return self._taken[-1] if self._taken else 0
@@ -80,7 +79,7 @@ class _Lane:
         return (self._taken[epoch - 1] if epoch else 0) + (self._epoch(epoch)[1][within - 1] if within else 0)
 
     def seen(self, position: int) -> np.ndarray:
-        """How often each row was seen once so many micro batches are done."""
+        """Returns how often each row was seen in the first `position` micro batches."""
         counts, place = self._seen.copy(), self._find(position)
         for epoch in range(len(self._ends) if place is None else place[0]):
             counts[self._seen <= self._first + epoch] += 1
@@ -91,7 +90,7 @@ class _Lane:
         return counts
 
     def _find(self, position: int) -> tuple[int, int] | None:
-        """Epoch, from the first, and place in it; None where the lane is through."""
+        """Returns the epoch, counted from the first, and the place in it; None after the lane's end."""
         while not self._ends or self._ends[-1] <= position:
             if not self._grow():
                 return None
@@ -111,16 +110,16 @@ class _Lane:
         if epoch not in self._kept:
             rows = self.rows[self._seen <= self._first + epoch]
             order = rows[self._order(self._first + epoch, len(rows))]
-            self._kept = dict([*self._kept.items()][-1:])  # reading ahead goes from one epoch to the next
+            self._kept = dict([*self._kept.items()][-1:])  # readahead crosses from one epoch to the next
             self._kept[epoch] = order, self._cut(order)
         return self._kept[epoch]
 
 
 class _Lanes:
-    """What `Schedule` and `PackedSchedule` share: rows dealt to lanes, and the lanes' micro batches in turn.
+    """Base of `Schedule` and `PackedSchedule`: rows dealt to lanes, and the lanes' micro batches in turn.
 
-    A run that goes on with another group, or with other epochs, deals anew: what was seen is counted from `history`,
-    and the rest of the epoch that a row is in comes first, so that every row is seen once an epoch all the same.
+    A run that continues with another group or other epochs deals its rows again. `history` counts how often each row
+    was seen, and the rest of a row's epoch comes first, so every row is still seen once per epoch.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class _Lanes:
         self._epochs = 0 if steps else epochs
         before = list(history)
         if before and before[-1][:2] == (group, self._epochs):
-            before.pop()  # this goes on
+            before.pop()  # the last part is still running
         seen = np.zeros(len(lengths), dtype=np.int64)
         for old, end, done in before:
             lanes = self._deal(old, end, seen)
@@ -144,32 +143,32 @@ class _Lanes:
         self.total = steps or self._start + group * max(lane.total() for lane in self._lanes)
 
     def indices(self, turn: int) -> list[int]:
-        """Row indices of micro batch `turn`, 0-based; none where its lane is through."""
+        """Returns the row indices of micro batch `turn`, 0-based; none after its lane's end."""
         lane, position = self._place(turn)
         return lane.at(position).tolist()
 
     def spare(self, turn: int) -> list[int]:
-        """Rows that stand in where there are none: some that the same process meets anyway, if it has any."""
+        """Returns rows to compute after a lane's end, from the same process's lanes if it has any rows."""
         lane, _ = self._place(turn)
         return lane.at(0).tolist() or [0]
 
     def rows_of(self, rank: int, world: int) -> list[int]:
-        """The rows that a process meets, ascending."""
+        """Returns the rows of a process, ascending."""
         return np.sort(np.concatenate([lane.rows for lane in self._lanes[rank::world]])).tolist()
 
     def epoch(self, turn: int) -> float:
-        """How often the rows were seen, on the mean, when `turn` micro batches are done."""
+        """Returns the mean number of times that rows were seen after `turn` micro batches."""
         done = turn - self._start
         taken = sum(lane.taken(len(range(i, done, self._group))) for i, lane in enumerate(self._lanes))
         return (self._seen_before + taken) / len(self._lengths)
 
     def history(self, turn: int) -> list[Part]:
-        """What a schedule must be given to go on when `turn` micro batches are done."""
+        """Returns the `history` with which a schedule continues after `turn` micro batches."""
         return [*self._before, (self._group, self._epochs, turn - self._start)]
 
     @functools.cached_property
     def per_epoch(self) -> int:
-        """Micro batches of an epoch of all rows, about."""
+        """Approximate number of micro batches in an epoch of all rows."""
         empty = np.zeros(len(self._lengths), dtype=np.int64)
         return sum(lane.total() for lane in self._deal(self._group, 1, empty))
 
@@ -178,8 +177,10 @@ class _Lanes:
         return self._lanes[lane], position
 
     def _deal(self, group: int, epochs: int, seen: np.ndarray) -> list[_Lane]:
-        """Lanes of as many rows, give or take one, and as many tokens, give or take a row, in what remains of the
-        epoch and as a whole: rows of about one length go to one lane each."""
+        """Deals rows to lanes, rows of similar length to different lanes.
+
+        Lanes differ by at most one row, and by about one row's tokens, in the rest of the epoch and in total.
+        """
         dealt = np.arange(len(seen))
         if group > 1:
             dealt = torch.randperm(len(seen), generator=rng_for(self._seed, 3, group)).numpy()
@@ -196,13 +197,13 @@ class _Lanes:
 
 
 class Schedule(_Lanes):
-    """Which rows a micro batch takes: a function of the seed and its turn alone, every row once an epoch.
+    """Rows of unpacked micro batches: a function of the seed and the turn, with every row once per epoch.
 
     Args:
-        rows: how many there are.
+        rows: number of rows.
         steps: micro batches; 0 goes by epochs.
-        group: micro batches of an optimiser step, of all processes together.
-        history: what was done before with another group or other epochs (`history` of those schedules).
+        group: micro batches of an optimiser step, over all processes.
+        history: earlier parts of the run with another group or other epochs (their schedules' `history`).
     """
 
     def __init__(
@@ -216,12 +217,12 @@ class Schedule(_Lanes):
 
 
 class PackedSchedule(_Lanes):
-    """Which rows a micro batch packs into one, so that each has the same shape and little of it is empty.
+    """Rows of packed micro batches, which all have the same shape and little padding.
 
     Args:
-        lengths: tokens of every row, as they will be packed.
-        room: tokens of a pack; a longer row is alone, and cut by whoever packs it.
-        steps, group, history: as `Schedule` has them.
+        lengths: tokens of every packed row.
+        room: tokens of a pack; a longer row has its own pack, and the caller cuts it.
+        steps, group, history: as for `Schedule`.
     """
 
     def __init__(
@@ -245,11 +246,11 @@ class PackedSchedule(_Lanes):
 def make_schedule(
     config: TrainConfig, device: torch.device, lengths: np.ndarray, group: int, point: ResumePoint | None
 ) -> Schedule | PackedSchedule:
-    """The schedule of a run.
+    """Makes the schedule of a run.
 
     Args:
         lengths: tokens of every row.
-        point: where it goes on from.
+        point: the resume point to continue from.
     """
     optim, seed = config.optim, config.run.seed
     tokens, _ = packing(config, device)
@@ -265,8 +266,8 @@ def make_schedule(
 def learning_rate_factor(step: int, total: int, warmup: float, decay: float | None = None) -> float:
     """Linear warm-up over `warmup * total` steps, then cosine to zero; `step` is 0-based.
 
-    With `decay` the rate stays at its peak instead until the last `decay * total` steps (warm-up, stable, decay; Hu et
-    al. 2024, arXiv 2404.06395), where it falls to zero as 1 - sqrt (Haegele et al. 2024, arXiv 2405.18392).
+    With `decay` the rate stays at its peak until the last `decay * total` steps (warm-up, stable, decay; Hu et al.
+    2024, arXiv 2404.06395) and then falls to zero as 1 - sqrt (Haegele et al. 2024, arXiv 2405.18392).
     """
     ramp = max(1, round(warmup * total))
     if step < ramp:
@@ -279,19 +280,19 @@ def learning_rate_factor(step: int, total: int, warmup: float, decay: float | No
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Where a run was when its plan was changed."""
+    """The point at which a run's plan was changed."""
 
     step: int
     micro: int
     seconds: float
-    rate: float  # share of the peak that the last step had
+    rate: float  # share of the peak in the last step
 
 
 def joined_factor(step: int, total: int, warmup: float, decay: float | None, since: int, rate: float) -> float:
-    """`learning_rate_factor` of a run whose plan was changed behind `since` steps, where its rate was `rate`.
+    """`learning_rate_factor` of a run whose plan was changed after `since` steps, at rate `rate`.
 
-    The rate goes from there to the new plan's in a line of `warmup * total` steps, or as many as are left, and then
-    follows the new plan.
+    The rate moves linearly from there to the new plan's over `warmup * total` steps, or the steps that are left, and
+    then follows the new plan.
     """
     ramp = min(max(1, round(warmup * total)), max(1, total - since))
     there = learning_rate_factor(min(max(step, since + ramp), total), total, warmup, decay)
@@ -299,11 +300,13 @@ def joined_factor(step: int, total: int, warmup: float, decay: float | None, sin
 
 
 def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
-    """Tokens and blocks of a packed row; (0, 0) where sequences stay apart."""
+    """Returns tokens and blocks of a packed row; (0, 0) for unpacked rows."""
     optim = config.optim
     tokens = optim.pack_tokens
     if tokens is None:
         tokens = PACK_TOKENS if device.type == "cuda" else 0
     if optim.pack_blocks and not tokens:
-        raise UserError("optim.pack_blocks is of packed rows: on a CPU give optim.pack_tokens too, or loss.anchors")
+        raise UserError(
+            "optim.pack_blocks needs packed rows; on a CPU give optim.pack_tokens too, or loss.anchors instead"
+        )
     return tokens, (optim.pack_blocks or tokens * 3 // 16) if tokens else 0

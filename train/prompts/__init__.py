@@ -1,1 +1,1 @@
-"""Which prompts are answered: chosen, without duplicates."""
+"""Choice of prompts, without duplicates."""

@@ -1,6 +1,6 @@
-"""Prompts for a run: read from all sources, near duplicates dropped, drawn where there are more than are wanted.
+"""Prompts of a run: read from all sources, without near duplicates, sampled if there are more than needed.
 
-What is chosen goes to a file of JSON lines, a conversation each: nothing is held but what tells duplicates.
+Chosen prompts go to a file of JSON lines, one conversation each; memory holds only the data of the duplicate search.
 """
 
 import heapq
@@ -22,18 +22,18 @@ from dflash_toolkit.progress import Progress
 
 from .dedup import Duplicates
 
-SPARE = 1.25  # so many times what is wanted is drawn, for some are near duplicates
+SPARE = 1.25  # sampled rows per prompt that is needed, since some are near duplicates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Which prompts are taken."""
+    """Which prompts to choose."""
 
-    names: tuple[str, ...]  # of sources
+    names: tuple[str, ...]  # sources
     options: PromptOptions
     seed: int = 0
-    sampled: bool = False  # `max_prompts` of all there are, by the seed; else the first
-    shuffle: int = 0  # rows of a dataset that are held to sample the next from
+    sampled: bool = False  # sample `max_prompts` of all prompts, by the seed; else the first ones
+    shuffle: int = 0  # size of the shuffle buffer for rows of a dataset
     recorded: bool = False  # keep the recorded responses too
 
 
@@ -42,15 +42,15 @@ class Chosen:
     """A line of a file of chosen prompts."""
 
     index: int
-    source: int  # its place among the names
+    source: int  # index of its name
     conversation: Conversation
 
 
 def choose(wanted: Wanted, path: Path, duplicates: Duplicates) -> Counter[str]:
-    """Read the sources into a file of prompts, each there once.
+    """Reads the sources into a file of distinct prompts.
 
     Args:
-        duplicates: what it holds already is not taken.
+        duplicates: prompts in it are skipped.
 
     Returns:
         counts of `prompts`, `duplicates`, `malformed` and, with `sampled`, `found`.
@@ -88,29 +88,29 @@ def choose(wanted: Wanted, path: Path, duplicates: Duplicates) -> Counter[str]:
 
 
 def left_out(counts: Counter[str]) -> str:
-    """What `choose` did not take, in words."""
+    """Returns in words how many rows `choose` skipped."""
     return f"{counts['duplicates']} near duplicates, {counts['malformed']} malformed rows"
 
 
 def chosen(path: Path) -> Iterator[Chosen]:
-    """The prompts that `choose` left. Raises UserError for a damaged file."""
+    """Yields the prompts in a file of `choose`. Raises UserError for a damaged file."""
     try:
         with open(path, encoding="utf-8") as handle:
             for line in handle:
                 row = json.loads(line)
                 yield Chosen(row["index"], row.get("source", 0), _conversation(row))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error!r}); remove it to have the prompts chosen again") from error
+        raise UserError(f"{path}: damaged ({error!r}); remove it to choose the prompts again") from error
 
 
 def _read(wanted: Wanted, counts: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Every conversation of the sources as it is written down."""
+    """Yields every conversation of the sources as a JSON value."""
     for place, name in enumerate(wanted.names):
         source = Source(name, wanted.options.form)
         for found in source.read(wanted.options.split, wanted.shuffle, wanted.seed):
             if isinstance(found, Malformed):
                 if source.is_file and wanted.options.strict:
-                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
+                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false skips such rows")
                 counts["malformed"] += 1
                 continue
             line = asdict(found) | {"source": place}
@@ -144,21 +144,21 @@ def _first(
     for line in found:
         if _fresh(line, duplicates, counts):
             yield line
-            if counts["prompts"] == wanted.options.max_prompts > 0:  # which whoever takes the line has counted
+            if counts["prompts"] == wanted.options.max_prompts > 0:  # counted by the consumer of the line
                 return
 
 
 def _drawn(
     wanted: Wanted, found: Iterator[dict[str, Any]], scratch: BinaryIO, duplicates: Duplicates, counts: Counter[str]
 ) -> Iterator[dict[str, Any]]:
-    """A sample of all there are, in the order of the sources.
+    """Yields a sample of all conversations, in the order of the sources.
 
-    Every row draws a number, and those with the least are taken: in one pass over the sources, with no more than a
-    number and a place on the disk for each row that may yet be taken.
+    Every row gets a random number, and those with the smallest are sampled: one pass over the sources, with a number
+    and a disk offset for each row that may still be sampled.
     """
     draw = random.Random(wanted.seed)
     room = math.ceil(SPARE * wanted.options.max_prompts)
-    least: list[tuple[float, int]] = []  # of the greatest number first: negated, where its row lies in `scratch`
+    least: list[tuple[float, int]] = []  # largest number first: negated, offset in `scratch`
     for line in found:
         counts["found"] += 1
         entry = (-draw.random(), scratch.tell())
@@ -170,7 +170,7 @@ def _drawn(
             continue
         scratch.write(json.dumps(line).encode() + b"\n")
     all_fit = counts["found"] <= wanted.options.max_prompts
-    # where all are taken, the first of near duplicates stays, as elsewhere
+    # if all are used, keep the first of near duplicates, as `_first` does
     order = [at for _, at in (sorted(least, key=lambda entry: entry[1]) if all_fit else sorted(least, reverse=True))]
 
     def line_at(place: int) -> dict[str, Any]:

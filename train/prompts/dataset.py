@@ -1,9 +1,9 @@
-"""The dataset that a run reads when no prompts are given: what it is made of, for users and for model cards."""
+"""The default dataset of prompts: its sources and licences, for users and for model cards."""
 
 DEFAULT = "mlabonne/open-perfectblend"
 ROWS = 1_420_909
 DOWNLOAD_GB = 1.5
-# by its hub page; each has a licence of its own
+# names on the hub; each has its own licence
 SOURCES = (
     "HuggingFaceH4/ultrachat_200k",
     "meta-math/MetaMathQA",
@@ -14,7 +14,7 @@ SOURCES = (
     "Post-training-Data-Flywheel/AutoIF-instruct-61k",
     "mlabonne/lmsys-arena-human-preference-55k-sharegpt",
 )
-LICENCE = "its hub page has the tag apache-2.0, its sources have licences of their own"
+LICENCE = "its hub page has the tag apache-2.0, its sources have their own licences"
 
 
 def described(name: str) -> str:

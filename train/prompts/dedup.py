@@ -9,43 +9,42 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-BANDS, DEPTH = 16, 4  # of 64 hashes; two texts of similarity s meet in a band with probability 1 - (1 - s^4)^16
-CROWD = 32  # texts that a band holds
+BANDS, DEPTH = 16, 4  # of 64 hashes; two texts of similarity s share a band with probability 1 - (1 - s^4)^16
+CROWD = 32  # texts per band
 SHINGLE = 3  # words
-# a word, one ideograph or syllable of a script without spaces, or one sign
+# a word, one ideograph or syllable of a script without spaces, or one symbol
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
 
 
 def normalized(text: str) -> str:
-    """Without differences of case, spacing and Unicode form."""
+    """Returns the text without differences of case, spacing and Unicode form."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def shingles(text: str) -> frozenset[int]:
-    """Hashes of the runs of three words; of the whole text if it has fewer."""
+    """Returns hashes of the runs of three words; of the whole text if it has fewer."""
     words = WORD.findall(normalized(text))
     runs: Iterable[list[str]] = (words[i : i + SHINGLE] for i in range(max(1, len(words) - SHINGLE + 1)))
     return frozenset(zlib.crc32(" ".join(run).encode(errors="surrogatepass")) for run in runs)
 
 
 def similarity(a: frozenset[int], b: Collection[int]) -> float:
-    """Jaccard: what two sets share, of all they hold. `b` may be any collection that holds nothing twice."""
+    """Returns the Jaccard similarity of two sets. `b` may be any collection without repetitions."""
     shared = len(a.intersection(b))
     return shared / (len(a) + len(b) - shared)
 
 
 class Duplicates:
-    """Remembers the texts it was shown; the same texts in the same order give the same verdicts everywhere.
+    """Remembers texts and finds near duplicates; the result depends only on the texts and their order.
 
-    Candidates are found by MinHash and judged by the similarity itself, so nothing below the threshold is dropped.
-    A remembered text takes some 2 kB.
+    MinHash finds candidates, and their exact similarity decides, so no text below the threshold is dropped. A
+    remembered text needs about 2 kB.
 
-    Texts that share a long instruction meet in many bands without being duplicates. A band that holds `CROWD` texts
-    stops growing, so that a text is compared with `BANDS * CROWD` others at most; later ones are found by the bands in
-    which they differ from the crowd.
+    Texts with a long common instruction share many bands without being duplicates. A band stops growing at `CROWD`
+    texts, so a text is compared with at most `BANDS * CROWD` others; later texts are found by bands that are not full.
 
     Args:
-        threshold: texts at least so similar are duplicates; 1 drops only what is equal after normalisation.
+        threshold: texts at least this similar are duplicates; 1 drops only texts that are equal after normalisation.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -55,17 +54,17 @@ class Duplicates:
         self._threshold = threshold
         self._digests: set[bytes] = set()  # of the texts
         self._kept: list[array[int]] = []  # shingles
-        self._bands: dict[int, list[int]] = {}  # hash of a part of a signature -> the texts that have it
+        self._bands: dict[int, list[int]] = {}  # hash of a part of a signature -> texts that have it
 
     def seen(self, text: str, under: str = "") -> bool:
-        """Whether a text like this was shown before `under` the same instructions; if not, it is remembered.
+        """Whether a similar text was seen before `under` the same instructions; remembers the text if not.
 
-        Instructions are no part of what is compared: many questions share long ones.
+        Instructions are not compared: many questions share long ones.
         """
         return self._look(text, under, remember=True)
 
     def holds(self, text: str, under: str = "") -> bool:
-        """The same, and nothing is remembered."""
+        """Like `seen`, but remembers nothing."""
         return self._look(text, under, remember=False)
 
     def _look(self, text: str, under: str, remember: bool) -> bool:

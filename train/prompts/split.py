@@ -1,4 +1,4 @@
-"""The prompts of a run: chosen from all sources, held-out ones kept apart."""
+"""The prompts of a run, split into training prompts and held-out ones."""
 
 import sys
 from array import array
@@ -30,12 +30,12 @@ PROMPTS = "prompts.jsonl"
 
 @dataclass(slots=True)
 class PromptData:
-    """What is known of a run's data beside its rows."""
+    """Data of a run apart from its rows."""
 
-    digest: str  # of everything read
+    digest: str  # of everything that was read
     held_out: list[HeldOutPrompt] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)  # prompts that are used, and what was left out for what
-    samplers: list[dict[str, Any]] = field(default_factory=list)  # that wrote responses files
+    counts: dict[str, int] = field(default_factory=dict)  # prompts in use, and skipped ones by reason
+    samplers: list[dict[str, Any]] = field(default_factory=list)  # of responses files
 
     def to_json(self) -> dict[str, Any]:
         return {"held_out": list(map(asdict, self.held_out)), "counts": self.counts, "samplers": self.samplers}
@@ -48,15 +48,15 @@ class PromptData:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How data is read and rendered."""
+    """Settings for reading and rendering data."""
 
-    config: TrainConfig  # its `prompts.max_length` is at most the target's context
+    config: TrainConfig  # with `prompts.max_length` at most the target's context
     tokenizer: Any
-    limit: str  # which limit makes a prompt too long, in words
+    limit: str  # the limit that makes a prompt too long, in words
 
     @property
     def room(self) -> int:
-        """Tokens that a prompt may have: two more make an anchor."""
+        """Maximum tokens of a prompt: an anchor needs two more."""
         return self.config.prompts.max_length - 2
 
     def say(self, message: str) -> None:
@@ -64,7 +64,7 @@ class Reading:
 
 
 def data_digest(config: TrainConfig) -> str:
-    """Of everything that a run reads: the contents of files, the names of datasets. Raises UserError."""
+    """Returns the digest of a run's inputs: contents of files, names of datasets. Raises UserError."""
     split = config.prompts.split
     names = config.data or (() if config.response_files else (config.prompts.dataset,))
     parts = [[Source(name, config.prompts.form).digest(split) for name in group] for group in (names, config.held_out)]
@@ -73,7 +73,7 @@ def data_digest(config: TrainConfig) -> str:
 
 
 def choose_prompts(reading: Reading, work: Path) -> PromptData:
-    """The prompts of `data` to be trained on, in `work`/prompts.jsonl, and those that are kept out.
+    """Writes the training prompts of `data` to `work`/prompts.jsonl and returns the held-out ones.
 
     Raises:
         UserError: a source cannot be read or holds a malformed row, or nothing is left to train on.
@@ -113,14 +113,14 @@ def choose_prompts(reading: Reading, work: Path) -> PromptData:
 
 
 def held_out_of_files(reading: Reading, thinking: bool | None, duplicates: Duplicates) -> list[HeldOutPrompt]:
-    """The first questions of the files of held-out prompts; what they ask is remembered in `duplicates`."""
+    """Returns the first questions of the held-out files; adds what they ask to `duplicates`."""
     config, held_out, dropped = reading.config, [], Counter[str]()
     for name in config.held_out:
         source = Source(name, config.prompts.form)
         for found in source.read(config.prompts.split, 0, config.run.seed):
             if isinstance(found, Malformed):
                 if source.is_file and config.prompts.strict:
-                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false leaves such rows out")
+                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false skips such rows")
                 dropped["malformed"] += 1
                 continue
             duplicates.seen(found.asked, under=found.instructions)
@@ -137,7 +137,7 @@ def held_out_of_files(reading: Reading, thinking: bool | None, duplicates: Dupli
 
 
 def _rendered(reading: Reading, conversation: Conversation, thinking: bool | None) -> tuple[list[int], str]:
-    """The first question as a prompt; or why there is none."""
+    """Returns the first question as a prompt, or the reason why there is none."""
     try:
         ids = encode_chat(reading.tokenizer, conversation.turns[0], thinking, conversation.tools)
     except UserError:
@@ -148,7 +148,7 @@ def _rendered(reading: Reading, conversation: Conversation, thinking: bool | Non
 def _drawn(
     reading: Reading, path: Path, sources: Sequence[int], names: Sequence[str], count: int
 ) -> tuple[list[HeldOutPrompt], set[int]]:
-    """So many prompts of a file of chosen ones, of every source its share, and their lines."""
+    """Returns held-out prompts from a file of chosen ones, each source with its share, and their line numbers."""
     order, dropped = spread(sources, reading.config.run.seed), Counter[str]()
     held_out: list[HeldOutPrompt] = []
     apart: set[int] = set()
@@ -175,7 +175,7 @@ def _drawn(
 
 
 def spread(sources: Sequence[int] | npt.NDArray[np.int64], seed: int) -> list[int]:
-    """A random order of items that takes from every source its share wherever one stops.
+    """Returns a random order in which every prefix has each source's share.
 
     Args:
         sources: of each item.

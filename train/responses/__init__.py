@@ -1,1 +1,1 @@
-"""Responses of the target to prompts: who generates them, and the files and token ids they become."""
+"""The target's responses to prompts: decoding backends, files and token ids."""

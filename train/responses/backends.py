@@ -1,4 +1,4 @@
-"""Who answers: the runtime's engine, or the readable reference where the engine cannot compute the target."""
+"""Decoders of responses: the runtime's engine, or the reference if the engine cannot compute the target."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -25,14 +25,14 @@ def open_decoder(
     context: int,
     mesh: "DeviceMesh | None" = None,
 ) -> Decoder:
-    """Load a target to answer with.
+    """Loads a target for decoding.
 
     Args:
-        runtime: one of `config.RUNTIMES`; auto is the engine, or, with a line that says why not, the reference.
-        drafter: speeds the engine up; the responses stay the same. The reference has no use for one.
-        batch: responses written at a time.
+        runtime: one of `config.RUNTIMES`; auto is the engine or, after printing the reason, the reference.
+        drafter: speeds up the engine; responses stay the same. The reference does not use it.
+        batch: concurrent responses.
         context: prompt and response together, in tokens.
-        mesh: of processes that decode the same together, with a target sharded over them; the reference does.
+        mesh: processes that decode together with a sharded target, with the reference.
 
     Raises:
         UserError: missing or broken weights, no such device, too little memory, or (`runtime="engine"`) a target that
@@ -45,19 +45,19 @@ def open_decoder(
         except UnsupportedModel as error:
             if runtime == "engine":
                 raise
-            refused = str(error)  # the error itself would hold on to what was loaded
+            refused = str(error)  # the error would keep loaded weights alive
     loaded = Target.load(target, device, dtype, mesh)
     why = unbatchable_reason(loaded)
     if refused is not None:
         how = f"{batch} prompts at a time" if why is None else f"one prompt at a time ({why})"
         how += " and without the drafter" if drafter else ""
-        print(f"the reference answers, {how}, for the engine cannot: {refused}", file=sys.stderr)
+        print(f"the reference decodes, {how}; the engine cannot: {refused}", file=sys.stderr)
     return BatchedDecoder(loaded, batch) if why is None else ReferenceDecoder(loaded)
 
 
 def _engine(target: str, drafter: str | None, device: str, dtype: str, batch: int, context: int) -> EngineDecoder:
     draft = None
-    if drafter is not None:  # before the target, which takes longest, and whatever answers in the end
+    if drafter is not None:  # before the target, which takes longest
         where = use_device(device)
         draft = read_drafter(drafter, load_config(target), where, resolve_dtype(dtype, where))
     parts = load_parts(target, draft, device, dtype)

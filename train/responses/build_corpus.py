@@ -1,4 +1,4 @@
-"""The rows of a run as a `Corpus`: of responses written now, recorded in the data, or given as files."""
+"""Builds a run's `Corpus` of responses that were written now, recorded in the data, or given as files."""
 
 import json
 from array import array
@@ -30,7 +30,7 @@ CORPUS = "corpus"  # inside the work directory
 
 
 def write_answered(data: PromptData, paths: Sequence[Path], match: Match, folder: Path, fingerprint: Any) -> None:
-    """The corpus of the responses that a run's own processes wrote, in the order of the prompts. Raises UserError."""
+    """Writes the corpus of responses by the run's own processes, in the order of the prompts. Raises UserError."""
     keys = array("q")
     with CorpusWriter(folder) as writer:
         for written in ResponseReader(match).read(paths):
@@ -43,10 +43,10 @@ def write_answered(data: PromptData, paths: Sequence[Path], match: Match, folder
 def write_recorded(
     reading: Reading, data: PromptData, prompts: Path, stop_ids: Collection[int], folder: Path, fingerprint: Any
 ) -> None:
-    """The corpus of the responses the data holds, as the chat template renders them (`recorded_rows`).
+    """Writes the corpus of responses in the data, rendered with the chat template (`recorded_rows`).
 
     Raises:
-        UserError: a response is no text, or none fits the template.
+        UserError: a response is not valid text, or none fits the template.
     """
     dropped: Counter[str] = Counter()
     stops = {*stop_ids, reading.tokenizer.eos_token_id}
@@ -59,7 +59,7 @@ def write_recorded(
         if not len(writer):
             raise UserError(
                 f"none of the data's responses can be trained on: {why}; "
-                f"responses.regenerate=true lets the target write them"
+                f"give responses.regenerate=true to let the target write them"
             )
         if dropped:
             progress.print(f"dropped responses of the data: {why}")
@@ -77,7 +77,7 @@ def _recorded(
     try:
         "".join(message["content"] for message in said if isinstance(message["content"], str)).encode()
     except UnicodeError as error:  # half of a surrogate pair
-        raise UserError(f"the answer to prompt {conversation.id} is no valid text ({error})") from error
+        raise UserError(f"the response to prompt {conversation.id} is not valid text ({error})") from error
     rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stops, reading.config.responses.thinking)
     dropped.update(lost)
     for row in rows:
@@ -90,25 +90,25 @@ def _recorded(
 
 
 class _Groups:
-    """Rows by what was asked: the rows of one conversation of a file, and of others that begin with the same prompt."""
+    """Rows grouped by prompt: rows of one conversation of a file, and of others that begin with the same prompt."""
 
     def __init__(self) -> None:
         self._parents = array("q")
         self._names: dict[Any, int] = {}
 
     def of(self, name: Any) -> int:
-        """The group of that name."""
+        """Returns the group with this name, adding it if it is new."""
         group = self._names.setdefault(name, len(self._parents))
         if group == len(self._parents):
             self._parents.append(group)
         return group
 
     def known(self, name: Any) -> int | None:
-        """The group of that name, if there is one."""
+        """Returns the group with this name, or None."""
         return self._names.get(name)
 
     def join(self, group: int, other: int) -> None:
-        """Make them one."""
+        """Merges two groups."""
         a, b = sorted((self._root(group), self._root(other)))
         self._parents[b] = a
 
@@ -119,15 +119,15 @@ class _Groups:
         return group
 
     def roots(self) -> npt.NDArray[np.int64]:
-        """What each group is one with."""
+        """Returns the merged group of each group."""
         return np.fromiter(map(self._root, range(len(self._parents))), np.int64, len(self._parents))
 
 
 def write_given(reading: Reading, digest: str, match: Match, folder: Path, fingerprint: Any) -> None:
-    """The corpus of responses files; without files of held-out prompts, all rows of some conversations are kept out.
+    """Writes the corpus of responses files. Without held-out files, all rows of some conversations are kept out.
 
-    Rows that ask nearly the same as a held-out prompt are left out. Among the others nothing is dropped: several
-    responses to one prompt are what `dflash-data` was asked for.
+    Rows whose prompt is similar to a held-out one are dropped. Other duplicates stay: several responses to one prompt
+    are intended.
 
     Raises:
         UserError: a file cannot be read, holds something else, or responses of another target.
@@ -161,12 +161,12 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 progress.print(f"{len(used)} of {found} prompts are used (prompts.max_prompts)")
             asks, first = asks[used], first[used]
             duplicates = Duplicates(options.similarity)
-            apart: set[int] = set()  # groups that are measured on
-            near: set[int] = set()  # that ask nearly the same
+            apart: set[int] = set()  # held-out groups
+            near: set[int] = set()  # groups with similar prompts
             if config.held_out:
                 modes = {sampler.get("thinking") for sampler in reader.samplers}
                 thinking = config.responses.thinking
-                if thinking is None and len(modes) == 1:  # as the prompts of the responses were
+                if thinking is None and len(modes) == 1:  # same mode as the prompts of the responses
                     thinking = modes.pop()
                 held_out = held_out_of_files(reading, thinking, duplicates)
                 same = (groups.known(tokens_digest(prompt.tokens)) for prompt in held_out)
@@ -185,7 +185,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 near |= _near(asked, roots, apart, duplicates)
             near = (near & set(asks.tolist())) - apart
             if near:
-                progress.print(f"left out: {len(near)} prompts that are near duplicates of held-out ones")
+                progress.print(f"dropped {len(near)} prompts that are near duplicates of held-out ones")
             keep = np.isin(of, asks) & ~np.isin(of, np.array([*apart, *near], np.int64))
             if not keep.any():
                 raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
@@ -206,7 +206,7 @@ def _prompt(row: Row) -> bytes:
 
 
 def _asked(written: Written) -> tuple[str, str] | None:
-    """Instructions and what is asked in all turns, of the last row of a conversation's first sample."""
+    """Returns instructions and questions of all turns, from the last row of a conversation's first sample."""
     messages = written.values.get("messages")
     whole = written.number("part") + 1 >= written.number("parts", 1)
     if written.number("sample") or not whole or not isinstance(messages, list):
@@ -218,7 +218,7 @@ def _asked(written: Written) -> tuple[str, str] | None:
 
 
 def _near(asked: Any, roots: npt.NDArray[np.int64], apart: set[int], duplicates: Duplicates) -> set[int]:
-    """Groups that ask nearly what those `apart` ask, or what `duplicates` holds already."""
+    """Returns groups with prompts similar to those of the groups `apart` or to texts in `duplicates`."""
 
     def lines() -> Iterator[tuple[int, str, str]]:
         asked.seek(0)
@@ -237,7 +237,7 @@ def _near(asked: Any, roots: npt.NDArray[np.int64], apart: set[int], duplicates:
 
 
 def _sample(count: int, most: int, seed: int) -> npt.NDArray[np.int64]:
-    """Places of at most so many of `count`, drawn, in their order."""
+    """Returns a sorted random sample of at most `most` of `count` indices."""
     if not most or count <= most:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).permutation(count)[:most])

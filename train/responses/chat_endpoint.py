@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a chat as that API has it, and the target's own tokens of what a server says there."""
+"""/v1/chat/completions: requests in that API's form, and the target's own tokens of its replies."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ from .conversation import rendered_response
 
 
 def chat_fields(chat: Chat, thinking: bool | None) -> dict[str, Any]:
-    """What a request says of the prompt."""
+    """Returns the fields of a request that hold the prompt."""
     fields: dict[str, Any] = {"messages": _sent(chat.messages)}
     if chat.tools:
         fields["tools"] = list(chat.tools)
@@ -22,7 +22,7 @@ def chat_fields(chat: Chat, thinking: bool | None) -> dict[str, Any]:
 
 
 def _sent(messages: list[Message]) -> list[Message]:
-    """Messages of a template as the API wants them: arguments are text."""
+    """Converts a template's messages to the API's form, with arguments as text."""
     sent = []
     for message in messages:
         if "tool_calls" in message:
@@ -36,11 +36,11 @@ def _sent(messages: list[Message]) -> list[Message]:
 
 
 def is_our_prompt(url: str, theirs: int | Sequence[int], ours: list[int], *, agreed: bool) -> bool:
-    """Whether a server made our tokens, or as many, of a chat.
+    """Whether the server rendered a chat to our tokens, or to as many.
 
     Args:
-        theirs: its tokens, or their number where it says no more.
-        agreed: it did so for another chat.
+        theirs: the server's tokens, or their number.
+        agreed: whether it did so for an earlier chat.
 
     Raises:
         UserError: it does not, and never did.
@@ -49,15 +49,14 @@ def is_our_prompt(url: str, theirs: int | Sequence[int], ours: list[int], *, agr
     if not (same or agreed):
         other = "other " if count == len(ours) else ""
         raise UserError(
-            f"{url}: the prompt has {count} {other}tokens there and {len(ours)} with the target's own chat template, "
-            f"so that the answer is to another prompt; serve the target with its own template, in the mode of "
-            f"--thinking"
+            f"{url}: the prompt has {count} {other}tokens there but {len(ours)} with the target's own chat template; "
+            f"serve the target with its own template, in the mode of --thinking"
         )
     return same
 
 
 def plain_text(message: dict[str, Any]) -> str | None:
-    """All that an assistant's message says, if it is nothing but content."""
+    """Returns the content of an assistant's message that has nothing else, or None."""
     return None if _reasoning(message) or message.get("tool_calls") else message.get("content") or ""
 
 
@@ -69,20 +68,20 @@ def rendered_message(
     stop_ids: Collection[int],
     thinking: bool | None,
 ) -> list[int] | None:
-    """The tokens of an assistant's message as the target's template writes it.
+    """Returns the tokens of an assistant's message as the target's template renders it.
 
-    None: it cannot behind this prompt, or leaves out what the message says.
+    None: the template cannot render it after this prompt, or drops a part of it.
     """
     given = {"role": "assistant", "content": message.get("content") or "", "tool_calls": message.get("tool_calls")}
     try:
         (said,) = read_chat({"messages": [given]})[0]
         answer = rendered_response(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
         if reasoning := _reasoning(message):
-            said |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates know one name or the other
+            said |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates use one name or the other
             thought = rendered_response(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
-            answer = None if thought == answer and reasoning.strip() else thought  # it leaves the reasoning out
+            answer = None if thought == answer and reasoning.strip() else thought  # dropped the reasoning
         return answer
-    except (*MALFORMED, UserError):  # a call whose arguments are no JSON, a template without tools
+    except (*MALFORMED, UserError):  # arguments of a call that are not JSON, a template without tools
         return None
 
 

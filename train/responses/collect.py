@@ -1,4 +1,4 @@
-"""The rows of a run: prompts chosen, answered by all processes, and mapped as a corpus; kept for every resume."""
+"""The rows of a run: chooses prompts, lets all processes respond, and maps the corpus; a resumed run reuses it."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from .generate import SAID, ResponsePlan, Tally, reasons, respond
 
 
 def gathered(run: Prepared, processes: Processes) -> Corpus:
-    """The rows of a run, mapped by every process: made once, by the first, and there for every resume."""
+    """Returns the rows of a run, mapped by every process; the first process builds them once."""
     folder = run.work / CORPUS
     wanted = _wanted(run)
     if not processes.broadcast(processes.main and _is_of(folder, wanted)):
@@ -47,7 +47,7 @@ def gathered(run: Prepared, processes: Processes) -> Corpus:
 
 
 def _wanted(run: Prepared) -> dict[str, Any]:
-    """What the rows of a run depend on, as JSON has it."""
+    """Returns the settings on which a run's rows depend, as JSON values."""
     record = run.record
     wanted = {key: record[key] for key in ("target", "target_digest", "template_hash", "data_hash")}
     wanted |= {"answers": asked(record["config"]), "prompts": record["config"]["prompts"], "seed": run.config.run.seed}
@@ -69,14 +69,13 @@ def _match(run: Prepared) -> Match:
 
 
 def _not_shared(work: Path) -> UserError:
-    return UserError(f"{work} has not the same responses everywhere: all machines must share the output directory")
+    return UserError(f"the responses in {work} differ between machines; all machines must share the output directory")
 
 
 def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> None:
-    """Choose the prompts, have them answered, and make the corpus; what an earlier run has done of it is kept.
+    """Chooses the prompts, has them answered and builds the corpus; resumes an earlier run.
 
-    Each process, or those that hold a target together, answers its share into a file of its own. All files count,
-    whoever wrote them.
+    Each process, or group of peers, writes its share to its own file. All files count, whichever process wrote them.
     """
     config, work, options = run.config, run.work, run.config.responses
     meta, prompts = work / "answers.json", work / PROMPTS
@@ -112,17 +111,17 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
 
 
 def _response_files(work: Path) -> list[Path]:
-    return sorted(path for path in work.glob("answers*.jsonl") if path.exists())  # no link to nowhere
+    return sorted(path for path in work.glob("answers*.jsonl") if path.exists())  # without dangling links
 
 
 def _chosen(run: Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
-    """What `answers.json` says, once the prompts are chosen. Raises UserError: the directory has another run's."""
+    """Returns `answers.json` after the prompts are chosen. Raises UserError if another run's is there."""
     work, meta = run.work, run.work / "answers.json"
     if meta.exists():
         state = read_json(meta)
         answered = any(path.is_dir() or path.stat().st_size for path in _response_files(work))
         if not isinstance(state, dict) or "of" not in state:
-            raise UserError(f"{meta}: of an earlier version; choose another --output or remove {work}")
+            raise UserError(f"{meta}: from an earlier version; choose another --output or remove {work}")
         difference = first_difference(state["of"], wanted)
         if not difference:
             return state
@@ -134,12 +133,12 @@ def _chosen(run: Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _done(work: Path) -> set[tuple[int, int]]:
-    """Every response that is there; a torn line is cut off before anyone writes."""
+    """Returns all complete responses; cuts off a torn line before anything is appended."""
     return set().union(*(resume(path)[0] for path in _response_files(work)))
 
 
 def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total: int, processes: Processes) -> Tally:
-    """This process's part of the responses that are missing; peers write one part together."""
+    """Writes this process's share of the missing responses; peers write one share together."""
     config, work, record = run.config, run.work, run.record
     share = processes.group
     if next(plan.conversations(work / PROMPTS, done, *share), None) is None:
@@ -164,7 +163,7 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
 
 
 def _end_of_responses(run: Prepared, state: dict[str, Any], tally: Tally) -> None:
-    """Write down that all is answered, and what was left out."""
+    """Records that all prompts are answered, and what was dropped."""
     if not any(path.stat().st_size for path in _response_files(run.work)):
         why = reasons(tally.dropped, run.reading.limit)
         raise UserError(f"none of {state['counts']['prompts']} prompts was answered: {why}")
@@ -175,7 +174,7 @@ def _end_of_responses(run: Prepared, state: dict[str, Any], tally: Tally) -> Non
 
 
 def discard(work: Path) -> None:
-    """Leave nothing behind if nothing came of the prompts that were chosen."""
+    """Removes the files of a run that has no responses."""
     files = _response_files(work)
     if (work / CORPUS).exists() or any(path.is_dir() or path.stat().st_size for path in files):
         return

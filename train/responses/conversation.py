@@ -1,4 +1,4 @@
-"""Conversations as rows of token ids: in the making, answered by the target turn by turn, or as they were recorded."""
+"""Conversations as rows of token ids: with the target's answers turn by turn, or as recorded."""
 
 import contextlib
 import re
@@ -16,7 +16,7 @@ from dflash_toolkit.sampling import SamplingParams
 
 from .rows import Row, Span
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # transformers' own pattern
 FINAL_CHANNEL = re.compile(r"<\|channel\|>final\b.*?<\|message\|>")
 SPLIT = re.compile(r"""split\(\s*(['"])(.+?)\1""")
 TOO_SHORT = "shorter than two tokens"
@@ -25,7 +25,7 @@ REFUSED = "refused by the chat template"
 
 
 def continued(known: Row | None, index: int, prompt: list[int], answer: list[int]) -> tuple[Row, bool]:
-    """The row of one more response, and whether it continues `known`: if the prompt begins with its very tokens."""
+    """Returns the row with one more response, and whether it continues `known`: its prompt begins with those tokens."""
     span = (len(prompt), len(prompt) + len(answer))
     if known is not None and prompt[: len(known.tokens)] == known.tokens:
         return replace(known, tokens=prompt + answer, spans=(*known.spans, span)), True
@@ -33,11 +33,11 @@ def continued(known: Row | None, index: int, prompt: list[int], answer: list[int
 
 
 def said(tokenizer: Any, response: list[int]) -> str:
-    """What a response says, as the template of the next turn wants to be given it.
+    """Returns the text of a response for the template of the next turn.
 
-    Of harmony, gpt-oss's form, that is the final channel: its template refuses the tags of channels, and without them
-    thoughts would run into what is said. Special tokens at which a template splits what was said, as Gemma 4's does to
-    leave earlier thoughts out, stay.
+    In harmony, gpt-oss's form, that is the final channel: its template refuses channel tags, and without them thoughts
+    would run into the answer. Special tokens at which a template splits the text stay, e.g. Gemma 4's, which drops
+    earlier thoughts.
     """
     template = str(tokenizer.chat_template)
     if "<|channel|>" in template:
@@ -53,7 +53,7 @@ def said(tokenizer: Any, response: list[int]) -> str:
 
 @dataclass(slots=True)
 class Part:
-    """Turns whose token ids continue each other, so that one row holds them all."""
+    """Turns whose token ids continue each other, so that one row holds all of them."""
 
     row: Row
     messages: list[Message]
@@ -61,18 +61,18 @@ class Part:
 
 
 class LiveConversation:
-    """Asks the turns of a conversation one after the other.
+    """Lets the target answer the turns of a conversation one after another.
 
-    A row goes on as long as the rendered conversation begins with the very tokens that are already there, responses
-    included. Where it does not (templates that drop earlier thinking, texts that are tokenised otherwise), what follows
-    becomes a row of its own, whose prompt is what a server would see. A response that was cut ends the conversation.
-    Where the recorded assistant calls tools, the target is asked too, and the conversation goes on with the recorded
-    call and its results, since nobody runs the tools.
+    A row grows as long as the rendered conversation begins with the row's tokens, responses included. Where it does not
+    (templates that drop earlier thinking, texts that are tokenised differently), a new row starts, whose prompt is the
+    one that a server would see. A response that was cut ends the conversation. Where the recorded assistant calls
+    tools, the target responds too, and the conversation continues with the recorded call and its results, since no
+    tools are run.
 
     Attributes:
         parts: the rows; complete when `request` is None.
-        dropped: why there is none.
-        left_out: what is not in the rows though there are some, a reason each.
+        dropped: why there are no rows.
+        left_out: reasons why turns are missing from the rows.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LiveConversation:
         return Chat(with_call_ids(self._messages), self.tools)
 
     def _next_turn(self) -> None:
-        """The next turn becomes the request, if there is one and it fits."""
+        """Makes the next turn the request, if there is one and it fits."""
         self.request = None
         if not self._turns:
             self._end()
@@ -145,7 +145,7 @@ class LiveConversation:
         row, goes_on = continued(self.parts[-1].row if self.parts else None, self.index, ids, answer.tokens)
         self.parts[len(self.parts) - goes_on :] = [Part(row, messages, answer.finish_reason)]
         if self._turns and self._turns[0][0]["role"] == "assistant":
-            self._next_turn()  # the turn has the recorded call, so that ours is not gone on from
+            self._next_turn()  # the turn has the recorded call, so the response is not continued
             return
         self._messages = messages
         if answer.finish_reason != "stop" or not text.strip():
@@ -164,15 +164,15 @@ def recorded_rows(
     stop_ids: Collection[int],
     thinking: bool | None = None,
 ) -> tuple[list[Row], Counter[str]]:
-    """Rows of a conversation as it was recorded, every assistant turn supervised, and what was left out for what.
+    """Returns the rows of a recorded conversation, with every assistant turn supervised, and counts of dropped turns.
 
-    A template with generation tags renders the conversation once and says itself which tokens the assistant writes.
-    For any other, each turn's prompt must begin the rendered turn token for token; what follows up to the last stop
-    token is the response, and turns are joined as in `LiveConversation`.
+    A template with generation tags renders the conversation once and marks the assistant's tokens. With other templates
+    each turn's prompt must begin the rendered turn token for token; the rest up to the last stop token is the response,
+    and turns are joined as in `LiveConversation`.
 
     Args:
-        messages: they are read up to the last assistant turn.
-        stop_ids: tokens that end a response; what a template writes behind them is not the assistant's.
+        messages: read up to the last assistant turn.
+        stop_ids: tokens that end a response; tokens of the template after them are not the assistant's.
     """
     left_out: Counter[str] = Counter()
     rows: list[Row] = []
@@ -205,7 +205,7 @@ def rendered_response(
     stop_ids: Collection[int],
     thinking: bool | None,
 ) -> list[int] | None:
-    """What the chat template writes behind a prompt for the last message, up to and with the last stop token.
+    """Returns the template's tokens of the last message after a prompt, up to and including the last stop token.
 
     None: the rendered messages do not begin with the prompt token for token. Raises as `encode_chat` does.
     """
@@ -218,7 +218,7 @@ def rendered_response(
 
 
 def load_chat_tokenizer(target: str, thinking: bool | None) -> Any:
-    """A target's tokenizer. Raises UserError where it has no chat template, or one without this thinking mode."""
+    """Loads a target's tokenizer. Raises UserError if it has no chat template, or lacks this thinking mode."""
     tokenizer = load_tokenizer(target)
     encode_chat(tokenizer, [{"role": "user", "content": "?"}], thinking)
     warn_of_thinking(tokenizer, thinking)
@@ -226,16 +226,16 @@ def load_chat_tokenizer(target: str, thinking: bool | None) -> Any:
 
 
 def likeliest_end_first(tokenizer: Any, stop_ids: Collection[int]) -> tuple[int, ...]:
-    """Stop tokens, first the one that the chat template writes behind a response, else the tokenizer's own."""
+    """Returns the stop tokens, first the one that the chat template writes after a response, else the tokenizer's."""
     end = tokenizer.eos_token_id
-    with contextlib.suppress(UserError):  # a template that wants other messages
+    with contextlib.suppress(UserError):  # the template requires other messages
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         end = next((token for token in reversed(encode_chat(tokenizer, chat, ask=False)) if token in stop_ids), end)
     return tuple(sorted(stop_ids, key=lambda token: token != end))
 
 
 def _has_generation_tags(tokenizer: Any, tools: Sequence[Tool]) -> bool:
-    if not getattr(tokenizer, "is_fast", False):  # others do not know which token a character is in
+    if not getattr(tokenizer, "is_fast", False):  # others do not map characters to tokens
         return False
     template = tokenizer.get_chat_template(None, list(tools) or None) if tokenizer.chat_template else ""
     return GENERATION.search(template) is not None
@@ -244,7 +244,7 @@ def _has_generation_tags(tokenizer: Any, tools: Sequence[Tool]) -> bool:
 def _masked(
     tokenizer: Any, messages: Sequence[Message], thinking: bool | None, tools: Sequence[Tool]
 ) -> tuple[list[int], tuple[Span, ...]]:
-    """Token ids of a chat, and every [start, end) in generation tags."""
+    """Returns the token ids of a chat and every [start, end) in generation tags."""
     told = {} if thinking is None else {"enable_thinking": thinking}
     found = apply_template(tokenizer, messages, told, tools, return_dict=True, return_assistant_tokens_mask=True)
     mask = [0, *found["assistant_masks"], 0]

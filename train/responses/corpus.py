@@ -1,8 +1,8 @@
-"""The token ids of a run in one file that every process maps: rows are views of it, and nobody holds Python integers.
+"""The token ids of a run in one memory-mapped file; rows are views of it, without Python integers.
 
-A folder holds `tokens.i32` (all rows, one behind the other), `rows.npy` (a line of `COLUMNS` for each row), `spans.npy`
-([start, end) of every response in its row) and `meta.json`. It is made under another name and then renamed, so it is
-whole or not there.
+A folder holds `tokens.i32` (all rows, concatenated), `rows.npy` (`COLUMNS` for each row), `spans.npy` ([start, end) of
+every response in its row) and `meta.json`. It is written under a temporary name and then renamed, so an existing folder
+is complete.
 """
 
 import os
@@ -28,15 +28,15 @@ PARTIAL = ".partial"
 
 
 class Corpus(Sequence[Row]):
-    """Rows over a memory map, made when they are asked for; `index` is their place.
+    """Rows over a memory map, created on access; `index` is their place.
 
-    What is said of all rows (`lengths`, `response_lengths`) and choices among them work on arrays of a number a row.
+    Properties of all rows (`lengths`, `response_lengths`) and selections work on arrays with one number per row.
 
     Args:
         tokens: [N] int32, of all rows.
         table: [rows, COLUMNS] int64.
         spans: [M, 2] int32.
-        meta: whatever was kept beside them.
+        meta: JSON values that were stored with them.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class Corpus(Sequence[Row]):
 
     @classmethod
     def open(cls, folder: Path) -> "Corpus":
-        """Map what a `CorpusWriter` left. Raises UserError for a damaged folder."""
+        """Maps the folder of a `CorpusWriter`. Raises UserError for a damaged folder."""
         try:
             meta = read_json(folder / "meta.json")
             table, spans = (np.load(folder / name) for name in ("rows.npy", "spans.npy"))
-            # private: torch takes no arrays that cannot be written to, and what is written here stays here
+            # private, since torch refuses read-only arrays; writes are never saved
             tokens = np.asarray(np.memmap(folder / "tokens.i32", dtype=np.int32, mode="c"))
             if meta["version"] != VERSION or len(tokens) != meta["tokens"] or table.shape[1] != len(COLUMNS):
-                raise ValueError("its files do not fit one another")
+                raise ValueError("its files do not match")
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{folder}: damaged ({error}); remove it to have it made again") from error
+            raise UserError(f"{folder}: damaged ({error}); remove it to build it again") from error
         return cls(tokens, table, spans, meta)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Row]) -> "Corpus":
-        """In memory."""
+        """Makes a corpus in memory."""
         tokens = np.concatenate([np.asarray(row.tokens, np.int32) for row in rows] or [np.zeros(0, np.int32)])
         table = np.zeros((len(rows), len(COLUMNS)), np.int64)
         table[:, 1] = [len(row.tokens) for row in rows]
@@ -84,7 +84,7 @@ class Corpus(Sequence[Row]):
         start, length, prompt_tokens, first, count = self._table[place].tolist()
         spans = self._spans[first : first + count].tolist()
         kept = tuple((begin, min(end, length)) for begin, end in spans if begin < length)
-        # without a span left nothing may count as supervised
+        # without spans, no token may count as supervised
         return Row(place, min(prompt_tokens, length) if kept else length, self._tokens[start : start + length], kept)
 
     @property
@@ -108,21 +108,21 @@ class Corpus(Sequence[Row]):
         return int(self.response_lengths.sum())
 
     def cut(self, length: int) -> "Corpus":
-        """At most so many tokens of every row."""
+        """Returns the corpus with every row cut to at most `length` tokens."""
         table = self._table.copy()
         np.minimum(table[:, 1], length, out=table[:, 1])
         return Corpus(self._tokens, table, self._spans, self.meta)
 
     def take(self, rows: npt.ArrayLike) -> "Corpus":
-        """These rows in this order, by their places or by a mask; renumbered."""
+        """Returns these rows in this order, by index or mask; renumbered."""
         return Corpus(self._tokens, self._table[np.asarray(rows)], self._spans, self.meta)
 
     def with_anchors(self) -> "Corpus":
-        """The rows that hold at least one anchor: two supervised tokens in a row."""
+        """Returns the rows with at least one anchor: two consecutive supervised tokens."""
         return self.take(self._over_spans(np.maximum) >= 2)
 
     def _over_spans(self, join: np.ufunc) -> Integers:
-        """What `join` makes of the lengths of each row's responses."""
+        """Reduces the lengths of each row's responses with `join`."""
         first, counts = self._table[:, 3], self._table[:, 4]
         if not len(first):
             return np.zeros(0, np.int64)
@@ -134,9 +134,9 @@ class Corpus(Sequence[Row]):
 
 
 class CorpusWriter:
-    """Makes the folder of a corpus; what was there before stays until the new one is whole.
+    """Writes the folder of a corpus; an earlier one stays until the new one is complete.
 
-    Use it in a `with`: leaving it without `commit` leaves nothing behind.
+    Use it in a `with`: leaving it without `commit` removes what was written.
 
     Raises:
         UserError: the disk is full.
@@ -149,7 +149,7 @@ class CorpusWriter:
 
     def __enter__(self) -> "CorpusWriter":
         try:
-            shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed run
             self._partial.mkdir(parents=True)
             self._file = open(self._partial / "tokens.i32", "wb", buffering=1 << 22)
         except OSError as error:
@@ -171,7 +171,7 @@ class CorpusWriter:
         return len(self._table) // len(COLUMNS)
 
     def add(self, row: Row) -> None:
-        """The next row."""
+        """Appends a row."""
         tokens, spans = np.ascontiguousarray(row.tokens, np.int32), row.supervised
         self._table.extend((self._tokens, len(tokens), row.prompt_tokens, len(self._spans) // 2, len(spans)))
         for span in spans:
@@ -183,7 +183,7 @@ class CorpusWriter:
             raise self._failed(error) from error
 
     def prompt(self, place: int) -> list[int]:
-        """The prompt of a row that was added."""
+        """Returns the prompt of a row that was added."""
         start, length, prompt_tokens = self._table[len(COLUMNS) * place : len(COLUMNS) * place + 3]
         try:
             self._file.flush()
@@ -193,10 +193,10 @@ class CorpusWriter:
         return found.tolist()
 
     def commit(self, meta: dict[str, Any], keep: npt.ArrayLike | None = None) -> None:
-        """Put the corpus where it belongs, with what `meta` says of it.
+        """Moves the corpus to its final place, with `meta`.
 
         Args:
-            keep: places of the rows that it has, in their order (default: all).
+            keep: indices of the rows to keep, in order (default: all).
         """
         table = np.frombuffer(self._table, np.int64).reshape(-1, len(COLUMNS))
         try:
@@ -214,10 +214,10 @@ class CorpusWriter:
 
 
 def lengths_of(rows: Sequence[Row]) -> Integers:
-    """Tokens of every row; of a `Corpus` without making its rows."""
+    """Returns the tokens of every row; does not create the rows of a `Corpus`."""
     return rows.lengths if isinstance(rows, Corpus) else np.asarray([len(row.tokens) for row in rows], np.int64)
 
 
 def _starts(lengths: Integers) -> Integers:
-    """Where each begins if they lie one behind the other."""
+    """Returns where each begins when they are concatenated."""
     return np.cumsum(lengths) - lengths

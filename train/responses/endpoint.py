@@ -1,6 +1,6 @@
-"""Answers from any OpenAI-compatible server: /v1/completions with token ids, so that only we apply the template.
+"""Responses from any OpenAI-compatible server: /v1/completions with token ids, so that only we apply the template.
 
-A server without that, or whose prompts are text, is asked through /v1/chat/completions (`chat_endpoint.py`).
+A server without that API, or with text prompts only, gets /v1/chat/completions (`chat_endpoint.py`).
 """
 
 import queue
@@ -28,19 +28,19 @@ from dflash_toolkit.sampling import SamplingParams
 from .chat_endpoint import chat_fields, is_our_prompt, plain_text, rendered_message
 
 LONGEST_PAUSE_S = 60.0
-BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error")  # finish_reason of half a response
-PATHS = {"completions": "completions", "chat": "chat/completions"}  # behind /v1/
-EXTRAS: dict[str, Any] = {  # which OpenAI's own API does not know -> the value that can be left out
+BROKEN_OFF = (None, "abort", "aborted", "cancelled", "error")  # finish_reason of an incomplete response
+PATHS = {"completions": "completions", "chat": "chat/completions"}  # after /v1/
+EXTRAS: dict[str, Any] = {  # unknown to OpenAI's own API -> the value that can be omitted
     "return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "chat_template_kwargs": None,
 }  # fmt: skip
 OPTIONS = {"top_k": "top_k", "min_p": "min_p", "chat_template_kwargs": "thinking", "top_p": "top_p"}
-RENAMED = "max_completion_tokens"  # what max_tokens is called by the newest servers
-LOST = "\ufffd"  # stands for bytes that are no character: which they were is not known
+RENAMED = "max_completion_tokens"  # name of max_tokens in the newest servers
+LOST = "\ufffd"  # replaces undecodable bytes, which are lost
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What `EndpointBackend.ask` was given."""
+    """Arguments of `EndpointBackend.ask`."""
 
     key: int
     prompt: list[int]
@@ -50,43 +50,45 @@ class _Request:
 
 @dataclass(slots=True)
 class _Server:
-    """One of those that are asked, and what its replies have told of it."""
+    """A server, and what its replies have shown."""
 
     url: str
     model: str
-    api: str | None  # of `PATHS`, None as long as it is not known
-    forms: dict[str, int] = field(default_factory=dict)  # by API, the first of `_forms` that was not refused
-    counts: bool = False  # it says which tokens it wrote, or how many
-    ends: Counter[bool] = field(default_factory=Counter)  # responses by whether its count has their stop token
-    agrees: bool = False  # it has made our prompt of a chat
+    api: str | None  # of `PATHS`, None if not known yet
+    forms: dict[str, int] = field(default_factory=dict)  # by API, the first of `_forms` that was accepted
+    counts: bool = False  # whether replies have token ids or counts
+    ends: Counter[bool] = field(
+        default_factory=Counter
+    )  # responses by whether the server's count includes their stop token
+    agrees: bool = False  # whether it rendered a chat to our prompt
 
 
 class EndpointBackend:
-    """Asks one or more servers of the same target, each request on its own, from so many threads.
+    """Sends each request separately, from many threads, to one or more servers of the same target.
 
-    A server that returns token ids (`return_token_ids`: vLLM, SGLang, dflash-serve) is taken at its word. From any
-    other the text is tokenised again, and counts only if that gives as many tokens as the server says it wrote. A
-    server that refuses its first request is asked with less, as far as the sampler and the thinking mode allow. One
-    that refuses the first through /v1/completions, or has no such thing, is asked through /v1/chat/completions from
-    then on, where reasoning and tool calls become text by the target's own template.
+    Token ids of a server that returns them (`return_token_ids`: vLLM, SGLang, dflash-serve) are trusted. For other
+    servers the text is tokenised again, and counts only if it has as many tokens as the server reports. If a server
+    refuses its first request, optional fields are dropped as far as the sampler and the thinking mode allow. If it
+    refuses the first request to /v1/completions, or lacks that API, /v1/chat/completions is used from then on, where
+    the target's own template turns reasoning and tool calls into text.
 
     Args:
-        urls: with or without the closing /v1; requests go round.
-        vocab_size: of the target; an answer with a token beyond it is another model's.
-        model: the name to ask for; None takes the only one that a server has.
-        stop_ids: of the target; the first of them stands for an end that a server does not show.
-        api: auto, completions or chat; auto tries, once for each server, and says what it found.
-        thinking: the mode that prompts were rendered in, for servers that render them too.
-        concurrency: requests asked at a time, over all servers.
+        urls: with or without a trailing /v1; requests rotate over them.
+        vocab_size: of the target; a larger token id shows another model.
+        model: name of the model on the server; None is the only one.
+        stop_ids: of the target; the first is used if a server does not report the stop token.
+        api: auto, completions or chat; auto tries once per server and prints its choice.
+        thinking: the mode in which prompts were rendered, for servers that render them too.
+        concurrency: concurrent requests over all servers.
         timeout_s: for one response.
-        retries: how often a request is asked again after an error that may pass, with growing pauses.
-        pause_s: before the first of them.
+        retries: attempts after a temporary error, with growing pauses.
+        pause_s: pause before the first retry.
 
     Attributes:
-        models: the name that each server is asked for.
+        models: the model's name on each server.
 
     Raises:
-        UserError: a server does not answer, or has no such model.
+        UserError: a server does not respond, or has no such model.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class EndpointBackend:
         for _ in range(self.width):
             self._submitted.put(None)
 
-    # ---- in the threads: asking --------------------------------------------------------------------------
+    # ---- in the threads: requests ------------------------------------------------------------------------
 
     def _work(self, server: _Server) -> None:
         while (request := self._submitted.get()) is not None and not self._closed.is_set():
@@ -156,12 +158,12 @@ class EndpointBackend:
                     break
         untried = request.chat is not None and server.api is None
         raise UserError(
-            f"{server.url}: no answer after {self._retries + 1} attempts ({reason}); what was answered is kept, run "
-            f"the same command again to go on" + (", with server.api=chat if it answers chats only" if untried else "")
+            f"{server.url}: no response after {self._retries + 1} attempts ({reason}); earlier responses are kept, run "
+            f"the same command again to resume" + (", with server.api=chat if it only has that API" if untried else "")
         )
 
     def _reply(self, server: _Server, request: _Request) -> dict[str, Any]:
-        """What the server says, through the API that it has."""
+        """Returns the server's reply through the API that it has."""
         api = server.api or ("completions" if request.chat is None else None)
         if api is not None:
             return self._post(server, api, request)
@@ -188,12 +190,14 @@ class EndpointBackend:
         forms = _forms({"model": server.model, **self._body(api, request)})
         refused: RefusedError | None = None
         known = server.forms.get(api)
-        # what refuses one request later is no reason to ask all others with less: their responses would be other ones
+        # a later refusal of one request must not change the form of all others: their responses would differ
         for number in range(len(forms)) if known is None else (known,):
             try:
                 reply = _whole(request_json(url, self._timeout_s, forms[number]))
             except RefusedError as error:
-                if refused is None or RENAMED not in forms[number]:  # an older server's word on that name tells nothing
+                if (
+                    refused is None or RENAMED not in forms[number]
+                ):  # an older server's refusal of that name shows nothing
                     refused = error
             except (LookupError, TypeError, AttributeError) as error:
                 raise UserError(f"{server.url}: not the reply of /v1/{PATHS[api]} ({error!r})") from error
@@ -210,7 +214,7 @@ class EndpointBackend:
     def _body(self, api: str, request: _Request) -> dict[str, Any]:
         params = request.params
         if api == "chat":
-            assert request.chat is not None, "asked without a chat"
+            assert request.chat is not None, "request without a chat"
             prompt = chat_fields(request.chat, self._thinking)
         else:
             prompt = {"prompt": request.prompt}
@@ -220,18 +224,18 @@ class EndpointBackend:
             "seed": params.seed,
             "stream": False,
             "return_token_ids": True,
-            # said even where they ask for nothing: some servers fill in the checkpoint's generation_config
+            # sent even at their defaults: some servers fill in the checkpoint's generation_config
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
             "repetition_penalty": 1.0,
         }
 
-    # ---- in the threads: what a reply says ---------------------------------------------------------------
+    # ---- in the threads: replies -------------------------------------------------------------------------
 
     def _response(self, server: _Server, request: _Request, reply: dict[str, Any]) -> Response:
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        if choice["finish_reason"] == "content_filter":  # it would be again
+        if choice["finish_reason"] == "content_filter":  # a retry would give the same
             return Response(request.key, Generation(finish_reason="stop"), "stopped by a content filter")
         reason: FinishReason = "length" if choice["finish_reason"] == "length" else "stop"
         if "message" in choice:
@@ -244,8 +248,8 @@ class EndpointBackend:
         server.counts |= tokens is not None or count is not None
         if not server.counts:
             raise UserError(
-                f"{server.url}: the reply says neither which tokens were written (token_ids) nor how many "
-                f"(usage.completion_tokens), so that no text of it can be checked; ask a server that does"
+                f"{server.url}: the reply has neither token_ids nor usage.completion_tokens, so its text cannot be "
+                f"checked; use a server that returns one of them"
             )
         if tokens is None:
             tokenizations = self._tokenizations(request, choice)
@@ -254,14 +258,14 @@ class EndpointBackend:
         else:
             tokens = self._known(server, [int(token) for token in tokens])
             if reason == "stop" and (not tokens or tokens[-1] not in self._stop_ids):
-                tokens += self._stop_ids[:1]  # left out by the server
+                tokens += self._stop_ids[:1]  # the server omits it
         limit = request.params.max_tokens
-        if len(tokens) > limit:  # the server does not heed the limit, or knows it by another name
+        if len(tokens) > limit:  # the server ignores the limit, or names it differently
             tokens, reason = tokens[:limit], "length"
         return Response(request.key, Generation(tokens, finish_reason=reason))
 
     def _known(self, server: _Server, tokens: list[int]) -> list[int]:
-        """The tokens, if all are the target's."""
+        """Returns the tokens if all are the target's."""
         strange = next((token for token in tokens if not 0 <= token < self._vocab_size), None)
         if strange is not None:
             raise UserError(
@@ -271,7 +275,7 @@ class EndpointBackend:
         return tokens
 
     def _tokenizations(self, request: _Request, choice: dict[str, Any]) -> Iterator[list[int]]:
-        """The tokens that a text may have been, likeliest first, with a stop token or without."""
+        """Yields the token sequences that a text may have had, likeliest first, with and without a stop token."""
         message = choice.get("message")
         text = choice["text"] if message is None else plain_text(message)
         if text is not None:
@@ -284,7 +288,7 @@ class EndpointBackend:
                 yield rendered
 
     def _counted(self, server: _Server, tokens: list[int], reason: str, count: int | None) -> list[int]:
-        """The tokens of a response, none if they cannot be the `count` that the server wrote."""
+        """Returns the tokens of a response; none if they cannot be the `count` that the server wrote."""
         end = tokens[-1:] if tokens and tokens[-1] in self._stop_ids else []
         spoken = tokens[: len(tokens) - len(end)]
         if LOST in self._tokenizer.decode(spoken):
@@ -294,14 +298,14 @@ class EndpointBackend:
         ended = spoken + (end or list(self._stop_ids[:1]))
         if count not in (len(spoken), len(ended)):
             return []
-        # servers count the stop token or do not; one too many or too few for what this one does is another text
+        # some servers count the stop token; one token more or less than this server's habit is another text
         with_end = count == len(ended)
         server.ends[with_end] += 1
         return ended if server.ends[with_end] >= server.ends[not with_end] else []
 
 
 def _forms(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A request, and what is left of it for servers that know fewer fields, or values, than vLLM and SGLang."""
+    """Returns a request in forms with fewer and fewer fields or values, for servers that know fewer than vLLM does."""
     unnamed = {name: value for name, value in body.items() if name != "return_token_ids"}
     openai = {name: value for name, value in body.items() if name not in EXTRAS or value != EXTRAS[name]}
     bare = {name: value for name, value in openai.items() if (name, value) != ("top_p", 1.0) and name != "seed"}
@@ -314,10 +318,10 @@ def _forms(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _whole(reply: dict[str, Any]) -> dict[str, Any]:
-    """A completion, unless it failed or was broken off, which proxies and servers that stop report with status 200."""
+    """Returns a completion unless it failed or broke off, which proxies and stopping servers report with status 200."""
     if not reply.get("choices") and (said := error_message(reply)):
         raise TryAgainError(said)
     reason = reply["choices"][0]["finish_reason"]
     if reason in BROKEN_OFF:
-        raise TryAgainError(f"the answer was broken off, finish_reason is {reason!r}")
+        raise TryAgainError(f"the response broke off, finish_reason is {reason!r}")
     return reply

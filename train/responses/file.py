@@ -1,9 +1,9 @@
-"""What `dflash-data` writes and `dflash-train --responses` reads: one JSON line a response, appended, never changed.
+"""The file of `dflash-data` and `dflash-train --responses`: one JSON line per response, only ever appended.
 
 `index` (of the prompt), `sample`, `id`, `messages` with the responses, `tools` if there are any, `tokens` (ids of
-prompt and responses), `prompt_tokens` (the first so many are the prompt), `spans` ([start, end) of every response),
-`part` of `parts` (more than one where the turns of a conversation do not continue each other token for token),
-`finish_reason`, `target`, `target_digest` (of its weights), `vocab_size`, `template_hash` and `sampler`.
+prompt and responses), `prompt_tokens` (length of the prompt), `spans` ([start, end) of every response), `part` of
+`parts` (more than one if the turns of a conversation do not continue each other token for token), `finish_reason`,
+`target`, `target_digest` (of its weights), `vocab_size`, `template_hash` and `sampler`.
 """
 
 import json
@@ -26,11 +26,11 @@ from .conversation import LiveConversation
 from .rows import Row
 
 MOST_TOKENS = 2**31 - 1  # of a vocabulary
-HERE = b'"here"'  # stands for the numbers that `_parsed` reads itself
+HERE = b'"here"'  # replaces the numbers that `_parsed` reads itself
 
 
 def lines_of(conversation: LiveConversation, common: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is written of a conversation that is over; nothing if it was dropped."""
+    """Returns the lines of a finished conversation; none if it was dropped."""
     return [
         {
             "index": conversation.index,
@@ -52,9 +52,9 @@ def lines_of(conversation: LiveConversation, common: dict[str, Any]) -> list[dic
 
 
 def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
-    """What a file holds: (index, sample) of complete responses, rows, response tokens, and what was left out of them.
+    """Returns (index, sample) of complete responses, rows, response tokens, and counts of what rows lack.
 
-    A row torn by a kill, or a response whose last part is missing, can only stand at the end; it is cut off.
+    A row torn by a kill, or a response without its last part, can only be at the end; it is cut off.
 
     Raises:
         UserError: a line is not one of ours.
@@ -65,7 +65,7 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
     left_out, open_left_out = Counter[str](), Counter[str]()
     for number, line, row in _lines(path):
         if not line.endswith(b"\n"):
-            break  # whole, it may be, but the next one would be written behind it
+            break  # it may be complete, but has no line break
         position += len(line)
         open_rows += 1
         try:
@@ -87,25 +87,25 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What answers must be of to be trained on."""
+    """Properties that responses must have."""
 
     target: str  # its name
-    digest: str | None  # of its weights; None where they are not at hand
+    digest: str | None  # of its weights; None if they are not on this machine
     vocab_size: int
     template: str  # hash
-    trust: bool = False  # take any target and template
+    trust: bool = False  # accept any target and template
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
     """A row of a responses file."""
 
-    file: int  # its place among the files
-    values: dict[str, Any]  # all that it says; `tokens` may be an array
+    file: int  # index of its file
+    values: dict[str, Any]  # all its fields; `tokens` may be an array
     row: Row
 
     def number(self, key: str, otherwise: int = 0) -> int:
-        """`index`, `sample`, `part` or `parts`, which older files need not say."""
+        """Returns `index`, `sample`, `part` or `parts`; older files may lack them."""
         value = self.values.get(key)
         return value if type(value) is int else otherwise
 
@@ -114,14 +114,14 @@ class ResponseReader:
     """Reads responses files row by row.
 
     Attributes:
-        samplers: every one that wrote rows so far.
-        rows: how many were read.
+        samplers: of all rows so far.
+        rows: number of rows read.
     """
 
     def __init__(self, match: Match) -> None:
         self._match = match
         self._samplers: dict[str, dict[str, Any]] = {}
-        self._matched: dict[tuple[str, ...], str | None] = {}  # what is wrong with rows that say so, if anything
+        self._matched: dict[tuple[str, ...], str | None] = {}  # error of rows with these fields, if any
         self.rows = 0
 
     @property
@@ -129,13 +129,13 @@ class ResponseReader:
         return list(self._samplers.values())
 
     def read(self, paths: Sequence[str | Path]) -> Iterator[Written]:
-        """Every row of the files, in their order, renumbered.
+        """Yields every row of the files, in order, renumbered.
 
         Raises:
-            UserError: a file cannot be read, holds something else, or another target or chat template wrote it.
+            UserError: a file cannot be read, is not a responses file, or has another target or chat template.
         """
         if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
-            raise UserError(f"responses {twice}: given twice")
+            raise UserError(f"responses {twice} is given twice; give each file once")
         vocabulary = self._match.vocab_size
         for place, path in enumerate(paths):
             before = self.rows
@@ -151,12 +151,12 @@ class ResponseReader:
                 ids = np.asarray(row.tokens)
                 if not 0 <= ids.min() <= ids.max() < vocabulary:
                     raise UserError(
-                        f"{path}, line {number}: holds a token outside the target's vocabulary of {vocabulary}"
+                        f"{path}, line {number}: a token is outside the target's vocabulary of {vocabulary}"
                     )
                 self.rows += 1
                 yield Written(place, values, row)
             if self.rows == before:
-                raise UserError(f"{path}: holds no answers")
+                raise UserError(f"{path}: holds no responses")
 
     def _wrong(self, values: dict[str, Any]) -> str | None:
         said = [str(values[key]) for key in ("target", "vocab_size", "template_hash")]
@@ -166,8 +166,8 @@ class ResponseReader:
         return self._matched[key]
 
     def _compared(self, target: str, words: str, template: str, digest: str) -> str | None:
-        """What is wrong with the rows of this target and template; says on stderr what could not be compared."""
-        match, again = self._match, "answer the prompts with dflash-data again"
+        """Returns the error of rows with this target and template, if any; prints what could not be compared."""
+        match, again = self._match, "write them again with dflash-data"
         known = digest != "None" and match.digest is not None
         same_name = _last_name(target) == _last_name(match.target)
         same_words = words == str(match.vocab_size)
@@ -178,7 +178,7 @@ class ResponseReader:
         if not same_words or not (known or same_name):
             return (
                 f"written by {target} with {words} tokens in its vocabulary, and the target is {match.target} with "
-                f"{match.vocab_size}; {again}, or give --trust-responses if they are of this target"
+                f"{match.vocab_size}; {again}, or give --trust-responses if it is the same target"
             )
         if known and digest != match.digest:
             return (
@@ -188,14 +188,12 @@ class ResponseReader:
         if template != match.template:
             return f"rendered with another chat template than {match.target} has; {again}, or give --trust-responses"
         if not known:
-            print(
-                f"warning: responses of {target} are known to be of {match.target} by the name alone", file=sys.stderr
-            )
+            print(f"warning: responses of {target} match {match.target} by name; weights are unknown", file=sys.stderr)
         return None
 
 
 def read_training_rows(paths: Sequence[str], match: Match) -> list[Row]:
-    """The rows of responses files, in memory. Raises UserError as `ResponseReader.read` does."""
+    """Returns the rows of responses files, in memory. Raises UserError as `ResponseReader.read` does."""
     return [written.row for written in ResponseReader(match).read(paths)]
 
 
@@ -203,22 +201,22 @@ def _row_of(row: dict[str, Any], index: int) -> Row:
     tokens = row["tokens"]
     if not isinstance(tokens, np.ndarray):
         if not all(type(token) is int for token in tokens):
-            raise TypeError("tokens are not whole numbers")
+            raise TypeError("tokens must be integers")
         tokens = np.array(tokens, np.int64)
     spans = tuple((int(start), int(end)) for start, end in row["spans"])
     prompt_tokens = int(row["prompt_tokens"])
     ends = [0, *(edge for span in spans for edge in span), len(tokens)]
     if not len(tokens) or not spans or ends != sorted(ends) or prompt_tokens != spans[0][0]:
-        raise ValueError("spans, tokens or prompt_tokens do not fit one another")
+        raise ValueError("spans, tokens and prompt_tokens do not match")
     if type(row["index"]) is not int:
-        raise TypeError("index is not a whole number")
+        raise TypeError("index must be an integer")
     return Row(index, prompt_tokens, np.clip(tokens, -1, MOST_TOKENS).astype(np.int32), spans)
 
 
 def _parsed(line: bytes) -> Any:
-    """What `json.loads` makes of a line, but for `tokens`, if they are plain numbers: an array of int64 then.
+    """Returns `json.loads` of a line, but with plain numbers in `tokens` as an array of int64.
 
-    They are most of a line, and Python integers take ten times as long. All else is JSON's to judge.
+    They are most of a line, and Python integers take ten times as long. JSON parses everything else.
     """
     begin = line.find(b'"tokens": [') + 10 if b'"tokens": [' in line else line.find(b'"tokens":[') + 9
     if begin >= 10:
@@ -226,7 +224,7 @@ def _parsed(line: bytes) -> Any:
         digits = line[begin + 1 : end]
         if not digits.translate(None, b"0123456789, ") and digits[:1].isdigit() and digits[-1:].isdigit():
             row = json.loads(line[:begin] + HERE + line[end + 1 :])
-            if isinstance(row, dict) and row.get("tokens") == "here":  # and not of something in this row
+            if isinstance(row, dict) and row.get("tokens") == "here":  # and not inside another value of this row
                 tokens = _numbers(digits)
                 if tokens is not None:
                     return row | {"tokens": tokens}
@@ -234,9 +232,9 @@ def _parsed(line: bytes) -> Any:
 
 
 def _numbers(digits: bytes) -> npt.NDArray[np.int64] | None:
-    """Of text such as `1, 2,3`; None for any other."""
+    """Parses text such as `1, 2,3`; None for any other text."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # of text that does not go on as it should
+        warnings.simplefilter("error", DeprecationWarning)  # raised for malformed text
         try:
             found = np.fromstring(digits, dtype=np.int64, sep=",")
         except (DeprecationWarning, ValueError):
@@ -245,17 +243,17 @@ def _numbers(digits: bytes) -> npt.NDArray[np.int64] | None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Every complete line with its number and what it holds; a last one that a kill has torn is left out."""
+    """Yields every complete line with its number and value; skips a torn last line."""
     if not path.exists():
         raise UserError(f"{path}: no such file")
     try:
         with open_text(path) as handle:
-            for number, line in enumerate(handle.buffer, 1):  # bytes, of which `resume` must count every one
+            for number, line in enumerate(handle.buffer, 1):  # bytes, since `resume` counts every one
                 try:
                     row = _parsed(line)
                 except (ValueError, RecursionError) as error:
                     if not line.endswith(b"\n"):
-                        return  # no object is whole before its last brace
+                        return  # an object ends with a brace
                     raise _foreign(path, number, error) from error
                 if not isinstance(row, dict):
                     raise _foreign(path, number, TypeError("not an object"))
@@ -270,7 +268,7 @@ def _foreign(path: Path, number: int, error: Exception) -> UserError:
 
 
 def of_another_run(output: Path, difference: str) -> UserError:
-    """What to raise where responses were generated otherwise than they are asked for now."""
+    """Returns the error for responses that were written with other settings."""
     return UserError(f"{output} holds responses of another run ({difference}); choose another --output or remove it")
 
 

@@ -1,4 +1,4 @@
-"""Chosen prompts -> the target's responses by a backend, all turns of each, in a file of their own."""
+"""Lets a backend respond to all turns of chosen prompts and appends the responses to a file."""
 
 import zlib
 from collections import Counter
@@ -17,16 +17,16 @@ from ..prompts.choosing import chosen
 from .conversation import TOO_LONG, LiveConversation
 from .file import lines_of
 
-SAID = ("target", "target_digest", "vocab_size", "template_hash", "sampler")  # of a run's record, in each of its rows
+SAID = ("target", "target_digest", "vocab_size", "template_hash", "sampler")  # fields of the record in every row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponsePlan:
-    """How responses are generated."""
+    """Settings of the responses."""
 
     tokenizer: Any
     params: SamplingParams
-    length: int  # of prompt and responses together
+    length: int  # of prompt and response together
     thinking: bool | None
     seed: int = 0
     samples: int = 1  # responses to every prompt
@@ -35,7 +35,7 @@ class ResponsePlan:
     def conversations(
         self, prompts: Path, done: Collection[tuple[int, int]], rank: int, world: int
     ) -> Iterator[LiveConversation]:
-        """What is not done yet; of several processes each gets its share."""
+        """Yields the conversations that are not done yet, of several processes this one's share."""
         todo = 0
         for each in chosen(prompts):
             for sample in range(self.samples):
@@ -53,15 +53,15 @@ class ResponsePlan:
 
 
 def seed_of(seed: int, index: int, sample: int = 0) -> int:
-    """The seed of one response, in 0..2^31 - 1: it does not depend on what else is generated."""
+    """Returns the seed of one response, in 0..2^31 - 1; it does not depend on other responses."""
     return zlib.crc32(f"{seed}/{index}/{sample}".encode()) >> 1
 
 
 def submit_all(backend: Decoder, conversations: Iterable[LiveConversation]) -> Iterator[LiveConversation]:
-    """Every conversation once it is over, in the order in which they end, as many at a time as the backend has use for.
+    """Yields every conversation when it ends, as many at a time as the backend uses.
 
     Raises:
-        UserError: whatever the backend raises.
+        UserError: as the backend.
     """
     waiting, running = enumerate(conversations), dict[int, LiveConversation]()
     while True:
@@ -85,12 +85,12 @@ def submit_all(backend: Decoder, conversations: Iterable[LiveConversation]) -> I
 
 @dataclass(slots=True)
 class Tally:
-    """What came of it."""
+    """Counts of the responses."""
 
     rows: int = 0
     tokens: int = 0  # of responses
     dropped: Counter[str] = field(default_factory=Counter)  # conversations without a row, by reason
-    left_out: Counter[str] = field(default_factory=Counter)  # of those that have one
+    left_out: Counter[str] = field(default_factory=Counter)  # missing turns of the others, by reason
 
     def add(self, other: "Tally") -> None:
         self.rows, self.tokens = self.rows + other.rows, self.tokens + other.tokens
@@ -98,20 +98,20 @@ class Tally:
         self.left_out += other.left_out
 
     def in_words(self, limit: str) -> str:
-        """For people. Args: limit: what `TOO_LONG` means."""
+        """Returns the counts in words. Args: limit: the reason of `TOO_LONG`."""
         counted = {"dropped": self.dropped, "left out of others:": self.left_out}
         more = "".join(f"; {name} {reasons(of, limit)}" for name, of in counted.items() if of)
         return f"{self.rows} responses, {self.tokens} tokens{more}"
 
 
 def reasons(counts: Counter[str], limit: str) -> str:
-    """Counts by reason in words."""
+    """Returns the counts by reason in words."""
     said = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
     return f"{said} ({limit})" if any(TOO_LONG in reason for reason in counts) else said
 
 
 def limit_of(max_length: int, context: int) -> str:
-    """Which limit makes a prompt too long."""
+    """Returns the limit that makes a prompt too long, in words."""
     if context < max_length:
         return f"the target's context is {context} tokens"
     return f"prompts.max_length is {max_length}"
@@ -129,16 +129,16 @@ def respond(
     world: int = 1,
     peers: Processes | None = None,
 ) -> Tally:
-    """Append the responses that are not done yet to `output`, each when it is finished.
+    """Appends the missing responses to `output`, each when it is finished.
 
     Args:
-        prompts: what `choose` left.
-        common: what every row says of the run.
-        total: responses to come in all, with those that are done.
-        peers: who decode the same together; the first of them writes.
+        prompts: a file of `choose`.
+        common: fields that every row repeats.
+        total: total number of responses, with those that are done.
+        peers: processes that decode together; the first of them writes.
 
     Raises:
-        UserError: the disk is full, and whatever the backend raises.
+        UserError: the disk is full, or as the backend.
     """
     tally, peers = Tally(), peers or Processes()
     with Progress("responses", total, unit="tok") as progress:

@@ -1,4 +1,4 @@
-"""Rows to train on: token ids of prompt and response, as the chat template and the target made them."""
+"""Training rows: token ids of prompt and response, from the chat template and the target."""
 
 from dataclasses import dataclass, replace
 
@@ -6,20 +6,20 @@ import numpy as np
 import numpy.typing as npt
 
 Span = tuple[int, int]  # start and end of a response in its row
-Tokens = list[int] | npt.NDArray[np.int32]  # a list while it is written, a view of a `Corpus` while it is trained on
+Tokens = list[int] | npt.NDArray[np.int32]  # a list while it is written, a view of a `Corpus` in training
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One training text."""
+    """A training text."""
 
     index: int  # of its prompt in the data
-    prompt_tokens: int  # the first so many tokens are the prompt; the rest is supervised unless there are spans
+    prompt_tokens: int  # length of the prompt; all later tokens are supervised unless there are spans
     tokens: Tokens
     spans: tuple[Span, ...] = ()  # the responses of a conversation of several turns
 
     def __eq__(self, other: object) -> bool:
-        """By what it says, whatever holds its tokens."""
+        """Compares contents, whatever type holds the tokens."""
         if not isinstance(other, Row):
             return NotImplemented
         mine, theirs = ((row.index, row.prompt_tokens, row.supervised) for row in (self, other))
@@ -27,7 +27,7 @@ class Row:
 
     @property
     def supervised(self) -> tuple[Span, ...]:
-        """Every [start, end) that the target wrote."""
+        """Every [start, end) written by the target."""
         return self.spans or ((self.prompt_tokens, len(self.tokens)),)
 
     @property
@@ -36,14 +36,14 @@ class Row:
 
     @property
     def has_anchor(self) -> bool:
-        """Whether there are two supervised tokens in a row."""
+        """Whether there are two consecutive supervised tokens."""
         return any(end - start >= 2 for start, end in self.supervised)
 
     def cut(self, length: int) -> "Row":
-        """At most so many tokens of it."""
+        """Returns the row cut to at most `length` tokens."""
         if len(self.tokens) <= length:
             return self
         spans = tuple((start, min(end, length)) for start, end in self.spans if start < length)
-        # without a span left nothing may count as supervised
+        # without spans, no token may count as supervised
         prompt = min(self.prompt_tokens, length) if spans or not self.spans else length
         return replace(self, prompt_tokens=prompt, tokens=self.tokens[:length], spans=spans)

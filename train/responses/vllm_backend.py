@@ -1,4 +1,4 @@
-"""vLLM in this process writes the responses: for targets that the engine does not compute, on one GPU or several."""
+"""vLLM in this process as a decoder, for targets that the engine does not compute, on one or several GPUs."""
 
 import gc
 from collections import deque
@@ -14,7 +14,7 @@ from dflash_toolkit.sampling import SamplingParams, int64_seed
 
 
 def import_vllm() -> Any:
-    """The module. Raises UserError where it is not installed."""
+    """Imports vllm. Raises UserError if it is not installed."""
     try:
         import vllm
     except ImportError as error:
@@ -30,9 +30,9 @@ class VllmBackend:
 
     Args:
         stops: token ids that end a response.
-        batch: responses written at a time.
+        batch: concurrent responses.
         context: prompt and response together, in tokens.
-        gpus: that share the target (tensor parallel).
+        gpus: GPUs that share the target (tensor parallelism).
 
     Raises:
         UserError: no vllm, or vllm refuses the model or the machine.
@@ -42,11 +42,11 @@ class VllmBackend:
         self._vllm = import_vllm()
         self._stops = list(stops)
         self._finished: deque[Response] = deque()
-        self.width = 2 * batch  # whoever ends finds the next one waiting
+        self.width = 2 * batch  # the next requests wait in vLLM
         try:
             self._llm: Any = self._vllm.LLM(
                 model=target, dtype=dtype, max_num_seqs=batch, max_model_len=context, tensor_parallel_size=gpus,
-                skip_tokenizer_init=True, generation_config="vllm",  # ids in, ids out; sampling is ours alone
+                skip_tokenizer_init=True, generation_config="vllm",  # ids in, ids out; our sampling parameters
             )  # fmt: skip
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(f"vllm cannot load {target}: {' '.join(str(error).split())}") from error
@@ -66,7 +66,7 @@ class VllmBackend:
     def wait(self) -> Response:
         while not self._finished:
             if not self._llm.llm_engine.has_unfinished_requests():
-                raise RuntimeError("nothing was asked")
+                raise RuntimeError("no request is running")
             for output in self._llm.llm_engine.step():
                 if output.finished:
                     answer = output.outputs[0]

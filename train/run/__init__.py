@@ -1,1 +1,1 @@
-"""A run: its data, start, state, cost, metrics and held-out decoding."""
+"""A training run: preparation, budget, cost, resume points, metrics, held-out decoding and publication."""

@@ -1,4 +1,4 @@
-"""How long a run is, by minutes, steps or epochs, and how much of that is done."""
+"""The budget of a run, in minutes, steps or epochs, and the share of it that is done."""
 
 import contextlib
 import math
@@ -17,30 +17,30 @@ from ..config import OptimOptions
 from ..optim.schedule import Joint, PackedSchedule, Schedule, joined_factor, learning_rate_factor
 from .state import ResumePoint, TrainState
 
-TIMED_STEPS = 3  # whose pace tells what the run costs
-PARTS = 1_000_000  # of a run by the clock
+TIMED_STEPS = 3  # steps to measure the pace
+PARTS = 1_000_000  # resolution of the learning rate's schedule in a run by the clock
 
 
 def plan_of(optim: dict[str, Any]) -> dict[str, float]:
-    """The one option, of a mapping of `OptimOptions`, that says when a run ends."""
+    """Returns the option that ends a run, from a mapping of `OptimOptions`."""
     return next(({name: optim[name]} for name in ("minutes", "steps") if optim[name]), {"epochs": optim["epochs"]})
 
 
 class Budget:
-    """Steps, epochs or minutes of a run: one `done` between 0 and 1, and the learning rate that goes by it.
+    """Steps, epochs or minutes of a run; gives the share that is `done`, between 0 and 1, and the learning rate.
 
     Args:
         group: micro batches of a step.
-        point: where the run goes on from; with another budget than this, the rate is led over to the new one's.
-        output: directory of the run, for the message.
+        point: the resume point; if its budget differs, the rate moves from the old schedule to the new one.
+        output: directory of the run, for the error.
 
     Attributes:
-        steps: of the run; 0 where it ends by the clock.
-        seconds: of the run; 0 where it does not end by the clock.
+        steps: steps of the run; 0 if it ends by the clock.
+        seconds: seconds of the run; 0 if it does not end by the clock.
         end: micro batches of the schedule that count.
 
     Raises:
-        UserError: the run has done more than this.
+        UserError: the run is already longer than this budget.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Budget:
             ((name, asked),) = self._plan.items()
             if asked < (epochs if name == "epochs" else spent[name]):
                 raise UserError(
-                    f"optim.{name}={asked:g}: the run in {output} has done {spent[name]:g} {name}; give more, or "
-                    f"another --output"
+                    f"optim.{name} is {asked:g}, but the run in {output} has done {spent[name]:g} {name}; raise it, or "
+                    f"give another --output"
                 )
 
     def done(self, step: int, seconds: float) -> float:
-        """Share of the run that is done, between 0 and 1."""
+        """Returns the share of the run that is done, between 0 and 1."""
         return min(1.0, seconds / self.seconds) if self.seconds else step / self.steps
 
     def rate(self, state: TrainState) -> float:
-        """Share of the peak learning rate that the next step has."""
+        """Returns the next step's share of the peak learning rate."""
         optim = self._optim
         done, total = self._place(state.step, state.micro, state.done)
         if self._joint is None:
@@ -91,64 +91,64 @@ class Budget:
             return round(PARTS * done), PARTS
         if self._optim.steps:
             return step, self.steps
-        # by the data: steps before a resumption may have been of another size
+        # by the data: steps before a resumption may have had another size
         return micro // self._group, math.ceil(self._schedule.total / self._group)
 
     def steps_left(self, step: int, seconds: float, pace: float) -> int:
-        """Steps to come, of `pace` seconds each."""
+        """Returns the number of steps left, at `pace` seconds per step."""
         return math.ceil((self.seconds - seconds) / pace) if self.seconds else self.steps - step
 
     def too_short(self, steps: int) -> list[str]:
-        """What is to be said of a run of so many steps, if anything."""
+        """Returns warnings for a run of `steps` steps."""
         least = math.ceil(1 / self._optim.warmup) if self._optim.warmup else 1
         if steps >= least:
             return []
         return [
-            f"{steps} steps are too few to learn: optim.warmup={self._optim.warmup:g} of them is less than a step; "
-            f"train for longer (from {least} steps on it is one)"
+            f"{steps} steps are too few to learn: the warm-up is less than one (optim.warmup={self._optim.warmup:g}); "
+            f"train for at least {least}"
         ]
 
-    def said(self, step: int, seconds: float) -> str:
-        """Where a run goes on, for people."""
+    def place(self, step: int, seconds: float) -> str:
+        """Returns the place where a run resumes, in words."""
         if self.seconds:
             return f"step {step}, {seconds / 60:.3g} of {self._optim.minutes:g} minutes"
         return f"step {step} of {self.steps}"
 
     def to_state(self) -> dict[str, Any]:
-        """Fields of a `ResumePoint`."""
+        """Returns the budget's fields of a `ResumePoint`."""
         joint = self._joint
         return {"plan": self._plan, "joint": joint and {name: getattr(joint, name) for name in joint.__slots__}}
 
 
 class TrainingClock:
-    """Seconds of training alone: neither of compiling, nor of what happens while it is paused.
+    """Counts seconds of training, without compilation and without pauses.
 
-    The first steps of a process compile. How long they would have taken without is not known before the steps behind
-    them were timed, so until then no time passes, and then they are counted at that pace.
+    The first steps of a process compile. Their time without compilation is unknown until later steps are timed, so no
+    time is counted until then; afterwards they are counted at the measured pace.
 
-    A GPU's time is meant, and a step is on its way before it is done. So the device is waited for around the steps that
-    are timed and before a pause, and where a run ends by the clock each step waits for the one before it.
+    GPU steps run asynchronously. The clock therefore waits for the device around the timed steps and before a pause. In
+    a run that ends by the clock, each step waits for the previous one.
 
     Args:
         seconds: of the run so far.
-        settling: steps that compile.
-        bounded: keep no more than a step on its way.
+        settling: number of steps that compile.
+        bounded: allow at most one step in flight.
     """
 
     def __init__(self, device: torch.device, seconds: float, settling: int, bounded: bool) -> None:
         self.seconds = seconds
-        self.pace: float | None = None  # seconds a step, once timed
+        self.pace: float | None = None  # seconds per step, once timed
         self._device, self._settling, self._bounded = device, settling, bounded
         self._first: list[float] = []
         self._ahead: deque[torch.cuda.Event] = deque()
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Training begins now."""
+        """Starts the clock."""
         self._since = time.perf_counter()
 
     def tick(self) -> None:
-        """A step is behind."""
+        """Counts a step."""
         timing = self.pace is None
         if timing:
             self._wait()
@@ -163,7 +163,7 @@ class TrainingClock:
         if timing:
             self._first.append(took)
             timed = self._first[self._settling :]
-            if len(timed) == 1:  # the pace at which those before are counted
+            if len(timed) == 1:  # the pace at which the compiling steps are counted
                 self.seconds += sum(min(first, took) for first in self._first)
             elif timed:
                 self.seconds += took
@@ -174,7 +174,7 @@ class TrainingClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is no training."""
+        """Excludes the time inside."""
         self._wait()
         began = time.perf_counter()
         yield

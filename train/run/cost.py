@@ -1,4 +1,4 @@
-"""What a run will cost, said before it has cost it: rows, tokens, steps, disk; then, once steps were timed, hours."""
+"""Cost of a run. Before training: rows, steps, FLOPs and disk; once steps are timed: hours."""
 
 import shutil
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from ..optim.optimizers import is_matrix
 from ..responses.corpus import lengths_of
 from ..responses.rows import Row
 
-LONG_H = 12.0  # hours, from which on a run is told how it would be shorter
+LONG_H = 12.0  # hours from which ways to shorten a run are printed
 
 
 def resume_bytes(drafter: Drafter, config: TrainConfig, muon: bool | None = None) -> int:
-    """Bytes of a resume point: fp32 weights and their average, the optimiser's averages (Muon one, AdamW two)."""
+    """Returns the bytes of a resume point: fp32 weights and their average, and moments (Muon one, AdamW two)."""
     optim = config.optim
     if muon is None:
         auto = drafter.device.type == "cuda" and not config.run.zero
@@ -31,19 +31,21 @@ def resume_bytes(drafter: Drafter, config: TrainConfig, muon: bool | None = None
 
 
 def checkpoint_bytes(drafter: Drafter, config: TrainConfig) -> int:
-    """Bytes of all checkpoints that are there at one time: a new resume point is written before the old one goes, and
-    there are the best drafter so far, the export, and one next to it."""
+    """Returns the bytes of all checkpoints that exist at a time.
+
+    A new resume point is written before the old one is removed, next to three drafters: best, export, and best or last.
+    """
     return 2 * resume_bytes(drafter, config) + 3 * 2 * sum(p.numel() for p in drafter.parameters())
 
 
 def check_checkpoints(config: TrainConfig, shape: DrafterConfig, output: Path) -> None:
-    """Raises UserError if the checkpoints of a run do not fit on the disk, next to what an earlier start has left."""
+    """Raises UserError if the checkpoints of a run do not fit on the disk, counting what an earlier start has left."""
     there = sum(path.stat().st_size for path in output.rglob("*.*") if path.is_file())
     check_space(output, checkpoint_bytes(_without_weights(shape), config) - there, "the checkpoints of this run")
 
 
 def before_responses(config: TrainConfig, shape: DrafterConfig, prompts: int, work: Path) -> list[str]:
-    """Returns a line for the user for each disk: the most that a run writes there, and what is free."""
+    """Returns a line for each disk: the most that a run writes there, and what is free."""
     samples, longest = config.responses.samples, config.prompts.max_length
     answers = prompts * samples * min(config.responses.max_tokens, longest) * ANSWER_BYTES
     parts = {"responses": answers, "checkpoints": checkpoint_bytes(_without_weights(shape), config)}
@@ -64,13 +66,13 @@ def _without_weights(shape: DrafterConfig) -> Drafter:
 def before_training(
     config: TrainConfig, drafter: Drafter, rows: Sequence[Row], steps: int, epochs: float, features: int, work: Path
 ) -> list[str]:
-    """Lines for the user.
+    """Returns lines on rows, steps and disk.
 
     Args:
-        steps: of the whole run; 0 where it goes by the clock.
-        epochs: of the whole run, likewise.
+        steps: of the whole run; 0 if it ends by the clock.
+        epochs: of the whole run.
         features: bytes of the target's hidden states of all rows.
-        work: where resume points go.
+        work: directory of the resume points.
     """
     tokens = int(np.minimum(lengths_of(rows), config.prompts.max_length).sum())
     how_long = f"{config.optim.minutes:g} minutes of training"
@@ -83,10 +85,10 @@ def before_training(
         where = "on disk"
         disk += 0 if config.run.feature_dir else features
     free = shutil.disk_usage(work).free
-    short = "" if free >= disk else f": TOO LITTLE, of {size(disk)} that it takes at most"
+    short = "" if free >= disk else f": TOO LITTLE, the run needs up to {size(disk)}"
     return [
-        f"to train on: {len(rows)} rows, {tokens} tokens an epoch; {how_long}",
-        f"disk: {size(point)} a resume point, {size(checkpoint)} a checkpoint; features {size(features)}, {where}; "
+        f"training data: {len(rows)} rows, {tokens} tokens per epoch; {how_long}",
+        f"disk: resume point {size(point)}, checkpoint {size(checkpoint)}, features {size(features)} {where}; "
         f"{size(free)} free in {work}{short}",
     ]
 
@@ -94,29 +96,29 @@ def before_training(
 def once_measured(
     config: TrainConfig, steps: int, seconds: float, evaluations: int, memory: str, world: int
 ) -> list[str]:
-    """Lines for the user.
+    """Returns lines on the time that is left.
 
     Args:
-        steps: that are left, of `seconds` each.
-        evaluations: that are left, whose time is not known and not counted.
-        memory: what was used at most, in words.
+        steps: steps left, of `seconds` each.
+        evaluations: evaluations left, whose time is not included.
+        memory: peak memory, in words.
     """
     hours = steps * seconds / 3600
-    beside = f", beside {evaluations} evaluation{'s' * (evaluations > 1)} of held-out prompts" if evaluations else ""
-    lines = [f"about {duration(3600 * hours)} of training left: {steps} steps of {seconds:.3g} s{beside}; {memory}"]
+    more = f", plus {evaluations} evaluation{'s' * (evaluations > 1)} of held-out prompts" if evaluations else ""
+    lines = [f"about {duration(3600 * hours)} of training left: {steps} steps of {seconds:.3g} s{more}; {memory}"]
     if hours > LONG_H and not config.optim.minutes:
         ways = [f"optim.epochs below {config.optim.passes}"] if not config.optim.steps else ["fewer optim.steps"]
         if not config.optim.steps:
             ways.append("prompts.max_prompts")
         ways.append("more GPUs (torchrun --nproc-per-node N)" if world == 1 else f"more GPUs than {world}")
         if config.run.features in ("auto", "online"):
-            ways.append("features that are kept (run.features=disk, or a larger run.feature_cache_gb)")
-        lines.append(f"that is long; shorter with: {', '.join(ways)}, or optim.minutes=M for what M minutes give")
+            ways.append("stored features (run.features=disk, or a larger run.feature_cache_gb)")
+        lines.append(f"to shorten it: {', '.join(ways)}, or optim.minutes=M for a run of M minutes")
     return lines
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 3 h 20 min, 12 min, 40 s."""
+    """Formats seconds: 3 h 20 min, 12 min, 40 s."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

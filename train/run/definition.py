@@ -1,4 +1,4 @@
-"""What a training run is given, and what it leaves behind."""
+"""Inputs and outcome of a training run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,45 +12,45 @@ from ..config import TrainConfig
 from ..responses.rows import Row
 from .held_out import Evaluation, HeldOutPrompt
 
-WORK = "work"  # inside the output directory: responses, metrics, resume point
+WORK = "work"  # directory in the output for responses, metrics and resume point
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A drafter that a run leaves behind."""
+    """A drafter that a run exports."""
 
-    role: str  # exported; best or last, which stand beside it
+    role: str  # exported; or best or last, in a subdirectory
     step: int
     evaluation: Evaluation | None  # None without held-out prompts
-    without_selector: Evaluation | None = None  # of a drafter that is exported with one
+    without_selector: Evaluation | None = None  # of a drafter that is exported with a selector
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A drafter to train, on what, and where to leave it; the same on every process."""
+    """A drafter to train, its data, and the directory for its files; the same on every process."""
 
     config: TrainConfig
     target: Target
     drafter: Drafter  # fp32, on the target's device
     rows: Sequence[Row]  # with at least one anchor each
-    held_out: Sequence[HeldOutPrompt]  # decoded to measure acceptance: some while training goes on, all in the end
+    held_out: Sequence[HeldOutPrompt]  # decoded to measure acceptance: some during training, all at the end
     work: Path  # directory of the resume point and the metrics
-    fingerprint: dict[str, Any]  # what must not change for a resumed run to be the same run
+    fingerprint: dict[str, Any]  # must stay the same when a run resumes
     export: Callable[[Drafter, Export], None]  # called by the first process
     record: dict[str, Any] | None = None  # what W&B shows as the configuration (default: the fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. What is exported is known to the first process."""
+    """How a run ended. Only the first process knows the exports."""
 
     steps: int
     elapsed_s: float  # of training alone
     exported: Export | None = None
-    beside: Export | None = None  # the one of best and last that is not exported, where they differ
+    other: Export | None = None  # best or last, whichever is not exported, if they differ
     warnings: list[str] = field(default_factory=list)
 
     @property
     def earlier(self) -> bool:
-        """Whether what is exported is not the end."""
-        return self.beside is not None and self.beside.role == "last"
+        """Whether the exported drafter is not the last one."""
+        return self.other is not None and self.other.role == "last"

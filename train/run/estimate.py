@@ -1,6 +1,6 @@
-"""Estimates what a run takes before anything runs: hours of every stage, disk, memory, and a shorter command.
+"""Estimates a run before it starts: hours of every stage, disk, memory, and a shorter command.
 
-Everything comes from configurations: neither weights nor the network are needed. `rates.py` has what was measured.
+Uses configurations alone, neither weights nor network. `rates.py` holds the measured rates.
 """
 
 import importlib.util
@@ -66,19 +66,19 @@ CPU = "this CPU"
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens a second, and how that was found."""
+    """A rate and its source."""
 
     tokens_per_second: float
     how: str
 
     @property
-    def said(self) -> str:
+    def words(self) -> str:
         return f"{self.tokens_per_second:,.0f} tokens/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a run will take on one kind of machine. Tokens a second are of all processes together."""
+    """Cost of a run on one kind of machine. Rates are of all processes together."""
 
     machine: Machine
     world: int
@@ -87,12 +87,12 @@ class Estimate:
     responses: int
     response_tokens: float  # of one response, on average
     row_tokens: float  # of prompt and response together
-    assumed: bool  # whether these lengths are assumptions; else they come from rows that were written
+    assumed: bool  # whether these lengths are assumed; else they come from rows that were written
     epochs: float
     steps: int
-    response_rate: Rate | None  # tokens/s; None where no responses are written
+    response_rate: Rate | None  # tokens/s; None if no responses are written
     feature_rate: Rate
-    kept: float  # share of the features that is computed once instead of in every epoch
+    kept: float  # share of the features that is computed only once, not in every epoch
     seconds: dict[str, float]  # of every stage
     disk: float  # bytes
     memory: float  # bytes of one GPU
@@ -118,12 +118,12 @@ class Estimate:
              lengths),
         ]  # fmt: skip
         if self.response_rate:
-            rows.append(("", f"{duration(self.seconds['responses'])} at {self.response_rate.said}",
+            rows.append(("", f"{duration(self.seconds['responses'])} at {self.response_rate.words}",
                          self.response_rate.how))  # fmt: skip
         else:
             rows.append(("", "none to write", ""))
         rows += [
-            ("features", f"{duration(self.seconds['features'])} at {self.feature_rate.said}; {self.kept:.0%} kept",
+            ("features", f"{duration(self.seconds['features'])} at {self.feature_rate.words}; {self.kept:.0%} kept",
              self.feature_rate.how),
             ("training", f"{duration(self.seconds['training'])}: {self.steps:,} steps, {self.epochs:.3g} epochs",
              "computed from the drafter's FLOPs"),
@@ -151,17 +151,17 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Sizes of a target, in numbers."""
+    """Sizes of a target."""
 
-    embedding: int  # and the head, if it has one of its own
+    embedding: int  # with the head, if it is separate
     dense: int  # of the layers, without routed experts
     experts: int
-    used: float  # share of the experts that one token uses
+    used: float  # share of the experts that one token activates
     fp8: bool
     mxfp4: bool
     layers: int
-    kv_bytes: int  # of one token
-    state_bytes: int  # of one request, in recurrent layers
+    kv_bytes: int  # per token
+    state_bytes: int  # per request, in recurrent layers
 
     @classmethod
     def of_target(cls, target: PreTrainedConfig) -> "Weights":
@@ -185,7 +185,7 @@ class Weights:
             sizes_of_state = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
             state = 4 * recurrent * math.prod(getattr(target, name, 0) for name in sizes_of_state)
         keys = sum(each.shape[0] for name, each in model.named_parameters() if name.endswith("k_proj.weight"))
-        if not keys:  # in one matrix with queries and values
+        if not keys:  # fused with queries and values
             heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
             keys = len(kinds) * target.hidden_size // target.num_attention_heads * heads
         kv_bytes = 2 * 2 * keys
@@ -212,14 +212,14 @@ class Weights:
         return wide * self.dense + share * self.experts * (0.53 if self.mxfp4 else wide)
 
     def read(self, requests: int, context: float) -> float:
-        """Bytes that a plain step of so many requests reads and writes, of `context` tokens each."""
+        """Returns the bytes that a plain step of `requests` reads and writes, with `context` tokens each."""
         woken = 1 - (1 - self.used) ** requests if self.experts else 0.0
         own = requests * (self.kv_bytes * context + 2 * self.state_bytes)
-        return self.embedding + self._layers(woken) + own  # half of embedding and head, which is the head alone
+        return self.embedding + self._layers(woken) + own  # half of embedding and head: the head alone
 
     @property
     def active(self) -> float:
-        """Parameters of the layers that one token passes."""
+        """Parameters of the layers that one token activates."""
         return self.dense + self.used * self.experts
 
 
@@ -227,16 +227,16 @@ def estimate(
     config: TrainConfig, target: PreTrainedConfig, machine: Machine | None = None, *, world: int = 1,
     thinking: bool = False, server: bool = False, linear_attention: bool | None = None, work: Path | None = None,
 ) -> Estimate:  # fmt: skip
-    """Estimates what a run takes, from configurations alone: no weights and no network.
+    """Estimates a run from configurations alone, without weights or network.
 
     Args:
         target: the configuration of the language model.
-        machine: by default the one at hand, see `machine_of`.
-        world: processes, each on a GPU of its own.
+        machine: default: this machine, see `machine_of`.
+        world: number of processes, each with its own GPU.
         thinking: whether responses have thinking.
-        server: responses come from vLLM with 256 requests at a time, instead of from this run.
-        linear_attention: whether that extra is installed; by default, whether it is here.
-        work: folder of a run that may have begun; the mean lengths of what it has written are used.
+        server: whether responses come from vLLM with 256 concurrent requests instead of this run.
+        linear_attention: whether that extra is installed (default: checked here).
+        work: directory of a run that may have started; mean lengths of its rows are used.
     """
     machine = machine or machine_of(config, target)
     cpu = machine.name == CPU
@@ -294,7 +294,7 @@ def estimate(
     else:
         steps = math.ceil(epochs * responses * length / step_tokens)
     point, checkpoint = resume_bytes(drafter, config, muon), 2 * parameters
-    disk = 2 * point + 3 * checkpoint + 10 * responses * length  # JSON, and the corpus of 4 bytes a token
+    disk = 2 * point + 3 * checkpoint + 10 * responses * length  # JSON, and the corpus with 4 bytes per token
     if config.run.features in ("disk", "hybrid"):
         disk += held
     return Estimate(
@@ -312,7 +312,7 @@ def estimate(
 
 
 def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
-    """Returns the machine at hand; without a GPU and with a large target an H100, which is said."""
+    """Returns this machine; without a GPU and with a large target an H100, as `show` prints."""
     if config.device != "cpu" and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         known = next((each for each in MACHINES if each.name in name), None)
@@ -340,7 +340,7 @@ def response_rate(
         return Rate(measured[requests], f"measured at {requests} requests")
     if not engine and not server and machine.name != CPU:
         rate = requests / (REFERENCE_MS_PER_LAYER * weights.layers / 1000)
-        return Rate(rate, "computed for transformers, which our engine does not replace here")
+        return Rate(rate, "computed for transformers, since our engine does not support the target")
     share = READ_SHARE_VLLM if server else READ_SHARE
     rate = requests * share * machine.read_tb_s * 1e12 / weights.read(requests, context)
     return Rate(rate, f"computed for {'vLLM' if server else 'our engine'} at {requests} requests from bytes read")
@@ -349,7 +349,7 @@ def response_rate(
 def feature_rate(
     target: PreTrainedConfig, weights: Weights, shape: DrafterConfig, machine: Machine, linear_attention: bool | None
 ) -> Rate:
-    """Returns the tokens a second of the target's hidden states, measured for this shape or computed from its FLOPs."""
+    """Returns the rate of the target's hidden states, measured for this shape or computed from its FLOPs."""
     recurrent = "linear_attention" in (getattr(target, "layer_types", None) or ())
     if linear_attention is None:
         linear_attention = importlib.util.find_spec("fla") is not None
@@ -367,7 +367,7 @@ def feature_rate(
 
 
 def expected_acceptance(tokens: float) -> str:
-    """Returns what a small target reached with at most as many distinct response tokens, in words."""
+    """Returns acceptance lengths of a small target with at most as many distinct response tokens, in words."""
     reached = [each for each in ACCEPTANCE if each[0] <= tokens]
     if not reached:
         return f"below {ACCEPTANCE[0][1]:.1f} (chat) to {ACCEPTANCE[0][2]:.1f} (maths)"
@@ -376,7 +376,7 @@ def expected_acceptance(tokens: float) -> str:
 
 
 def within_an_hour(config: TrainConfig, found: Estimate) -> list[str]:
-    """Returns options that shorten a run to about an hour; none where it is short enough or nothing helps."""
+    """Returns options that shorten a run to about an hour; none if it is short enough or nothing helps."""
     room = 3600 - found.seconds["start and end"]
     if found.total <= 3600:
         return []
@@ -404,7 +404,7 @@ def _measured_as(target: PreTrainedConfig, weights: Weights) -> Shape:
 
 
 def computes(target: PreTrainedConfig) -> bool:
-    """Returns whether our engine computes the target."""
+    """Returns whether our engine supports the target."""
     try:
         ModelSpec.of_target(target)
     except UserError:
@@ -413,7 +413,7 @@ def computes(target: PreTrainedConfig) -> bool:
 
 
 def thinks(config: TrainConfig) -> bool:
-    """Returns whether responses have thinking: as the options say, else where the chat template knows that mode."""
+    """Returns whether responses have thinking, by the options, else by the chat template."""
     if config.responses.thinking is not None:
         return config.responses.thinking
     try:
@@ -423,7 +423,7 @@ def thinks(config: TrainConfig) -> bool:
 
 
 def estimate_here(config: TrainConfig, world: int) -> Estimate:
-    """Returns the estimate for this machine; reads the target's config.json and, if it is there, its tokenizer."""
+    """Returns the estimate for this machine; reads the target's config.json and, if present, its tokenizer."""
     work = Path(config.output_dir) / WORK
     return estimate(config, load_config(config.target), world=world, thinking=thinks(config), work=work)
 
@@ -446,13 +446,13 @@ def show(config: TrainConfig, words: Sequence[str]) -> None:
 
 
 def _prompts_of(config: TrainConfig) -> tuple[int, int]:
-    """Prompts and responses to each: those that are asked for, or fewer where the files have fewer lines."""
+    """Returns numbers of prompts and of responses per prompt: the options', or fewer if the files are shorter."""
     names = config.response_files or config.data
     counts = [_lines(name, config) for name in names] or [DATASET_ROWS]
     asked = config.prompts.max_prompts or DATASET_ROWS
     there = sum(count for count in counts if count is not None)
     if None in counts:
-        prompts = asked  # some source is not here, or would have to be read whole
+        prompts = asked  # a source is missing, or must be read whole to count it
     elif config.response_files:
         prompts = there
     else:
@@ -462,7 +462,7 @@ def _prompts_of(config: TrainConfig) -> tuple[int, int]:
 
 
 def _lines(name: str, config: TrainConfig) -> int | None:
-    """Lines of a local file of JSON lines or text; None where they are not known without reading it all."""
+    """Returns the lines of a local JSONL or text file; None if that needs reading it all."""
     source = Source(name, config.prompts.form)
     path = Path(source.place)
     if not (source.is_file and path.is_file()):
@@ -475,7 +475,7 @@ def _lines(name: str, config: TrainConfig) -> int | None:
 
 
 def _lengths_in(config: TrainConfig, work: Path | None) -> tuple[float, float] | None:
-    """Mean tokens of a response and of a row, from what was written already; None if nothing was."""
+    """Returns the mean tokens of a response and of a row in the files of a run; None if there are none."""
     paths = [Path(name) for name in config.response_files] or (sorted(work.glob("answers*.jsonl")) if work else [])
     answered = length = rows = 0
     for path in paths:
@@ -489,12 +489,12 @@ def _lengths_in(config: TrainConfig, work: Path | None) -> tuple[float, float] |
                     length += len(row["tokens"])
                     rows += 1
                 except (ValueError, LookupError, TypeError):
-                    break  # a torn line, or none of ours
+                    break  # a torn or foreign line
     return (answered / rows, length / rows) if rows else None
 
 
 def _kept(config: TrainConfig, held: float, room: float) -> float:
-    """Share of the features that is computed once."""
+    """Returns the share of the features that is computed only once."""
     run = config.run
     if run.features in ("memory", "disk", "hybrid"):
         return 1.0
@@ -510,7 +510,7 @@ def _memory(
     machine: Machine, muon: bool,
     copied: bool,
 ) -> float:  # fmt: skip
-    """Bytes on one GPU at the peak of a step, features that are kept apart.
+    """Returns the bytes on one GPU at the peak of a step, without stored features.
 
     Activations are fitted to the Qwen3-8B shape: 48.6 GiB with Muon, 52.5 with AdamW and 35.2 with optim.recompute
     (scripts/bench/train_step.py, H200, 32,768 block rows of 8,192 tokens).
@@ -519,7 +519,7 @@ def _memory(
     target = weights.nbytes
     if weights.mxfp4:  # transformers computes them in 16 bits
         target = 2.0 * (weights.embedding + weights.dense + weights.experts)
-    elif weights.fp8 and copied:  # the engine that decodes held-out prompts has a copy (docs/limits.md)
+    elif weights.fp8 and copied:  # the engine for held-out prompts has its own copy (docs/limits.md)
         target *= 2
     state = resume_bytes(drafter, config, muon) + 4 * parameters + 2 * parameters  # gradients, and weights in 16 bits
     layer = 2 * (8 * shape.hidden_size + 2.5 * shape.intermediate_size)

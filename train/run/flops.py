@@ -1,7 +1,7 @@
-"""How much arithmetic a step of the drafter needs: the numerator of its model FLOPs utilisation (MFU).
+"""FLOPs of a step of the drafter, the numerator of its model FLOPs utilisation (MFU).
 
-A multiply-add is two FLOPs. Only matrix products are counted, and only what the mathematics needs: neither what a mask
-hides, nor invalid blocks and padding, nor anything that is computed a second time.
+A multiply-add is two FLOPs. Only matrix products are counted, and only necessary ones: no masked pairs, invalid blocks,
+padding or recomputation.
 """
 
 from collections import Counter
@@ -17,10 +17,10 @@ from ..objective.blocks import Blocks
 def drafter_step_flops(
     shape: DrafterConfig, context_tokens: int, block_rows: int, visible_pairs: int, head_rows: int, vocab: int
 ) -> float:
-    """FLOPs of one forward and backward of the drafter and the frozen head behind it.
+    """Returns the FLOPs of one forward and backward of the drafter and the frozen head after it.
 
-    A product of R rows with a matrix [I, O] is 2*R*I*O forward, as much for the matrix's gradient and as much for the
-    rows'; `fc` reads frozen features, which have no gradient, and the head has none itself:
+    A product of R rows with a matrix [I, O] is 2*R*I*O forward, and as much each for the gradients of the matrix and of
+    the rows. `fc` reads frozen features without gradient, and the head's matrix has none:
 
         fc          4 * T * K*D * D
         context     6 * T * D * 2*G*H                           per layer
@@ -28,7 +28,7 @@ def drafter_step_flops(
         attention   12 * N*H * P                                of all layers: QK', PV and four products backward
         head        4 * R' * D * V
 
-    What an architecture adds is 6 FLOPs for each of its multiply-adds: of a row in a layer, of R' slots in a selector.
+    An architecture adds 6 FLOPs for each of its multiply-adds: per row in a layer, per R' slot in a selector.
 
     Args:
         context_tokens: T, tokens of all documents whose features are projected.
@@ -49,8 +49,8 @@ def drafter_step_flops(
 
 
 def visible_pairs(blocks: Blocks, shape: DrafterConfig) -> Tensor:
-    """(query slot, visible key) pairs of all layers, a scalar: of what is before its anchor, and of its own block, a
-    slot sees as much as its layer does."""
+    """Returns the number of (query slot, visible key) pairs over all layers, a scalar: of the context before the slot's
+    anchor and its own block, as far as the layer sees."""
     before = blocks.positions[:, :, :1]  # the anchor's position in its document, [B, A, 1]
     slot = torch.arange(blocks.size, device=before.device)
     distance, pairs = slot[:, None] - slot, before.new_zeros(())

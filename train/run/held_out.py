@@ -1,4 +1,4 @@
-"""Held-out prompts decoded for real while a run goes on: the acceptance length that its checkpoint will have."""
+"""Held-out prompts decoded during a run, to measure the acceptance length that its checkpoint will have."""
 
 import itertools
 import math
@@ -24,38 +24,38 @@ from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
 
-TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's responses do not depend on their company
+TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's responses do not depend on the batch
 PAGE = 64  # tokens
 
 
-CLEARLY = 2.0  # standard errors of a difference, beyond which it is not taken for chance
+CLEARLY = 2.0  # standard errors beyond which a difference counts
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompt:
-    """A prompt that is measured on and never trained on."""
+    """A prompt for measuring, not for training."""
 
-    tokens: list[int]  # as the chat template renders it
-    source: str  # short name of the file or data set that it is from
+    tokens: list[int]  # rendered with the chat template
+    source: str  # short name of its file or data set
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was counted prompt by prompt when a drafter was decoded, after so many steps of training.
+    """Counts per prompt of a decoded drafter, after `step` steps of training.
 
-    The acceptance length is a ratio of sums over prompts, tau = sum(tokens) / sum(steps). Prompts are what was sampled,
-    so its standard error, and that of a difference of two evaluations of the same prompts, is the delta method's over
+    The acceptance length is a ratio of sums over prompts, tau = sum(tokens) / sum(steps). Prompts are the sample, so
+    its standard error, and that of a difference of two evaluations of the same prompts, is the delta method's over
     prompts (the linearisation of a ratio estimator; Cochran, Sampling Techniques, 1977, chapter 6).
     """
 
     step: int
     sources: tuple[str, ...]  # [P] of every prompt
-    tokens: tuple[int, ...]  # [P] committed by verification steps, the bonus tokens included
+    tokens: tuple[int, ...]  # [P] committed by verification steps, with bonus tokens
     steps: tuple[int, ...]  # [P] verification steps
 
     @classmethod
     def of(cls, step: int, prompts: Sequence[HeldOutPrompt], responses: Sequence[Generation]) -> "Evaluation":
-        """Count finished responses to `prompts`."""
+        """Counts the responses to `prompts`."""
         committed = tuple(sum(len(s.tokens) for s in response.steps) for response in responses)
         return cls(
             step, tuple(p.source for p in prompts), committed, tuple(len(response.steps) for response in responses)
@@ -67,30 +67,30 @@ class Evaluation:
 
     @property
     def tau(self) -> float:
-        """Tokens committed a verification step, over all prompts; NaN where no response was long enough for a step."""
+        """Tokens per verification step over all prompts; NaN if no response was long enough for a step."""
         return ratio(sum(self.tokens), sum(self.steps))
 
     @property
     def standard_error(self) -> float:
-        """Of `tau`: sqrt(P / (P - 1) * sum((tokens - tau * steps)^2)) / sum(steps); NaN for fewer than two prompts."""
+        """Standard error of `tau`: sqrt(P / (P - 1) * sum((tokens - tau * steps)^2)) / sum(steps); NaN for P < 2."""
         return _spread(self._residuals())
 
     def _residuals(self) -> list[float]:
-        """[P] by how much each prompt moves tau, to first order."""
+        """Returns by how much each prompt changes tau, to first order: [P]."""
         tau, steps = self.tau, sum(self.steps)
         return [ratio(t - tau * s, steps) for t, s in zip(self.tokens, self.steps, strict=True)]
 
     def clearly_better_than(self, other: "Evaluation") -> bool:
         """Whether tau is larger by more than two standard errors of the difference.
 
-        Both are of the same prompts, so the error is a paired one: that of each prompt's part in this tau less its part
-        in the other. With fewer than two prompts, or none with a step, nothing is clear.
+        Both evaluations have the same prompts, so the error is that of paired differences. With fewer than two prompts,
+        or without a step, the result is False.
         """
         pairs = zip(self._residuals(), other._residuals(), strict=True)
         return self.tau - other.tau > CLEARLY * _spread([ours - theirs for ours, theirs in pairs])
 
     def by_source(self) -> dict[str, float]:
-        """tau of the prompts of each source, in the order in which they first come."""
+        """Returns tau for the prompts of each source, in order of first appearance."""
         counted: dict[str, list[int]] = {}
         for source, tokens, steps in zip(self.sources, self.tokens, self.steps, strict=True):
             sums = counted.setdefault(source, [0, 0])
@@ -98,14 +98,14 @@ class Evaluation:
         return {source: ratio(tokens, steps) for source, (tokens, steps) in counted.items()}
 
     def __str__(self) -> str:
-        """For people: 3.512 +- 0.120 (chat 3.20, code 4.02)."""
+        """Formats as 3.512 +- 0.120 (chat 3.20, code 4.02)."""
         found = self.by_source()
         each = f" ({', '.join(f'{name} {tau:.2f}' for name, tau in found.items())})" if len(found) > 1 else ""
         error = self.standard_error
         return f"{self.tau:.3f}{f' +- {error:.3f}' if math.isfinite(error) else ''}{each}"
 
     def values(self) -> dict[str, Any]:
-        """For metrics.jsonl and the run's record."""
+        """Returns the values for metrics.jsonl and the run's record."""
         return {
             "acceptance_length": self.tau,
             "acceptance_length_error": self.standard_error,
@@ -114,7 +114,7 @@ class Evaluation:
         }
 
     def to_state(self) -> dict[str, Any]:
-        """Plain values for a resume point."""
+        """Returns plain values for a resume point."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -123,13 +123,13 @@ class Evaluation:
 
 
 def _spread(parts: list[float]) -> float:
-    """Standard error of a sum of independent parts with a mean of zero."""
+    """Returns the standard error of a sum of independent terms with mean zero."""
     count = len(parts)
     return math.sqrt(count / (count - 1) * sum(part * part for part in parts)) if count > 1 else math.nan
 
 
 def draw(prompts: Sequence[HeldOutPrompt], count: int) -> list[HeldOutPrompt]:
-    """At most `count` of the prompts, from every source in turn, each source's in their order."""
+    """Returns at most `count` prompts, from every source in turn."""
     by_source: dict[str, list[HeldOutPrompt]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.source, []).append(prompt)
@@ -138,25 +138,25 @@ def draw(prompts: Sequence[HeldOutPrompt], count: int) -> list[HeldOutPrompt]:
 
 
 class HeldOut:
-    """Greedy decoding of held-out prompts with a drafter as it will be served: rounded to bf16, in the target's dtype.
+    """Decodes held-out prompts greedily with a drafter as it will be served: rounded to bf16, in the target's dtype.
 
-    The engine is made once and shares the target's weights; every evaluation writes the drafter's into it, so its
-    captured steps serve the whole run. Processes that hold the target together decode together, by the reference: the
-    first of them has the drafter, and the others get what it has.
+    The engine is created once and shares the target's weights; every evaluation copies the drafter's weights into it,
+    so its captured steps stay valid. Processes that share a target decode together, with the reference: the first of
+    them has the drafter and broadcasts it.
 
     Args:
-        shape: of the drafters to come.
-        prompts: all of them; `evaluate_prompts`, drawn across their sources, are decoded while a run goes on.
+        shape: of all drafters.
+        prompts: all held-out prompts; `evaluate_prompts` of them, from all sources, are decoded during the run.
 
     Raises:
-        UserError: `evaluate_runtime` is engine, and the engine cannot compute the target.
+        UserError: `evaluate_runtime` is engine, but the engine does not support the target.
     """
 
     def __init__(self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], run: RunOptions) -> None:
         self._target, self._prompts = target, list(prompts)
         self._drawn = draw(self._prompts, run.evaluate_prompts)
         self._params = SamplingParams(max_tokens=run.evaluate_tokens)
-        self._answers: list[tuple[list[int], Generation]] = []  # the newest, which are the target's, whoever drafted
+        self._answers: list[tuple[list[int], Generation]] = []  # latest responses, independent of the drafter
         self._engine: Engine | None = None
         auto = run.evaluate_runtime == "auto"
         if run.evaluate_runtime == "engine" or (auto and target.device.type == "cuda" and target.mesh is None):
@@ -166,41 +166,41 @@ class HeldOut:
                 if not auto:
                     raise
                 reason = " ".join(str(error).split())
-                print(
-                    f"held-out prompts are decoded by the reference, for the engine cannot: {reason}", file=sys.stderr
-                )
+                print(f"held-out prompts are decoded by the reference; the engine cannot: {reason}", file=sys.stderr)
 
-    def __call__(self, drafter: Drafter, step: int = 0, beside: Progress | None = None) -> Evaluation:
-        """Decode the prompts that are drawn with `drafter`.
+    def __call__(self, drafter: Drafter, step: int = 0, bar: Progress | None = None) -> Evaluation:
+        """Decodes the sampled prompts with `drafter`.
 
         Args:
             step: of the run, for the record.
-            beside: the bar of the run; this one's stands under it.
+            bar: the run's progress bar; this one is shown below it.
 
         Raises:
             UserError: a prompt does not fit the target.
         """
-        return self._measured(drafter, self._drawn, step, beside)
+        return self._measured(drafter, self._drawn, step, bar)
 
     def all(self, drafter: Drafter, known: Evaluation | None) -> Evaluation | None:
-        """Decode all prompts; where all were drawn, what is `known` of them: None by a process that only helps to.
-        Raises UserError."""
+        """Decodes all prompts, or returns `known` if all were sampled; None on peers of the first process.
+
+        Raises UserError.
+        """
         if len(self._drawn) == len(self._prompts):
             return known
         return self._measured(drafter, self._prompts, known.step if known else 0, None)
 
     def without_selector(self, drafter: Drafter, step: int) -> Evaluation:
-        """Decode all prompts, every slot taking its own best token. Raises UserError."""
+        """Decodes all prompts with each slot's own best token. Raises UserError."""
         return self._measured(drafter, self._prompts, step, None, selector=False)
 
     def calibration(self, drafter: Drafter, *, selector: bool = True) -> Calibration | None:
-        """What its probabilities mean, by the answers to prompts that were decoded last. Raises UserError.
+        """Calibrates the drafter's probabilities with the responses that were decoded last. Raises UserError.
 
         Args:
-            selector: whether it is exported with the one that it may have.
+            selector: whether it is exported with its selector.
         """
         served = self._served(drafter)
-        if not self._answers:  # as in a run that goes on behind its last evaluation
+        if not self._answers:  # as in a run that resumes after its last evaluation
             with Progress("held out", len(self._drawn), unit="tok") as bar:
                 self._decoded(served, self._drawn, bar)
         return calibrate(self._target, served if selector else served.without_selector(), self._answers)
@@ -210,18 +210,18 @@ class HeldOut:
         drafter: Drafter,
         prompts: list[HeldOutPrompt],
         step: int,
-        beside: Progress | None,
+        bar: Progress | None,
         *,
         selector: bool = True,
     ) -> Evaluation:
         served = self._served(drafter)
         if not selector and served.selector:
-            served.selector.init_weights()  # each slot's best; the engine's shape stays
-        with Progress("held out", len(prompts), unit="tok", under=beside) as bar:
-            return Evaluation.of(step, prompts, self._decoded(served, prompts, bar))
+            served.selector.init_weights()  # each slot's best; the engine keeps its shape
+        with Progress("held out", len(prompts), unit="tok", under=bar) as progress:
+            return Evaluation.of(step, prompts, self._decoded(served, prompts, progress))
 
     def _served(self, drafter: Drafter) -> Drafter:
-        """As it is exported; of processes that decode together the first one's."""
+        """Returns the drafter as it is exported; peers get the first process's."""
         target = self._target
         with torch.device("meta"):
             tensors = Drafter(drafter.config).state_dict()
@@ -254,12 +254,12 @@ class HeldOut:
         target, tokens = self._target, self._params.max_tokens
         parts = load_parts(target, Drafter.fresh(shape, 0), share=True)
         longest = sorted((len(prompt.tokens) for prompt in self._prompts), reverse=True)[:TOGETHER]
-        # behind a response's end a step writes whole blocks that nobody reads
+        # the last step writes whole blocks beyond the end of a response
         room = [-(-(n + tokens + 3 * shape.block_size) // PAGE) * PAGE for n in longest]
         options = EngineOptions(
             max_num_seqs=len(longest),
             max_model_len=min(target.context_limit, longest[0] + tokens),
-            num_speculative_tokens=shape.block_size - 1,  # whole blocks at every step, as dflash-eval measures
+            num_speculative_tokens=shape.block_size - 1,  # whole blocks at every step, as in dflash-eval
             page_size=PAGE,
             kv_cache_tokens=sum(room),
             prefix_cache=False,  # its pages would hold keys and values of an older drafter

@@ -5,9 +5,9 @@ from dflash_toolkit.fingerprint import model_digest
 
 
 def target_digest(name: str) -> str | None:
-    """sha256 over all weights and scales of a target and what its configuration computes with them (`model_digest`).
+    """Returns the sha256 over a target's weights and scales and its configuration's computation (`model_digest`).
 
-    None where no weights are on this machine. Raises UserError for files that cannot be read.
+    None if the weights are not on this machine. Raises UserError for files that cannot be read.
     """
     try:
         return model_digest(name)

@@ -1,4 +1,4 @@
-"""Measures a run: the acceptance length of its drafters on held-out prompts, which is best, and what is exported."""
+"""Measures the acceptance length of a run's drafters on held-out prompts, and exports the best or the last one."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -19,22 +19,21 @@ from .state import ResumePoint, TrainState
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is exported, and what stands beside it."""
+    """The drafter to export, and the other one."""
 
     drafter: Drafter
-    evaluation: Evaluation | None  # of the prompts that are drawn
+    evaluation: Evaluation | None  # of the sampled prompts
     other: tuple[Drafter, Export] | None = None
 
 
 class Measuring:
-    """Decodes held-out prompts on the first process (and its peers); the best drafter so far is a checkpoint,
-    `work`/best.STEP.
+    """Decodes held-out prompts on the first process (and its peers); saves the best drafter so far as `work`/best.STEP.
 
-    Every process calls the methods that take a `Report`.
+    Every process calls the methods with a `Report` argument.
 
     Raises:
-        UserError: the engine was asked for, and cannot compute the target; from `conclude`, a selector that makes
-            drafts worse, unless it is to be exported.
+        UserError: the option is engine, but the engine does not support the target; from `conclude`, a selector that
+            makes drafts worse, unless it must be exported.
     """
 
     def __init__(self, run: Run, point: ResumePoint | None, processes: Processes) -> None:
@@ -48,22 +47,24 @@ class Measuring:
         processes.rank_zero(self._discard_others)
 
     def due(self, state: TrainState) -> bool:
-        """Whether the drafter of this step is measured."""
+        """Whether to measure the drafter of this step."""
         every = self._run.config.run.evaluate_every
         return bool(self._run.held_out) and (state.done >= 1 or (every > 0 and state.step % every == 0))
 
     def __call__(self, trained: Drafter, step: int, report: Report) -> None:
-        """Decode with the drafter of this step."""
+        """Decodes with the drafter of this step."""
         found = self._processes.first_group(self._decode, trained, step, report)
         self._processes.rank_zero(self._keep, found, trained, step, report)
 
     def missing(self, step: int) -> bool:
-        """Whether the end was not measured, as where a run was killed behind its last save."""
+        """Whether the last step was not measured, e.g. in a run that was killed after its last save."""
         return bool(self._run.held_out) and (self._latest is None or self._latest.step != step)
 
     def conclude(self, trained: Drafter, step: int, report: Report) -> tuple[Export | None, Export | None]:
-        """Export the end, or an earlier drafter that is better beyond the error of the difference, measured on all
-        prompts; and the other one beside it, where the best that was measured is not the end."""
+        """Exports the last drafter, or an earlier one that is better beyond the error of the difference on all prompts.
+
+        Also exports the other one if the best measured drafter is not the last.
+        """
         chosen = self._processes.rank_zero(self._choose, trained, step)
         evaluation = alone = calibration = None
         if self._run.held_out:
@@ -77,11 +78,11 @@ class Measuring:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Fields of a `ResumePoint`."""
+        """Returns the measurement's fields of a `ResumePoint`."""
         kept = {"best": self._best, "latest": self._latest}
         return {name: evaluation and evaluation.to_state() for name, evaluation in kept.items()}
 
-    # ---- of the first process and its peers -------------------------------------------------------------------
+    # ---- the first process and its peers ----------------------------------------------------------------------
 
     def _decode(self, trained: Drafter, step: int, report: Report) -> Evaluation:
         assert self._held_out is not None
@@ -101,7 +102,7 @@ class Measuring:
         assert self._held_out is not None
         return self._held_out.calibration(chosen.drafter if chosen else trained, selector=not self._leaves_selector_out)
 
-    # ---- of the first process ---------------------------------------------------------------------------------
+    # ---- the first process ------------------------------------------------------------------------------------
 
     def _keep(self, found: Evaluation, trained: Drafter, step: int, report: Report) -> None:
         self._latest = found
@@ -143,9 +144,9 @@ class Measuring:
         wanted = self._run.config.run.export_selector
         if wanted == "better" and evaluation and alone and alone.clearly_better_than(evaluation):
             raise UserError(
-                f"the selector makes drafts worse, {evaluation.tau:.3f} tokens a step and {alone.tau:.3f} without it "
-                f"on {alone.prompts} held-out prompts, so nothing is exported: train longer, or repeat the command "
-                f"with run.export_selector=never to leave it out (always exports it as it is)"
+                f"the selector makes drafts worse, {evaluation.tau:.3f} tokens per step, {alone.tau:.3f} without it, "
+                f"on {alone.prompts} held-out prompts; nothing was exported: train longer, or run the same command "
+                f"with run.export_selector=never to leave it out (always exports it)"
             )
         left_out = self._leaves_selector_out
         if left_out:
@@ -159,13 +160,13 @@ class Measuring:
         self._run.export(drafter, exported)
         if chosen.other:
             drafter, made = chosen.other
-            # what was measured of it was with the selector
+            # the measurement was with the selector
             other = (drafter.without_selector(), replace(made, evaluation=None)) if left_out else (drafter, made)
             self._run.export(*other)
         return exported, chosen.other and chosen.other[1]
 
     def _discard_others(self) -> None:
-        """Removes what a run left that was killed behind its resume point; the best counts if its weights are there."""
+        """Removes drafters of a run that was killed after its resume point; the best counts if its weights exist."""
         best, work = self._best, self._run.work
         for step in kept_steps(work):
             if best is None or step != best.step:
@@ -175,7 +176,7 @@ class Measuring:
 
 
 def kept_steps(work: Path) -> list[int]:
-    """The steps whose drafters are there."""
+    """Returns the steps whose drafters exist."""
     found = (path.name.partition(".")[2] for path in work.glob("best.*"))
     return [int(step) for step in found if step.isdecimal()]
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl (truncated to the resume point on resume) and W&B; and how fast it is."""
+"""Metrics of a run: metrics.jsonl (cut back to the resume point when a run resumes), W&B, and speed."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from dflash_toolkit.tracking import start_run
 WANDB_OPTION = "run.wandb"
 MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes; Linux counts in KiB
 
-# dense bf16 FLOP/s, from the makers' data sheets; the first name that is part of the device's counts
+# dense bf16 FLOP/s from data sheets, for the first name that is part of the device's
 PEAKS = {
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,
     "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
@@ -28,12 +28,12 @@ PEAKS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """FLOP/s that a GPU of this name can do at most; None where it is not known."""
+    """Returns the peak FLOP/s of the GPU with this name; None if unknown."""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 class Speed:
-    """How fast the run is since the last line of metrics.jsonl. Never waits for the device."""
+    """Speed of a run since the last line of metrics.jsonl. Never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,30 +45,30 @@ class Speed:
         self._data_s, self._since = 0.0, time.perf_counter()
 
     def count(self, tokens: int, sequences: int) -> None:
-        """One step over so many context tokens."""
+        """Counts one step over `tokens` context tokens."""
         self._steps += 1
         self._tokens += tokens
         self._sequences += sequences
 
     @contextlib.contextmanager
     def data(self) -> Iterator[None]:
-        """The host waits for or prepares features in here; what a GPU computes meanwhile is not seen."""
+        """Times the host's wait for features; concurrent work of a GPU is not seen."""
         began = time.perf_counter()
         yield
         self._data_s += time.perf_counter() - began
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent in here is no training: an evaluation, a save."""
+        """Excludes the time inside: an evaluation, a save."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
 
     def take(self, step_flops: float) -> dict[str, float]:
-        """The rates, and begin anew.
+        """Returns the rates and starts anew.
 
         Args:
-            step_flops: of the drafter's last step on this device, which stands for those before it.
+            step_flops: of the drafter's last step on this device; earlier steps count as equal.
         """
         seconds = time.perf_counter() - self._since
         values = {
@@ -85,11 +85,11 @@ class Speed:
     def _peak(self) -> dict[str, float]:
         if self._device.type == "cuda":
             return {"peak_memory_gb": torch.cuda.max_memory_allocated(self._device) / 1e9}
-        # of this process, since it began: the target's responses, too
+        # of this process since its start, responses included
         return {"peak_resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT / 1e9}
 
     def memory(self) -> str:
-        """What was used at most, for people."""
+        """Returns the peak memory in words."""
         ((name, gigabytes),) = self._peak().items()
         where = "GPU memory" if name == "peak_memory_gb" else "memory"
         return f"{gigabytes:.1f} GB of {where} used at most so far"
@@ -99,7 +99,7 @@ class MetricsLog:
     """Appends one JSON object per line to `path` and mirrors it to W&B when a project is given.
 
     Args:
-        config: what W&B shows as the run's configuration.
+        config: configuration that W&B shows for the run.
     """
 
     def __init__(self, path: Path, resume_step: int, wandb_project: str | None, config: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ class MetricsLog:
         self._wandb = _start_wandb(wandb_project, path, config) if wandb_project else None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Log `values` at `step`. NaN becomes null. Raises UserError when the disk is full."""
+        """Logs `values` at `step`, with NaN as null. Raises UserError when the disk is full."""
         clean = {"step": step} | {k: _plain(v) for k, v in values.items()}
         append_lines(self._path, [clean])
         if self._wandb is not None:
@@ -118,7 +118,7 @@ class MetricsLog:
             self._wandb.log(flat, step=step)
 
     def summarise(self, **values: float) -> None:
-        """What W&B shows of the run as a whole. Values that are not finite are left out."""
+        """Sets the run's summary in W&B, without values that are not finite."""
         if self._wandb is not None:
             self._wandb.summary.update({k: v for k, v in values.items() if math.isfinite(v)})
 
@@ -136,14 +136,14 @@ def _plain(value: Any) -> Any:
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """Complete lines of steps the resume point includes; what came later will be computed again."""
+    """Returns the complete lines up to the resume point's step; later ones will be computed again."""
     if not path.exists() or step == 0:
         return []
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error!r}); remove it, and the run goes on without what it held") from error
+        raise UserError(f"{path}: damaged ({error!r}); remove it to continue without the earlier metrics") from error
 
 
 def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
@@ -152,7 +152,7 @@ def _start_wandb(project: str, path: Path, config: dict[str, Any]) -> Any:
 
 
 def _run_id(path: Path) -> str:
-    """A resumed run continues the same W&B run. Raises UserError when the name cannot be kept."""
+    """Returns the id of the W&B run, which a resumed run continues. Raises UserError if it cannot be stored."""
     name = path.with_name("wandb_id")
     if not name.exists():
         write_text(name, secrets.token_hex(4))

@@ -1,4 +1,4 @@
-"""Checks a run's inputs before a model is loaded: all that can be wrong is said now, not after hours of responses."""
+"""Checks a run's inputs before a model is loaded, so that mistakes do not show after hours of responses."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -29,27 +29,27 @@ from .start import Start, load_start, options_of
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is known before a model is loaded."""
+    """Inputs of a run before a model is loaded."""
 
     config: TrainConfig
     tokenizer: Any
     shape: DrafterConfig
-    data: PromptData  # complete once the rows are there
+    data: PromptData  # complete after the rows are built
     reading: Reading
     work: Path
     record: dict[str, Any]
-    start: Start | None  # what `init_from` names
+    start: Start | None  # of `init_from`
 
 
 def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared | str:
-    """Everything that can be wrong with a run's inputs; a line to say where nothing is left to do."""
+    """Checks a run's inputs and returns them, or a message if the run is finished. Raises UserError."""
     output = Path(config.output_dir)
     if config.run.wandb:
-        import_wandb(WANDB_OPTION)  # a mistake is said now, not after hours of responses
+        import_wandb(WANDB_OPTION)  # raises now, not after hours of responses
     if config.run.zero:
         import_deepspeed()
     device = resolve_device(config.device)
-    packing(config, device)  # raises for options that say nothing there
+    packing(config, device)  # raises for options without effect on this device
     if config.run.attention == "flex" and device.type != "cuda":
         raise UserError("run.attention=flex has no backward on a CPU; leave it at auto")
     target_config = load_config(config.target)
@@ -70,11 +70,11 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
         "taps": len(shape.target_layer_ids),
     }
     sizes |= config.drafter.sizes_in(shape)
-    # whose defaults are the target's: what resumes is compared by number
+    # with the target's values for defaults, since a resumed run compares numbers
     config = replace(
         config, drafter=replace(config.drafter, **sizes), optim=replace(config.optim, epochs=config.epochs)
     )
-    check_effects(config)  # again: now the kind is known
+    check_effects(config)  # again, now that the kind is known
     check_fits(shape, target_config)
     if config.run.speculators:
         check_form(shape, output / "speculators")
@@ -86,7 +86,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     if start:
         record["start"] = {"drafter": config.init_from, "sha256": drafter_digest(start.drafter)}
     if is_finished(output, record):
-        return f"{output} holds this run, finished; give another --output to train again"
+        return f"{output} holds this run, which is finished; give another --output to train again"
     if config.run.feature_dir and config.run.features in ("disk", "hybrid"):
         make_folder(Path(config.run.feature_dir), f"run.feature_dir {config.run.feature_dir}")
     check_checkpoints(config, shape, output)
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
 
 
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:
-    """The drafter's shape: the options given, the target's own values for the rest.
+    """Returns the drafter's configuration: the options, with the target's values as defaults.
 
     Raises:
         UserError: an impossible combination, or no unused row for the mask token.

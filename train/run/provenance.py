@@ -1,4 +1,4 @@
-"""What is written down of a run: what made it, what must stay the same on resuming, what came of it."""
+"""The record of a run: its origin, the settings that must stay the same when it resumes, and its result."""
 
 import datetime
 import json
@@ -25,14 +25,14 @@ from .identity import target_digest
 from .start import SIGHT
 from .state import first_difference, read_plan
 
-# options that may change between a run and its resumption: they change no weight, or, where the number of processes
-# times `accumulate` changes, only how many micro batches a step takes
+# options that may change when a run resumes: they change no weight or, if the number of processes times `accumulate`
+# changes, only how many micro batches form a step
 FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "recompute",
               "head_rows", "export_selector", "feature_endpoint")  # fmt: skip
 OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
-ENDS = ("epochs", "steps", "minutes")  # when a run ends: a longer one goes on from a shorter one
+ENDS = ("epochs", "steps", "minutes")  # end of a run; a longer run continues a shorter one
 
 
 def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
@@ -57,19 +57,19 @@ def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, temp
 
 
 def asked(config: dict[str, Any]) -> dict[str, Any]:
-    """How prompts are answered, but for how many at a time: with fewer a run that ran out of memory goes on."""
-    later = {"samples": 1, "greedy_first": False}  # options that runs of earlier releases do not have
+    """Returns the settings of responses without the batch size, which may shrink after a run is out of memory."""
+    later = {"samples": 1, "greedy_first": False}  # options that runs of earlier releases lack
     return {k: v for k, v in config["responses"].items() if k != "batch_size" and (k not in later or v != later[k])}
 
 
 def config_of(record: dict[str, Any]) -> dict[str, Any]:
-    """What a run was configured with, by today's names."""
+    """Returns the configuration in a record, with current names."""
     return {OLD_NAMES.get(key, key): value for key, value in record["config"].items()}
 
 
 def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
-    """What must not change for a resumed run to be the same run."""
-    # what the files hold is in the hashes; devices and threads change how fast it is
+    """Returns the settings that must stay the same when a run resumes."""
+    # file contents are in the hashes; devices and threads change only the speed
     places = (
         "output",
         "data",
@@ -85,9 +85,9 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     config = {k: v for k, v in config_of(record).items() if k not in places}
     for part in ("run", "optim", "loss"):
         config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
-    # what its layers see is in the drafter's shape, and resume points of earlier releases have no options for it
+    # the drafter's shape has the attention options, and resume points of earlier releases lack them
     config["drafter"] = {k: v for k, v in config["drafter"].items() if k not in SIGHT}
-    config["answers"] = asked(config)  # by the name that resume points have
+    config["answers"] = asked(config)  # the name in resume points
     del config["responses"]
     start = {"start": record["start"]["sha256"]} if "start" in record else {}
     same = ("drafter", "target_digest", "data_hash", "template_hash")
@@ -95,7 +95,7 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def origin(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of the record that travels in the checkpoint's config.json."""
+    """Returns the part of the record that goes into the checkpoint's config.json."""
     start = {"start": record["start"]} if "start" in record else {}
     return start | {
         "version": record["versions"]["dflash_toolkit"],
@@ -116,14 +116,14 @@ def is_finished(output: Path, record: dict[str, Any]) -> bool:
         plan = plan_of(old["config"]["optim"])
         ended = plan == plan_of(record["config"]["optim"]) and read_plan(output / WORK / "state.pt") in (None, plan)
         finished = same and ended and bool(old["finished"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or not one of ours
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or a foreign file
         return False
     exports = [output, output / "speculators"] if record["config"]["run"]["speculators"] else [output]
     return finished and all((path / "model.safetensors").exists() for path in exports)
 
 
 def measured(made: Export) -> dict[str, Any]:
-    """What is recorded of a drafter that a run leaves behind."""
+    """Returns the record of an exported drafter."""
     found: dict[str, Any] = {"step": made.step, "acceptance_length": None}
     if made.evaluation:
         values = made.evaluation.values()
@@ -142,13 +142,13 @@ def _rounded(value: Any) -> Any:
 
 def result(data: PromptData, outcome: Outcome, rows: Corpus, answered: int) -> dict[str, Any]:
     assert outcome.exported is not None
-    beside = {outcome.beside.role: measured(outcome.beside)} if outcome.beside else {}
+    other = {outcome.other.role: measured(outcome.other)} if outcome.other else {}
     exported = measured(outcome.exported)
     return {
         "steps": outcome.steps,
         "exported_step": exported.pop("step"),
         **exported,
-        **beside,
+        **other,
         "warnings": outcome.warnings,
         "prompts": data.counts["prompts"],
         "held_out_prompts": len(data.held_out),

@@ -1,4 +1,4 @@
-"""What others get of a run: the model card beside an exported drafter, and its repository on the Hugging Face hub."""
+"""Publication of a run: model cards of its drafters, and a repository on the Hugging Face hub."""
 
 import functools
 import os
@@ -21,28 +21,28 @@ from .provenance import config_of
 
 CARD = "README.md"
 UPLOADED = ("config.json", "model.safetensors", CARD)
-BESIDE = ("best", "last")  # folders of drafters that a run leaves beside the exported one
+OTHER_ROLES = ("best", "last")  # subdirectories of drafters next to the exported one
 
 
 def write_cards(output: Path, record: dict[str, Any], name: str | None = None) -> None:
-    """The model card of each drafter that a run left.
+    """Writes the model card of each drafter of a run.
 
     Args:
         record: of the run, with its result.
-        name: of the repository that the exported drafter goes to.
+        name: repository of the exported drafter.
 
     Raises:
         UserError: a card cannot be written.
     """
     result = record["result"]
     write_text(output / CARD, _card(output, record, result | {"step": result["exported_step"]}, name or output.name))
-    for role in BESIDE:
+    for role in OTHER_ROLES:
         if role in result:
             write_text(output / role / CARD, _card(output / role, record, result[role], f"{output.name}/{role}"))
 
 
 def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: str) -> str:
-    target, shape = record["target"], to_mapping(read_config(folder))  # its selector may have been left out
+    target, shape = record["target"], to_mapping(read_config(folder))  # may be exported without its selector
     return _template().render(
         metadata=yaml.safe_dump(_metadata(config_of(record)), sort_keys=False),
         name=name,
@@ -67,14 +67,14 @@ def _template() -> jinja2.Template:
 
 
 def _temperatures(sampler: dict[str, Any]) -> set[float]:
-    """Of responses that were written so."""
+    """Returns the temperatures of a sampler's responses."""
     greedy = {0.0} if sampler.get("greedy_first") else set()
     drawn = {sampler.get("temperature", 0.0)} if not greedy or sampler.get("samples", 1) > 1 else set()
     return greedy | drawn
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """What the hub reads of a card."""
+    """Returns the metadata of a card for the hub."""
     found: dict[str, Any] = {"library_name": "dflash-toolkit", "pipeline_tag": "text-generation"}
     if not os.path.isdir(config["target"]):
         found["base_model"] = config["target"]
@@ -84,22 +84,24 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _datasets(config: dict[str, Any]) -> list[str]:
-    """Returns the datasets of the hub that prompts came from."""
+    """Returns the hub's datasets among the sources of prompts."""
     names = [] if config["response_files"] else config["data"] or [config["prompts"]["dataset"]]
     found = {source.place.partition(":")[0] for source in map(Source, names) if not source.is_file}
     return sorted(name for name in found if not os.path.isdir(name))
 
 
 def make_repository(name: str) -> None:
-    """The repository on the hub, made unless it is there. Raises UserError, before a run has cost anything."""
+    """Creates the repository on the hub if it does not exist. Raises UserError, before a run has cost anything."""
     try:
         HfApi().create_repo(name, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise UserError(f"push_to_hub {name}: {_said(error)}; log in with `hf auth login`, or leave it out") from error
+        raise UserError(
+            f"push_to_hub {name}: {_message(error)}; log in with `hf auth login`, or leave out push_to_hub"
+        ) from error
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload the exported drafter and its card; returns the address. Raises UserError."""
+    """Uploads the exported drafter and its card; returns the address. Raises UserError."""
     try:
         return (
             HfApi()
@@ -113,9 +115,9 @@ def upload(folder: Path, name: str) -> str:
         )
     except (OSError, ValueError) as error:
         raise UserError(
-            f"push_to_hub {name}: {_said(error)}; {folder} holds the drafter, and the same command uploads it"
+            f"push_to_hub {name}: {_message(error)}; run the same command again to upload {folder}"
         ) from error
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join(re.sub(r"For more information check: \S+", "", str(error)).split())

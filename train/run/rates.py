@@ -1,7 +1,7 @@
-"""Rates that the estimate of a run's cost rests on: what was measured, and what is assumed where nothing was.
+"""Rates for the estimate of a run's cost: measured ones, and assumptions where nothing was measured.
 
-Every measured number has its GPU, commit and file next to it: `git show COMMIT:scripts/results/FILE.json`, which also
-holds the command. All runs used PyTorch 2.11, Triton 3.6 and transformers 5.17.
+Every measured number has its GPU, commit and file next to it. `git show COMMIT:scripts/results/FILE.json` also
+shows the command. All runs used PyTorch 2.11, Triton 3.6 and transformers 5.17.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ H200 = Machine("H200", 139.0, 989.0, 4.5)
 A100 = Machine("A100", 79.0, 312.0, 1.7)  # bandwidth: assumed share of its data sheet
 MACHINES = (H200, H100, A100)
 
-# What two CPU cores do for SmolLM2-135M in 16 bits: 150 tokens/s at 16 rows, and a prompt of 995 tokens/s.
+# Two CPU cores with SmolLM2-135M in 16 bits: 150 tokens/s with 16 rows, and prompts with 995 tokens/s.
 CPU_TFLOPS_PER_CORE, CPU_READ_TB_S_PER_CORE = 0.13, 0.0013
 
 Shape = tuple[str, int, int, bool]  # model_type, hidden size, layers, whether the weights are in FP8
@@ -52,18 +52,18 @@ FEATURES: dict[tuple[Shape, str], float] = {
     (QWEN3_5_9B, "H100"): 26_273,  # 4470a42 target_features_h100, with the extra `linear-attention`
     (QWEN3_30B_A3B, "H100"): 27_937,  # 4470a42 target_features_h100
 }
-RECURRENT_ONE_BY_ONE = 0.35  # of that rate without the extra `linear-attention` (9,261 tokens/s, same file)
+RECURRENT_ONE_BY_ONE = 0.35  # share of that rate without the extra `linear-attention` (9,261 tokens/s, same file)
 
-# Shares of a device's peak that measured runs reached, for shapes that nobody measured
-READ_SHARE = 0.65  # of the bandwidth, a plain step of our engine at 32 requests: 0.54 to 0.76 in DECODING
-READ_SHARE_VLLM = 0.45  # assumed for vLLM, whose steps in 4470a42 shapes_fp8_h100 take up to 1.4 times as long
+# Shares of a device's peak that measured runs reached, for other shapes
+READ_SHARE = 0.65  # of the bandwidth, for a plain step of our engine with 32 requests: 0.54 to 0.76 in DECODING
+READ_SHARE_VLLM = 0.45  # assumed for vLLM, with steps in 4470a42 shapes_fp8_h100 up to 1.4 times as long
 REFERENCE_MS_PER_LAYER = 1.4  # of a step of transformers, 4470a42 hf_path_qwen3_8b_h200: 50.8 ms for 36 layers
 FEATURE_SHARE, FEATURE_SHARE_EXPERTS = 0.40, 0.17  # of the FLOP/s, from FEATURES
 TRAIN_SHARE, TRAIN_SHARE_SMALL = 0.50, 0.30  # of the FLOP/s: 0.54 for Qwen3-8B, 0.49 for 1.5B, 0.3 for 0.5B
-SMALL = 1536  # hidden size below which the second holds
+SMALL = 1536  # hidden size below which the second one applies
 MUON_MS_PER_BILLION, ADAMW_MS_PER_BILLION = 174.0, 14.0  # parameters of the drafter, on one GPU (training-rate)
 
-# Assumptions on the data
+# Assumptions about the data
 PROMPT_TOKENS = 150
 RESPONSE_TOKENS = 600  # without thinking
 THINKING_TOKENS = 1800  # with thinking, before responses.max_tokens cuts it

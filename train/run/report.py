@@ -1,4 +1,4 @@
-"""Tells of a run: the bar, metrics.jsonl and W&B, how fast it is, what it will cost."""
+"""Reports a run: progress bar, metrics.jsonl and W&B, speed and remaining cost."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from .state import TrainState
 
 
 class Report:
-    """What a run says while it goes on: the log and the bar are the first process's. Whoever uses it enters `bar`."""
+    """Reports of a run; only the first process has the log and the bar. The caller enters `bar`."""
 
     def __init__(
         self, run: Run, budget: Budget, schedule: Schedule | PackedSchedule, step: int, processes: Processes
@@ -33,8 +33,8 @@ class Report:
         self._log = processes.rank_zero(MetricsLog, path, step, options.wandb, run.record or run.fingerprint)
         self._lengths = np.minimum(lengths_of(run.rows), run.config.prompts.max_length)
         self._speed = Speed(run.target.device)
-        self._cost_said = False
-        self._seconds = max(1, round(budget.seconds)) if budget.seconds else 0  # a run that ends by the clock shows it
+        self._cost_reported = False
+        self._seconds = max(1, round(budget.seconds)) if budget.seconds else 0  # for the bar of a run by the clock
         stage, total = ("training s", self._seconds) if self._seconds else ("training", budget.steps)
         self.bar = Progress(stage, total, unit="tok")
 
@@ -43,55 +43,55 @@ class Report:
             self._log.close()
 
     def begin(self, state: TrainState, clock: TrainingClock, group: int, features: int) -> None:
-        """Training begins, or goes on. Args: features: bytes of all rows' features."""
+        """Reports the start of training, or of its continuation. Args: features: bytes of all rows' features."""
         run, budget, schedule = self._run, self._budget, self._schedule
         self._reach(state, 0)
         if self._processes.main:
             epochs = min(schedule.total, budget.end) / schedule.per_epoch
-            self._tell(before_training(run.config, run.drafter, run.rows, budget.steps, epochs, features, run.work))
+            self._print(before_training(run.config, run.drafter, run.rows, budget.steps, epochs, features, run.work))
             if budget.steps:
-                self._tell(f"warning: {warning}" for warning in budget.too_short(budget.steps))
+                self._print(f"warning: {warning}" for warning in budget.too_short(budget.steps))
         if state.step:
-            self._tell([f"resuming at {budget.said(state.step, clock.seconds)}"])
+            self._print([f"resuming at {budget.place(state.step, clock.seconds)}"])
         if state.micro != state.step * group:
-            self._tell([f"goes on after {state.micro} micro batches in {state.step} steps with {group} a step"])
+            self._print([f"resuming with {group} micro batches per step, after {state.micro} in {state.step} steps"])
 
     def due(self, state: TrainState) -> bool:
-        """Whether this step is logged."""
+        """Whether to log this step."""
         return state.done >= 1 or state.step % self._run.config.run.log_every == 0
 
     def data(self) -> contextlib.AbstractContextManager[None]:
-        """The host waits for features in here."""
+        """Times the wait for features inside."""
         return self._speed.data()
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Time in here is no training."""
+        """Excludes the time inside."""
         return self._speed.paused()
 
     def step(
         self, state: TrainState, clock: TrainingClock, rows: list[int], totals: Tensor, norm: Tensor, rate: float
     ) -> None:
-        """A step is done. Args: rows: that it took. totals: of its loss, and its visible pairs; on the device."""
+        """Reports a step. Args: rows: of the step. totals: of its loss, then its visible pairs; on the device."""
         tokens = int(self._lengths[rows].sum())
         self._speed.count(tokens, len(rows))
         if self.due(state):
             self._processes.rank_zero(self._log_step, state, totals, norm, rate, tokens)
         self._reach(state, tokens)
-        if clock.pace and not self._cost_said:
-            self._cost_said = True
+        if clock.pace and not self._cost_reported:
+            self._cost_reported = True
             config, left = self._run.config, self._budget.steps_left(state.step, clock.seconds, clock.pace)
             every = config.run.evaluate_every if self._run.held_out else 0
             if left > 0:
                 measured, world = left // every if every else 0, self._processes.world
-                self._tell(once_measured(config, left, clock.pace, measured, self._speed.memory(), world))
+                self._print(once_measured(config, left, clock.pace, measured, self._speed.memory(), world))
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Writes a line of metrics.jsonl."""
         if self._log:
             self._log.write(step, values)
 
     def summarise(self, **values: float) -> None:
-        """What W&B shows of the run as a whole."""
+        """Sets the run's summary in W&B."""
         if self._log:
             self._log.summarise(**values)
 
@@ -109,19 +109,19 @@ class Report:
     def _reach(self, state: TrainState, tokens: int) -> None:
         self.bar.reach(self._seconds * state.done if self._seconds else state.step, units=tokens)
 
-    def _tell(self, lines: Iterable[str]) -> None:
+    def _print(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.bar.print(line)
 
 
 def log_values(result: DraftLoss, norm: Tensor, learning_rate: float, epoch: float) -> dict[str, Any]:
-    """What a line of metrics.jsonl holds, but for the rates."""
+    """Returns the values of a line of metrics.jsonl, without the rates."""
     overlap = {} if result.slot_overlap is None else {"slot_overlap": result.slot_overlap.tolist()}
     selector = float(result.selector_loss)
     chain = {} if math.isnan(selector) else {
         "selector_loss": selector,
-        "estimated_unary_length": float(result.unary_length),  # were each slot's best token drafted
-        "estimated_oracle_length": float(result.oracle_length),  # were the right one of the candidates
+        "estimated_unary_length": float(result.unary_length),  # with each slot's best token drafted
+        "estimated_oracle_length": float(result.oracle_length),  # with the right token drafted if it is a candidate
     }  # fmt: skip
     return {
         "loss": float(result.loss.detach()),

@@ -1,4 +1,4 @@
-"""Saves a run: a resume point is copied while training waits, and written while it goes on."""
+"""Saves a run: training waits for a copy of the resume point, which is then written in the background."""
 
 import functools
 import math
@@ -19,10 +19,10 @@ from .state import ResumePoint, TrainState, Writer, host_copy, save_state
 class Saving:
     """Writes `work`/state.pt. Every process calls every method.
 
-    A single process handles Ctrl-C until `close`: `stops` is then set, and the step is saved.
+    A single process handles Ctrl-C until `close`: it sets `stops`, and the step is saved.
 
     Raises:
-        UserError: the disk is full; from `__call__`, `wait`, not while it is written.
+        UserError: the disk is full; raised by the next `__call__` or `wait`.
     """
 
     def __init__(self, run: Run, processes: Processes, say: Callable[[str], None] = print) -> None:
@@ -34,7 +34,7 @@ class Saving:
             self._handler = signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, *_: object) -> None:
-        """Handles Ctrl-C: the first one ends the run after the step, with a resume point, a second one at once."""
+        """Handles Ctrl-C: the first one ends the run after the step, with a resume point; a second one, at once."""
         if self.stops:
             minutes = math.ceil((time.perf_counter() - self._saved) / 60)
             raise KeyboardInterrupt(
@@ -45,25 +45,25 @@ class Saving:
 
     @property
     def overdue(self) -> bool:
-        """Whether the last one is `run.save_minutes` old and written."""
+        """Whether the last resume point is `run.save_minutes` old and written."""
         return time.perf_counter() - self._saved >= 60 * self._run.config.run.save_minutes and not self._writer.busy
 
     @property
     def failed(self) -> bool:
-        """Whether one could not be written; `wait` raises it."""
+        """Whether a resume point could not be written; `wait` raises the error."""
         return self._writer.failed
 
     def due(self, state: TrainState, overdue: bool) -> bool:
-        """Whether this step is saved."""
+        """Whether to save this step."""
         every = self._run.config.run.save_every
         return self.stops or state.done >= 1 or (state.step % every == 0 if every else overdue)
 
     def __call__(
         self, learner: Learner, state: TrainState, seconds: float, history: list[Part], others: dict[str, Any]
     ) -> None:
-        """Save a `ResumePoint`: what the learner holds, where the run stands, and its `others`."""
+        """Saves a `ResumePoint`: the learner's state, the run's place, and the fields in `others`."""
         self._saved = time.perf_counter()
-        self.wait()  # two copies are never held, and of a full disk all learn
+        self.wait()  # keeps a single copy in memory, and reports a full disk to all processes
         weights, moments, average = learner.snapshot()
         if self._processes.main:
             weights, moments, average = host_copy((weights, moments, average), self._run.target.device)
@@ -85,15 +85,15 @@ class Saving:
         work = self._run.work
         save_state(point, work / "state.pt")
         for step in kept_steps(work):
-            if point.best and step < point.best["step"]:  # no resume point needs it any more
+            if point.best and step < point.best["step"]:  # no resume point needs it
                 discard(work, step)
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Waits until nothing is being written."""
         self._processes.rank_zero(self._writer.wait)
 
     def close(self) -> None:
-        """Until nothing is being written, on this process alone; what failed is left."""
+        """Waits until nothing is being written, on this process alone; ignores errors."""
         self._writer.close()
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)

@@ -1,9 +1,9 @@
-"""A run that starts from a drafter there is: for a fine-tuned or quantized target, or to go on with other data.
+"""Starts a run from an existing drafter: for a fine-tuned or quantized target, or to continue with other data.
 
-Any form that `load_drafter` reads will do: z-lab's, ours, the speculators library's, with a scaled rope too. Its layers
-go on to see what they saw, unless an option says otherwise. One gets the parts of its or another kind that are
-asked for, which do nothing at first. The head is the target's own: of a reduced vocabulary
-(d2t, t2d) the layers alone are taken. A run says what it changes.
+Accepts every form that `load_drafter` reads: z-lab's, ours, the speculators library's, also with a scaled rope. Its
+layers keep their attention unless an option changes it. Parts of its own or another kind are added on request, and
+have no effect at first. The head is the target's own: from a reduced vocabulary (d2t, t2d) only the layers are used.
+A run prints what it changes.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,34 +22,34 @@ from dflash_toolkit.models.dflash.shape import with_attention
 
 from ..config import DrafterOptions
 
-SIGHT = ("layer_types", "sliding_window", "is_causal")  # options that change what layers see, and no weight's shape
+SIGHT = ("layer_types", "sliding_window", "is_causal")  # attention options, which change no weight's shape
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run starts from."""
+    """The start of a run."""
 
     drafter: Drafter  # fp32, on the CPU
-    changed: tuple[str, ...]  # a line for everything that is trained in another way than the checkpoint says
+    changed: tuple[str, ...]  # lines on what is trained differently from the checkpoint
 
 
 def load_start(
     name: str, target: PreTrainedConfig, options: DrafterOptions, given: Iterable[str], output: Path, seed: int
 ) -> Start:
-    """A drafter of any form that `load_drafter` reads, of a reduced vocabulary too, fit to train for `target`.
+    """Loads a drafter in any form of `load_drafter`, also with a reduced vocabulary, to train for `target`.
 
     Args:
-        given: options that were chosen; the others follow the checkpoint.
-        output: where the run exports to.
-        seed: of what the checkpoint does not have.
+        given: options that were given; the others follow the checkpoint.
+        output: directory of the run's export.
+        seed: for parts that the checkpoint lacks.
 
     Raises:
-        UserError: it cannot be read, does not fit the target, is not the shape that was asked for, or would be
+        UserError: it cannot be read, does not fit the target, has another shape than the options, or would be
             overwritten.
     """
     folder = locate("drafter", name)
     if folder.resolve() == output.resolve():
-        raise UserError(f"init_from and output are both {name}; the run would overwrite what it starts from")
+        raise UserError(f"init_from and output are both {name}; give another --output, or the run overwrites its start")
     drafter = load_drafter(name, dtype=torch.float32, layers_only=True)
     check_fits(drafter.config, target)
     given = list(given)
@@ -57,7 +57,7 @@ def load_start(
     if added := _parts_to_add(drafter.config, options, given):
         sizes = ", ".join(f"{key} {value}" for key, value in added.items())
         title = options.architecture.title if options.architecture else ""
-        changed.append(f"drafter {name} gets parts of {title} that do nothing yet: {sizes}")
+        changed.append(f"drafter {name} gets parts of {title}, which have no effect yet: {sizes}")
         drafter = _with_parts(drafter, added, seed)
     found = options_of(drafter.config)
     for key in (key for key in given if key not in SIGHT):
@@ -69,7 +69,7 @@ def load_start(
     shape = drafter.config
     if (rows := reduced_vocabulary(read_json(folder / "config.json"))) is not None:
         changed.append(
-            f"drafter {name} has a reduced vocabulary of {rows}; its layers are taken, the head is the target's"
+            f"drafter {name} has a reduced vocabulary of {rows}; only its layers are used, with the target's head"
         )
     try:
         trained = _with_asked_attention(shape, options, given)
@@ -78,13 +78,13 @@ def load_start(
     before, after = _attention(shape), _attention(trained)
     if before != after:
         changed.append(f"drafter {name} has {before}; {after} is trained")
-    # a form that does not record the target's depth is read as the least that its layer ids need
+    # a form without the target's depth is read as the smallest that its layer ids need
     drafter.config = replace(trained, num_target_layers=int(target.num_hidden_layers))
     return Start(drafter.requires_grad_(True), tuple(changed))
 
 
 def _parts_to_add(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> dict[str, Any]:
-    """The sizes of the parts that are asked for and not there."""
+    """Returns the sizes of requested parts that the drafter lacks."""
     kind = options.architecture
     if kind is None or not {"kind", *kind.sizes} & set(given):
         return {}
@@ -93,7 +93,7 @@ def _parts_to_add(shape: DrafterConfig, options: DrafterOptions, given: Collecti
 
 
 def _with_parts(drafter: Drafter, sizes: dict[str, Any], seed: int) -> Drafter:
-    """The drafter with parts that it does not have, as they are in a fresh one."""
+    """Returns the drafter with new parts, initialised as in a fresh one."""
     whole = Drafter.fresh(drafter.config.resized(**sizes), seed)
     whole.load_state_dict(drafter.state_dict(), strict=False)
     return whole
@@ -109,7 +109,7 @@ def _with_asked_attention(shape: DrafterConfig, options: DrafterOptions, given: 
 
 
 def _attention(shape: DrafterConfig) -> str:
-    """What the layers of a drafter see, in words."""
+    """Returns the attention of a drafter's layers in words."""
     layers = range(shape.num_layers)
     sliding = [layer for layer in layers if shape.layer_types[layer] == "sliding_attention"]
     causal = [layer for layer in layers if shape.causal_inside_block(layer)]
@@ -122,7 +122,7 @@ def _attention(shape: DrafterConfig) -> str:
 
 
 def options_of(shape: DrafterConfig) -> DrafterOptions:
-    """The options that spell a shape out."""
+    """Returns the options of a shape."""
     return DrafterOptions(
         kind=shape.architecture.kind,
         layers=shape.num_layers,

@@ -1,7 +1,7 @@
-"""Everything a run needs to continue exactly where it stopped, in one file replaced atomically.
+"""The resume point of a run: one file, replaced atomically, from which the run continues exactly where it stopped.
 
-Data order and anchors are functions of (seed, micro batch), so no generator state has to be kept. The file is the same
-however many processes wrote it and however they shared the state, so any number of them can continue.
+Data order and anchors are functions of (seed, micro batch), so no generator state is stored. The file does not depend
+on the number of processes or their sharding, so any number of them can continue.
 """
 
 import os
@@ -16,40 +16,40 @@ import torch
 from dflash_toolkit.config import UserError
 
 T = TypeVar("T")
-COUNTER = 16  # values: the optimiser's count of its steps is on the host, and in use
+COUNTER = 16  # values: smaller tensors are the optimiser's step counts, which are on the host and in use
 
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a run stands, the same on every process."""
+    """The place of a run, the same on every process."""
 
     step: int = 0  # optimiser steps done
     micro: int = 0  # micro batches of the schedule done, by all processes together
-    rate: float = 0.0  # the share of the peak learning rate that the last step had
-    done: float = 0.0  # share of the run, between 0 and 1
+    rate: float = 0.0  # the last step's share of the peak learning rate
+    done: float = 0.0  # share of the run that is done, between 0 and 1
 
 
 @dataclass(slots=True)
 class ResumePoint:
-    """What a run goes on from."""
+    """The state from which a run resumes."""
 
     step: int  # optimiser steps done
-    fingerprint: dict[str, Any]  # what must be equal for a resume to make sense
+    fingerprint: dict[str, Any]  # settings that must be equal to resume
     drafter: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     best: dict[str, Any] | None  # the best evaluation so far, prompt by prompt; its weights are in `best.STEP`
     elapsed_s: float  # of training alone
     micro: int  # micro batches of the schedule done, by all processes together
-    average: dict[str, torch.Tensor] | None = None  # of the drafter's weights, if one is kept
+    average: dict[str, torch.Tensor] | None = None  # of the drafter's weights, if `ema` is on
     latest: dict[str, Any] | None = None  # the latest evaluation
-    plan: dict[str, Any] | None = None  # when the run was to end; None, and what follows, before the first step
-    rate: float = 0.0  # the share of the peak learning rate that the last step had
-    joint: dict[str, Any] | None = None  # where a longer plan goes on from, see `schedule.Joint`
-    history: list[tuple[int, int, int]] | None = None  # of the schedule; None is of one lane
+    plan: dict[str, Any] | None = None  # the option that ends the run; None, as all that follow, before the first step
+    rate: float = 0.0  # the last step's share of the peak learning rate
+    joint: dict[str, Any] | None = None  # start of a longer plan, see `schedule.Joint`
+    history: list[tuple[int, int, int]] | None = None  # of the schedule; None is a single lane
 
 
 def save_state(state: ResumePoint, path: Path) -> None:
-    """Write to a temporary name, then rename. Raises UserError when the disk is full; the older file stays."""
+    """Writes under a temporary name, then renames. Raises UserError when the disk is full; the older file stays."""
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as handle:
@@ -65,13 +65,13 @@ def save_state(state: ResumePoint, path: Path) -> None:
 
 
 def host_copy(value: T, device: torch.device) -> T:
-    """Nested values whose tensors are in host memory and nobody else's, so that the next step does not change them.
+    """Copies the tensors of nested values to host memory, so that the next step does not change them.
 
-    What is on a GPU goes to pinned memory, which is kept for the next time. Large host tensors of a run on a GPU were
-    gathered for the caller and are taken as they are.
+    Tensors on a GPU go to pinned memory, which is reused. In a run on a GPU, large host tensors were gathered for the
+    caller and are not copied.
 
     Args:
-        device: that the run is on.
+        device: of the run.
     """
     on_gpu = device.type == "cuda"
 
@@ -93,7 +93,7 @@ def host_copy(value: T, device: torch.device) -> T:
 
 
 class Writer:
-    """Writes in a thread of its own, one thing at a time, while training goes on."""
+    """Writes in its own thread, one thing at a time."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -108,43 +108,43 @@ class Writer:
         return self._error is not None
 
     def begin(self, write: Callable[[], None]) -> None:
-        """Write once what is being written is done. Raises what that one raised."""
+        """Starts a write after the previous one. Raises the previous one's error."""
         self.wait()
 
         def work() -> None:
             try:
                 write()
-            except BaseException as error:  # for whoever waits
+            except BaseException as error:  # raised by `wait`
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="state-writer", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what a write raised, UserError for a full disk."""
+        """Waits until nothing is being written. Raises the write's error, UserError for a full disk."""
         self.close()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Until nothing is being written; what a write raised is left for `wait`."""
+        """Waits until nothing is being written; `wait` raises errors."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
 def load_state(path: Path, fingerprint: dict[str, Any]) -> ResumePoint | None:
-    """The resume point at `path`, or None.
+    """Returns the resume point at `path`, or None.
 
     Raises:
-        UserError: the file is corrupt, or belongs to a run with other settings (the first difference is named).
+        UserError: the file is corrupt, or another run's (the first different setting is named).
     """
     if not path.exists():
         return None
     try:
         state = ResumePoint(**torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except Exception as error:  # torch.load raises a dozen kinds
+    except Exception as error:  # torch.load raises a dozen types
         raise UserError(f"{path}: not a resume point of this version; remove it to start afresh") from error
     if difference := first_difference(state.fingerprint, fingerprint):
         raise UserError(
@@ -154,15 +154,15 @@ def load_state(path: Path, fingerprint: dict[str, Any]) -> ResumePoint | None:
 
 
 def read_plan(path: Path) -> dict[str, Any] | None:
-    """The plan of the run whose resume point is at `path`; None where that cannot be known."""
+    """Returns the plan of the resume point at `path`; None if there is none."""
     try:
         return ResumePoint(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)).plan
-    except Exception:  # torch.load raises a dozen kinds; `load_state` says what is wrong with a file
+    except Exception:  # torch.load raises a dozen types; `load_state` reports the error
         return None
 
 
 def first_difference(old: Any, new: Any, where: str = "") -> str | None:
-    """The first place where two nested mappings differ, as `key: old, now new`."""
+    """Returns the first difference of two nested mappings, as `key: old, now new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(k for k in new if k not in old)]:
             found = first_difference(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
