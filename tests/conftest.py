@@ -368,7 +368,7 @@ def answers_of(config: Any, tokenizer: Any, work: Path, vocab_size: int = VOCAB)
     from dflash_toolkit.train.responses.build_corpus import write_given
     from dflash_toolkit.train.responses.corpus import Corpus
     from dflash_toolkit.train.responses.file import Match
-    from dflash_toolkit.train.run.identity import target_digest
+    from dflash_toolkit.train.run.provenance import target_digest
 
     work.mkdir(parents=True, exist_ok=True)
     digest, template = target_digest(config.target), template_digest(tokenizer)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_toolkit import UserError, fingerprint
 from dflash_toolkit.fingerprint import model_digest, weights_digest
-from dflash_toolkit.train.run.identity import target_digest
+from dflash_toolkit.train.run.provenance import target_digest
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 10000.0, "torch_dtype": "bfloat16", "eos_token_id": 1}
 OLD = 1_700_000_000  # seconds: long ago

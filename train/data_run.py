@@ -37,8 +37,8 @@ from .responses.endpoint import EndpointBackend
 from .responses.file import of_another_run, resume
 from .responses.generate import SAID, ResponsePlan, Tally, limit_of, reasons, respond
 from .responses.vllm_backend import VllmBackend, import_vllm
-from .run.identity import target_digest
-from .run.state import first_difference
+from .run.provenance import target_digest
+from .run.resume_point import first_difference
 
 ANSWERING = ("runtime", "model")  # keys of the record that are known once a backend is open
 

@@ -11,20 +11,20 @@ from dflash_toolkit.config import UserError
 
 from .distributed.parallel import Processes
 from .distributed.zero import Learner, make_learner
-from .features.memory import begin as begin_peak
-from .features.memory import enough_memory
+from .features.gpu_memory import begin as begin_peak
+from .features.gpu_memory import enough_memory
 from .features.source import FeatureSource, open_features
 from .objective.blocks import sample_blocks
 from .objective.loss import compute_loss, use_flex
 from .optim.schedule import PackedSchedule, Schedule, make_schedule, packing, rng_for
 from .responses.corpus import lengths_of
-from .run.budget import Budget, TrainingClock
+from .run.cost import visible_pairs
 from .run.definition import Outcome, Run
-from .run.flops import visible_pairs
 from .run.measure import Measuring
 from .run.report import Report
+from .run.resume_point import TrainState, load_state
 from .run.save import Saving
-from .run.state import TrainState, load_state
+from .run.training_budget import Budget, TrainingClock
 
 SETTLING_STEPS = 3  # steps until a compiled step has been compiled for every shape
 

@@ -32,7 +32,7 @@ from .responses.collect import discard, gathered
 from .responses.corpus import Corpus
 from .run.definition import Export, Outcome, Run
 from .run.estimate import estimate_here
-from .run.metrics import WANDB_OPTION
+from .run.metrics_log import WANDB_OPTION
 from .run.prepare import Prepared, prepare
 from .run.provenance import fingerprint, measured, now, origin, result
 from .run.publish import OTHER_ROLES, make_repository, upload, write_cards

@@ -61,8 +61,8 @@ from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, packin
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Export, Run
-from dflash_toolkit.train.run.identity import target_digest
 from dflash_toolkit.train.run.prepare import drafter_config
+from dflash_toolkit.train.run.provenance import target_digest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 

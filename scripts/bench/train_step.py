@@ -6,7 +6,7 @@
     python scripts/bench/train_step.py --shape qwen3-8b --gpus 2 --anchors 512 --compare --output sharded.json
 
 Steps are the trainer's own and include the target's forward pass: packed rows, anchors, drafter, frozen head,
-backward, optimiser. FLOPs are those of `train/run/flops.py`, drafter and head only; MFU uses the time without the
+backward, optimiser. FLOPs are those of `train/run/cost.py`, drafter and head only; MFU uses the time without the
 target's forward.
 
 `--compare` times ways to share the work one after another (an optimiser, `+`, how it is sharded) and prints a
@@ -43,8 +43,8 @@ from dflash_toolkit.train.objective.blocks import Blocks, sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss, use_flex
 from dflash_toolkit.train.optim.schedule import rng_for
 from dflash_toolkit.train.responses.rows import Row
-from dflash_toolkit.train.run.flops import drafter_step_flops, visible_pairs
-from dflash_toolkit.train.run.metrics import peak_flops
+from dflash_toolkit.train.run.cost import drafter_step_flops, visible_pairs
+from dflash_toolkit.train.run.metrics_log import peak_flops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 

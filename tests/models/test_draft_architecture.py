@@ -117,7 +117,7 @@ def test_a_plain_drafter_goes_on_as_one_and_back(tmp_path: Path) -> None:
     save_drafter(plain, tmp_path / "plain")
     options = DrafterOptions(kind="bias", mask_token_id=MASK)
     start = load_start(str(tmp_path / "plain"), target.config, options, ["kind"], tmp_path / "out", 0)
-    assert "gets parts of DFlash with biases that do nothing yet: bias_candidates 16" in start.changed[0]
+    assert "gets parts of DFlash with biases, which have no effect yet: bias_candidates 16" in start.changed[0]
     grown = start.drafter
     assert not grown.token_bias.token_codebook.any()  # type: ignore[union-attr]
     hidden, logits = torch.randn(7, 32), torch.randn(7, 300)

@@ -144,7 +144,7 @@ def test_what_is_of_rows_apart_keeps_them_apart_on_every_device(given: dict[str,
 )
 def test_an_option_without_effect_is_refused_by_name(given: dict, with_effect: dict) -> None:  # type: ignore[type-arg]
     group = next(iter(given))
-    with pytest.raises(UserError, match=rf"^{group}\.{list(given[group])[-1]} is .* has an effect with"):
+    with pytest.raises(UserError, match=rf"^{group}\.{list(given[group])[-1]} is .* no effect without"):
         configure({"target": "t", **given})
     assert configure({"target": "t"} | with_effect | {group: given[group] | with_effect.get(group, {})})
 

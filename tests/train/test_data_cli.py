@@ -62,7 +62,7 @@ def test_a_target_that_the_engine_does_not_compute_is_answered_for_several_promp
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     more = ("--target", folder, "--batch-size", 4)
-    said = "the reference answers, 4 prompts at a time, for the engine cannot: "
+    said = "the reference decodes, 4 prompts at a time; the engine cannot: "
     assert sum(line.startswith(said) for line in dflash_data(*more)) == 1
     for (i, _), tokens in dflash_data.answers().items():
         prompt = asked(target, f"ask {i} of it")
@@ -254,7 +254,7 @@ def test_a_mistake_is_one_line_and_leaves_no_answers(
         (["--device", "cuda:9"], "cuda:9"),
         (["--dtype", "int3"], "int3"),
         (["--drafter", "/no/such"], "/no/such"),
-        (["--endpoint", "http://127.0.0.1:9"], "endpoint http://127.0.0.1:9/v1 does not answer"),
+        (["--endpoint", "http://127.0.0.1:9"], "endpoint http://127.0.0.1:9/v1 does not respond"),
         (["--runtime", "vllm"], "runtime vllm needs vllm: pip install 'dflash-toolkit[vllm]'"),
     ],
     ids=last_word,
@@ -357,6 +357,6 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
         if drop:
             write(output, [{k: v for k, v in each.items() if k != "target_digest"} for each in lines(output)])
         assert len(read_training_rows([str(output)], match)) == 9
-        assert capsys.readouterr().err.count("by the name alone") == 1
+        assert capsys.readouterr().err.count("by name") == 1
         with pytest.raises(UserError, match=r"line 1: written by .* tokens in its vocabulary, and the target is other"):
             read_training_rows([str(output)], replace(match, target="other"))

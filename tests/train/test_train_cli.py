@@ -229,12 +229,12 @@ TEXTS = {
         (["responses.top_k=-1"], "responses.top_k is -1"),
         (["responses.samples=0"], "responses.samples is 0"),
         (["responses.samples=2", "responses.temperature=0"], "responses.samples is 2"),
-        (["responses.samples=3", "responses.regenerate=false"], "an effect with responses.regenerate=true only"),
+        (["responses.samples=3", "responses.regenerate=false"], "no effect without responses.regenerate=true"),
         (["drafter.selector_rank=-4"], "selector_rank"),
-        (["loss.selector=0.5"], "an effect with a selector (drafter.kind=dflash2) only"),  # so small a target has none
+        (["loss.selector=0.5"], "no effect without a selector (drafter.kind=dflash2)"),  # so small a target has none
         (
             ["responses.temperature=0.7"],
-            "an effect with responses.samples above 1 or responses.greedy_first=false only",
+            "no effect without responses.samples above 1 or responses.greedy_first=false",
         ),
         (["loss.alpha=2"], "loss.alpha is 2"),
         (["loss.ce=0"], "loss.ce, loss.kl, loss.tv, loss.lk, loss.lk_hybrid are all 0"),
@@ -265,7 +265,7 @@ TEXTS = {
         (["--data", "EMPTY"], "holds no prompts"),
         (["--data", "NO QUESTION"], "line 3"),
         (["--data", "SHORT", "responses.regenerate=false"], "1 shorter than two tokens"),
-        (["--data", "NO TEXT", "responses.regenerate=false"], "is no valid text"),
+        (["--data", "NO TEXT", "responses.regenerate=false"], "is not valid text"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

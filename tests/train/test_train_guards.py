@@ -20,7 +20,7 @@ from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions
 from dflash_toolkit.train.optim.schedule import learning_rate_factor
 from dflash_toolkit.train.run.definition import WORK, Run
 from dflash_toolkit.train.run.provenance import OLD_NAMES, fingerprint
-from dflash_toolkit.train.run.state import load_state
+from dflash_toolkit.train.run.resume_point import load_state
 
 
 @pytest.mark.parametrize("bad", [3, 4, 5])

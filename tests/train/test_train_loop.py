@@ -34,8 +34,8 @@ from dflash_toolkit.train.optim.schedule import PackedSchedule, learning_rate_fa
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run import report
 from dflash_toolkit.train.run.definition import Run
-from dflash_toolkit.train.run.metrics import MetricsLog
-from dflash_toolkit.train.run.state import ResumePoint, first_difference, load_state, save_state
+from dflash_toolkit.train.run.metrics_log import MetricsLog
+from dflash_toolkit.train.run.resume_point import ResumePoint, first_difference, load_state, save_state
 
 GOLDEN = ROOT / "tests/golden/loss_curve.json"
 
@@ -115,7 +115,7 @@ def kill_after(count: int, pid: int, metrics: Path) -> None:
 def test_ctrl_c_saves_the_step_and_the_run_resumes_there(
     dflash_train: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, steps = loop.compute_loss, itertools.count(1)
+    real, steps, handler = loop.compute_loss, itertools.count(1), signal.getsignal(signal.SIGINT)
 
     def interrupted(*args: Any) -> Any:
         if next(steps) == 3:
@@ -127,7 +127,7 @@ def test_ctrl_c_saves_the_step_and_the_run_resumes_there(
     assert said[-1] == "interrupted after step 3; run the same command again to resume"
     assert torch.load(dflash_train.output / "work" / "state.pt", "cpu", weights_only=False)["step"] == 3
     assert any("resuming at step 3" in line for line in dflash_train("run.save_minutes=60", "optim.accumulate=1"))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(

@@ -81,7 +81,7 @@ def test_a_resume_point_without_weights_is_one_line(short_run: Program) -> None:
     for weights in ({}, None, {"fc.weight": torch.zeros(1)}):
         torch.save(torch.load(path) | {"drafter": weights}, path)
         said = short_run.refuses("prompts.held_out=0")
-        assert said == f"{path}: holds no weights of this drafter; remove it to start afresh"
+        assert said == f"{path}: does not fit this drafter's weights; remove it to start again"
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------

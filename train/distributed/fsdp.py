@@ -2,7 +2,8 @@
 
 Every layer is a unit. In every micro step its matrices are gathered in bf16 while the previous layer computes, and its
 gradients are scattered in fp32 while the next layer's backward pass runs. The few norms stay whole on every process, in
-fp32. The resume point is the whole one of `state.py`, so a run can continue unsharded or with other process counts.
+fp32. The resume point is the whole one of `resume_point.py`, so a run can continue unsharded or with other process
+counts.
 """
 
 import copy
@@ -26,7 +27,7 @@ from dflash_toolkit.models.dflash.network import Drafter, DraftLayer
 from ..config import TrainConfig
 from ..objective.loss import compiles
 from ..optim.optimizers import is_matrix, make_optimizer, rows_of, update_average
-from ..run.state import ResumePoint
+from ..run.resume_point import ResumePoint
 from .parallel import Processes, other_optimizer
 
 Rope = tuple[Tensor, Tensor]

@@ -30,10 +30,10 @@ from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.target import resolve_device
 
 from ..config import TrainConfig
-from ..features.memory import OutOfMemory
+from ..features.gpu_memory import OutOfMemory
 from ..objective.loss import Forward, runner
 from ..optim.optimizers import make_optimizer, update_average
-from ..run.state import ResumePoint
+from ..run.resume_point import ResumePoint
 
 PATIENCE = datetime.timedelta(days=7)  # others wait while the first process writes responses, decodes and saves
 LETTING_GO_S = 0.05  # for threads to release their last tensors

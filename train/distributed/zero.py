@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO: `parallel.Replicated` with the optimiser's state (1), gradients (2) and weights (3) in shards.
 
-The DeepSpeed configuration is derived from ours. The resume point is the whole one of `state.py`: shards are gathered
-tensor by tensor, so a run can continue with another number of processes, another stage, or without sharding.
+The DeepSpeed configuration is derived from ours. The resume point is the whole one of `resume_point.py`: shards are
+gathered tensor by tensor, so a run can continue with another number of processes, another stage, or without sharding.
 """
 
 import logging
@@ -19,7 +19,7 @@ from dflash_toolkit.models.dflash.network import Drafter
 from ..config import TrainConfig
 from ..objective.loss import runner
 from ..optim.optimizers import FlatMuon, make_optimizer
-from ..run.state import ResumePoint
+from ..run.resume_point import ResumePoint
 from .parallel import Processes, Replicated, other_optimizer
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _Forward(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of torch's optimisers in the form of `state.py`."""
+    """One of torch's optimisers in the form of `resume_point.py`."""
 
     parameters: list[nn.Parameter]
     form: list[dict[str, Any]]  # its param_groups, with numbers for parameters

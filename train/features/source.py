@@ -33,7 +33,7 @@ from ..objective.loss import use_flex
 from ..optim.schedule import packing
 from ..responses.corpus import Corpus, lengths_of
 from ..responses.rows import Row
-from .memory import enough_memory, memory_use, room_behind_step
+from .gpu_memory import enough_memory, memory_use, room_behind_step
 from .served import ServedTarget
 from .store import FP8, GIB, DiskStore, MemoryStore, Stored
 

@@ -14,7 +14,7 @@ import torch
 from dflash_toolkit.config import UserError
 
 from ..config import PACK_TOKENS, TrainConfig
-from ..run.state import ResumePoint
+from ..run.resume_point import ResumePoint
 
 
 def rng_for(seed: int, stream: int, index: int) -> torch.Generator:

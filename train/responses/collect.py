@@ -16,7 +16,7 @@ from ..prompts.split import PROMPTS, PromptData, choose_prompts
 from ..run.cost import before_responses
 from ..run.prepare import Prepared
 from ..run.provenance import asked
-from ..run.state import first_difference
+from ..run.resume_point import first_difference
 from .backends import open_decoder
 from .build_corpus import CORPUS, write_answered, write_given, write_recorded
 from .corpus import Corpus

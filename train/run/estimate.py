@@ -31,9 +31,8 @@ from dflash_toolkit.preflight import GIB, size
 
 from ..config import PACK_TOKENS, TrainConfig
 from ..prompts.dataset import ROWS as DATASET_ROWS
-from .cost import duration, resume_bytes
+from .cost import drafter_step_flops, duration, resume_bytes
 from .definition import WORK
-from .flops import drafter_step_flops
 from .rates import (
     ACCEPTANCE,
     ADAMW_MS_PER_BILLION,

@@ -14,7 +14,7 @@ from ..distributed.parallel import Processes
 from .definition import Export, Run
 from .held_out import Evaluation, HeldOut
 from .report import Report
-from .state import ResumePoint, TrainState
+from .resume_point import ResumePoint, TrainState
 
 
 @dataclass(frozen=True, slots=True)

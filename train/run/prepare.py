@@ -22,7 +22,7 @@ from ..responses.conversation import load_chat_tokenizer
 from ..responses.generate import limit_of
 from .cost import check_checkpoints
 from .definition import WORK
-from .metrics import WANDB_OPTION
+from .metrics_log import WANDB_OPTION
 from .provenance import is_finished, provenance
 from .start import Start, load_start, options_of
 

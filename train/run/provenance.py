@@ -14,16 +14,16 @@ import transformers
 
 import dflash_toolkit
 from dflash_toolkit import DrafterConfig
-from dflash_toolkit.config import to_mapping
+from dflash_toolkit.config import UserError, to_mapping
+from dflash_toolkit.fingerprint import model_digest
 
 from ..config import TrainConfig
 from ..prompts.split import PromptData
 from ..responses.corpus import Corpus
-from .budget import plan_of
 from .definition import WORK, Export, Outcome
-from .identity import target_digest
+from .resume_point import first_difference, read_plan
 from .start import SIGHT
-from .state import first_difference, read_plan
+from .training_budget import plan_of
 
 # options that may change when a run resumes: they change no weight or, if the number of processes times `accumulate`
 # changes, only how many micro batches form a step
@@ -170,3 +170,14 @@ def _git_revision() -> str | None:
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def target_digest(name: str) -> str | None:
+    """Returns the sha256 over a target's weights and scales and its configuration's computation (`model_digest`).
+
+    None if the weights are not on this machine. Raises UserError for files that cannot be read.
+    """
+    try:
+        return model_digest(name)
+    except UserError as error:
+        raise UserError(f"target {name}: {error}") from error

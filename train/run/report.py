@@ -14,12 +14,11 @@ from ..distributed.parallel import Processes
 from ..objective.loss import RECALL, DraftLoss
 from ..optim.schedule import PackedSchedule, Schedule
 from ..responses.corpus import lengths_of
-from .budget import Budget, TrainingClock
-from .cost import before_training, once_measured
+from .cost import before_training, drafter_step_flops, once_measured
 from .definition import Run
-from .flops import drafter_step_flops
-from .metrics import MetricsLog, Speed
-from .state import TrainState
+from .metrics_log import MetricsLog, Speed
+from .resume_point import TrainState
+from .training_budget import Budget, TrainingClock
 
 
 class Report:

@@ -13,7 +13,7 @@ from ..distributed.zero import Learner
 from ..optim.schedule import Part
 from .definition import Run
 from .measure import discard, kept_steps
-from .state import ResumePoint, TrainState, Writer, host_copy, save_state
+from .resume_point import ResumePoint, TrainState, Writer, host_copy, save_state
 
 
 class Saving:

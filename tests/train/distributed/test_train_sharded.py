@@ -18,7 +18,7 @@ from dflash_toolkit.train.distributed.zero import make_learner
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
-from dflash_toolkit.train.run.state import ResumePoint
+from dflash_toolkit.train.run.resume_point import ResumePoint
 
 KINDS = ("full_attention", "sliding_attention")
 FSDP = RunOptions(fsdp=True)

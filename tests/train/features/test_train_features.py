@@ -270,7 +270,7 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
         (
             "index.json",
             '{"fingerprint": {"data": "0123"}}',
-            "by another version, .*; remove it or choose another",
+            "by another version",
         ),
     ):
         damage(tmp_path / name, content)
@@ -289,7 +289,7 @@ def test_what_is_written_is_estimated_and_a_disk_that_cannot_hold_it_refuses(
     shard = load_file(next(tmp_path.glob("*.safetensors")))
     assert source.nbytes(rows(10)) == shard["hidden"].nbytes
     store = DiskStore(tmp_path / "other", {})
-    with pytest.raises(UserError, match=r"1073741824.0 GiB are needed and [\d.]+ GiB are free; run.feature_dtype=flo"):
+    with pytest.raises(UserError, match=r"1073741824.0 GiB are needed, but [\d.]+ GiB are free"):
         store.reserve(1 << 60)
 
 
@@ -301,7 +301,7 @@ def test_a_write_that_fails_is_one_line_and_leaves_no_part(tmp_path: Path) -> No
 
 
 def test_memory_that_cannot_hold_all_of_it_refuses() -> None:
-    with pytest.raises(UserError, match=r"run.features=memory: 0.0 GiB are needed; .* run.feature_cache_gb"):
+    with pytest.raises(UserError, match=r"run.features=memory needs 0.0 GiB"):
         source_in(Path(), make_target(), features="memory")
 
 

@@ -18,7 +18,7 @@ from dflash_toolkit import UserError
 from dflash_toolkit.config import from_mapping, to_mapping
 from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
-from dflash_toolkit.train.features.memory import MARGIN, MemoryUse, room_behind_step
+from dflash_toolkit.train.features.gpu_memory import MARGIN, MemoryUse, room_behind_step
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import Features
 from dflash_toolkit.train.responses.rows import Row
@@ -120,7 +120,7 @@ def test_a_process_without_memory_says_so_itself_and_does_not_wait_for_the_other
     codes = run_several(2, _second_without_memory, tmp_path)
     assert codes[1] == 2 and codes[0] not in (0, None)
     (error,) = (line for line in (tmp_path / "log1").read_text().splitlines() if line.startswith("error: "))
-    assert error.startswith("error: process 1: CUDA out of memory: give a lower run.feature_")
+    assert error.startswith("error: process 1: CUDA out of memory: lower run.feature_")
     assert torch.load(tmp_path / "state.pt")["step"] == 2
 
 

@@ -62,7 +62,7 @@ def test_bytes_that_are_no_text_are_not_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        *(({"tokens": [1, 2, 3, token]}, "holds a token outside") for token in (300, -7, 10**21)),
+        *(({"tokens": [1, 2, 3, token]}, "a token is outside") for token in (300, -7, 10**21)),
         *(({"tokens": tokens}, NO_ROW) for tokens in ([1, 2, 3, 2.0], ["a"])),
         *(({"spans": spans}, NO_ROW) for spans in ([], [[1]], [[9, 4]], None)),
         *(({"prompt_tokens": wrong}, NO_ROW) for wrong in (-5, 1, 10**6, float("inf"))),

@@ -68,7 +68,7 @@ def test_what_is_written_is_mapped_and_never_half_there(tmp_path: Path) -> None:
     assert isinstance(row.tokens, np.ndarray) and row.tokens.base is not None, "a view"
     with open(folder / "tokens.i32", "r+b") as handle:
         handle.truncate(8)
-    with pytest.raises(UserError, match=r"corpus: damaged .* remove it to have it made again"):
+    with pytest.raises(UserError, match=r"corpus: damaged .* remove it to build it again"):
         Corpus.open(folder)
 
 

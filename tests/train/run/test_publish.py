@@ -104,7 +104,7 @@ def test_a_hub_that_refuses_is_one_line_before_anything_is_done(
 ) -> None:
     hub.refuses = 401
     error = dflash_train.refuses(*SHORT, "--push-to-hub", "me/tiny")
-    assert error.startswith("push_to_hub me/tiny: Client error '401 Unauthorized' for url 'http")
+    assert error.startswith("--push-to-hub me/tiny: Client error '401 Unauthorized' for url 'http")
     assert "hf auth login" in error
     assert not (tmp_path / "run/work/prompts.jsonl").exists()
 

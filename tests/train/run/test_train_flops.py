@@ -14,7 +14,7 @@ from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss, masks_of
 from dflash_toolkit.train.responses.rows import Row
-from dflash_toolkit.train.run.flops import drafter_step_flops, visible_pairs
+from dflash_toolkit.train.run.cost import drafter_step_flops, visible_pairs
 
 
 @pytest.mark.parametrize("make", [make_drafter, make_dflash2])

@@ -16,10 +16,10 @@ from test_train_export import interrupted
 from test_train_loop import largest_file
 from wandb_runs import wandb_records
 
-import dflash_toolkit.train.run.metrics
+import dflash_toolkit.train.run.metrics_log
 from dflash_toolkit import UserError, tracking
 from dflash_toolkit.train.optim.schedule import learning_rate_factor
-from dflash_toolkit.train.run.metrics import MetricsLog, Speed, peak_flops
+from dflash_toolkit.train.run.metrics_log import MetricsLog, Speed, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
 def test_rates_are_of_training_alone_and_mfu_is_flops_over_time_over_peak(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dflash_toolkit.train.run.metrics, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(dflash_toolkit.train.run.metrics_log, "time", SimpleNamespace(perf_counter=clock))
     speed = Speed(torch.device("cpu"))
     clock.now += 1
     alone = {"tokens_per_second", "sequences_per_second", "data_share", "peak_resident_gb"}

@@ -25,8 +25,8 @@ from dflash_toolkit.train.config import DataOptions, DrafterOptions, TrainConfig
 from dflash_toolkit.train.optim.optimizers import update_average
 from dflash_toolkit.train.responses import backends
 from dflash_toolkit.train.run import save
+from dflash_toolkit.train.run.resume_point import ResumePoint, save_state
 from dflash_toolkit.train.run.start import load_start
-from dflash_toolkit.train.run.state import ResumePoint, save_state
 
 STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that moves no weight of fp32
 
@@ -143,7 +143,8 @@ def test_a_run_that_starts_with_new_parts_exports_what_it_was_given(dflash_train
     sizes = [f"drafter.{name}={size}" for name, size in PARTS.items()]
     said = dflash_train("--init-from", tmp_path / "start", "drafter.kind=dflash2", *sizes, *STILL)
     assert any(
-        "gets parts of DFlash 2 that do nothing yet: conv_kernel_size 2, conv_group_size 8, sel" in s for s in said
+        "gets parts of DFlash 2, which have no effect yet: conv_kernel_size 2, conv_group_size 8, sel" in s
+        for s in said
     )
     exported = load_drafter(str(tmp_path / "run"))
     assert exported.config == replace(drafter.config, **PARTS)
@@ -329,14 +330,14 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
     drafter = str(drafter_dir) if with_drafter else None
     asked = {"drafter": drafter, "device": "cpu", "batch": 7, "context": 64}
     found = backends.open_decoder(str(target_dir), **asked)
-    beside = " and without the drafter" if with_drafter else ""
-    end = f"{beside}, for the engine cannot: of another kind\n"
+    other = " and without the drafter" if with_drafter else ""
+    end = f"{other}; the engine cannot: of another kind\n"
     assert isinstance(found, backends.BatchedDecoder)
-    assert capsys.readouterr().err.endswith("the reference answers, 7 prompts at a time" + end)
+    assert capsys.readouterr().err.endswith("the reference decodes, 7 prompts at a time" + end)
     monkeypatch.setattr(backends, "unbatchable_reason", lambda _: "of its kind")
     found = backends.open_decoder(str(target_dir), **asked)
     assert isinstance(found, backends.ReferenceDecoder)
-    assert capsys.readouterr().err.endswith("the reference answers, one prompt at a time (of its kind)" + end)
+    assert capsys.readouterr().err.endswith("the reference decodes, one prompt at a time (of its kind)" + end)
     with pytest.raises(UnsupportedModel, match="of another kind"):
         backends.open_decoder(str(target_dir), runtime="engine", **asked)
 
@@ -355,7 +356,7 @@ def test_what_is_wrong_with_a_checkpoint_ends_it_and_a_format_that_the_engine_do
     capsys.readouterr()
     found = backends.open_decoder(str(pickled), device="cpu", batch=2, context=64)
     assert isinstance(found, backends.BatchedDecoder)
-    assert "2 prompts at a time, for the engine cannot" in capsys.readouterr().err
+    assert "2 prompts at a time; the engine cannot" in capsys.readouterr().err
 
 
 def test_a_drafter_that_is_not_there_ends_it_before_the_target_is_read(

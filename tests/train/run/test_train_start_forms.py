@@ -134,7 +134,7 @@ def test_of_a_reduced_vocabulary_the_layers_are_taken(
     reduce_vocabulary(start, 100, embedding=embedding)
     said = dflash_train("--init-from", start, "run.speculators=true", *STILL)
     (line,) = (line for line in said if "has a reduced" in line)
-    assert line == f"drafter {start} has a reduced vocabulary of 100; its layers are taken, the head is the target's"
+    assert line == f"drafter {start} has a reduced vocabulary of 100; only its layers are used, with the target's head"
     exported = check_started(tmp_path / "run", start, drafter)
     assert exported.config == drafter.config and exported.config.vocab_size == VOCAB
     whole = json.loads((tmp_path / "run/speculators/config.json").read_text())

@@ -15,7 +15,7 @@ from dflash_toolkit.config import UserError, to_mapping
 
 from ..config import OptimOptions
 from ..optim.schedule import Joint, PackedSchedule, Schedule, joined_factor, learning_rate_factor
-from .state import ResumePoint, TrainState
+from .resume_point import ResumePoint, TrainState
 
 TIMED_STEPS = 3  # steps to measure the pace
 PARTS = 1_000_000  # resolution of the learning rate's schedule in a run by the clock
