@@ -144,7 +144,7 @@ def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answe
     """Writes the record of a finished run and prints how to serve its drafter."""
     config, output, exported = run.config, Path(run.config.output_dir), outcome.exported
     assert exported is not None
-    for role in OTHER_ROLES:  # of an earlier export
+    for role in OTHER_ROLES:  # left by an earlier export
         if outcome.other is None or outcome.other.role != role:
             shutil.rmtree(output / role, ignore_errors=True)
     if config.run.speculators:

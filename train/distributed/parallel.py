@@ -1,4 +1,4 @@
-"""One process or many behind one interface: rank, agreement between processes, and the sum of gradients.
+"""One interface for one process or many: rank, agreement between processes, and the sum of gradients.
 
 If a target is too large for one GPU, each of a few consecutive processes (`peers`) holds a shard of it. Peers call the
 target together, with the same rows in the same order.
@@ -47,7 +47,7 @@ class Processes:
     rank: int = 0
     world: int = 1
     device: str = "auto"  # this process's device, as `Target.load` accepts it
-    mesh: DeviceMesh | None = None  # of the peers, for a sharded target
+    mesh: DeviceMesh | None = None  # over which the peers shard the target
     _control: Any = None  # a group over CPU tensors with a long timeout
     _peers: "Processes | None" = None
 

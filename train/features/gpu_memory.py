@@ -43,7 +43,7 @@ def memory_use(device: torch.device) -> MemoryUse | None:
     return MemoryUse(total, free, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
 
-def room_behind_step(use: MemoryUse, share: float, aside: int) -> int:
+def room_after_step(use: MemoryUse, share: float, aside: int) -> int:
     """Returns the bytes that features may use: a share of the memory that is free at a step's peak.
 
     Args:

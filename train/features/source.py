@@ -33,7 +33,7 @@ from ..objective.loss import use_flex
 from ..optim.schedule import packing
 from ..responses.corpus import Corpus, lengths_of
 from ..responses.rows import Row
-from .gpu_memory import enough_memory, memory_use, room_behind_step
+from .gpu_memory import enough_memory, memory_use, room_after_step
 from .served import ServedTarget
 from .store import FP8, GIB, DiskStore, MemoryStore, Stored
 
@@ -317,7 +317,7 @@ def open_features(
     def keep(aside: int, bar: Progress | None) -> None:
         use = memory_use(target.device)
         if use:
-            store.give(room_behind_step(use, config.run.feature_gpu_share, aside))
+            store.give(room_after_step(use, config.run.feature_gpu_share, aside))
         _keep(config, source, own, processes, bar=bar)
 
     if config.run.features != "online":
@@ -359,7 +359,7 @@ def _keep(
         return  # and only a GPU's memory; one process may have none left while others have some
     missing = source.missing(own)
     shares = processes.all_gather((len(missing), source.nbytes(missing), *store.room))
-    count, needed, device, host = (sum(values) for values in zip(*shares, strict=True))  # of all processes together
+    count, needed, device, host = (sum(values) for values in zip(*shares, strict=True))  # sums over all processes
     several = f" (of all {processes.world} processes)" if processes.world > 1 else ""
     room = f"{device / GIB:.1f} GiB of GPU memory and {host / GIB:.1f} GiB of host memory{several}"
     if isinstance(store, DiskStore):

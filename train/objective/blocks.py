@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 PADDING = -1  # document id of padding
-TILE = 128  # of FlexAttention's block mask
+TILE = 128  # size in FlexAttention's block mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +200,11 @@ def flex_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool 
     device = features.tokens.device
     slot = torch.arange(-(-queries // TILE) * TILE, device=device).clamp(max=queries - 1).view(-1, TILE)
     block = slot // size  # [query tiles, TILE]
-    start = (blocks.anchor - features.positions.gather(1, blocks.anchor))[:, block]  # of the anchor's document
+    start = (blocks.anchor - features.positions.gather(1, blocks.anchor))[:, block]  # start of the anchor's document
     anchor = blocks.anchor[:, block]  # [B, query tiles, TILE]
     if window:
         start = torch.maximum(start, anchor + slot % size + 1 - window)
-    first = torch.arange(0, context + queries, TILE, device=device)  # of key tiles
+    first = torch.arange(0, context + queries, TILE, device=device)  # start of each key tile
     end = first + TILE
     visible = (first < anchor.amax(2)[..., None]) & (end > start.amin(2)[..., None])
     whole = (first >= start.amax(2)[..., None]) & (end <= anchor.amin(2)[..., None])

@@ -81,7 +81,7 @@ def use_flex(attention: str, device: torch.device) -> bool:
     return device.type == "cuda" if attention == "auto" else attention == "flex"
 
 
-Forward = Callable[..., Tensor]  # of a drafter and the arguments of `_forward`
+Forward = Callable[..., Tensor]  # takes a drafter and the arguments of `_forward`
 
 
 def runner(config: TrainConfig, device: torch.device) -> Forward:

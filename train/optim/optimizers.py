@@ -78,7 +78,7 @@ class SharedMuon(torch.optim.Muon):
         for rank, i in (item for owners in self._rounds for item in owners.items()):
             p = self._matrices[i]
             momentum = self.state[p].get("momentum_buffer") if rank == self._rank else None
-            if momentum is None:  # of another process, or not stepped yet
+            if momentum is None:  # another process has it, or it was not stepped yet
                 momentum = torch.zeros_like(p)
             dist.broadcast(momentum, rank)
             if self._rank == 0:
@@ -95,7 +95,7 @@ class SharedMuon(torch.optim.Muon):
 class Shard:
     """This process's shard of a matrix: consecutive elements in row order, after those of lower ranks."""
 
-    shape: tuple[int, int]  # of the whole matrix
+    shape: tuple[int, int]  # the whole matrix's
     sizes: list[int]  # elements on each process
     weight: Tensor  # [sizes[rank]], fp32, as the next two
     momentum: Tensor
@@ -206,7 +206,7 @@ class FlatMuon(torch.optim.AdamW):
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW, rank: int, world: int) -> None:
         super().__init__([dict(part.param_groups[0]) for part in (muon, adamw)])
         self._rank, self._world = rank, world
-        self.shapes: dict[Tensor, list[torch.Size]] = {}  # of the matrices in each flat partition
+        self.shapes: dict[Tensor, list[torch.Size]] = {}  # shapes of the matrices in each flat partition
         self.by_matrix = False  # stage 3 splits each matrix over all processes; others split all of them together
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ class FlatMuon(torch.optim.AdamW):
         assert flat.grad is not None
         if "momentum_buffer" not in self.state[flat]:
             self.state[flat]["momentum_buffer"] = torch.zeros_like(flat)
-        shards, start = [], 0  # of a matrix, in the concatenation of all partitions
+        shards, start = [], 0  # a matrix in the concatenation of all partitions
         for shape in self.shapes[flat]:
             size = shape.numel()
             each = -(-size // self._world) if self.by_matrix else flat.numel()

@@ -30,7 +30,7 @@ def rng_for(seed: int, stream: int, index: int) -> torch.Generator:
 # rows in every epoch. A lane passes over its rows once per epoch, in a new order, without waiting for the others. If a
 # run ends by epochs, a finished lane is empty for some micro batches before the last.
 
-Part = tuple[int, int, int]  # of a run: its group, its epochs (0: no limit), and the micro batches done
+Part = tuple[int, int, int]  # a part of a run: its group, its epochs (0: no limit), and the micro batches done
 
 
 class _Lane:

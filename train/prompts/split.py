@@ -32,10 +32,10 @@ PROMPTS = "prompts.jsonl"
 class PromptData:
     """Data of a run apart from its rows."""
 
-    digest: str  # of everything that was read
+    digest: str  # covers everything that was read
     held_out: list[HeldOutPrompt] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # prompts in use, and skipped ones by reason
-    samplers: list[dict[str, Any]] = field(default_factory=list)  # of responses files
+    samplers: list[dict[str, Any]] = field(default_factory=list)  # from responses files
 
     def to_json(self) -> dict[str, Any]:
         return {"held_out": list(map(asdict, self.held_out)), "counts": self.counts, "samplers": self.samplers}

@@ -245,8 +245,8 @@ def _masked(
     tokenizer: Any, messages: Sequence[Message], thinking: bool | None, tools: Sequence[Tool]
 ) -> tuple[list[int], tuple[Span, ...]]:
     """Returns the token ids of a chat and every [start, end) in generation tags."""
-    told = {} if thinking is None else {"enable_thinking": thinking}
-    found = apply_template(tokenizer, messages, told, tools, return_dict=True, return_assistant_tokens_mask=True)
+    switches = {} if thinking is None else {"enable_thinking": thinking}
+    found = apply_template(tokenizer, messages, switches, tools, return_dict=True, return_assistant_tokens_mask=True)
     mask = [0, *found["assistant_masks"], 0]
     edges = [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
     return list(found["input_ids"]), tuple(zip(edges[::2], edges[1::2], strict=True))

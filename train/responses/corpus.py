@@ -22,7 +22,7 @@ from dflash_toolkit.files import read_json, unwritable, write_json
 from .rows import Row
 
 Integers = npt.NDArray[np.int64]
-COLUMNS = ("start", "length", "prompt_tokens", "first_span", "spans")  # of a row, in tokens.i32 and in spans.npy
+COLUMNS = ("start", "length", "prompt_tokens", "first_span", "spans")  # a row's places in tokens.i32 and spans.npy
 VERSION = 1
 PARTIAL = ".partial"
 

@@ -54,7 +54,7 @@ class _Server:
 
     url: str
     model: str
-    api: str | None  # of `PATHS`, None if not known yet
+    api: str | None  # a key of `PATHS`, None if not known yet
     forms: dict[str, int] = field(default_factory=dict)  # by API, the first of `_forms` that was accepted
     counts: bool = False  # whether replies have token ids or counts
     ends: Counter[bool] = field(

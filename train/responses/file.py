@@ -25,7 +25,7 @@ from dflash_toolkit.files import cut_journal
 from .conversation import LiveConversation
 from .rows import Row
 
-MOST_TOKENS = 2**31 - 1  # of a vocabulary
+MOST_TOKENS = 2**31 - 1  # largest vocabulary
 HERE = b'"here"'  # replaces the numbers that `_parsed` reads itself
 
 
@@ -90,7 +90,7 @@ class Match:
     """Properties that responses must have."""
 
     target: str  # its name
-    digest: str | None  # of its weights; None if they are not on this machine
+    digest: str | None  # covers its weights; None if they are not on this machine
     vocab_size: int
     template: str  # hash
     trust: bool = False  # accept any target and template

@@ -26,7 +26,7 @@ class ResponsePlan:
 
     tokenizer: Any
     params: SamplingParams
-    length: int  # of prompt and response together
+    length: int  # prompt and response together
     thinking: bool | None
     seed: int = 0
     samples: int = 1  # responses to every prompt
@@ -88,7 +88,7 @@ class Tally:
     """Counts of the responses."""
 
     rows: int = 0
-    tokens: int = 0  # of responses
+    tokens: int = 0  # in responses
     dropped: Counter[str] = field(default_factory=Counter)  # conversations without a row, by reason
     left_out: Counter[str] = field(default_factory=Counter)  # missing turns of the others, by reason
 

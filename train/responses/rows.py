@@ -13,7 +13,7 @@ Tokens = list[int] | npt.NDArray[np.int32]  # a list while it is written, a view
 class Row:
     """A training text."""
 
-    index: int  # of its prompt in the data
+    index: int  # place of its prompt in the data
     prompt_tokens: int  # length of the prompt; all later tokens are supervised unless there are spans
     tokens: Tokens
     spans: tuple[Span, ...] = ()  # the responses of a conversation of several turns

@@ -22,7 +22,7 @@ class Export:
     role: str  # exported; or best or last, in a subdirectory
     step: int
     evaluation: Evaluation | None  # None without held-out prompts
-    without_selector: Evaluation | None = None  # of a drafter that is exported with a selector
+    without_selector: Evaluation | None = None  # if the drafter is exported with a selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Run:
     work: Path  # directory of the resume point and the metrics
     fingerprint: dict[str, Any]  # must stay the same when a run resumes
     export: Callable[[Drafter, Export], None]  # called by the first process
-    record: dict[str, Any] | None = None  # what W&B shows as the configuration (default: the fingerprint)
+    record: dict[str, Any] | None = None  # configuration that W&B shows (default: the fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Outcome:
     """How a run ended. Only the first process knows the exports."""
 
     steps: int
-    elapsed_s: float  # of training alone
+    elapsed_s: float  # training alone
     exported: Export | None = None
     other: Export | None = None  # best or last, whichever is not exported, if they differ
     warnings: list[str] = field(default_factory=list)

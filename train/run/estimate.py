@@ -84,15 +84,15 @@ class Estimate:
     prompts: int
     samples: int
     responses: int
-    response_tokens: float  # of one response, on average
-    row_tokens: float  # of prompt and response together
+    response_tokens: float  # mean of a response
+    row_tokens: float  # prompt and response together
     assumed: bool  # whether these lengths are assumed; else they come from rows that were written
     epochs: float
     steps: int
     response_rate: Rate | None  # tokens/s; None if no responses are written
     feature_rate: Rate
     kept: float  # share of the features that is computed only once, not in every epoch
-    seconds: dict[str, float]  # of every stage
+    seconds: dict[str, float]  # by stage
     disk: float  # bytes
     memory: float  # bytes of one GPU
     acceptance: str
@@ -153,7 +153,7 @@ class Weights:
     """Sizes of a target."""
 
     embedding: int  # with the head, if it is separate
-    dense: int  # of the layers, without routed experts
+    dense: int  # layers without routed experts
     experts: int
     used: float  # share of the experts that one token activates
     fp8: bool

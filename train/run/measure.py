@@ -22,7 +22,7 @@ class _Chosen:
     """The drafter to export, and the other one."""
 
     drafter: Drafter
-    evaluation: Evaluation | None  # of the sampled prompts
+    evaluation: Evaluation | None  # on the sampled prompts
     other: tuple[Drafter, Export] | None = None
 
 

@@ -18,7 +18,7 @@ from dflash_toolkit import UserError
 from dflash_toolkit.config import from_mapping, to_mapping
 from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
-from dflash_toolkit.train.features.gpu_memory import MARGIN, MemoryUse, room_behind_step
+from dflash_toolkit.train.features.gpu_memory import MARGIN, MemoryUse, room_after_step
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import Features
 from dflash_toolkit.train.responses.rows import Row
@@ -27,9 +27,9 @@ from dflash_toolkit.train.run.provenance import fingerprint
 
 def test_features_take_a_share_of_what_a_step_at_its_peak_leaves() -> None:
     use = MemoryUse(total=1000, free=700, allocated=200, peak=500)
-    assert room_behind_step(use, 1.0, 100) == 700 - 300 - 100 - MARGIN * 1000
-    assert room_behind_step(use, 0.5, 100) == 125
-    assert room_behind_step(use, 1.0, 400) == 0
+    assert room_after_step(use, 1.0, 100) == 700 - 300 - 100 - MARGIN * 1000
+    assert room_after_step(use, 0.5, 100) == 125
+    assert room_after_step(use, 1.0, 400) == 0
 
 
 @pytest.mark.parametrize("fits", [True, False])
