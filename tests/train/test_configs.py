@@ -23,7 +23,7 @@ FILES = sorted((ROOT / "configs").glob("**/*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_a_shipped_config_is_valid_and_says_how_to_launch_it(path: Path) -> None:
+def test_shipped_configs_are_valid_and_name_their_launcher(path: Path) -> None:
     config = configure(read_yaml(path), path.name)
     assert f"dflash-train --config configs/{path.name}" in path.read_text()
     for file in (*config.data, *config.held_out):
@@ -68,7 +68,7 @@ def test_every_gpu_recipe_is_listed() -> None:
     assert all(f"`{name}.yaml`" in listed for name in names)
 
 
-def test_the_demo_is_trained_watched_and_reported_on_different_prompts() -> None:
+def test_the_demo_uses_disjoint_prompts_per_purpose() -> None:
     parts = [
         read_prompts(ROOT / f"scripts/demo/prompts/count_{part}.jsonl") for part in ("train", "held_out", "report")
     ]
@@ -102,7 +102,7 @@ def test_several_responses_to_a_prompt_count_as_passes_over_one(given: dict[str,
     assert configure({"target": "t", **given}).epochs == epochs
 
 
-def test_what_the_target_answers_is_greedy_once_unless_asked_otherwise() -> None:
+def test_the_first_response_is_greedy_by_default() -> None:
     responses = configure({"target": "t"}).responses
     assert (responses.samples, responses.greedy_first, responses.temperature) == (2, True, 1.0)
     assert configure({"target": "t", "responses": {"samples": 1, "temperature": 0}})
@@ -111,7 +111,7 @@ def test_what_the_target_answers_is_greedy_once_unless_asked_otherwise() -> None
 
 
 @pytest.mark.parametrize("given", [{"optim": {"batch_size": 8}}, {"loss": {"anchors": 512}}])
-def test_what_is_of_rows_apart_keeps_them_apart_on_every_device(given: dict[str, dict[str, int]]) -> None:
+def test_options_of_unpacked_rows_disable_packing(given: dict[str, dict[str, int]]) -> None:
     config = configure({"target": "t", **given})
     assert packing(config, GPU) == packing(config, CPU) == (0, 0)
     assert replace(config, optim=replace(config.optim, pack_tokens=None)) == TrainConfig(target="t")

@@ -35,9 +35,7 @@ def greedy(target: Target, prompt: list[int], length: int = 12) -> list[int]:
 
 
 @pytest.mark.parametrize("runtime", ["auto", "reference"])
-def test_a_row_is_the_target_s_greedy_answer_and_says_what_wrote_it(
-    runtime: str, target: Target, dflash_data: Program
-) -> None:
+def test_a_row_has_the_greedy_response_and_its_origin(runtime: str, target: Target, dflash_data: Program) -> None:
     assert "9 responses" in dflash_data("--runtime", runtime, output="out/a.jsonl")[-1]
     rows = sorted(dflash_data.rows("out/a.jsonl"), key=lambda row: row["index"])
     assert len(rows) == 9
@@ -54,9 +52,7 @@ def test_a_row_is_the_target_s_greedy_answer_and_says_what_wrote_it(
         assert row["sampler"]["temperature"] == 0.0 and row["sampler"]["max_tokens"] == 12
 
 
-def test_a_target_that_the_engine_does_not_compute_is_answered_for_several_prompts_at_a_time(
-    dflash_data: Program, tmp_path: Path
-) -> None:
+def test_the_reference_decodes_prompts_in_batches(dflash_data: Program, tmp_path: Path) -> None:
     target = tiny("GLM-4-MoE")
     folder = tmp_path / "moe"
     target.model.save_pretrained(folder)
@@ -70,9 +66,7 @@ def test_a_target_that_the_engine_does_not_compute_is_answered_for_several_promp
     assert "architecture 'glm4_moe'" in dflash_data.refuses(*more, "--runtime", "engine", output="e.jsonl")
 
 
-def test_every_sample_has_a_seed_of_its_own_and_the_same_on_every_backend(
-    dflash_data: Program, drafter_dir: Path
-) -> None:
+def test_a_sample_has_the_same_seed_on_every_backend(dflash_data: Program, drafter_dir: Path) -> None:
     for name, more in {"e": (), "d": ("--drafter", drafter_dir), "r": ("--runtime", "reference")}.items():
         dflash_data("temperature=1.5", "samples=3", "top_k=50", "min_p=0.001", *more, output=name + ".jsonl")
     answers, *others = (dflash_data.answers(name + ".jsonl") for name in "edr")
@@ -101,7 +95,7 @@ def test_a_conversation_is_answered_turn_by_turn_by_the_target(
     assert spans[1][0][: spans[1][1]] == encode_chat(target.tokenizer, last[:-1])
 
 
-def test_near_duplicates_go_and_what_cannot_be_trained_on_is_counted(
+def test_duplicates_are_dropped_and_untrainable_rows_counted(
     target: Target, dflash_data: Program, tmp_path: Path
 ) -> None:
     stop = greedy(target, asked(target, "quick"), 1)  # "quick" is answered by a stop token alone
@@ -238,7 +232,7 @@ def last_word(value: object) -> str:
     ],
     ids=last_word,
 )
-def test_a_mistake_is_one_line_and_leaves_no_answers(
+def test_a_user_error_of_dflash_data_is_one_line_without_files(
     change: list[str], named: str, dflash_data: Program, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{nope\n')
@@ -259,7 +253,7 @@ def test_a_mistake_is_one_line_and_leaves_no_answers(
     ],
     ids=last_word,
 )
-def test_what_answers_is_checked_before_prompts_are_read(
+def test_the_backend_is_checked_before_prompts_are_read(
     more: list[str], named: str, dflash_data: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dflash_toolkit.train.data_run, "_choose", None)
@@ -274,7 +268,7 @@ def test_a_token_that_the_target_does_not_have_ends_it(token: int, fake: Fake, d
     assert not dflash_data.output.read_text()
 
 
-def test_malformed_rows_are_counted_if_asked(dflash_data: Program, prompts: Path) -> None:
+def test_malformed_rows_are_counted_with_strict_false(dflash_data: Program, prompts: Path) -> None:
     prompts.write_text('{"prompt": "ask a of it"}\n{nope\n3\n{"prompt": "ask b of it"}\n')
     said = "\n".join(dflash_data("prompts.strict=false"))
     assert "2 prompts; left out: 0 near duplicates, 2 malformed rows" in said

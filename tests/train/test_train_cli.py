@@ -57,7 +57,7 @@ def test_a_run_leaves_a_checkpoint_its_record_and_its_metrics(dflash_train: Prog
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
-def test_the_speculators_form_can_be_asked_for_later_and_holds_the_exported_weights(dflash_train: Program) -> None:
+def test_speculators_export_can_be_added_later(dflash_train: Program) -> None:
     dflash_train()
     output = dflash_train.output
     assert not (output / "speculators").exists()
@@ -70,7 +70,7 @@ def test_the_speculators_form_can_be_asked_for_later_and_holds_the_exported_weig
     assert theirs[PROVENANCE_KEY] == ours[PROVENANCE_KEY] and ours[PROVENANCE_KEY]["record"]
 
 
-def test_what_is_exported_is_measured_on_all_prompts_and_recorded(dflash_train: Program, tmp_path: Path) -> None:
+def test_the_export_is_measured_on_all_prompts_and_recorded(dflash_train: Program, tmp_path: Path) -> None:
     """One of two prompts is decoded while the run goes on; with one prompt nothing is clear, so the end is exported."""
     said = dflash_train("run.evaluate_every=2", "run.evaluate_prompts=1", "optim.learning_rate=3e-2")[-1]
     output, found = dflash_train.output, measured(dflash_train.metrics())
@@ -119,9 +119,7 @@ def test_a_run_json_of_something_else_is_no_finished_run(dflash_train: Program) 
         assert dflash_train.record()["result"]["steps"] == 1
 
 
-def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
-    target: Target, dflash_train: Program, tmp_path: Path
-) -> None:
+def test_conversations_are_held_out_with_all_their_turns(target: Target, dflash_train: Program, tmp_path: Path) -> None:
     def asks(*turns: str) -> dict[str, list[dict[str, str]]]:
         return {"messages": [message for turn in turns for message in (user(turn), assistant("?"))]}
 
@@ -150,7 +148,7 @@ def test_all_turns_are_answered_and_a_conversation_that_is_held_out_is_so_whole(
         assert not any(f"{word} {i}" in json.dumps(line["messages"]) for word in ("word", "more", "and") for i in words)
 
 
-def test_what_is_not_said_is_two_responses_and_for_wide_targets_dflash_2(
+def test_defaults_are_two_responses_and_dflash_2_for_wide_targets(
     dflash_train: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shape, "WIDTH_FOR_PARTS", 32)
@@ -161,9 +159,7 @@ def test_what_is_not_said_is_two_responses_and_for_wide_targets_dflash_2(
     assert read_json(dflash_train.output / "config.json")["architectures"] == ["DFlash2DraftModel"]
 
 
-def test_a_prompt_may_have_several_responses_of_which_the_first_is_greedy(
-    target: Target, short_run: Program, tmp_path: Path
-) -> None:
+def test_the_first_of_several_responses_is_greedy(target: Target, short_run: Program, tmp_path: Path) -> None:
     short_run("responses.samples=3", "responses.temperature=2.0", "responses.greedy_first=true")
     written = lines(short_run.output / "work/answers.jsonl")
     prompts = {row["index"] for row in written}
@@ -185,7 +181,7 @@ def test_a_prompt_may_have_several_responses_of_which_the_first_is_greedy(
     assert "temperature 0.0 and 2.0" in (short_run.output / "README.md").read_text()
 
 
-def test_the_data_s_own_answers_are_used_when_asked(dflash_train: Program) -> None:
+def test_regenerate_false_trains_on_recorded_responses(dflash_train: Program) -> None:
     dflash_train("responses.regenerate=false", "optim.steps=2")
     # the end-of-sequence token too
     assert dflash_train.record()["result"]["answer_tokens"] == 6 * len("reply 0") + 6
@@ -269,7 +265,7 @@ TEXTS = {
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_a_user_error_is_one_line_and_exit_code_2(
     change: list[str], named: str, dflash_train: Program, tmp_path: Path
 ) -> None:
     places = {name: tmp_path / f"{name}.jsonl" for name in TEXTS} | {
@@ -285,7 +281,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert not [path for path in dflash_train.output.rglob("*") if path.is_file()], "nothing was begun"
 
 
-def test_a_prompt_without_an_answer_is_named_before_the_target_is_read(
+def test_a_prompt_without_response_fails_before_loading(
     dflash_train: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("dflash_toolkit.train.pipeline._loaded", None)

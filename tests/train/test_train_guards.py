@@ -60,9 +60,7 @@ def test_weights_that_are_no_numbers_are_not_exported(tmp_path: Path) -> None:
     assert (tmp_path / "d" / "model.safetensors").read_bytes() == before
 
 
-def test_a_prompt_that_stands_there_twice_is_trained_on_or_measured_on(
-    target: Target, target_dir: Path, tmp_path: Path
-) -> None:
+def test_a_duplicated_prompt_is_in_one_split_only(target: Target, target_dir: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "p.jsonl", says(*(f"say {i}" for i in range(10))) * 2)
     config = TrainConfig(target=str(target_dir), data=(str(data),), prompts=DataOptions(held_out=6))
     training, held_out = prompts_of(config, target.tokenizer, tmp_path)
@@ -102,7 +100,7 @@ def test_a_drafter_that_is_gone_is_exported_again(short_run: Program) -> None:
     assert exported.read_bytes() == before
 
 
-def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(short_run: Program) -> None:
+def test_a_run_resumes_with_another_response_batch_size(short_run: Program) -> None:
     short_run()
     answers = (short_run.output / WORK / "answers.jsonl").read_bytes()
     (short_run.output / "run.json").unlink()
@@ -110,7 +108,7 @@ def test_a_run_goes_on_with_fewer_prompts_answered_at_a_time(short_run: Program)
     assert (short_run.output / WORK / "answers.jsonl").read_bytes() == answers
 
 
-def test_the_record_of_a_run_whose_options_had_other_names_is_its_record(short_run: Program) -> None:
+def test_records_with_old_option_names_are_read(short_run: Program) -> None:
     short_run()
     record = short_run.record()
     old = {new: old for old, new in OLD_NAMES.items()}
@@ -131,7 +129,7 @@ def test_two_runs_do_not_train_into_one_folder(short_run: Program) -> None:
     short_run()  # the lock went with its holder
 
 
-def test_a_lock_is_one_runs_and_goes_with_a_mistake(tmp_path: Path) -> None:
+def test_a_lock_excludes_other_runs_and_ends_with_an_error(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "file"):
         with pytest.raises(RuntimeError), locked(place):
             with pytest.raises(UserError, match="another run"), locked(place):
@@ -151,7 +149,7 @@ def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("groups", [(8, 1), (1, 8), (2, 4)])
-def test_the_learning_rate_does_not_jump_where_a_run_goes_on_with_other_steps(
+def test_the_learning_rate_is_continuous_over_a_changed_plan(
     groups: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes by the share of the data that is behind, whatever the steps were."""

@@ -81,7 +81,7 @@ def test_packs_hold_every_row_once_an_epoch_and_never_too_much(lengths: list[int
     assert [again.indices(step) for step in reversed(range(again.total))] == packs[::-1]
 
 
-def test_the_learning_rate_warms_up_linearly_and_decays_to_zero_as_a_cosine() -> None:
+def test_the_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
     factors = [learning_rate_factor(step, 100, 0.1) for step in range(101)]
     assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert factors[55] == pytest.approx(0.5) and factors[100] == pytest.approx(0.0)
@@ -112,9 +112,7 @@ def kill_after(count: int, pid: int, metrics: Path) -> None:
         time.sleep(0.002)
 
 
-def test_ctrl_c_saves_the_step_and_the_run_resumes_there(
-    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_saves_the_step_and_the_run_resumes(dflash_train: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     real, steps, handler = loop.compute_loss, itertools.count(1), signal.getsignal(signal.SIGINT)
 
     def interrupted(*args: Any) -> Any:
@@ -130,9 +128,7 @@ def test_ctrl_c_saves_the_step_and_the_run_resumes_there(
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
-    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_ends_at_once(dflash_train: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -158,9 +154,7 @@ def weights(run: Path) -> list[tuple[str, bytes]]:
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
-    dflash_train: Program, tmp_path: Path
-) -> None:
+def test_a_repeatedly_killed_run_ends_bit_identical(dflash_train: Program, tmp_path: Path) -> None:
     dflash_train("responses.batch_size=1", output="whole")
     # while answering; before the first resume point; between two, after an evaluation, with another speed
     work = dflash_train.output / "work"
@@ -174,7 +168,7 @@ def test_a_run_killed_again_and_again_ends_bit_identical_to_one_that_was_not(
     assert weights(tmp_path / "whole") == weights(dflash_train.output)
 
 
-def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(dflash_train: Program, tmp_path: Path) -> None:
+def test_a_resumed_packed_run_equals_an_uninterrupted_one(dflash_train: Program, tmp_path: Path) -> None:
     packed = [*DFLASH2, "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", "optim.steps=9"]
     dflash_train(*packed, output="whole")
     run_killed_after(3, dflash_train.words(*packed), dflash_train.output / "work/metrics.jsonl")
@@ -184,7 +178,7 @@ def test_a_packed_run_resumes_and_ends_where_one_in_a_piece_does(dflash_train: P
     assert weights(tmp_path / "whole") == weights(dflash_train.output)
 
 
-def test_the_selectors_loss_comes_in_behind_the_first_step(short_run: Program) -> None:
+def test_the_selectors_loss_ramps_up_after_the_first_step(short_run: Program) -> None:
     losses = []
     for i, weight in enumerate((1, 100)):
         short_run(*DFLASH2, f"loss.selector={weight}", output=str(i))
@@ -197,7 +191,7 @@ def test_the_selectors_loss_comes_in_behind_the_first_step(short_run: Program) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [[], DFLASH2], ids=["dflash", "dflash2"])
-def test_a_run_killed_on_a_gpu_ends_where_one_in_a_piece_does(
+def test_a_run_killed_on_a_gpu_equals_an_uninterrupted_one(
     kind: list[str], target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As users run it: bf16, a compiled step over FlexAttention, Muon; acceptance by the engine.
@@ -265,9 +259,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_up_anywhere_is_one_line_and_the_run_goes_on_later(
-    dflash_train: Program, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_the_run_resumes(dflash_train: Program, tmp_path: Path) -> None:
     dflash_train(output="whole")
     failed = set()
     for size in (100, 2000, 40_000, 70_000):

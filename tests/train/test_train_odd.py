@@ -43,7 +43,7 @@ def _apart(rank: int, arguments: list[list[str]], log: Path) -> None:
     _one(rank, arguments[rank], log)
 
 
-def test_machines_that_share_no_directory_are_told(short_run: Program, tmp_path: Path) -> None:
+def test_machines_without_a_shared_directory_are_refused(short_run: Program, tmp_path: Path) -> None:
     log = tmp_path / "log"
     arguments = [short_run.words("optim.optimizer=adamw", output=f"run{rank}") for rank in (0, 1)]
     assert run_several(2, _apart, arguments, log) == [2, 2], log.read_text()
@@ -100,22 +100,20 @@ def test_dflash_train_reads_files_of_other_kinds(name: str, text: str, dflash_tr
     assert "2 responses" in "\n".join(dflash_train("optim.steps=1", "prompts.held_out=0"))
 
 
-def test_a_broken_file_leaves_nothing_behind(dflash_train: Program, tmp_path: Path) -> None:
+def test_a_broken_file_leaves_no_partial_output(dflash_train: Program, tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1\xff")
     said = dflash_train.refuses("--data", tmp_path / "a.parquet")
     assert said.startswith(f"{tmp_path / 'a.parquet'}: cannot be read") and not dflash_train.output.exists()
 
 
-def test_a_folder_for_features_that_cannot_be_made_is_said_before_answers(
-    dflash_train: Program, tmp_path: Path
-) -> None:
+def test_feature_dir_is_checked_before_responses(dflash_train: Program, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = dflash_train.refuses("run.features=disk", f"run.feature_dir={tmp_path}/file/x")
     assert said.startswith(f"run.feature_dir {tmp_path}/file/x: cannot be created")
     assert not list(dflash_train.output.glob("work/answers*.jsonl"))
 
 
-def test_a_missing_account_is_said_before_answers(
+def test_a_wandb_account_is_checked_before_responses(
     dflash_train: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb").teardown()  # it remembers the mode of an earlier run

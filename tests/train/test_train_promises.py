@@ -61,7 +61,7 @@ def test_a_log_file_gets_a_line_with_rate_and_time_left_now_and_then(
     assert sum(" left" in line for line in said) == 13, "every third part, once more than ten seconds are over"
 
 
-def test_a_log_line_says_that_an_unknown_total_leaves_the_time_open(clock: Clock, monkeypatch: Any) -> None:
+def test_a_log_line_without_total_has_no_time_left(clock: Clock, monkeypatch: Any) -> None:
     assert "stage 3 7.5 word/s so far\n" in shown(clock, monkeypatch, None, terminal=False)
 
 
@@ -115,7 +115,7 @@ def answered_together(fake: Fake, at_a_time: int) -> list[int]:
     return seen
 
 
-def test_a_server_is_asked_batch_questions_at_a_time(fake: Fake, command: Program) -> None:
+def test_at_most_batch_size_requests_run_at_once(fake: Fake, command: Program) -> None:
     seen = answered_together(fake, 3)
     command("--batch-size", 3)
     assert len(seen) == len(command.rows()) == 9 and max(seen) == 3
@@ -139,7 +139,7 @@ def test_several_servers_share_the_questions(fake: Fake, command: Program) -> No
         (503, "86400", [60.0, 60.0, 60.0]),
     ],
 )
-def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(
+def test_retry_after_sets_the_pause(
     status: int, header: str, expected: list[float], fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float | None] = []
@@ -210,7 +210,7 @@ def test_split_shuffle_and_seed_choose_the_rows_of_a_dataset(
 
 
 @pytest.mark.parametrize(("similarity", "kept"), [("0.6", 1), ("0.8", 2), ("0.9", 3), ("1", 3)])
-def test_similarity_says_how_near_a_duplicate_is(similarity: str, kept: int, command: Program, prompts: Path) -> None:
+def test_similarity_is_the_threshold_of_duplicates(similarity: str, kept: int, command: Program, prompts: Path) -> None:
     words = [f"w{i}" for i in range(22)]  # 20 runs of three
     near, far = [*words[:-1], "x", "y"], [*words[:-4], *"abcd"]  # with 19 of 22 and 16 of 24 in common
     write(prompts, says(*map(" ".join, (words, near, far))))
@@ -245,7 +245,7 @@ def test_the_drafter_of_dflash_data_drafts(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_weight_decay_shrinks_matrices_and_leaves_vectors_and_codebooks_alone(kind: str, target: Target) -> None:
+def test_weight_decay_applies_to_matrices_only(kind: str, target: Target) -> None:
     drafter = make_dflash2(target).train().requires_grad_(True)
     with torch.no_grad():
         for p in drafter.parameters():
@@ -280,7 +280,7 @@ def test_an_evaluation_or_a_save_does_not_make_training_slower(often: str, timed
     assert timed.now - began == 8 + (400 + 1000 if "evaluate" in often else 100 + 3000)
 
 
-def test_measuring_where_a_run_starts_from_takes_none_of_its_minutes(
+def test_measuring_the_start_uses_no_training_minutes(
     timed: Clock, target: Target, dflash_train: Program, tmp_path: Path
 ) -> None:
     save_drafter(make_drafter(target, taps=2, layers=1, block_size=4), tmp_path / "start")

@@ -177,9 +177,7 @@ def test_processes_of_a_launcher_are_one_run(way: str, dflash_train: Program, tm
     assert [len(lines) for lines in answers] == [4, 4]
 
 
-def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
-    dflash_train: Program, tmp_path: Path, whole: Path
-) -> None:
+def test_a_killed_process_leaves_a_resumable_run(dflash_train: Program, tmp_path: Path, whole: Path) -> None:
     arguments, log = dflash_train.words(*SHORT, "run.save_every=1"), tmp_path / "log"
     for lines, victim in ((1, 1), (3, 0)):
         running = start_several(2, _one, arguments, log, 0, (tmp_path / "run/work/metrics.jsonl", lines))
@@ -193,9 +191,7 @@ def test_a_run_goes_on_after_one_process_was_killed_with_as_many_or_with_one(
     assert_same_run(whole, tmp_path / "run")
 
 
-def test_other_micro_batches_a_step_go_on_at_the_same_place_in_the_data(
-    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_group_resumes_at_the_same_place(dflash_train: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     real, again = FeatureSource.__call__, False
 
@@ -351,7 +347,7 @@ def test_an_impossible_place_is_one_line(
         pass
 
 
-def test_a_mistake_on_every_process_is_said_by_the_first_of_a_machine(
+def test_an_error_on_all_processes_is_printed_once_per_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -398,7 +394,7 @@ def test_the_other_optimizer_s_resume_point_is_one_line(dflash_train: Program, t
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------
 
 
-def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_options_say() -> None:
+def test_deepspeed_config_follows_the_options() -> None:
     assert without_local_rank(["--local_rank=1", "--target", "x", "run.zero=2"]) == ["--target", "x", "run.zero=2"]
     config = TrainConfig(target="x", optim=OptimOptions(accumulate=3, batch_size=5, clip=0.5), run=RunOptions(zero=2))
     told = deepspeed_config(config, packed=False, device=torch.device("cpu"))
@@ -411,7 +407,7 @@ def test_the_launcher_s_own_argument_is_dropped_and_deepspeed_is_told_what_the_o
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="DeepSpeed compiles its collectives for CPUs")
 @pytest.mark.parametrize(("stage", "kind", "kills"), [(2, "dflash", (2,)), (3, "dflash2", (1, 3))])
-def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
+def test_zero_gives_the_same_run_and_resumes_without(
     stage: int, kind: str, kills: tuple[int, ...], dflash_train: Program, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     expected = request.getfixturevalue("whole" if kind == "dflash" else "whole_dflash2")
@@ -431,7 +427,7 @@ def test_zero_is_the_same_run_and_goes_on_with_or_without_it(
     assert_same_run(expected, tmp_path / "run")
 
 
-def test_one_process_of_deepspeed_s_has_the_local_rank_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_finds_local_rank_in_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "7")
     monkeypatch.delenv("LOCAL_RANK")
     with Processes.started("cpu", group=True) as processes:

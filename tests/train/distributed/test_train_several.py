@@ -70,7 +70,7 @@ def flat(state: Any) -> dict[str, Tensor]:
     return {f"{key}.{place}": tensor for key, value in items for place, tensor in flat(value).items()}
 
 
-def test_processes_that_share_muon_step_as_one_and_any_number_goes_on(tmp_path: Path) -> None:
+def test_shared_muon_equals_one_process_and_resumes_on_any(tmp_path: Path) -> None:
     for first, world in ((0, 3), (2, 7), (4, 1)):  # of seven, two have no matrix
         assert run_several(world, _process, world, tmp_path, first) == [0] * world
     weights = module()
@@ -124,12 +124,12 @@ def _in_shards(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 7])
-def test_muon_of_shards_is_muon_of_whole_matrices_to_the_bit(world: int) -> None:
+def test_muon_on_shards_is_bit_identical_to_whole_matrices(world: int) -> None:
     assert run_several(world, _in_shards, world) == [0] * world
 
 
 @given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), world=st.integers(1, 9))
-def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs: list[int], world: int) -> None:
+def test_matrices_are_dealt_once_with_balanced_cost(costs: list[int], world: int) -> None:
     rounds = deal(costs, world)
     assert sorted(i for owners in rounds for i in owners.values()) == list(range(len(costs)))
     loads = [sum(costs[owners[rank]] for owners in rounds if rank in owners) for rank in range(world)]
@@ -156,7 +156,7 @@ def test_every_matrix_is_dealt_once_and_nobody_gets_much_more_than_another(costs
     ids=lambda way: "-".join(option.split("=")[1] for option in way) if isinstance(way, list) else "",
 )
 @pytest.mark.parametrize("world", [2, 4])
-def test_gpus_learn_what_one_learns(
+def test_several_gpus_train_like_one(
     world: int, way: list[str], tolerance: float, target_dir: Path, tmp_path: Path
 ) -> None:
     """The same micro batches on several GPUs at a time as on one after the other; in fp32 but for the last."""

@@ -79,7 +79,7 @@ def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions
     ],
     ids=["muon", "adamw", "average"],
 )
-def test_learners_that_hand_over_to_each_other_step_as_one_that_is_whole(
+def test_learners_resume_each_others_state(
     optim: OptimOptions, ways: list[RunOptions], tolerance: float, tmp_path: Path
 ) -> None:
     assert run_several(2, _process, tmp_path, optim, ways) == [0, 0]

@@ -21,7 +21,7 @@ from dflash_toolkit.train.features.store import MemoryStore
 SHARED = "run.target_tensor_parallel_size=2"
 
 
-def test_a_run_is_the_one_with_whole_targets_and_goes_on_with_them_or_without(
+def test_a_sharded_target_gives_the_same_resumable_run(
     dflash_train: Program,
     tmp_path: Path,
     whole: Path,  # noqa: F811
@@ -69,9 +69,7 @@ def test_every_process_gets_the_features_of_its_own_rows(tmp_path: Path) -> None
         torch.testing.assert_close(final, expected.final, rtol=1e-4, atol=1e-4)
 
 
-def test_a_disk_that_fails_one_process_is_one_line_and_no_peer_waits_for_it(
-    dflash_train: Program, tmp_path: Path
-) -> None:
+def test_a_full_disk_on_one_process_ends_its_peers(dflash_train: Program, tmp_path: Path) -> None:
     log = tmp_path / "log"
     arguments = dflash_train.words(*SHORT, SHARED, "run.features=disk", f"run.feature_dir={tmp_path / 'features'}")
     assert run_several(2, _one, arguments, log, 3000) == [2, 2], log.read_text()
@@ -88,7 +86,7 @@ def test_a_disk_that_fails_one_process_is_one_line_and_no_peer_waits_for_it(
         ([SHARED, "run.evaluate_runtime=engine"], "run.evaluate_runtime is engine"),
     ],
 )
-def test_what_cannot_be_shared_is_one_line(given: list[str], words: str, dflash_train: Program) -> None:
+def test_a_target_that_cannot_be_sharded_is_one_line(given: list[str], words: str, dflash_train: Program) -> None:
     assert words in dflash_train.refuses(*given)
 
 

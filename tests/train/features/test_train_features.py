@@ -76,7 +76,7 @@ def on_gpu() -> Target:
 # ---- the same numbers ------------------------------------------------------------------------------------------
 
 
-def test_wherever_features_are_kept_a_run_is_bit_identical(tmp_path: Path) -> None:
+def test_every_feature_store_gives_a_bit_identical_run(tmp_path: Path) -> None:
     online = curve(tmp_path / "online", features="online")
     assert len(online) == 9
     for mode in ("auto", "memory", "disk", "hybrid"):
@@ -115,7 +115,7 @@ def test_the_target_runs_in_the_first_epoch_only(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["auto", "float8"])
-def test_a_gpu_reads_through_pinned_memory_what_was_written(dtype: str, tmp_path: Path) -> None:
+def test_a_gpu_reads_stored_features_through_pinned_memory(dtype: str, tmp_path: Path) -> None:
     target, texts = on_gpu(), rows(40)
     kept = source_in(tmp_path, target, 40, features="memory", feature_dtype=dtype)
     computed = forwards(target)
@@ -129,7 +129,7 @@ def test_a_gpu_reads_through_pinned_memory_what_was_written(dtype: str, tmp_path
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu_learns_the_same_wherever_its_features_are_kept(tmp_path: Path) -> None:
+def test_every_feature_store_gives_the_same_run_on_a_gpu(tmp_path: Path) -> None:
     target, curves = on_gpu(), {}
     for mode in ("online", "memory", "disk", "hybrid"):
         asked = config(features=mode, attention="sdpa", compile="off")
@@ -172,9 +172,7 @@ def test_a_float_type_is_kept_as_it_is() -> None:
 # ---- the store on disk -----------------------------------------------------------------------------------------
 
 
-def test_whole_shards_survive_a_kill_and_only_the_rest_is_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complete_shards_survive_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskStore.__init__, "__defaults__", (30_000,))  # a shard of some four rows
     target = make_target()
     whole = source_in(tmp_path / "whole", target, 20, features="disk")(rows(20))
@@ -223,9 +221,7 @@ def test_a_process_keeps_its_own_rows_and_no_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_tokens", [list, lambda tokens: np.asarray(tokens, dtype=np.int32)], ids=["list", "array"])
-def test_rows_are_known_by_their_tokens_so_added_answers_compute_only_themselves(
-    as_tokens: Callable[[list[int]], Any], tmp_path: Path
-) -> None:
+def test_added_rows_reuse_features_of_equal_tokens(as_tokens: Callable[[list[int]], Any], tmp_path: Path) -> None:
     target, texts = make_target(), rows(12)
     asked = config(features="disk", feature_dir=str(tmp_path))
     open_features(asked, target, TAPS, texts[:8], tmp_path)
@@ -281,9 +277,7 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
 # ---- no room ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_estimated_and_a_disk_that_cannot_hold_it_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_too_small_for_features_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = source_in(tmp_path, make_target(), features="disk")
     assert "features of 10 rows: 0.00 GiB to " in capsys.readouterr().err
     shard = load_file(next(tmp_path.glob("*.safetensors")))
@@ -305,7 +299,7 @@ def test_memory_that_cannot_hold_all_of_it_refuses() -> None:
         source_in(Path(), make_target(), features="memory")
 
 
-def test_memory_goes_to_the_device_first_then_to_the_host_then_nowhere() -> None:
+def test_memory_store_fills_device_then_host() -> None:
     row, keys = Stored(torch.zeros(4, 4)), [bytes([i]) for i in range(4)]
     store = MemoryStore(130, 70)
     for i, key in enumerate(keys):
@@ -349,7 +343,7 @@ def test_a_value_out_of_range_is_named(option: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[2], [2, 2], [-1, 4]])
-def test_a_shard_whose_parts_do_not_fit_is_one_line(lengths: list[int], tmp_path: Path) -> None:
+def test_an_inconsistent_shard_is_one_line(lengths: list[int], tmp_path: Path) -> None:
     store = DiskStore(tmp_path, {})
     store.add(bytes(TOKENS_BYTES), Stored.of(torch.zeros(3, 4), torch.float32))
     store.flush()

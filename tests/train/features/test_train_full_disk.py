@@ -39,7 +39,7 @@ def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, arguments: lis
     [(0, 1, ["run.save_every=2"]), (1, 1, ["run.save_every=2"]), (1, 1 << 30, ["optim.epochs=1"])],
     ids=["the first process", "the second", "the second, behind the last step"],
 )
-def test_features_that_one_process_cannot_write_end_all_with_one_line_and_the_run_goes_on(
+def test_a_failed_feature_write_ends_all_processes_resumably(
     full: int, shard_bytes: int, settings: list[str], dflash_train: Program, tmp_path: Path, whole: Path
 ) -> None:
     arguments, log = dflash_train.words(*SHORT, "run.features=hybrid", *settings), tmp_path / "log"
@@ -55,9 +55,7 @@ def test_features_that_one_process_cannot_write_end_all_with_one_line_and_the_ru
         assert_same_run(whole, tmp_path / "run")
 
 
-def test_a_file_that_another_process_renames_meanwhile_is_no_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_concurrently_renamed_partial_file_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = Path.glob
 
     def seen_before(folder: Path, pattern: str) -> Iterator[Path]:
@@ -73,9 +71,7 @@ def test_a_file_that_another_process_renames_meanwhile_is_no_mistake(
     assert not old.exists() and (tmp_path / "index.json").exists()
 
 
-def test_after_a_failed_write_rows_are_still_there_and_no_more_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_rows_and_stores_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, texts = make_target(), rows(6)
     direct = FeatureSource(target, TAPS, 3072)(texts)
     store = DiskStore(tmp_path, {}, shard_bytes=1)

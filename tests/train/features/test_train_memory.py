@@ -25,7 +25,7 @@ from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.provenance import fingerprint
 
 
-def test_features_take_a_share_of_what_a_step_at_its_peak_leaves() -> None:
+def test_features_use_a_share_of_memory_free_at_peak() -> None:
     use = MemoryUse(total=1000, free=700, allocated=200, peak=500)
     assert room_after_step(use, 1.0, 100) == 700 - 300 - 100 - MARGIN * 1000
     assert room_after_step(use, 0.5, 100) == 125
@@ -34,7 +34,7 @@ def test_features_take_a_share_of_what_a_step_at_its_peak_leaves() -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("mode", ["auto", "memory"])
-def test_memory_is_taken_and_filled_behind_a_step_that_finds_the_optimisers_state(
+def test_memory_is_filled_after_the_second_step(
     fits: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, texts = make_target(), rows(10)
@@ -85,9 +85,7 @@ def out_of_memory(patch: pytest.MonkeyPatch, batch: int, said: str) -> None:
     patch.setattr(FeatureSource, "__call__", limited)
 
 
-def test_out_of_memory_is_one_line_with_the_options_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_names_options_and_is_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
     out_of_memory(monkeypatch, 6, f"{said}. GPU 0 has a total of 1")
     target = make_target()
@@ -116,7 +114,7 @@ def _second_without_memory(rank: int, folder: Path) -> None:
         dflash_toolkit.train.loop.train(run_of(config(), make_target(), rows(12), folder), processes)
 
 
-def test_a_process_without_memory_says_so_itself_and_does_not_wait_for_the_others(tmp_path: Path) -> None:
+def test_out_of_memory_on_one_process_ends_it_at_once(tmp_path: Path) -> None:
     codes = run_several(2, _second_without_memory, tmp_path)
     assert codes[1] == 2 and codes[0] not in (0, None)
     (error,) = (line for line in (tmp_path / "log1").read_text().splitlines() if line.startswith("error: "))

@@ -77,9 +77,7 @@ def given(dflash_train: Program, tmp_path: Path) -> Program:
 ASKED = ("responses.regenerate=false", "prompts.held_out=0", "optim.steps=2", "run.features=disk")
 
 
-def test_a_run_whose_target_is_served_trains_the_drafter_that_it_would_with_the_target(
-    given: Program, server: Server, tmp_path: Path
-) -> None:
+def test_a_served_target_trains_the_same_drafter(given: Program, server: Server, tmp_path: Path) -> None:
     given(*ASKED, output="plain")
     taps = json.loads((tmp_path / "plain/config.json").read_text())["dflash_config"]["target_layer_ids"]
     server.taps, server.failures = taps, 1
@@ -113,7 +111,7 @@ def test_embedding_and_head_are_all_that_is_loaded(name: str, tmp_path: Path) ->
         assert target_signature(target, [4, 1])["places"].keys() == {"embedding", "layers.1", "layers.4"}
 
 
-def test_what_a_server_does_wrong_is_one_line(target_dir: Path, server: Server) -> None:
+def test_a_faulty_feature_server_is_one_line(target_dir: Path, server: Server) -> None:
     server.taps = [1, 0]
     target = ServedTarget(str(target_dir), server.url, [1], "cpu")
     ids = torch.tensor([[40, 41, 42]])
@@ -129,7 +127,7 @@ def test_what_a_server_does_wrong_is_one_line(target_dir: Path, server: Server) 
             ServedTarget(str(target_dir), url, [1], "cpu").forward(ids, taps=[1])
 
 
-def test_what_wants_more_of_the_target_than_hidden_states_is_one_line(given: Program) -> None:
+def test_a_served_target_refuses_decoding_options(given: Program) -> None:
     said = given.refuses("--run.feature-endpoint", "http://localhost:1", "loss.kl=0.5")
     for words in ("give --responses (dflash-data --endpoint)", "prompts.held_out=0", "leave out loss.kl"):
         assert words in said

@@ -85,7 +85,7 @@ def test_a_block_in_training_is_the_block_that_decoding_drafts(pair: tuple[Targe
 
 
 @torch.no_grad()
-def test_documents_packed_into_one_row_draft_as_they_do_alone(pair: tuple[Target, Drafter]) -> None:
+def test_packed_documents_draft_like_separate_rows(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
     alone = [FeatureSource(target, drafter.config.target_layer_ids, 100)([row]) for row in ROWS]
     packed = Features(
@@ -131,9 +131,7 @@ def test_each_known_fault_would_break_that_parity(pair: tuple[Target, Drafter], 
 
 
 @torch.no_grad()
-def test_the_exported_checkpoint_computes_what_the_trained_module_does(
-    pair: tuple[Target, Drafter], tmp_path: Path
-) -> None:
+def test_the_export_computes_the_same_as_the_trained_module(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
     target, drafter = pair
     save_drafter(drafter, tmp_path)
     exported = load_drafter(str(tmp_path), dtype=torch.float32)

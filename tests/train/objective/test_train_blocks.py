@@ -55,7 +55,7 @@ layouts = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(layouts, st.integers(1, 20), st.integers(0, 1000))
-def test_a_block_is_an_anchor_and_masks_and_predicts_the_tokens_at_its_own_positions(
+def test_blocks_predict_tokens_at_their_own_positions(
     documents: list[list[tuple[int, int]]], anchors: int, seed: int
 ) -> None:
     f = features(documents, 40)
@@ -81,7 +81,7 @@ def test_a_block_is_an_anchor_and_masks_and_predicts_the_tokens_at_its_own_posit
                     assert blocks.labels[r, a, k] == f.tokens[r, at]
 
 
-def test_a_row_with_fewer_candidates_than_its_neighbour_is_filled_with_blocks_without_a_loss() -> None:
+def test_filler_blocks_have_no_loss_and_go_last() -> None:
     f = features([[(2, 9)], [(2, 3)], [(4, 1)]], 12)
     blocks = draw(f, 6)
     assert blocks.valid.sum(1).tolist() == [6, 2, 0]
@@ -95,7 +95,7 @@ def test_without_a_candidate_no_block_is_valid() -> None:
     assert blocks.inputs.shape == (2, 1, S) and not blocks.valid.any() and not blocks.supervised.any()
 
 
-def test_every_candidate_is_drawn_when_there_is_room_and_the_draw_follows_the_generator() -> None:
+def test_anchors_follow_the_generator() -> None:
     f = features([[(2, 11), (0, 5)]], 20)
     candidates = [*range(2, 12), *range(13, 17)]
     assert draw(f, 64).anchor[0].tolist() == anchor_candidates(f)[0].nonzero()[:, 0].tolist() == candidates
@@ -151,7 +151,7 @@ SIGHTS = [
 @settings(max_examples=60, deadline=None)
 @given(layouts, st.sampled_from(SIGHTS), st.integers(1, 14), st.integers(0, 1000))
 @pytest.mark.slow
-def test_what_a_block_sees_in_training_is_what_it_sees_when_decoded(
+def test_training_and_decoding_have_the_same_attention(
     documents: list[list[tuple[int, int]]], sight: dict[str, Any], window: int, seed: int
 ) -> None:
     """In every layer, with windows shorter and longer than a block and a document, wherever that lies in its row."""
@@ -174,7 +174,7 @@ def test_what_a_block_sees_in_training_is_what_it_sees_when_decoded(
 
 @pytest.mark.parametrize(("window", "causal"), [(0, False), (3, False), (6, True), (0, True)])
 @pytest.mark.slow
-def test_the_flex_mask_and_what_its_attention_sees_are_the_dense_mask(window: int, causal: bool) -> None:
+def test_flex_mask_and_attention_equal_the_dense_mask(window: int, causal: bool) -> None:
     f = features(PACKED, 18)
     blocks = draw(f, 5)
     queries, (dense, flex) = blocks.anchor.shape[1] * S, (m(f, blocks, window, causal) for m in (dense_mask, flex_mask))
@@ -185,7 +185,7 @@ def test_the_flex_mask_and_what_its_attention_sees_are_the_dense_mask(window: in
 
 
 @pytest.mark.parametrize(("window", "listed"), [(0, 13), (8, 11)])
-def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not(window: int, listed: int) -> None:
+def test_flex_mask_lists_only_visible_tiles(window: int, listed: int) -> None:
     f = features([[(3, 200), (2, 300)]], 520)
     blocks = draw(f, 80)
     mask = flex_mask(f, blocks, window)
@@ -204,7 +204,7 @@ def test_tiles_of_the_flex_mask_hold_everything_visible_and_skip_what_is_not(win
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_no_visible_pair_is_outside_the_listed_tiles_and_whole_tiles_are_all_visible(
+def test_flex_mask_tiles_cover_every_visible_pair(
     documents: list[tuple[int, int]], anchors: int, fixed: bool, window: int, causal: bool, seed: int
 ) -> None:
     length = sum(map(sum, documents)) + 17

@@ -52,7 +52,7 @@ def as_drafted(features: Features, at: torch.Tensor) -> torch.Tensor:
 # ---- which prediction of the target belongs to which slot --------------------------------------------------------
 
 
-def test_the_target_s_prediction_for_a_slot_is_the_one_that_its_token_was_drawn_from(target: Target) -> None:
+def test_predicting_states_are_one_position_earlier(target: Target) -> None:
     """On the target's own greedy answer the distribution's argmax is the label, at every slot."""
     ids = list(range(40, 48))
     for _ in range(30):
@@ -70,7 +70,7 @@ def test_the_target_s_prediction_for_a_slot_is_the_one_that_its_token_was_drawn_
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shift", [0, -1, 1])
-def test_a_drafter_that_is_the_target_loses_nothing_and_one_that_is_shifted_by_one_does(
+def test_a_drafter_equal_to_the_target_has_no_loss(
     kind: str, shift: int, target: Target, batch: tuple[Features, Blocks]
 ) -> None:
     features, blocks = batch
@@ -127,7 +127,7 @@ def test_distribution_losses_without_the_target_s_states_are_an_error(batch: tup
         draft_loss(hidden, batch[1], torch.randn(50, 32), options(tv=1.0), 4.0, None)
 
 
-def test_cross_entropy_alone_leaves_the_target_s_states_alone(batch: tuple[Features, Blocks], target: Target) -> None:
+def test_cross_entropy_alone_needs_no_target_states(batch: tuple[Features, Blocks], target: Target) -> None:
     features, blocks = batch
     hidden = as_drafted(features, predicting_states(blocks, 80))
     found = [draft_loss(hidden, blocks, target.head_weight, LossOptions(), 4.0, f) for f in (features.final, None)]
@@ -135,7 +135,7 @@ def test_cross_entropy_alone_leaves_the_target_s_states_alone(batch: tuple[Featu
 
 
 @pytest.mark.parametrize("ce", [0.0, 0.5])
-def test_dpace_takes_the_overlap_as_the_chance_exactly_where_no_cross_entropy_is_in_the_mix(
+def test_dpace_uses_the_overlap_without_cross_entropy(
     ce: float, batch: tuple[Features, Blocks], target: Target
 ) -> None:
     features, blocks = batch
@@ -175,9 +175,7 @@ def test_recall_at_k_is_the_share_of_labels_among_the_first_k(batch: tuple[Featu
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_the_final_state_is_what_the_head_makes_logits_of_and_the_head_does_not_run(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_final_is_the_input_of_the_head_which_does_not_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(kind)
     ids = torch.randint(0, 250, (2, 9))
     full = target.forward(ids, taps=(1, 3), logits="all", final=True)
@@ -192,7 +190,7 @@ def test_the_final_state_is_what_the_head_makes_logits_of_and_the_head_does_not_
 
 
 @pytest.mark.parametrize("cache_gb", [0.0, 1.0])
-def test_the_final_state_is_kept_behind_the_taps(cache_gb: float, target: Target) -> None:
+def test_the_final_state_is_stored_after_the_taps(cache_gb: float, target: Target) -> None:
     rows = [Row(i, 3, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((12, 7))]
     source = FeatureSource(target, (1, 3), 64, store=MemoryStore(0, int(cache_gb * GIB)), final=True)
     first, again = source(rows), source(rows)

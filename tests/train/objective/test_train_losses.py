@@ -78,7 +78,7 @@ def test_a_slot_that_no_block_supervises_has_no_accuracy() -> None:
 
 
 @pytest.mark.parametrize("kind", ["decay", "dpace"])
-def test_the_loss_and_its_gradient_are_the_weighted_mean_over_supervised_slots(kind: str) -> None:
+def test_loss_and_gradient_are_weighted_means_over_slots(kind: str) -> None:
     b = blocks()
     head = torch.randn(V, D)
     hidden = torch.randn(B, A * S, D, requires_grad=True)
@@ -101,7 +101,7 @@ def test_the_loss_and_its_gradient_are_the_weighted_mean_over_supervised_slots(k
     assert not hidden.grad.view(B, A, S, D)[:, :, 0].any(), "the anchor slot's output is discarded"
 
 
-def test_acceptance_length_counts_right_slots_before_the_first_wrong_one() -> None:
+def test_acceptance_length_ends_at_the_first_wrong_slot() -> None:
     b = blocks()
     head = torch.eye(V)
     hidden = F.one_hot(b.labels, V).float() * 9  # every slot right

@@ -101,7 +101,7 @@ def test_gold_and_weight_say_how_much_the_selector_counts() -> None:
     assert [ramp(done) for done in (0.0, 0.0005, 0.001, 1.0)] == [0.0, 0.5, 1.0, 1.0]
 
 
-def test_totals_hold_what_the_selector_says() -> None:
+def test_totals_include_the_selectors_loss_and_lengths() -> None:
     blocks, hidden, head = sampled(), torch.randn(2, 15, D), torch.randn(V, D)
     for selector in (None, Selector(selector_of(), C)):
         found = draft_loss(hidden, blocks, head, LossOptions(), 4.0, selector=selector)
@@ -111,7 +111,7 @@ def test_totals_hold_what_the_selector_says() -> None:
 
 
 @torch.no_grad()
-def test_lengths_are_those_of_what_would_be_drafted(target: Target) -> None:
+def test_lengths_follow_the_tokens_that_would_be_drafted(target: Target) -> None:
     """The walk, each slot's best, and the right one among the candidates, block by block as decoding chooses."""
     drafter = make_dflash2(target, selector_top_k=40)
     tokens = torch.randint(0, 250, (60,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -80,7 +80,7 @@ def test_after_other_groups_every_row_is_still_seen_once_an_epoch(
     assert set(met.values()) == {6}, "two epochs more, whatever lane was through first"
 
 
-def test_what_an_epoch_has_left_is_dealt_anew_and_comes_first() -> None:
+def test_the_rest_of_an_epoch_is_dealt_again_and_comes_first() -> None:
     first = Schedule(40, 2, 2, 0, 1, 4)
     seen = taken(first, range(12))  # three of each lane
     second = Schedule(40, 2, 2, 0, 1, 2, first.history(12))

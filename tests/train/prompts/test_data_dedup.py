@@ -43,9 +43,7 @@ WEATHER = "\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\u554a\u4f60\u89c9\u5f97\u5
         (LONG, LONG[: len(LONG) // 2], False),
     ],
 )
-def test_prompts_that_say_the_same_are_duplicates_and_those_that_ask_something_else_are_not(
-    a: str, b: str, same: bool
-) -> None:
+def test_similar_prompts_are_duplicates_and_others_not(a: str, b: str, same: bool) -> None:
     duplicates = Duplicates(0.8)
     assert not duplicates.seen(a) and duplicates.seen(b) == same and duplicates.seen(a)
 
@@ -55,7 +53,7 @@ def test_at_a_threshold_of_one_only_equal_prompts_are_dropped() -> None:
     assert not duplicates.seen(LONG) and not duplicates.seen(LONG + " more") and duplicates.seen(LONG.upper())
 
 
-def test_minhash_finds_what_comparing_all_pairs_finds() -> None:
+def test_minhash_agrees_with_comparing_all_pairs() -> None:
     rng = random.Random(3)
     texts = []
     for _ in range(40):
@@ -87,7 +85,7 @@ def instructed(count: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_prompts_that_share_an_instruction_are_not_compared_all_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_instruction_does_not_compare_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
 
     def counted(a: frozenset[int], b: Collection[int]) -> float:

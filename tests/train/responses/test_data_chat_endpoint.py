@@ -102,9 +102,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal[0]))
-def test_a_server_that_refuses_completions_is_asked_for_chats_from_then_on(
-    refusal: tuple[int, Any], fake: Fake, command: Program
-) -> None:
+def test_refused_completions_switch_to_chat(refusal: tuple[int, Any], fake: Fake, command: Program) -> None:
     fake.reply = lambda body, number: (200, said("fine")) if "messages" in body else refusal
     command()
     tried = 4 if refusal[0] in (400, 422) else 1  # with less and less, too
@@ -140,7 +138,7 @@ def strict(known: set[str]) -> Callable[[dict[str, Any]], tuple[int, Any]]:
 
 
 @pytest.mark.parametrize("length", ["max_tokens", "max_completion_tokens"])
-def test_a_strict_server_is_asked_with_openai_s_own_fields(length: str, fake: Fake, command: Program) -> None:
+def test_a_strict_server_gets_openai_fields_only(length: str, fake: Fake, command: Program) -> None:
     fake.reply = only_chat(strict(OPENAI - {"max_tokens"} | {length}))
     command()
     in_vain = 1 + (3 if length == "max_completion_tokens" else 2)  # the first finds no completions
@@ -185,7 +183,7 @@ def test_a_field_that_is_needed_is_not_left_out(
         (said("hi", reasoning="so", count=3), "", "stop"),  # it thought without being counted
     ],
 )
-def test_a_message_becomes_what_the_target_s_template_writes(reply: Any, text: str, reason: str, fake: Fake) -> None:
+def test_a_message_is_rendered_by_the_targets_template(reply: Any, text: str, reason: str, fake: Fake) -> None:
     answer = ask(fake, reply, tokenizer=words(THINKS))
     assert (WORDS.decode(answer.tokens), answer.finish_reason) == (text, reason)
 
@@ -196,13 +194,13 @@ def test_token_ids_are_taken_at_their_word(fake: Fake) -> None:
     assert ask(fake, reply).tokens == [5, 6, EOS]
 
 
-def test_reasoning_that_the_template_writes_only_behind_another_prompt_is_unknown(fake: Fake) -> None:
+def test_reasoning_under_another_prompt_is_rejected(fake: Fake) -> None:
     opens = words(THINKS.replace("prompt %}<|assistant|>", "prompt %}<|assistant|><o>"))
     assert ask(fake, said("hi", reasoning="so", count=12), tokenizer=opens).tokens == []
     assert WORDS.decode(ask(fake, said("so</o>hi"), tokenizer=opens).tokens) == "so</o>hi<|end|>"
 
 
-def test_what_the_template_writes_before_a_plain_text_counts_too(fake: Fake) -> None:
+def test_template_tokens_before_plain_text_count(fake: Fake) -> None:
     channel = "{% if m.role == 'assistant' %}<f>{% endif %}{{ m.content }}"
     channels = words(TEMPLATE.replace("{{ m['content'] }}", channel))
     assert WORDS.decode(ask(fake, said("hi", count=6), tokenizer=channels).tokens) == "<f>hi<|end|>"
@@ -214,7 +212,7 @@ def calling(arguments: str, count: int) -> dict[str, Any]:
     return said(None, tool_calls=[call], count=count, reason="tool_calls")
 
 
-def test_a_call_becomes_what_the_target_s_template_writes(fake: Fake) -> None:
+def test_a_tool_call_is_rendered_by_the_targets_template(fake: Fake) -> None:
     text = '<call>{"name": "f", "arguments": {"q": "b"}}'
     count, chat = len(text), Chat([user("ask")], (TOOL,))
     answer = ask(fake, calling('{"q":"b"}', count), chat=chat, tokenizer=words(WITH_TOOLS))
@@ -254,7 +252,7 @@ def test_answers_of_unknown_tokens_are_dropped_and_counted(fake: Fake, command: 
     assert command.answers().keys() == {(3, 0)}
 
 
-def test_an_answer_to_another_prompt_ends_the_run_and_one_of_many_is_lost_alone(fake: Fake, command: Program) -> None:
+def test_a_response_to_another_prompt_is_rejected(fake: Fake, command: Program) -> None:
     ours = len(encode_chat(WORDS, [user("ask 0 of it")]))
     fake.reply = only_chat(lambda body: (200, said("fine", prompt=ours + 4)))
     last = command.refuses()
@@ -273,7 +271,7 @@ def test_a_reply_of_another_form_ends_the_run(fake: Fake, command: Program) -> N
 @pytest.mark.parametrize(
     "error", [{"error": {"message": "overloaded", "code": 429}}, {"error": "overloaded"}, {"message": "overloaded"}]
 )
-def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake: Fake, error: dict[str, Any]) -> None:
+def test_an_error_with_status_200_is_retried_and_shown(fake: Fake, error: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"no response after 3 attempts \(overloaded\)"):
         ask(fake, error, retries=2)
     replies = [error, said("ask")]
@@ -283,7 +281,7 @@ def test_an_error_with_status_200_is_tried_again_and_told_in_its_own_words(fake:
         assert one.wait().tokens and not replies
 
 
-def test_what_refuses_one_question_does_not_change_how_others_are_asked(fake: Fake) -> None:
+def test_a_late_refusal_does_not_change_other_requests(fake: Fake) -> None:
     def reply(body: dict[str, Any]) -> tuple[int, Any]:
         return (400, {"error": "too large"}) if body.get("max_tokens") == 77 else (200, said("ask"))
 

@@ -42,7 +42,7 @@ def answer(talk: LiveConversation, tokens: list[int], reason: str = "stop") -> N
     talk.on_response(Response(0, Generation(tokens, finish_reason=reason)))
 
 
-def test_turns_that_continue_each_other_are_one_row_with_a_span_for_each_answer() -> None:
+def test_continuing_turns_are_one_row_with_spans() -> None:
     talk = dialogue("one", "two")
     first = encode_chat(WORDS, [user("one")])
     assert talk.request == (first, PARAMS)
@@ -58,7 +58,7 @@ def test_turns_that_continue_each_other_are_one_row_with_a_span_for_each_answer(
     assert part.messages == [user("one"), assistant("yes"), user("two"), assistant("no!")]
 
 
-def test_a_turn_that_does_not_continue_the_tokens_becomes_a_row_of_its_own() -> None:
+def test_a_turn_that_changes_tokens_starts_a_row() -> None:
     talk = dialogue("one", "two")
     broken = [*WORDS("a").input_ids, WORDS("\u00e9").input_ids[0], EOS]  # half a character: its text has other tokens
     answer(talk, broken)
@@ -70,7 +70,7 @@ def test_a_turn_that_does_not_continue_the_tokens_becomes_a_row_of_its_own() -> 
     assert second == Row(4, len(prompt), prompt + said("yes"), ((len(prompt), len(prompt) + 4),))
 
 
-def test_a_template_that_forgets_earlier_answers_gives_rows_that_are_what_a_server_sees() -> None:
+def test_forgetful_templates_give_rows_as_served() -> None:
     talk = dialogue("one", "two", template=FORGETFUL)
     answer(talk, said("think|yes"))
     assert talk.request is not None
@@ -93,7 +93,7 @@ HARMONY = """{% for m in messages %}{% if '<|channel|>' in m['content'] %}{{ rai
         ("", None),
     ],
 )
-def test_of_a_response_in_channels_the_final_one_is_said_in_the_next_turn(tail: str, next_turn: str | None) -> None:
+def test_the_next_turn_gets_the_final_channel(tail: str, next_turn: str | None) -> None:
     tokenizer = make_tokenizer()
     tags = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": tags})
@@ -134,7 +134,7 @@ GEMMA = """{% macro strip(text) %}{% for part in text.split('<channel|>') %}{{ p
     ],
     ids=["qwen", "qwen-special", "gemma"],
 )  # fmt: skip
-def test_a_response_is_trained_on_with_its_thoughts_and_the_next_turn_is_asked_as_the_template_wants(
+def test_thoughts_are_trained_on_but_templated_in_next_turns(
     template: str, tags: list[str], words: list[str], special: str, response: str, thinking: bool | None
 ) -> None:
     tokenizer = make_tokenizer()
@@ -159,7 +159,7 @@ def test_a_response_is_trained_on_with_its_thoughts_and_the_next_turn_is_asked_a
     assert all(row.spans == ((row.prompt_tokens, len(row.tokens)),) for row in rows)
 
 
-def test_room_shrinks_with_every_turn_and_without_it_the_conversation_ends() -> None:
+def test_a_conversation_ends_without_room() -> None:
     talk = dialogue("one", "two", "3", room=16)
     assert talk.request is not None and talk.request[1].max_tokens == 16
     answer(talk, said("yes"))
@@ -186,7 +186,7 @@ CUT = "later turns after an answer that was cut or empty"
         (["one"], {"template": REFUSES}, [], 0, "refused by the chat template", []),
     ],
 )
-def test_what_ends_a_conversation_before_its_last_turn_is_said(
+def test_an_early_end_of_a_conversation_has_a_reason(
     turns: list[str], options: Any, answers: list[str], parts: int, dropped: str | None, left_out: list[str]
 ) -> None:
     talk = dialogue(*turns, **options)
@@ -217,7 +217,7 @@ class Backwards:
         pass
 
 
-def test_no_more_is_begun_than_the_backend_has_use_for_and_every_conversation_ends_once() -> None:
+def test_submit_all_keeps_within_the_backends_width() -> None:
     backend, begun = Backwards(), list[int]()
 
     def conversations() -> Iterator[LiveConversation]:
@@ -233,6 +233,6 @@ def test_no_more_is_begun_than_the_backend_has_use_for_and_every_conversation_en
     assert sum(bool(talk.dropped) for talk in ended) == 1
 
 
-def test_a_seed_is_that_of_its_prompt_and_sample_alone() -> None:
+def test_a_seed_depends_only_on_prompt_and_sample() -> None:
     seeds = [seed_of(seed, index, sample) for seed in range(4) for index in range(50) for sample in range(4)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)

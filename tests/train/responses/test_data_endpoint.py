@@ -24,7 +24,9 @@ WORDS = make_tokenizer()
 FINE = [*WORDS("fine").input_ids, EOS]
 
 
-def test_dflash_serve_writes_what_the_engine_writes(target: Target, drafter: Drafter, dflash_data: Program) -> None:
+def test_dflash_serve_and_the_engine_write_equal_responses(
+    target: Target, drafter: Drafter, dflash_data: Program
+) -> None:
     for more in ((), ("temperature=1.1", "samples=2", "top_k=40")):
         there, here = (f"{name}{len(more)}.jsonl" for name in ("there", "here"))
         with serving(make_engine(target, drafter)) as one, serving(make_engine(target, drafter)) as other:
@@ -34,7 +36,7 @@ def test_dflash_serve_writes_what_the_engine_writes(target: Target, drafter: Dra
 
 
 @pytest.mark.parametrize("stop", [[], ["X"]])
-def test_dflash_serve_returns_token_ids_if_asked_for(target: Target, drafter: Drafter, stop: list[str]) -> None:
+def test_dflash_serve_returns_token_ids_on_request(target: Target, drafter: Drafter, stop: list[str]) -> None:
     ids = target.tokenizer.encode("The sky")
     expected = generate(target, drafter, ids, SamplingParams(max_tokens=16)).tokens
     wanted = {"return_token_ids": True}
@@ -61,7 +63,7 @@ def ask(fake: Fake, **options: Any) -> Any:
         return one.wait()
 
 
-def test_the_prompt_goes_as_token_ids_and_every_sampler_setting_is_said(fake: Fake, monkeypatch: Any) -> None:
+def test_requests_have_token_ids_and_all_sampling_fields(fake: Fake, monkeypatch: Any) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
     ask(fake)
     (body,) = fake.asked
@@ -113,7 +115,7 @@ def test_pauses_grow_and_at_last_it_gives_up_in_one_line(fake: Fake, monkeypatch
     assert "\n" not in str(caught.value) and len(fake.asked) == 5
 
 
-def test_a_server_that_takes_too_long_is_asked_again(fake: Fake) -> None:
+def test_a_timeout_is_retried(fake: Fake) -> None:
     late = threading.Event()
 
     def slow(body: dict[str, Any], number: int) -> tuple[int, Any]:
@@ -158,9 +160,7 @@ def test_an_address_may_be_given_with_or_without_v1() -> None:
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_answers_written_before_the_server_failed_are_kept_and_not_asked_for_again(
-    api: str, fake: Fake, command: Program
-) -> None:
+def test_earlier_responses_survive_a_server_failure(api: str, fake: Fake, command: Program) -> None:
     def fine(body: dict[str, Any], number: int) -> tuple[int, Any]:
         reply = whole("fine")
         reply["choices"][0]["message"] = assistant("fine")
@@ -201,7 +201,7 @@ def test_an_address_that_cannot_be_read_is_named() -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", None])
-def test_an_answer_that_was_broken_off_is_asked_for_again(fake: Fake, reason: str | None) -> None:
+def test_a_broken_off_response_is_retried(fake: Fake, reason: str | None) -> None:
     def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
         broken = whole("half an")
         broken["choices"][0]["finish_reason"] = reason
@@ -233,7 +233,7 @@ def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
     dflash_data()  # nothing is left to answer
 
 
-def test_a_pause_is_asked_for_in_seconds_or_by_a_date() -> None:
+def test_retry_after_is_seconds_or_a_date() -> None:
     asked = (None, "", "7", "-3", "0.5", "soon", "Wed, 99 Foo 2020 00:00:00 GMT", formatdate(0, usegmt=True))
     assert [seconds(header) for header in asked] == [0, 0, 7, 0, 0.5, 0, 0, 0]
     assert 3000 < seconds(formatdate(time.time() + 3600, usegmt=True)) <= 3600

@@ -51,7 +51,7 @@ def refusing(*fields: str, values: dict[str, Any] | None = None) -> Callable[[di
     ids=["token ids", "min_p", "top_p of 1", "seed"],
 )
 @pytest.mark.parametrize("api", ["completions", "chat"])
-def test_a_server_is_asked_without_what_it_refuses_and_a_line_says_so(
+def test_refused_fields_are_dropped_with_a_notice(
     api: str, server: Any, left_out: set[str], fake: Fake, command: Program
 ) -> None:
     fake.reply = server
@@ -86,7 +86,7 @@ def test_a_server_that_keeps_failing_at_completions_may_have_chats(
 
 
 @pytest.mark.parametrize(("listing", "models"), [(404, []), (405, []), (200, ["org/*"]), (200, ["*"])])
-def test_a_name_is_believed_where_models_are_not_listed(listing: int, models: list[str], fake: Fake) -> None:
+def test_a_model_name_is_trusted_without_a_list_of_models(listing: int, models: list[str], fake: Fake) -> None:
     fake.listing, fake.models = listing, models
     assert complete(fake, model="tiny").tokens == FINE and fake.asked[0]["model"] == "tiny"
     with pytest.raises(UserError, match=r"server\.model=NAME"):
@@ -120,7 +120,7 @@ def test_a_server_that_counts_nothing_ends_the_run_in_one_line(fake: Fake) -> No
     assert heard_by_one(fake, 3) == [FINE, [], FINE], "one that does now and then loses an answer"
 
 
-def test_one_token_too_many_or_too_few_for_this_server_is_another_text(fake: Fake) -> None:
+def test_an_unusual_token_count_rejects_the_text(fake: Fake) -> None:
     n = len(FINE)
     for counts, kept in (((n, n, n - 1, n), (1, 1, 0, 1)), ((n - 1, n, n, n - 1), (1, 1, 1, 1)),
                          ((n - 1, n - 1, n), (1, 1, 0)), ((n - 2, n + 1), (0, 0))):  # fmt: skip
@@ -129,7 +129,7 @@ def test_one_token_too_many_or_too_few_for_this_server_is_another_text(fake: Fak
         assert heard_by_one(fake, len(counts)) == [FINE if expected else [] for expected in kept], counts
 
 
-def test_what_a_content_filter_stops_is_dropped_and_not_asked_for_again(fake: Fake, command: Program) -> None:
+def test_filtered_responses_are_dropped_without_retry(fake: Fake, command: Program) -> None:
     fake.reply = of_third(said("fi", reason="content_filter"), said("fi"))
     assert command("server.api=chat", "--batch-size", 3)[-1].endswith("dropped 1 stopped by a content filter")
     assert len(fake.asked) == 9
@@ -139,7 +139,7 @@ def test_what_a_content_filter_stops_is_dropped_and_not_asked_for_again(fake: Fa
 
 
 @pytest.mark.parametrize("place", [lambda reply: reply["choices"][0], lambda reply: reply], ids=["choice", "beside"])
-def test_a_prompt_is_compared_token_for_token_where_a_server_returns_it(place: Any, fake: Fake) -> None:
+def test_returned_prompt_tokens_are_compared(place: Any, fake: Fake) -> None:
     ours = encode_chat(WORDS, CHAT.messages)
     reply = said("fine", prompt=len(ours))
     place(reply)["prompt_token_ids"] = ours
@@ -153,7 +153,7 @@ def test_no_number_is_not_another_prompt(fake: Fake) -> None:
     assert ask(fake, said("fine", prompt=0)).tokens == FINE
 
 
-def test_reasoning_that_the_template_leaves_out_is_not_an_answer_without_it(fake: Fake) -> None:
+def test_dropped_reasoning_rejects_the_response(fake: Fake) -> None:
     assert ask(fake, said("hi", reasoning="so", count=3)).tokens == []
     assert WORDS.decode(ask(fake, said("hi", reasoning=" \n", count=3)).tokens) == "hi<|end|>", "it did not reason"
 

@@ -156,7 +156,7 @@ def test_the_variables_of_a_template_are_those_that_it_looks_up() -> None:
 # ---- answered by the target ------------------------------------------------------------------------------------
 
 
-def test_after_its_own_answer_to_a_call_the_target_goes_on_from_the_recorded_one() -> None:
+def test_after_a_tool_call_the_recorded_one_continues() -> None:
     tokenizer, tools = words(WITH_TOOLS), [TOOL]
     talk = LiveConversation(0, 0, conversation({"messages": TALK, "tools": tools}, "x"), tokenizer, PARAMS, 1000)
     asked = []
@@ -172,14 +172,14 @@ def test_after_its_own_answer_to_a_call_the_target_goes_on_from_the_recorded_one
     assert texts([first.row, second.row]) == ["mine<|end|>", "yes<|end|>", "no<|end|>"]
 
 
-def test_a_call_in_the_recorded_words_is_one_row_with_what_follows() -> None:
+def test_an_identical_tool_call_stays_in_one_row() -> None:
     talk = LiveConversation(0, 0, conversation({"messages": TALK[:4]}, "x"), words(WITH_TOOLS), PARAMS, 1000)
     answer(talk, said('<call>{"name": "f", "arguments": {}}'))
     answer(talk, said("yes"))
     assert len(talk.parts) == 1 and len(talk.parts[0].row.spans) == 2
 
 
-def test_tools_are_kept_in_what_is_written_and_trained_on(dflash_data: Program, tmp_path: Path) -> None:
+def test_tools_are_written_and_trained_on(dflash_data: Program, tmp_path: Path) -> None:
     target = altered(dflash_data.target, tmp_path / "t", words(WITH_TOOLS))
     rows = [{"messages": [user(f"ask {i}"), *TALK[1:]], "tools": json.dumps([TOOL])} for i in range(3)]
     dflash_data("--target", target, "--data", write(tmp_path / "q.jsonl", rows))
@@ -207,7 +207,7 @@ def test_a_template_without_tools_is_one_counted_reason(dflash_data: Program, tm
 # ---- recorded --------------------------------------------------------------------------------------------------
 
 
-def test_every_answer_of_a_recorded_conversation_is_supervised_up_to_its_stop_token() -> None:
+def test_recorded_turns_are_supervised_up_to_stop_tokens() -> None:
     tokenizer = words(WITH_TOOLS.replace("<|end|>", "<|end|>\n"))  # as templates of Qwen and Llama go on behind it
     (row,), left_out = recorded_rows(tokenizer, [*TALK, user("e")], [TOOL], {EOS, 7})
     assert texts([row]) == ['<call>{"name": "f", "arguments": {}}<|end|>', "b<|end|>", "d<|end|>"]
@@ -222,7 +222,7 @@ def test_the_stop_token_is_the_one_that_the_template_writes() -> None:
     assert row.tokens[-2:] == [*WORDS("b").input_ids, pad], "not the first of the target's"
 
 
-def test_generation_tags_say_what_is_supervised() -> None:
+def test_generation_tags_mark_supervised_tokens() -> None:
     (row,), left_out = recorded_rows(words(TAGGED), [*PLAIN, user("e")], [], {EOS})
     assert row.tokens == encode_chat(WORDS, PLAIN, ask=False) and texts([row]) == ["b<|end|>", "d<|end|>"]
     assert row.prompt_tokens == len(encode_chat(WORDS, PLAIN[:1])) and not left_out
@@ -233,7 +233,7 @@ def test_generation_tags_say_what_is_supervised() -> None:
     assert recorded_rows(untagged, PLAIN, [], {EOS}) == ([], {"without a token in generation tags": 1})
 
 
-def test_answers_that_do_not_follow_their_prompt_are_left_out_and_counted() -> None:
+def test_unaligned_recorded_turns_are_dropped_and_counted() -> None:
     # a thinking template: the prompt opens what only the last answer that thinks has
     opens = words(TEMPLATE.replace("prompt %}<|assistant|>", "prompt %}<|assistant|><t>"))
     messages = [user("a"), assistant("b"), user("c"), assistant("<t>d")]
@@ -242,7 +242,7 @@ def test_answers_that_do_not_follow_their_prompt_are_left_out_and_counted() -> N
     assert rows[0].tokens == encode_chat(WORDS, messages, ask=False), "what was said before is its context"
 
 
-def test_earlier_thinking_that_a_template_drops_gives_rows_of_what_a_server_sees() -> None:
+def test_dropped_thinking_gives_rows_as_served() -> None:
     last = "{{ m.content if loop.last else m.content.split('|')[-1] }}"
     forgets = words(TEMPLATE.replace("{{ m['content'] }}", last))
     rows, left_out = recorded_rows(forgets, [user("a"), assistant("think|b"), *PLAIN[2:]], [], {EOS})

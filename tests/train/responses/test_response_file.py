@@ -45,7 +45,7 @@ def test_a_last_line_without_its_newline_is_not_written_on(tmp_path: Path) -> No
     assert path.read_bytes() == first
 
 
-def test_what_was_left_out_before_a_kill_is_counted_after_it(tmp_path: Path) -> None:
+def test_dropped_counts_survive_a_kill(tmp_path: Path) -> None:
     first = PART | {"parts": 2, "left_out": ["later turns too long"]}
     path = write(tmp_path / "a.jsonl", [first, PART | {"parts": 2, "part": 1}, first | {"index": 1}])
     done, rows, _, left_out = resume(path)

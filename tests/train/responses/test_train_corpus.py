@@ -31,7 +31,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
 
 @settings(max_examples=60, deadline=None)
 @given(rows(), st.integers(1, 35))
-def test_a_corpus_says_of_its_rows_what_each_says_of_itself(made: list[Row], length: int) -> None:
+def test_corpus_properties_equal_those_of_its_rows(made: list[Row], length: int) -> None:
     corpus, cut = Corpus.of_rows(made), [row.cut(length) for row in made]
     assert list(corpus) == made and corpus.response_tokens == sum(row.response_tokens for row in made)
     assert corpus.lengths.tolist() == [len(row.tokens) for row in made]
@@ -45,7 +45,7 @@ def test_a_corpus_says_of_its_rows_what_each_says_of_itself(made: list[Row], len
     assert [row.index for row in anchored] == list(range(len(kept)))
 
 
-def test_what_is_written_is_mapped_and_never_half_there(tmp_path: Path) -> None:
+def test_a_corpus_is_mapped_and_written_atomically(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     made = [Row(i, 2, list(range(i, i + 9)), ((2, 4), (6, 9))) for i in range(5)]
     with pytest.raises(ZeroDivisionError), CorpusWriter(folder) as writer:
@@ -88,7 +88,7 @@ WHOLE = {"index": 3, "tokens": [5, 6, 7, 2**31 - 1], "spans": [[1, 4]], "prompt_
     ],
     ids=["plain", "dense", "sorted", "another's tokens", "in a text"],
 )
-def test_a_row_is_what_json_makes_of_it(line: str) -> None:
+def test_parsed_rows_equal_json(line: str) -> None:
     found = _parsed(line.encode())
     assert _row_of(found, 0) == Row(0, 1, WHOLE["tokens"], ((1, 4),))
     assert found | {"tokens": WHOLE["tokens"]} == json.loads(line)
@@ -97,7 +97,7 @@ def test_a_row_is_what_json_makes_of_it(line: str) -> None:
 @pytest.mark.parametrize(
     "tokens", ["[]", "[1, ]", "[1 2]", "[1,,2]", "[1.5, 2]", "[true, 2]", '["a"]', "[[1], 2]", "null", "[1, 2", "{}"]
 )
-def test_tokens_that_are_no_whole_numbers_are_refused_by_line(tokens: str, tmp_path: Path) -> None:
+def test_non_integer_tokens_are_refused_by_line(tokens: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(WHOLE) + "\n" + json.dumps(WHOLE).replace("[5, 6, 7, 2147483647]", tokens) + "\n")
     with pytest.raises((UserError, TypeError, ValueError)):
@@ -105,7 +105,7 @@ def test_tokens_that_are_no_whole_numbers_are_refused_by_line(tokens: str, tmp_p
 
 
 @pytest.mark.parametrize("opened", [open, gzip.open])
-def test_a_line_that_a_kill_has_torn_is_left_out_wherever_it_ends(opened: Any, tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped_at_any_cut(opened: Any, tmp_path: Path) -> None:
     path = tmp_path / ("a.jsonl.gz" if opened is gzip.open else "a.jsonl")
     line = json.dumps(WHOLE | {"messages": []}).encode()
     for end in range(0, len(line), 7):

@@ -118,7 +118,7 @@ def without_ids(url: str) -> AbstractContextManager[str]:
 
 
 @pytest.mark.gpu
-def test_vllm_serves_the_drafter_and_dflash_data_gets_the_target_s_answers_from_it(
+def test_dflash_data_gets_responses_from_vllm(
     server: str, pair: tuple[Path, Path], dflash_data: Program, tmp_path: Path
 ) -> None:
     write(tmp_path / "p.jsonl", [{"messages": [user(f"ask {i}"), assistant(""), user("more")]} for i in range(12)])

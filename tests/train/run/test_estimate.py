@@ -92,7 +92,7 @@ def test_a_run_too_large_for_the_gpu_is_marked() -> None:
     assert "TOO MUCH" in str(of({}, "qwen3.8-27b-fp8", H100).table())
 
 
-def test_lengths_come_from_written_rows_once_there_are_some(tmp_path: Path) -> None:
+def test_estimated_lengths_come_from_written_rows(tmp_path: Path) -> None:
     assumed = of({}, work=tmp_path)
     assert assumed.assumed and assumed.response_tokens == RESPONSE_TOKENS
     assert assumed.row_tokens == RESPONSE_TOKENS + PROMPT_TOKENS
@@ -102,7 +102,7 @@ def test_lengths_come_from_written_rows_once_there_are_some(tmp_path: Path) -> N
     assert not found.assumed and (found.response_tokens, found.row_tokens) == (200, 300)
 
 
-def test_local_files_are_counted_and_the_rest_is_what_was_asked(tmp_path: Path) -> None:
+def test_estimates_count_the_prompts_of_local_files(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' * 70)
     assert of({"data": [str(path)]}).prompts == 70
@@ -111,7 +111,7 @@ def test_local_files_are_counted_and_the_rest_is_what_was_asked(tmp_path: Path) 
     assert of({"prompts": {"max_prompts": 0}}).prompts == ROWS
 
 
-def test_acceptance_is_what_measured_runs_reached() -> None:
+def test_estimated_acceptance_follows_measured_runs() -> None:
     assert expected_acceptance(1e9) == expected_acceptance(5e6) == "2.8 (chat) to 7.3 (maths)"
     assert expected_acceptance(2e6) == "2.1 (chat) to 5.1 (maths)" and expected_acceptance(1e4).startswith("below")
 

@@ -117,7 +117,7 @@ def test_a_card_names_the_target_and_the_datasets_of_the_hub(data: Path) -> None
     assert "datasets" not in publish._metadata(config | {"data": [], "response_files": ["answers.jsonl"]})
 
 
-def test_a_card_says_what_the_default_dataset_is_made_of(dflash_train: Program) -> None:
+def test_a_card_lists_the_sources_of_the_default_dataset(dflash_train: Program) -> None:
     dflash_train()
     record = dflash_train.record()
     assert "Prompts: " not in (dflash_train.output / "README.md").read_text(), "prompts of a file"

@@ -63,7 +63,7 @@ def read(config: TrainConfig, work: Path) -> tuple[list[tuple[int, ...]], list[t
     return [tuple(ids) for ids in mine], [tuple(ids) for ids in apart]
 
 
-def test_a_prompt_is_what_the_chat_template_makes_of_it(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_prompt_is_rendered_by_the_chat_template(config: TrainConfig, tmp_path: Path) -> None:
     whole = replace(config, prompts=DataOptions(held_out=0, max_length=64))
     assert read(whole, tmp_path / "w") == ([chat(i) for i in range(20)], [])
     assert [each.index for each in chosen(tmp_path / "w" / PROMPTS)] == list(range(20))
@@ -75,19 +75,19 @@ def test_every_prompt_is_either_trained_on_or_held_out_never_both(config: TrainC
     assert (len(mine), len(apart)) == (14, 6) and {*mine, *apart} == {chat(i) for i in range(20)}
 
 
-def test_the_split_depends_on_the_seed_alone(config: TrainConfig, tmp_path: Path) -> None:
+def test_the_held_out_split_depends_only_on_the_seed(config: TrainConfig, tmp_path: Path) -> None:
     first, again, other = (read(replace(config, run=RunOptions(seed=seed)), tmp_path / "w")[1] for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_held_out_files_leave_the_data_whole(config: TrainConfig, tmp_path: Path) -> None:
+def test_held_out_files_keep_all_data_for_training(config: TrainConfig, tmp_path: Path) -> None:
     given = replace(config, held_out=(prompt_file(tmp_path / "h.jsonl", 30, 33),))
     mine, apart = read(given, tmp_path / "w")
     assert len(mine) == 20 and apart == [chat(i) for i in (30, 31, 32)]
     assert data_digest(config) != data_digest(given), "another measure is another run"
 
 
-def test_held_out_prompts_are_of_every_file_wherever_one_stops(config: TrainConfig, tmp_path: Path) -> None:
+def test_held_out_prompts_cover_every_file_at_any_count(config: TrainConfig, tmp_path: Path) -> None:
     files = (*config.data, prompt_file(tmp_path / "b.jsonl", 20, 40), prompt_file(tmp_path / "c.jsonl", 40, 50))
     given = replace(config, data=files, prompts=DataOptions(held_out=10, max_length=64))
     data = choose_prompts(Reading(given, make_tokenizer(), ""), tmp_path)
@@ -97,7 +97,7 @@ def test_held_out_prompts_are_of_every_file_wherever_one_stops(config: TrainConf
     assert all(tuple(prompt.tokens) in {chat(i) for i in range(50)} for prompt in data.held_out)
 
 
-def test_max_prompts_draws_from_all_files_and_says_so(
+def test_max_prompts_samples_from_all_files(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = (*config.data, prompt_file(tmp_path / "b.jsonl", 20, 40))
@@ -139,7 +139,7 @@ def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig
     assert len(read(lenient, tmp_path / "w")[0]) == 14
 
 
-def test_a_benchmark_form_is_applied_to_training_and_held_out_prompts_by_name_only(tmp_path: Path) -> None:
+def test_benchmark_templates_apply_by_name_only(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": f"ask {i}", "answer": f"say {i}"} for i in range(4)])
     words = make_tokenizer()
 
@@ -176,7 +176,7 @@ def test_a_prompt_without_room_is_passed_over_and_the_limit_is_named(
     assert "passed over for held-out prompts:" in said and "too long (the target's context is 30 tokens)" in said
 
 
-def test_a_run_of_before_several_responses_could_be_asked_for_is_that_of_one_greedy_or_drawn() -> None:
+def test_runs_of_earlier_releases_have_one_response() -> None:
     one, first, two = (
         asked({"responses": to_mapping(ResponseOptions(**({"samples": 1, "greedy_first": False} | more)))})
         for more in ({}, {"greedy_first": True}, {"samples": 2})
@@ -220,7 +220,7 @@ def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
 
 
 @pytest.mark.parametrize("stops", ["usual", "early", "none"])
-def test_every_answer_is_the_target_s_greedy_continuation_up_to_its_stop_token(stops: str, tmp_path: Path) -> None:
+def test_responses_are_greedy_up_to_the_stop_token(stops: str, tmp_path: Path) -> None:
     target, prompts = make_target(), ask(tmp_path / "asked.jsonl")
 
     def continued(prompt: list[int]) -> list[int]:
@@ -257,7 +257,7 @@ def test_prompt_and_answer_together_stay_within_max_length(target: Target, tmp_p
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.999, 1.0])
-def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
+def test_a_truncated_file_resumes_without_lost_or_double_rows(
     share: float, target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
 ) -> None:
     rows, data = whole
@@ -268,7 +268,7 @@ def test_a_file_cut_anywhere_is_completed_without_lost_or_doubled_rows(
     assert path.read_bytes().count(b"\n") == len(rows)
 
 
-def test_processes_share_the_prompts_and_any_number_goes_on(
+def test_processes_share_prompts_and_any_number_resumes(
     target: Target, whole: tuple[list[Row], bytes], tmp_path: Path
 ) -> None:
     paths = [tmp_path / f"{rank}.jsonl" for rank in range(3)]
@@ -276,7 +276,7 @@ def test_processes_share_the_prompts_and_any_number_goes_on(
     assert sorted(found, key=lambda row: row.index) == whole[0]
 
 
-def test_the_data_s_answers_end_with_the_stop_token_and_prompts_without_room_go(
+def test_recorded_responses_end_with_the_stop_token(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def recorded(max_length: int) -> Corpus:
@@ -303,7 +303,7 @@ def test_a_row_needs_two_supervised_tokens() -> None:
     assert [row.supervised for row in Corpus.of_rows(rows).with_anchors()] == [row.supervised for row in rows[1:]]
 
 
-def test_a_cut_row_keeps_what_it_has_of_its_answers() -> None:
+def test_a_cut_row_keeps_the_rest_of_its_spans() -> None:
     row = Row(0, 2, list(range(9)), ((2, 4), (6, 9)))
     assert row.cut(9) is row
     assert row.cut(7) == Row(0, 2, list(range(7)), ((2, 4), (6, 7)))
@@ -314,14 +314,14 @@ def test_a_cut_row_keeps_what_it_has_of_its_answers() -> None:
 # ---- features --------------------------------------------------------------------------------------------------
 
 
-def test_every_answer_of_a_conversation_is_supervised_and_nothing_else() -> None:
+def test_only_responses_are_supervised_in_conversations() -> None:
     source = FeatureSource(make_target(), (1, 3), 10)
     row = Row(0, 2, list(range(12)), ((2, 4), (7, 12)))
     assert source([row]).supervised[0].nonzero().flatten().tolist() == [2, 3, 7, 8, 9]
 
 
 @pytest.mark.parametrize("cache_gb", [0.0, 1.0, 1e-5])  # none, all of it, the first row only
-def test_features_are_the_tapped_outputs_of_each_row_alone(cache_gb: float, whole: tuple[list[Row], bytes]) -> None:
+def test_features_are_tapped_outputs_of_separate_rows(cache_gb: float, whole: tuple[list[Row], bytes]) -> None:
     target, rows = make_target(), whole[0][:4]
     source = FeatureSource(target, (1, 3), 64, pad_to=16, store=MemoryStore(0, int(cache_gb * GIB)))
     first, again = source(rows), source(rows)

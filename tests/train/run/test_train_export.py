@@ -109,7 +109,7 @@ KILLS = {"equal": (8,), "earlier": (0, 8), "lucky": (4, 8), "start": (0, 4), "lu
 
 
 @pytest.mark.parametrize(("killed", "end"), [(step, end) for end, steps in KILLS.items() for step in steps])
-def test_the_end_is_exported_unless_an_earlier_one_is_better_beyond_its_error(
+def test_the_last_drafter_is_exported_unless_clearly_worse(
     killed: int, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kill too, before the save of step 4 or 8 and behind the evaluation there."""
@@ -137,7 +137,7 @@ def test_the_end_is_exported_unless_an_earlier_one_is_better_beyond_its_error(
     assert all(torch.equal(w, same[role][1][n]) for role in exports for n, w in exports[role][1].items())
 
 
-def test_without_held_out_prompts_the_end_is_exported_and_no_figure_is_made_up(tmp_path: Path) -> None:
+def test_without_held_out_prompts_the_last_drafter_is_exported(tmp_path: Path) -> None:
     outcome, exports = trained(tmp_path, config())
     assert exports.steps() == {"exported": 8} and exports["exported"][0].evaluation is None
     assert outcome.other is None and not outcome.earlier and not list(tmp_path.glob("best*"))
@@ -147,7 +147,7 @@ SELECTOR = {"selector_rank": 4, "selector_top_k": 8}
 
 
 @pytest.mark.parametrize(("alone", "refused"), [(MORE, True), (EVEN, False), (LUCKY, False)], ids=str)
-def test_a_selector_that_is_worse_than_none_beyond_the_error_is_not_exported_unless_asked(
+def test_a_harmful_selector_is_not_exported(
     alone: tuple[int, ...], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def evaluated(tokens: tuple[int, ...], step: int) -> Evaluation:
@@ -173,9 +173,7 @@ def test_a_selector_that_is_worse_than_none_beyond_the_error_is_not_exported_unl
     assert not any("selector" in name for name in weights)
 
 
-def test_the_command_refuses_such_a_selector_and_leaves_it_out_when_asked(
-    short_run: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_selector_never_drops_a_harmful_selector(short_run: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluated(tokens: int) -> Callable[..., Evaluation]:
         return lambda self, drafter, step=0, bar=None: Evaluation(step, ("a", "a"), (tokens, tokens + 1), (10, 10))
 
@@ -219,9 +217,7 @@ def by_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch, first: float, step: 
     monkeypatch.setattr(loop, "make_learner", begin)
 
 
-def test_minutes_are_of_training_and_neither_of_compiling_nor_of_saving(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_exclude_compiling_and_saving(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a minute of one-second steps, with a minute of compiling before them, also after a kill."""
     by_clock(clock, monkeypatch, first=60)
     asked = config(steps=0, minutes=0.5)
@@ -238,7 +234,7 @@ def test_minutes_are_of_training_and_neither_of_compiling_nor_of_saving(
     assert (outcome.steps, outcome.elapsed_s) == (30, 30.0), "resuming compiles, and takes no time of the run"
 
 
-def test_a_run_too_short_to_warm_up_says_so(
+def test_a_run_too_short_to_warm_up_is_warned_about(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by_clock(clock, monkeypatch, first=60, step=5)
@@ -250,7 +246,7 @@ def test_a_run_too_short_to_warm_up_says_so(
     assert not trained(tmp_path / "enough", config(warmup=0.2))[0].warnings
 
 
-def test_no_row_of_a_corpus_is_made_to_say_what_a_run_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_run_is_computed_without_creating_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 800,000 that takes long: seconds and a gigabyte."""
     texts, target = rows(16), make_target()
     corpus, drafter = Corpus.of_rows(texts), make_drafter(target)
@@ -268,7 +264,7 @@ def test_no_row_of_a_corpus_is_made_to_say_what_a_run_costs(tmp_path: Path, monk
     assert said[0] == f"training data: 16 rows, {tokens} tokens per epoch; 8 steps, 2 epochs"
 
 
-def test_what_a_run_costs_is_said_before_it_has_cost_it(
+def test_the_cost_of_a_run_is_printed_before_training(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     by_clock(clock, monkeypatch, first=60, step=36_000)
@@ -302,7 +298,7 @@ def test_a_rate_is_led_to_the_longer_plan_s_in_a_line() -> None:
      [{"steps": 0, "minutes": n} for n in (0.4, 0.6, 0.3)]],
     ids=["epochs", "steps", "minutes"],
 )  # fmt: skip
-def test_a_run_goes_on_where_it_ended_with_the_rate_of_a_longer_one(
+def test_a_longer_plan_continues_with_its_own_rate(
     first: Any,
     longer: Any,
     less: Any,
@@ -332,7 +328,7 @@ def test_a_run_goes_on_where_it_ended_with_the_rate_of_a_longer_one(
     assert trained(tmp_path, longer)[0].steps == 36, "nothing was lost"
 
 
-def test_the_command_goes_on_with_more_epochs_and_refuses_fewer(dflash_train: Program, tmp_path: Path) -> None:
+def test_a_finished_run_continues_with_more_epochs_not_fewer(dflash_train: Program, tmp_path: Path) -> None:
     for epochs, steps, said in ((2, 8, ""), (3, 12, "resuming at step 8 of 12"), (3, 12, "holds this run, finished")):
         assert said in "\n".join(dflash_train("optim.steps=0", f"optim.epochs={epochs}"))
         assert dflash_train.record()["result"]["steps"] == steps
@@ -344,7 +340,7 @@ def test_the_command_goes_on_with_more_epochs_and_refuses_fewer(dflash_train: Pr
 # ---- saving ----------------------------------------------------------------------------------------------------
 
 
-def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_was_taken_at(
+def test_background_saves_hold_the_step_of_their_start(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By time: ten minutes are over behind step 4, and again while that is still being written."""
@@ -375,9 +371,7 @@ def test_a_resume_point_is_written_while_training_goes_on_and_holds_the_step_it_
     assert state is not None and state.step == 12
 
 
-def test_the_device_is_waited_for_only_while_steps_are_timed_and_around_what_is_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_synchronizes_only_around_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anywhere else the host prepares the next step while a GPU computes this one."""
     begun: list[int] = []
     waited: list[int] = []
@@ -412,9 +406,7 @@ def test_a_resume_point_is_copied_once_the_one_before_it_is_written(
     assert events == ["copied", "written"] * 6
 
 
-def test_what_a_writer_could_not_write_is_told_at_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_is_raised_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = threading.Event()
     begun: list[int] = []
 

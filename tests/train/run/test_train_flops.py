@@ -18,7 +18,7 @@ from dflash_toolkit.train.run.cost import drafter_step_flops, visible_pairs
 
 
 @pytest.mark.parametrize("make", [make_drafter, make_dflash2])
-def test_a_step_costs_what_pytorch_counts(make: Callable[[Target], Drafter]) -> None:
+def test_step_flops_equal_the_count_of_pytorch(make: Callable[[Target], Drafter]) -> None:
     target = make_target()
     drafter = make(target)
     rows = [Row(i, 4, torch.randint(0, 250, (n,)).tolist()) for i, n in enumerate((30, 30))]

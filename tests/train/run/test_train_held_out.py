@@ -108,9 +108,7 @@ def test_a_calibration_is_fitted_to_the_nodes_that_decoding_judges(
         assert calibrate(target, drafter, answers) is None, "no configuration may hold it"
 
 
-def test_what_a_selector_is_compared_with_is_the_drafter_without_it(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_selector_measures_each_slots_best_token(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, drafted = make_dflash2(target, block_size=4), list[list[int]]()
     propose = decode.propose
     monkeypatch.setattr(decode, "propose", lambda *given: (drafted.append(propose(*given)), drafted[-1])[1])
@@ -140,7 +138,7 @@ def evaluation(*counts: tuple[int, int], sources: str = "") -> Evaluation:
     return Evaluation(0, tuple(sources or "a" * len(counts)), tokens, steps)
 
 
-def test_the_error_of_an_acceptance_length_is_that_of_a_ratio_over_prompts() -> None:
+def test_the_standard_error_of_tau_is_that_of_a_ratio() -> None:
     tokens = [30, 42, 25, 37, 51]
     even = evaluation(*((n, 10) for n in tokens))  # as many steps each: the error of a mean
     assert even.tau == 3.7 and even.standard_error == pytest.approx(statistics.stdev(tokens) / 10 / 5**0.5)
@@ -153,7 +151,7 @@ def test_the_error_of_an_acceptance_length_is_that_of_a_ratio_over_prompts() -> 
     assert Evaluation.of_state(odd.to_state()) == odd
 
 
-def test_one_is_clearly_better_only_beyond_the_error_of_the_difference_over_the_same_prompts() -> None:
+def test_clearly_better_uses_the_paired_error() -> None:
     hard = [(20, 10), (60, 10), (35, 10), (90, 10)]
     base = evaluation(*hard)
     a_little = evaluation(*((n + more, s) for (n, s), more in zip(hard, (5, 6, 5, 6), strict=True)))
@@ -207,7 +205,7 @@ def test_new_weights_are_taken_in_place() -> None:
         load_engine(make_target(), first)[0].load_drafter(second)
 
 
-def test_what_the_engine_does_not_compute_is_said_when_it_is_asked_for() -> None:
+def test_evaluate_runtime_engine_refuses_unsupported_targets() -> None:
     target = make_target(mlp_bias=True)
     drafter = random_drafter(target, 1)
     with pytest.raises(UserError, match="mlp_bias is not supported by the runtime"):

@@ -31,9 +31,7 @@ def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
 
 
-def test_rates_are_of_training_alone_and_mfu_is_flops_over_time_over_peak(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_exclude_pauses_and_mfu_uses_peak_flops(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dflash_toolkit.train.run.metrics_log, "time", SimpleNamespace(perf_counter=clock))
     speed = Speed(torch.device("cpu"))
     clock.now += 1
@@ -103,7 +101,7 @@ def test_a_disk_too_full_for_the_name_of_the_wandb_run_is_one_line(
     assert len(begun) == 2 and len(set(begun)) == 1 and len(begun[0]) == 8
 
 
-def test_wandb_offline_continues_the_same_run_and_knows_its_settings_and_its_best(
+def test_wandb_offline_continues_the_same_run(
     dflash_train: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb").teardown()  # it keeps the settings of its first use in the process

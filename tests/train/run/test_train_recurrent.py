@@ -74,7 +74,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     return Learnt(target, prompts, answers, work / "target", work / "drafter")
 
 
-def test_what_target_and_drafter_learnt_is_written_with_almost_every_draft_accepted(learnt: Learnt) -> None:
+def test_a_learnt_text_is_drafted_almost_completely(learnt: Learnt) -> None:
     options = EngineOptions(max_num_seqs=2, kv_cache_tokens=400, page_size=4, num_speculative_tokens=BLOCK - 1)
     engine, _ = load_engine(str(learnt.target_dir), str(learnt.drafter_dir), "cpu", "float32", options)
     params = SamplingParams(max_tokens=64)

@@ -15,7 +15,7 @@ ASKED = ("drafter.layers=3", f"drafter.layer_types=[{SLIDING},{SLIDING},{FULL}]"
          "optim.learning_rate=1e-2", "run.save_every=1")  # fmt: skip
 
 
-def test_a_drafter_with_windows_is_the_same_wherever_it_is_run(
+def test_a_sliding_drafter_drafts_the_same_in_every_runtime(
     target_dir: Path, dflash_train: Program, tmp_path: Path
 ) -> None:
     with interrupted(5):

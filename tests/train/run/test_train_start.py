@@ -80,7 +80,7 @@ def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
     assert "scaled_frequencies" not in record["drafter"], "they follow from the rest"
 
 
-def test_a_start_is_part_of_what_a_run_is_and_where_it_lies_is_not(dflash_train: Program, tmp_path: Path) -> None:
+def test_fingerprints_include_the_start_but_not_its_path(dflash_train: Program, tmp_path: Path) -> None:
     drafter = small_drafter()
     for name in ("here", "there"):
         save_drafter(drafter, tmp_path / name)
@@ -137,7 +137,7 @@ def test_a_plain_drafter_with_parts_of_dflash_2_is_the_same_drafter(
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_a_run_that_starts_with_new_parts_exports_what_it_was_given(dflash_train: Program, tmp_path: Path) -> None:
+def test_a_start_with_new_parts_is_exported_with_them(dflash_train: Program, tmp_path: Path) -> None:
     drafter = small_drafter()
     save_drafter(drafter, tmp_path / "start")
     sizes = [f"drafter.{name}={size}" for name, size in PARTS.items()]
@@ -198,7 +198,7 @@ def test_a_variant_of_the_speculators_form_is_refused_in_one_line(
 # ---- averaged weights ------------------------------------------------------------------------------------------
 
 
-def test_an_average_of_the_weights_is_what_is_measured_exported_and_resumed(
+def test_ema_weights_are_measured_exported_and_resumed(
     dflash_train: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     averaged = (
@@ -242,7 +242,7 @@ def test_a_young_average_forgets_faster() -> None:
 # ---- quantized targets -----------------------------------------------------------------------------------------
 
 
-def test_a_quantized_target_whose_library_is_missing_names_it(target_dir: Path, tmp_path: Path) -> None:
+def test_a_missing_quantization_library_is_named(target_dir: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(target_dir, tmp_path / "target"))
     damage(path / "config.json", {"quantization_config": {"quant_method": "aqlm"}})
     with pytest.raises(UserError, match=r"cannot load its weights .*aqlm") as caught:
@@ -316,7 +316,7 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, dflash_train: P
 
 
 @pytest.mark.parametrize("with_drafter", [False, True])
-def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
+def test_the_reference_reports_an_unused_drafter(
     with_drafter: bool,
     target_dir: Path,
     drafter_dir: Path,
@@ -342,7 +342,7 @@ def test_when_the_reference_answers_a_drafter_is_said_to_be_left_out(
         backends.open_decoder(str(target_dir), runtime="engine", **asked)
 
 
-def test_what_is_wrong_with_a_checkpoint_ends_it_and_a_format_that_the_engine_does_not_read_does_not(
+def test_only_broken_checkpoints_prevent_the_reference(
     target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The reference would pass over a tensor that is too many."""
@@ -359,7 +359,7 @@ def test_what_is_wrong_with_a_checkpoint_ends_it_and_a_format_that_the_engine_do
     assert "2 prompts at a time; the engine cannot" in capsys.readouterr().err
 
 
-def test_a_drafter_that_is_not_there_ends_it_before_the_target_is_read(
+def test_a_missing_drafter_fails_before_the_target_is_read(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "load_parts", lambda *_: pytest.fail("the target was read"))

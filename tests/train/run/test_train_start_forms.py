@@ -79,7 +79,7 @@ def test_layers_that_see_less_are_trained_and_exported_as_such(
     ],
     ids=["full", "sliding", "window", "causal", "nothing"],
 )
-def test_what_options_ask_layers_to_see_is_trained_and_said(
+def test_attention_options_of_a_start_are_trained_and_printed(
     changes: dict[str, Any], asked: list[str], sight: dict[str, Any], said: str | None,
     dflash_train: Program, tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ def test_what_options_ask_layers_to_see_is_trained_and_said(
     ],
     ids=["no layer", "short", "short start", "entries", "typo", "speculators"],
 )
-def test_what_layers_cannot_be_asked_to_see_is_one_line(
+def test_invalid_attention_options_of_a_start_are_one_line(
     changes: dict[str, Any], asked: list[str], said: str, dflash_train: Program, tmp_path: Path
 ) -> None:
     start = write_start("z-lab", tmp_path / "start", small_drafter(**changes))
