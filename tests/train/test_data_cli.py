@@ -248,7 +248,7 @@ def test_a_user_error_of_dflash_data_is_one_line_without_files(
         (["--device", "cuda:9"], "cuda:9"),
         (["--dtype", "int3"], "int3"),
         (["--drafter", "/no/such"], "/no/such"),
-        (["--endpoint", "http://127.0.0.1:9"], "endpoint http://127.0.0.1:9/v1 does not respond"),
+        (["--endpoint", "http://127.0.0.1:9"], "endpoint http://127.0.0.1:9/v1 does not answer"),
         (["--runtime", "vllm"], "runtime vllm needs vllm: pip install 'dflash-toolkit[vllm]'"),
     ],
     ids=last_word,
