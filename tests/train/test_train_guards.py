@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import make_drafter, make_target, prompts_of
 from programs import Program, assistant, lines, says, user, write
-from test_train_loop import rows
+from training_runs import repeating_rows as rows
 
 from dflash_toolkit import Target, UserError, save_drafter
 from dflash_toolkit.files import locked, write_json

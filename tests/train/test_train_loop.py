@@ -1,16 +1,13 @@
 """The loop: golden losses, exact resume after kill -9, a full disk, other settings, W&B."""
 
-import contextlib
 import errno
 import itertools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,8 @@ from hypothesis import strategies as st
 from paths import ROOT
 from programs import DFLASH2, Program, lines
 from programs import train_argv as argv
-from safetensors.torch import load_file
+from training_runs import largest_file, lines_without_speed, losses, weights
+from training_runs import repeating_rows as rows
 
 from dflash_toolkit import UserError
 from dflash_toolkit.progress import Progress
@@ -31,24 +29,12 @@ from dflash_toolkit.train import loop
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.optim.schedule import PackedSchedule, learning_rate_factor
-from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run import report
 from dflash_toolkit.train.run.definition import Run
 from dflash_toolkit.train.run.metrics_log import MetricsLog
 from dflash_toolkit.train.run.resume_point import ResumePoint, first_difference, load_state, save_state
 
 GOLDEN = ROOT / "tests/golden/loss_curve.json"
-
-
-def rows(count: int) -> list[Row]:
-    g = torch.Generator().manual_seed(9)
-    lengths = torch.randint(20, 50, (count,), generator=g).tolist()
-    # answers that repeat themselves, so there is something to learn
-    return [Row(i, 6, (torch.randint(0, 250, (7,), generator=g).tolist() * 8)[:n]) for i, n in enumerate(lengths)]
-
-
-def losses(path: Path) -> list[float]:
-    return [line["loss"] for line in lines(path) if "loss" in line]
 
 
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
@@ -86,11 +72,6 @@ def test_the_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
     assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert factors[55] == pytest.approx(0.5) and factors[100] == pytest.approx(0.0)
     assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
-
-
-def lines_without_speed(path: Path) -> list[dict[str, Any]]:
-    speed = ("_per_second", "_share", "_resident_gb")
-    return [{key: value for key, value in line.items() if not key.endswith(speed)} for line in lines(path)]
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------
@@ -146,11 +127,6 @@ def run_killed_after(count: int, arguments: list[str], path: Path) -> None:
     process.kill()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-
-
-def weights(run: Path) -> list[tuple[str, bytes]]:
-    tensors = load_file(run / "model.safetensors") | torch.load(run / "work" / "state.pt", "cpu")["drafter"]
-    return sorted((name, bytes(tensor.view(torch.uint8).numpy())) for name, tensor in tensors.items())
 
 
 @pytest.mark.slow
@@ -246,17 +222,6 @@ def test_answers_are_not_reused_for_another_split(dflash_train: Program) -> None
     for change in ("prompts.held_out=3", "run.seed=1", "prompts.max_prompts=9"):
         assert change.partition("=")[0].partition(".")[2] in dflash_train.refuses("optim.steps=1", change)
     dflash_train("optim.steps=1")
-
-
-@contextlib.contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Writing past `size` bytes of any file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_one_line_and_the_run_resumes(dflash_train: Program, tmp_path: Path) -> None:

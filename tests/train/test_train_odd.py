@@ -10,8 +10,8 @@ from conftest import answers_of
 from damage import damage
 from forked import run_several
 from programs import Program, altered, says, write
-from test_response_file import answers
-from test_train_parallel import _one
+from response_files import eight_responses as answers
+from several_processes import run_rank as _one
 from transformers import AutoModelForCausalLM
 
 from dflash_toolkit.fingerprint import template_digest

@@ -14,8 +14,9 @@ import rich.console
 import torch
 from conftest import TEMPLATE, Clock, make_dflash2, make_drafter
 from programs import Program, altered, says, write
+from response_servers import FINE, WORDS
+from response_servers import ask_completion as ask
 from servers import Fake, whole
-from test_data_endpoint import FINE, WORDS, ask
 
 from dflash_toolkit import Drafter, Target, UserError, progress, save_drafter
 from dflash_toolkit.data import sources

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import resource
 import runpy
 import shutil
 import signal
@@ -18,13 +17,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_dflash2, make_drafter, make_target
-from forked import call, ended, free_port, run_several, start_several, stop_at, wait_stopped
+from forked import call, ended, free_port, run_several, start_several, wait_stopped
 from paths import ROOT
 from programs import DFLASH2, Program
-from test_train_features import config, forwards, run_of
-from test_train_loop import argv, lines_without_speed, losses, rows
+from several_processes import SHORT, assert_same_run, in_one_process
+from several_processes import run_rank as _one
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing import subprocess_handler
+from training_runs import config, forwards, losses, run_of
+from training_runs import repeating_rows as rows
 
 from dflash_toolkit import UserError
 from dflash_toolkit.train.cli import main
@@ -38,54 +39,6 @@ from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import Features, sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
 from dflash_toolkit.train.responses.rows import Row
-
-# 8 answers: of two processes each has 4, in micro batches of 3 and 1
-SHORT = [
-    "optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw",
-    "responses.max_tokens=24",
-]  # fmt: skip
-
-
-def _one(
-    rank: int, arguments: list[str], log: Path, largest_file: int = 0, until: tuple[Path, int] | None = None
-) -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(log.parent / "compiled")
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    if largest_file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    if until and not rank:
-        stop_at(*until)  # the others wait for it
-    code = main(arguments)
-    keeping = ("run.zero=", "run.fsdp=true", "run.target_tensor_parallel_size=")
-    if any(argument.startswith(keeping) for argument in arguments):
-        sys.exit(code)  # DeepSpeed and meshes keep their groups to the end
-    # a thread of a group that drops a tensor while Python ends aborts the process
-    left = [thread for comm in Path("/proc/self/task").glob("*/comm") if "gloo" in (thread := comm.read_text())]
-    sys.exit(code or (f"threads outlive their group: {left}" if left else 0))
-
-
-def weights(run: Path) -> dict[str, Tensor]:
-    return torch.load(run / "work/state.pt")["drafter"]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """Every line of the metrics, and the weights, up to the order of sums."""
-    lines = [lines_without_speed(run / "work/metrics.jsonl") for run in (one, other)]
-    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
-    for a, b in zip(*lines, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert a[key] == (b[key] if key == "slot_accuracy" else pytest.approx(b[key], rel=1e-5)), (a["step"], key)
-    first, second = weights(one), weights(other)
-    assert all(torch.allclose(first[name], second[name], rtol=1e-5, atol=1e-6) for name in first)
-
-
-def in_one_process(target: Path, data: Path, output: Path, *more: str) -> Path:
-    """A run that accumulates what two processes would do at a time."""
-    assert main(argv(target, data, output, *SHORT, *more, "optim.accumulate=2")) == 0
-    assert len(losses(output / "work/metrics.jsonl")) == 6, "12 micro batches, two a step"
-    return output
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from forked import free_port, run_several
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
-from test_train_loop import argv, losses
+from programs import train_argv as argv
 from torch import Tensor, nn
+from training_runs import flat, losses
 
 from dflash_toolkit.train.config import OptimOptions
 from dflash_toolkit.train.optim.optimizers import FlatMuon, Optimizers, deal, make_optimizer, rows_of
@@ -60,14 +61,6 @@ def _process(rank: int, world: int, folder: Path, first: int) -> None:
     if rank == 0:
         torch.save({"weights": weights.state_dict(), "optimizer": state}, folder / f"{first + 2}.pt")
     dist.destroy_process_group()
-
-
-def flat(state: Any) -> dict[str, Tensor]:
-    """The tensors of a nested state by their place."""
-    if isinstance(state, Tensor):
-        return {"": state}
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
-    return {f"{key}.{place}": tensor for key, value in items for place, tensor in flat(value).items()}
 
 
 def test_shared_muon_equals_one_process_and_resumes_on_any(tmp_path: Path) -> None:

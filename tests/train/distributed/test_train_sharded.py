@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import make_dflash2, make_target
 from forked import run_several
-from test_train_loop import rows
-from test_train_several import flat
+from training_runs import flat
+from training_runs import repeating_rows as rows
 
 from dflash_toolkit.train.config import OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes

@@ -9,8 +9,9 @@ import torch
 from conftest import make_drafter, make_target
 from forked import ended, run_several, start_several, wait_stopped
 from programs import Program
-from test_train_loop import rows
-from test_train_parallel import SHORT, _one, assert_same_run, whole  # noqa: F401 - a fixture
+from several_processes import SHORT, assert_same_run, in_one_process
+from several_processes import run_rank as _one
+from training_runs import repeating_rows as rows
 
 from dflash_toolkit import Target
 from dflash_toolkit.train.cli import main
@@ -21,10 +22,15 @@ from dflash_toolkit.train.features.store import MemoryStore
 SHARED = "run.target_tensor_parallel_size=2"
 
 
+@pytest.fixture(scope="module")
+def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_one_process(target_dir, data, tmp_path_factory.mktemp("whole") / "run")
+
+
 def test_a_sharded_target_gives_the_same_resumable_run(
     dflash_train: Program,
     tmp_path: Path,
-    whole: Path,  # noqa: F811
+    whole: Path,
 ) -> None:
     arguments, log = dflash_train.words(*SHORT, "run.save_every=1"), tmp_path / "log"
     for lines, options in ((1, ["run.features=disk"]), (3, ["run.fsdp=true"])):

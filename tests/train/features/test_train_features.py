@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,45 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_drafter, make_target
+from conftest import make_target
 from damage import damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_train_loop import largest_file, losses
+from training_runs import TAPS, config, forwards, largest_file, losses, run_of
+from training_runs import random_rows as rows
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.config import from_mapping
 from dflash_toolkit.fingerprint import TOKENS_BYTES
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource, fitting, open_features
 from dflash_toolkit.train.features.store import FP8, FP8_MAX, GIB, DiskStore, MemoryStore, Stored
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.responses.rows import Row
-from dflash_toolkit.train.run.definition import Run
-
-TAPS = (1, 3)
-
-
-def rows(count: int) -> list[Row]:
-    g = torch.Generator().manual_seed(9)
-    lengths = torch.randint(20, 50, (count,), generator=g).tolist()
-    return [Row(i, 6, torch.randint(0, 250, (n,), generator=g).tolist()) for i, n in enumerate(lengths)]
-
-
-def config(**run: Any) -> TrainConfig:
-    return TrainConfig(
-        target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=4),
-        optim=OptimOptions(optimizer="adamw", epochs=3, batch_size=4, learning_rate=3e-3),
-        run=RunOptions(log_every=1, save_every=2, **run),
-    )  # fmt: skip
-
-
-def run_of(asked: TrainConfig, target: Target, texts: Sequence[Row], folder: Path) -> Run:
-    """A new drafter of the target, trained on `texts` with what is written in `folder`."""
-    folder.mkdir(exist_ok=True)
-    drafter = make_drafter(target).to(target.device).train()
-    return Run(asked, target, drafter, texts, [], folder, {}, lambda trained, made: None)
 
 
 def curve(folder: Path, **run: Any) -> list[float]:
@@ -59,13 +36,6 @@ def curve(folder: Path, **run: Any) -> list[float]:
 
 def source_in(folder: Path, target: Target, count: int = 10, **run: Any) -> FeatureSource:
     return open_features(config(feature_dir=str(folder), **run), target, TAPS, rows(count), folder)
-
-
-def forwards(target: Target) -> list[int]:
-    """Grows by one with every forward of the target."""
-    seen: list[int] = []
-    target.layers[0].register_forward_hook(lambda *_: seen.append(1))
-    return seen
 
 
 def on_gpu() -> Target:

@@ -1,7 +1,5 @@
 """A disk that is full while features are written during training ends all processes at one place, with one line."""
 
-# ruff: noqa: F811  # fixtures of another file
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +10,21 @@ from conftest import make_target
 from forked import run_several
 from programs import Program
 from safetensors.torch import save_file
-from test_train_features import TAPS, rows
-from test_train_parallel import SHORT, _one, assert_same_run, whole  # noqa: F401  # a run to compare with
+from several_processes import SHORT, assert_same_run, in_one_process
+from several_processes import run_rank as _one
+from training_runs import TAPS
+from training_runs import random_rows as rows
 
 import dflash_toolkit.train.features.store
 from dflash_toolkit import UserError
 from dflash_toolkit.train.cli import main
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.features.store import DiskStore
+
+
+@pytest.fixture(scope="module")
+def whole(target_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return in_one_process(target_dir, data, tmp_path_factory.mktemp("whole") / "run")
 
 
 def no_space(tensors: dict[str, torch.Tensor], path: Path) -> None:

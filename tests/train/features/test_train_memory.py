@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from forked import run_several
-from test_train_features import config, forwards, rows, run_of
-from test_train_loop import losses
+from training_runs import config, forwards, losses, run_of
+from training_runs import random_rows as rows
 
 import dflash_toolkit.train.features.source
 import dflash_toolkit.train.loop

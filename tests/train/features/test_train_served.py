@@ -17,7 +17,7 @@ from conftest import make_tokenizer
 from programs import Program, write
 from safetensors.torch import save_file
 from servers import Reply, stand_in
-from test_train_loop import weights
+from training_runs import weights
 
 from dflash_toolkit import Target, UserError
 from dflash_toolkit.record import target_signature

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import MASK, make_dflash2, make_drafter, make_target
-from test_train_features import run_of
+from training_runs import run_of
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.decode import propose

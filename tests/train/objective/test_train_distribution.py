@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import MASK, make_drafter, make_target
-from test_train_features import config, run_of
+from training_runs import config, run_of
 
 from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_dflash2
-from test_train_losses import blocks as sampled
+from drafted_blocks import blocks as sampled
 from torch import Tensor
 
 from dflash_toolkit import Target

@@ -12,46 +12,21 @@ import torch
 from conftest import EOS, TEMPLATE, make_target
 from live_server import make_engine, serving
 from programs import Program, altered, assistant, user, write
+from response_servers import CHAT, FINE, GONE, TOOL, WITH_TOOLS, WORDS, backend, of_third, only_chat
+from response_servers import ask_chat as ask
+from response_servers import chat_reply as said
+from response_servers import tokenizer_with as words
 from servers import Fake
 from test_conversations import CALL, RESULT
-from test_data_endpoint import FINE, WORDS, backend
-from test_data_tools import TOOL, WITH_TOOLS, words
 
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.prompts import encode_chat
-from dflash_toolkit.evaluation.measure.decoders import Chat, Response
+from dflash_toolkit.evaluation.measure.decoders import Chat
 
-CHAT = Chat([user("ask")])
-GONE = 404, {"detail": "Not Found"}
 OPENAI = {"model", "messages", "tools", "max_tokens", "temperature", "seed", "stream", "top_p"}
 THINKS = TEMPLATE.replace(
     "{{ m['content'] }}", "{% if m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}{{ m.content }}"
 )
-
-
-def said(
-    content: str | None, *, count: int | None = None, prompt: int | None = None, reason: str = "stop", **more: Any
-) -> dict[str, Any]:
-    """A reply; `more` is the rest of its message."""
-    written = len(WORDS(content or "").input_ids) + 1 if count is None else count
-    usage = {"completion_tokens": written} | ({} if prompt is None else {"prompt_tokens": prompt})
-    message = {"role": "assistant", "content": content, **more}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": reason}], "usage": usage}
-
-
-def only_chat(reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
-    """A server without /v1/completions."""
-    return lambda body, number: reply(body) if "messages" in body else GONE
-
-
-def ask(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer: Any = WORDS, **more: Any) -> Response:
-    """The answer to a chat whose server replies so."""
-    fake.reply = only_chat(lambda body: (200, reply))
-    with contextlib.closing(backend(fake, **more)) as one:
-        one._tokenizer = tokenizer
-        prompt = encode_chat(tokenizer, chat.messages, more.get("thinking"), chat.tools)
-        one.submit(7, prompt, SamplingParams(max_tokens=99, seed=5), chat)
-        return one.wait()
 
 
 def test_the_rows_are_those_of_the_completions_api(fake: Fake, dflash_data: Program, tmp_path: Path) -> None:
@@ -239,11 +214,6 @@ def test_tools_calls_and_results_are_sent_as_the_api_has_them(fake: Fake, comman
     (row,) = command.rows()
     spoken = [WORDS.decode(row["tokens"][start:end]) for start, end in row["spans"]]
     assert spoken == [f"{text}<|end|>", "b<|end|>"], "the recorded call is the one that was made"
-
-
-def of_third(with_3: dict[str, Any], without: dict[str, Any]) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
-    """A server that answers one prompt of the nine in another way."""
-    return only_chat(lambda body: (200, with_3 if "3" in body["messages"][0]["content"] else without))
 
 
 def test_answers_of_unknown_tokens_are_dropped_and_counted(fake: Fake, command: Program) -> None:

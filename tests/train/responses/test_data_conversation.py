@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from conftest import EOS, TEMPLATE, make_tokenizer
 from programs import assistant, user
+from response_servers import PARAMS, WORDS
+from response_servers import respond as answer
+from response_servers import response_tokens as said
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.data.conversations import Conversation
@@ -15,10 +18,6 @@ from dflash_toolkit.generation import Generation
 from dflash_toolkit.train.responses.conversation import LiveConversation
 from dflash_toolkit.train.responses.generate import seed_of, submit_all
 from dflash_toolkit.train.responses.rows import Row
-
-PARAMS = SamplingParams(max_tokens=30)
-WORDS = make_tokenizer()
-
 
 FIRST = len(encode_chat(WORDS, [user("one")]))
 FORGETFUL = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'].split('|')[-1] }}")
@@ -31,15 +30,6 @@ def dialogue(*turns: str, room: int = 480, template: str = TEMPLATE) -> LiveConv
     asked, tokenizer = Conversation("x", tuple((user(turn),) for turn in turns)), make_tokenizer()
     tokenizer.chat_template = template
     return LiveConversation(4, 1, asked, tokenizer, PARAMS, FIRST + room)
-
-
-def said(text: str) -> list[int]:
-    return [*WORDS(text).input_ids, EOS]
-
-
-def answer(talk: LiveConversation, tokens: list[int], reason: str = "stop") -> None:
-    assert talk.request is not None
-    talk.on_response(Response(0, Generation(tokens, finish_reason=reason)))
 
 
 def test_continuing_turns_are_one_row_with_spans() -> None:

@@ -1,6 +1,5 @@
 """Answers from a server: dflash-serve itself, and one that fails in every way that servers do."""
 
-import contextlib
 import json
 import threading
 import time
@@ -9,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EOS, VOCAB, make_tokenizer
+from conftest import EOS
 from damage import damage
 from live_server import client_of, complete, make_engine, serving
 from programs import Program, altered, assistant, user
+from response_servers import FINE, WORDS
+from response_servers import ask_completion as ask
 from servers import Fake, whole
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.openai_http import base_url, find_models, seconds
-from dflash_toolkit.train.responses.endpoint import EndpointBackend
-
-WORDS = make_tokenizer()
-FINE = [*WORDS("fine").input_ids, EOS]
 
 
 def test_dflash_serve_and_the_engine_write_equal_responses(
@@ -50,17 +47,6 @@ def test_dflash_serve_returns_token_ids_on_request(target: Target, drafter: Draf
 
 
 # ---- a server that fails -------------------------------------------------------------------------------------
-
-
-def backend(fake: Fake, **options: Any) -> EndpointBackend:
-    given = {"vocab_size": VOCAB, "concurrency": 1, "pause_s": 0.01} | options
-    return EndpointBackend([fake.url], WORDS, (EOS,), **given)
-
-
-def ask(fake: Fake, **options: Any) -> Any:
-    with contextlib.closing(backend(fake, **options)) as one:
-        one.submit(7, [1, 2, 3], SamplingParams(max_tokens=9, seed=5))
-        return one.wait()
 
 
 def test_requests_have_token_ids_and_all_sampling_fields(fake: Fake, monkeypatch: Any) -> None:

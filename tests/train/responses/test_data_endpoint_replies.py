@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from conftest import EOS, TEMPLATE
 from programs import Program, altered, assistant, user, write
+from response_servers import CHAT, FINE, WORDS, backend, of_third, only_chat
+from response_servers import ask_chat as ask
+from response_servers import ask_completion as complete
+from response_servers import chat_reply as said
+from response_servers import tokenizer_with as words
+from response_servers import tool_call as call
 from servers import Fake, whole
-from test_data_chat_endpoint import CHAT, ask, of_third, only_chat, said
-from test_data_endpoint import FINE, WORDS, backend
-from test_data_endpoint import ask as complete
-from test_data_tools import call, words
 
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.conversations import with_call_ids

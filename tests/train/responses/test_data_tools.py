@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 from conftest import EOS, TEMPLATE, make_tokenizer
 from programs import Program, altered, assistant, user, write
+from response_servers import PARAMS, TOOL, WITH_TOOLS, WORDS
+from response_servers import respond as answer
+from response_servers import response_tokens as said
+from response_servers import tokenizer_with as words
+from response_servers import tool_call as call
 from test_conversations import CALL, RESULT
-from test_data_conversation import PARAMS, WORDS, answer, said
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
@@ -21,20 +25,10 @@ from dflash_toolkit.train.responses.corpus import Corpus
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 from dflash_toolkit.train.responses.rows import Row
 
-TOOL = {"type": "function", "function": {"name": "f"}}
-WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE.replace(
-    "<|end|>", "{% for c in m.tool_calls %}<call>{{ c.function | tojson }}{% endfor %}<|end|>"
-)
 TAGGED = TEMPLATE.replace("{{ m['content'] }}<|end|>", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}")  # fmt: skip
 TALK = [user("a"), CALL, RESULT, assistant("b"), user("c"), assistant("d")]
 PLAIN = [user("a"), assistant("b"), user("c"), assistant("d")]
-
-
-def words(template: str) -> Any:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def texts(rows: list[Row]) -> list[str]:
@@ -43,10 +37,6 @@ def texts(rows: list[Row]) -> list[str]:
 
 
 # ---- rows and templates --------------------------------------------------------------------------------------
-
-
-def call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 SEARCH = {"name": "search", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from conftest import VOCAB
 from programs import lines, write
+from response_files import eight_responses as answers
 
 from dflash_toolkit import UserError
 from dflash_toolkit.train.responses.file import Match, read_training_rows, resume
@@ -14,13 +15,6 @@ from dflash_toolkit.train.responses.file import Match, read_training_rows, resum
 MINE = Match("t", None, VOCAB, "h")
 NO_ROW = "not a row that dflash-data wrote"
 PART = {"index": 0, "sample": 0, "part": 0, "parts": 1, "prompt_tokens": 1, "tokens": [1, 2], "spans": [[1, 2]]}
-
-
-def answers(path: Path, **changes: Any) -> Path:
-    """Eight rows that `MINE` has written, but for changes."""
-    row = {"prompt_tokens": 2, "spans": [[2, 4]], "target": "t", "vocab_size": VOCAB, "template_hash": "h",
-           "sampler": {"temperature": 0.0, "thinking": None}}  # fmt: skip
-    return write(path, [row | {"index": i, "tokens": [10 + i, 20, 30, 40]} | changes for i in range(8)])
 
 
 def read(*paths: Path) -> Any:

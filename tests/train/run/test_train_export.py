@@ -1,11 +1,10 @@
 """Which drafter a run exports, how a longer run goes on from it, what its clock counts, and how it is saved."""
 
-import contextlib
 import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,8 @@ import pytest
 import torch
 from conftest import Clock, make_drafter, make_target
 from programs import Program
-from test_train_loop import rows
+from training_runs import interrupted
+from training_runs import repeating_rows as rows
 
 from dflash_toolkit import Drafter, UserError, load_drafter
 from dflash_toolkit.train import loop
@@ -57,22 +57,6 @@ class Exports(dict[str, tuple[Export, Weights]]):
 
     def steps(self) -> dict[str, int]:
         return {role: made.step for role, (made, _) in self.items()}
-
-
-@contextlib.contextmanager
-def interrupted(step: int, written: bool = True) -> Iterator[None]:
-    """A run that is interrupted when it has written the resume point of this step, or would."""
-    real = save.save_state
-
-    def ending(state: ResumePoint, path: Path) -> None:
-        if written or state.step != step:
-            real(state, path)
-        if state.step == step:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "save_state", ending)
-        yield
 
 
 def before_steps(patch: pytest.MonkeyPatch, act: Callable[[int], object]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_dflash2, make_drafter, make_target
 from programs import Program
-from test_train_loop import lines_without_speed
+from training_runs import lines_without_speed
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter
 from dflash_toolkit.calibration import Calibration

@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import Clock
 from programs import Program
-from test_train_export import interrupted
-from test_train_loop import largest_file
+from training_runs import interrupted, largest_file
 from wandb_runs import wandb_records
 
 import dflash_toolkit.train.run.metrics_log

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 from programs import Program
-from test_train_export import interrupted
-from test_train_loop import weights
+from training_runs import interrupted, weights
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.runtime import EngineOptions, load_engine

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, make_dflash2, make_drafter, make_target, prompts_of
+from conftest import VOCAB, make_dflash2, make_target, prompts_of
 from damage import damage
 from programs import Program, altered
 from safetensors.torch import load_file, save_file
-from test_train_export import interrupted
-from test_train_loop import weights
+from start_drafters import STILL, YARN, small_drafter, write_start
+from training_runs import interrupted, weights
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.evaluation.measure.measurement import held_out_acceptance
 from dflash_toolkit.fingerprint import drafter_digest
-from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.train.config import DataOptions, DrafterOptions, TrainConfig
@@ -27,31 +26,6 @@ from dflash_toolkit.train.responses import backends
 from dflash_toolkit.train.run import save
 from dflash_toolkit.train.run.resume_point import ResumePoint, save_state
 from dflash_toolkit.train.run.start import load_start
-
-STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that moves no weight of fp32
-
-
-def small_drafter(**changes: Any) -> Drafter:
-    return make_drafter(make_target(), **({"taps": 2, "layers": 1, "block_size": 4} | changes))
-
-
-def write_start(form: str, path: Path, drafter: Drafter) -> Path:
-    if form == "z-lab":
-        save_drafter(drafter, path)
-        return path
-    target = make_target()
-    save_speculators(drafter, path, target.config, target.embedding.weight, target.head_weight)
-    # as that library writes it: the target's depth is not recorded
-    theirs = {"emb_dim": 256, "projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
-    damage(path / "config.json", theirs | {"dflash_toolkit": None})
-    if form == "prefixed":
-        tensors = load_file(path / "model.safetensors") | {"verifier_norm.weight": torch.ones(32)}
-        renamed = {f"model.{name}": value for name, value in tensors.items()}
-        damage(path / "model.safetensors", dict.fromkeys(tensors) | renamed)
-    return path
-
-
-YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
 
 @pytest.mark.parametrize(("form", "scaling"), [("z-lab", YARN), ("prefixed", None)], ids=["z-lab", "prefixed"])

@@ -11,7 +11,7 @@ from conftest import VOCAB
 from damage import damage
 from programs import Program
 from safetensors.torch import load_file
-from test_train_start import STILL, YARN, small_drafter, write_start
+from start_drafters import STILL, YARN, small_drafter, write_start
 
 from dflash_toolkit import Drafter, load_drafter
 from dflash_toolkit.doctor.cli import main as doctor
