@@ -174,7 +174,7 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     The seam is the name `time` in the modules that read it: all that they know of time is `time.perf_counter()`.
     """
     from dflash_toolkit.train import loop
-    from dflash_toolkit.train.run import budget, metrics, save
+    from dflash_toolkit.train.run import metrics_log, save, training_budget
     from dflash_toolkit.train.run.held_out import HeldOut
 
     for module in (budget, save, metrics):

@@ -23,7 +23,7 @@ from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions
 from dflash_toolkit.train.features.source import open_features
 from dflash_toolkit.train.optim.schedule import joined_factor, learning_rate_factor
 from dflash_toolkit.train.responses.corpus import Corpus
-from dflash_toolkit.train.run import budget, save
+from dflash_toolkit.train.run import training_budget, save
 from dflash_toolkit.train.run.cost import before_training
 from dflash_toolkit.train.run.definition import Export, Outcome, Run
 from dflash_toolkit.train.run.held_out import Evaluation, HeldOut, HeldOutPrompt
@@ -185,7 +185,7 @@ def test_export_selector_never_drops_a_harmful_selector(short_run: Program, monk
 
 def by_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch, first: float, step: float = 1.0) -> None:
     """A step takes so long, and the first one of every call of `train` compiles."""
-    for module in (budget, save):
+    for module in (training_budget, save):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     make = loop.make_learner
     compiling: list[float] = []
@@ -359,9 +359,9 @@ def test_the_clock_synchronizes_only_around_pauses(tmp_path: Path, monkeypatch: 
     """Anywhere else the host prepares the next step while a GPU computes this one."""
     begun: list[int] = []
     waited: list[int] = []
-    wait = budget.TrainingClock._wait
+    wait = training_budget.TrainingClock._wait
     before_steps(monkeypatch, begun.append)
-    monkeypatch.setattr(budget.TrainingClock, "_wait", lambda self: (waited.append(len(begun)), wait(self)))
+    monkeypatch.setattr(training_budget.TrainingClock, "_wait", lambda self: (waited.append(len(begun)), wait(self)))
     asked = config(steps=24)
     trained(tmp_path, replace(asked, run=replace(asked.run, save_every=9, evaluate_every=10)), HELD_OUT)
     assert waited == [1, 2, 3, 4, 9, 10, 18, 20, 24]
