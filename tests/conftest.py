@@ -177,7 +177,7 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
     from dflash_toolkit.train.run import metrics_log, save, training_budget
     from dflash_toolkit.train.run.held_out import HeldOut
 
-    for module in (budget, save, metrics):
+    for module in (training_budget, save, metrics_log):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(loop, "compute_loss", clock.costs(1, loop.compute_loss))
     monkeypatch.setattr(save, "host_copy", clock.costs(1000, save.host_copy))

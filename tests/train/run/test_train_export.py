@@ -23,7 +23,7 @@ from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions
 from dflash_toolkit.train.features.source import open_features
 from dflash_toolkit.train.optim.schedule import joined_factor, learning_rate_factor
 from dflash_toolkit.train.responses.corpus import Corpus
-from dflash_toolkit.train.run import training_budget, save
+from dflash_toolkit.train.run import save, training_budget
 from dflash_toolkit.train.run.cost import before_training
 from dflash_toolkit.train.run.definition import Export, Outcome, Run
 from dflash_toolkit.train.run.held_out import Evaluation, HeldOut, HeldOutPrompt
