@@ -1,5 +1,4 @@
-"""What must never happen unseen: weights that are no numbers, prompts that are measured on and trained on, rows of
-shapes that mean something else, an export that is none."""
+"""Guards against silent failures: NaN weights, held-out prompts in training, rows of wrong shapes, broken exports."""
 
 import errno
 import fcntl
@@ -29,13 +28,13 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
 ) -> None:
     real, calls, exported = loop.compute_loss, iter(range(100)), []
 
-    def spoilt(*args: Any) -> Any:
+    def poisoned(*args: Any) -> Any:
         result = real(*args)
         if next(calls) == bad:
             result.weighted_sum = result.weighted_sum * math.nan
         return result
 
-    monkeypatch.setattr(loop, "compute_loss", spoilt)
+    monkeypatch.setattr(loop, "compute_loss", poisoned)
     target = make_target()
     config = TrainConfig(
         target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=8),
@@ -152,7 +151,7 @@ def test_a_file_system_without_locks_does_without(tmp_path: Path, monkeypatch: p
 def test_the_learning_rate_is_continuous_over_a_changed_plan(
     groups: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes by the share of the data that is behind, whatever the steps were."""
+    """It depends on the share of the data that is done, whatever the steps were."""
     target, real, begun = make_target(), loop.compute_loss, 0
 
     def interrupted(*args: Any) -> Any:

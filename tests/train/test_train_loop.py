@@ -181,7 +181,7 @@ def test_a_run_killed_on_a_gpu_equals_an_uninterrupted_one(
         "optim.pack_tokens=256", "optim.pack_blocks=12", "optim.epochs=1000", *kind,
     ]  # fmt: skip
     assert start(argv(target_dir, data, tmp_path / "whole", *users)).wait() == 0
-    for count in (6, 15):  # between resume points; behind an evaluation
+    for count in (6, 15):  # between resume points; after an evaluation
         process = start(argv(target_dir, data, tmp_path / "killed", *users))
         kill_after(count, process.pid, tmp_path / "killed/work/metrics.jsonl")
         assert process.wait(timeout=60) == -signal.SIGKILL, "the run ended before it could be killed"

@@ -66,7 +66,7 @@ def test_a_damaged_file_of_a_run_is_named(short_run: Program, tmp_path: Path) ->
             shutil.rmtree(run)
             shutil.copytree(kept, run)
             if name.startswith("answers"):
-                shutil.rmtree(run / "work/corpus")  # what stands there is read again
+                shutil.rmtree(run / "work/corpus")  # it is read again
             damage(path := run / "work" / name, change)
             if change is None:
                 path.mkdir()

@@ -1,4 +1,4 @@
-"""What dflash-train and dflash-data promise beside their results: what they show, how they ask, what they count."""
+"""Progress, requests and counts of dflash-train and dflash-data."""
 
 import functools
 import io
@@ -33,7 +33,7 @@ from dflash_toolkit.train.run.cost import resume_bytes
 
 
 def shown(clock: Clock, patch: pytest.MonkeyPatch, total: int | None, *, terminal: bool) -> str:
-    """What stands on stderr of 40 of `total` parts, 4 s and 30 words each."""
+    """Returns stderr after 40 of `total` parts, 4 s and 30 words each."""
     stderr = io.StringIO()
     console = rich.console.Console(
         file=stderr, width=120, force_terminal=terminal, color_system=None, get_time=clock, legacy_windows=False
@@ -93,7 +93,7 @@ def test_dflash_train_shows_tokens_a_second_and_time_left(timed: Clock, dflash_t
 
 
 def answered_together(fake: Fake, at_a_time: int) -> list[int]:
-    """The server answers nobody before so many are there; returns how many there were at each arrival."""
+    """Lets the server wait for `at_a_time` requests; returns the number of open requests at each arrival."""
     gate, lock = threading.Barrier(at_a_time), threading.Lock()
     there, seen = 0, list[int]()
 
@@ -160,7 +160,7 @@ def test_retry_after_sets_the_pause(
     fake.reply = lambda body, number: (status, {})
     with pytest.raises(UserError, match="no response after 1 attempts"):
         ask(fake, retries=0)
-    assert pauses == expected, "nobody waits to give up"
+    assert pauses == expected, "no pause before giving up"
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------

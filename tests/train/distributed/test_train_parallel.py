@@ -350,10 +350,10 @@ def test_the_other_optimizer_s_resume_point_is_one_line(dflash_train: Program, t
 def test_deepspeed_config_follows_the_options() -> None:
     assert without_local_rank(["--local_rank=1", "--target", "x", "run.zero=2"]) == ["--target", "x", "run.zero=2"]
     config = TrainConfig(target="x", optim=OptimOptions(accumulate=3, batch_size=5, clip=0.5), run=RunOptions(zero=2))
-    told = deepspeed_config(config, packed=False, device=torch.device("cpu"))
-    assert told["train_micro_batch_size_per_gpu"] == 5 and told["gradient_accumulation_steps"] == 3
-    assert told["gradient_clipping"] == 0.5 and told["zero_optimization"] == {"stage": 2}
-    assert told["torch_autocast"]["enabled"] is False
+    settings = deepspeed_config(config, packed=False, device=torch.device("cpu"))
+    assert settings["train_micro_batch_size_per_gpu"] == 5 and settings["gradient_accumulation_steps"] == 3
+    assert settings["gradient_clipping"] == 0.5 and settings["zero_optimization"] == {"stage": 2}
+    assert settings["torch_autocast"]["enabled"] is False
     on_gpu = deepspeed_config(config, packed=True, device=torch.device("cuda"))
     assert on_gpu["train_micro_batch_size_per_gpu"] == 1 and on_gpu["torch_autocast"]["enabled"] is True
 

@@ -64,7 +64,7 @@ def _process(rank: int, world: int, folder: Path, first: int) -> None:
 
 
 def test_shared_muon_equals_one_process_and_resumes_on_any(tmp_path: Path) -> None:
-    for first, world in ((0, 3), (2, 7), (4, 1)):  # of seven, two have no matrix
+    for first, world in ((0, 3), (2, 7), (4, 1)):  # two of seven have no matrix
         assert run_several(world, _process, world, tmp_path, first) == [0] * world
     weights = module()
     optimizer = make_optimizer(weights.named_parameters(), OptimOptions(optimizer="muon", weight_decay=0.1))
@@ -76,7 +76,7 @@ def test_shared_muon_equals_one_process_and_resumes_on_any(tmp_path: Path) -> No
 
 
 def _in_shards(rank: int, world: int) -> None:
-    """Steps of Muon on whole matrices beside those on rows of them, and on the flat partitions of ZeRO's stages."""
+    """Compares steps of Muon on whole matrices with those on rows of them and on ZeRO's flat partitions."""
     dist.init_process_group("gloo")
     options, steps = OptimOptions(optimizer="muon", weight_decay=0.1), range(3)
     whole = module()
@@ -95,7 +95,7 @@ def _in_shards(rank: int, world: int) -> None:
         assert torch.equal(p, rows_of(full, world)[rank] if p.dim() == 2 else full)
 
     def partition(tensors: list[Tensor], by_matrix: bool) -> Tensor:
-        """Of the matrices, each padded to a multiple of the processes, or of all of them behind each other."""
+        """Returns the partitions of each padded matrix, or of all matrices concatenated."""
         runs = [t.flatten() for t in tensors] if by_matrix else [torch.cat([t.flatten() for t in tensors])]
         padded = [torch.cat([run, run.new_zeros(-len(run) % world)]) for run in runs]
         return torch.cat([run.chunk(world)[rank] for run in padded])

@@ -48,7 +48,7 @@ def test_a_sharded_target_gives_the_same_resumable_run(
 
 
 def _features(rank: int, folder: Path) -> None:
-    """What each of two pairs of processes has of its rows, which are none for the last; and what is kept of them."""
+    """Returns the features of each process's own rows (the last process has none), and the stored ones."""
     with Processes.started("cpu", share=2) as processes:
         assert processes.group == (rank // 2, 2)
         target = Target.load(str(folder / "target"), mesh=processes.peers.mesh)

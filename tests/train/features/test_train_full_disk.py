@@ -42,7 +42,7 @@ def _one_with_a_full_disk(rank: int, full: int, shard_bytes: int, arguments: lis
 @pytest.mark.parametrize(
     ("full", "shard_bytes", "settings"),
     [(0, 1, ["run.save_every=2"]), (1, 1, ["run.save_every=2"]), (1, 1 << 30, ["optim.epochs=1"])],
-    ids=["the first process", "the second", "the second, behind the last step"],
+    ids=["the first process", "the second", "the second, after the last step"],
 )
 def test_a_failed_feature_write_ends_all_processes_resumably(
     full: int, shard_bytes: int, settings: list[str], dflash_train: Program, tmp_path: Path, whole: Path
@@ -87,8 +87,8 @@ def test_a_failed_write_keeps_rows_and_stores_no_more(tmp_path: Path, monkeypatc
     for i, row in [*enumerate(texts)] * 2:
         assert torch.equal(source([row]).hidden[0], direct.hidden[i, : len(row.tokens)])
     assert not source.missing(texts[:2]) and source.missing(texts[-1:])
-    for tell in (source.check, source.flush):
+    for check in (source.check, source.flush):
         with pytest.raises(UserError, match="No space left"):
-            tell()
+            check()
     monkeypatch.setattr(dflash_toolkit.train.features.store, "save_file", save_file)
     assert len(list(tmp_path.iterdir())) == 3, "the index and the two shards before"

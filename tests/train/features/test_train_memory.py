@@ -1,4 +1,4 @@
-"""What features may take of a GPU is known once a step was measured; too little memory names the options that help."""
+"""A measured step decides the GPU memory for features; too little memory names the options that help."""
 
 import itertools
 import os
@@ -136,5 +136,5 @@ def _first_without_room(rank: int, folder: Path) -> None:
 
 
 def test_a_process_without_room_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
-    """Held-out prompts are decoded by the first, whose GPU may have nothing left for features."""
+    """The first process decodes held-out prompts, which may leave no room for features on its GPU."""
     assert run_several(2, _first_without_room, tmp_path) == [0, 0]

@@ -117,7 +117,7 @@ def test_a_faulty_feature_server_is_one_line(target_dir: Path, server: Server) -
     ids = torch.tensor([[40, 41, 42]])
     with pytest.raises(UserError, match=r"not \(3, 1, \d+\); give vLLM eagle_aux_hidden_state_layer_ids \[2\]"):
         target.forward(ids, taps=[1])
-    assert len(list(server.folder.glob("*.safetensors"))) == 1, "what was not asked for is nobody's to remove"
+    assert len(list(server.folder.glob("*.safetensors"))) == 1, "other files stay"
     for params, words in (
         (None, "writes no hidden states: start vLLM with"),
         ({"hidden_states_path": "/nowhere/x.safetensors"}, "must write to a folder that this machine sees"),

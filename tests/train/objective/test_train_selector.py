@@ -144,7 +144,7 @@ def test_lengths_follow_the_tokens_that_would_be_drafted(target: Target) -> None
 
 
 def test_the_walk_learns_a_pair_that_the_best_of_each_slot_cannot() -> None:
-    """Behind 5 comes 1 2, behind 6 comes 3 4, and hidden states that know no more cannot say which."""
+    """5 is followed by 1 2 and 6 by 3 4; the hidden states alone cannot decide which."""
     chains = torch.tensor([[[5, 1, 2], [6, 3, 4]]])
     supervised = torch.tensor([False, True, True]).expand(1, 2, 3)
     fill, valid = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool)

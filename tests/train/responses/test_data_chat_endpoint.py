@@ -42,13 +42,13 @@ def test_the_rows_are_those_of_the_completions_api(fake: Fake, dflash_data: Prog
     fake.models = ["org/tiny"]
     with serving(make_engine(target, None)) as url:
 
-        def behind(body: dict[str, Any]) -> tuple[int, Any]:
+        def after(body: dict[str, Any]) -> tuple[int, Any]:
             reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
             found = reply.json()
             del found["choices"][0]["token_ids"], found["prompt_token_ids"]
             return reply.status_code, found
 
-        fake.reply = only_chat(behind)
+        fake.reply = only_chat(after)
         for more in ((), ("temperature=0.8", "samples=2", "top_k=9")):
             there, here = f"chat{len(more)}.jsonl", f"completions{len(more)}.jsonl"
             said = "\n".join(dflash_data("--endpoint", fake.url, "--batch-size", "3", *more, output=there))
@@ -117,7 +117,7 @@ def test_a_strict_server_gets_openai_fields_only(length: str, fake: Fake, comman
     fake.reply = only_chat(strict(OPENAI - {"max_tokens"} | {length}))
     command()
     in_vain = 1 + (3 if length == "max_completion_tokens" else 2)  # the first finds no completions
-    assert len(fake.asked) == in_vain + 9, "it is asked in vain once"
+    assert len(fake.asked) == in_vain + 9, "it refuses once"
     assert [length in body for body in fake.asked[in_vain:]] == [True] * 9 and fake.asked[-1][length] == 12
 
 

@@ -26,7 +26,7 @@ PICKY = "{% if messages | length > 1 %}" + REFUSES + "{% endif %}" + TEMPLATE
 
 
 def dialogue(*turns: str, room: int = 480, template: str = TEMPLATE) -> LiveConversation:
-    """With room for so many tokens behind the first prompt."""
+    """Returns a conversation with room for this many tokens after the first prompt."""
     asked, tokenizer = Conversation("x", tuple((user(turn),) for turn in turns)), make_tokenizer()
     tokenizer.chat_template = template
     return LiveConversation(4, 1, asked, tokenizer, PARAMS, FIRST + room)
@@ -79,7 +79,7 @@ HARMONY = """{% for m in messages %}{% if '<|channel|>' in m['content'] %}{{ rai
     [
         ("<|channel|>final<|message|>yes", "yes"),
         ("<|channel|>final <|constrain|>json<|message|>yes", "yes"),
-        ("<|channel|>commentary to=functions.f<|message|>{}", None),  # a call, which nobody runs
+        ("<|channel|>commentary to=functions.f<|message|>{}", None),  # a call, which is not run
         ("", None),
     ],
 )

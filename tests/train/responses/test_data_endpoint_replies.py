@@ -60,7 +60,7 @@ def test_refused_fields_are_dropped_with_a_notice(
     (line,) = [line for line in command(f"server.api={api}", "--batch-size", 3) if line.startswith("asking")]
     assert command.answers()[8, 0] == encode_chat(WORDS, [user("ask 8 of it")]) + FINE
     missing = [(EXTRAS | {"top_p", "seed", "max_tokens"}) - body.keys() for body in fake.asked]
-    # those that were on their way may be refused as well, before or behind the others
+    # concurrent requests may be refused as well, before or after the others
     assert missing.count(left_out) == 9 and sum(left_out > each for each in missing) <= 3 * len(left_out)
     path = "chat/completions" if api == "chat" else "completions"
     assert line.startswith(f"asking {fake.url}/v1/{path} without ") and ", for " in line and "HTTP 422: invalid" in line
@@ -214,7 +214,7 @@ def test_a_template_that_prints_ids_prints_those_that_are_sent(fake: Fake, comma
     assert spoken == ["fine<|end|>"] * 2
     assert "call00000" in WORDS.decode(rows[1]["tokens"])
     ours, _ = recorded_rows(tokenizer, [*talk, assistant("fine")], (), {EOS})
-    assert ours[-1].tokens == rows[1]["tokens"], "recorded answers stand behind the same prompt"
+    assert ours[-1].tokens == rows[1]["tokens"], "recorded responses have the same prompt"
 
 
 def test_an_unseen_end_is_the_one_that_the_template_writes(fake: Fake) -> None:

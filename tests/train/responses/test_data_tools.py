@@ -32,7 +32,7 @@ PLAIN = [user("a"), assistant("b"), user("c"), assistant("d")]
 
 
 def texts(rows: list[Row]) -> list[str]:
-    """What is supervised of rows."""
+    """Returns the supervised texts of rows."""
     return [WORDS.decode(row.tokens[start:end]) for row in rows for start, end in row.supervised]
 
 

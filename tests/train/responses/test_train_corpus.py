@@ -52,7 +52,7 @@ def test_a_corpus_is_mapped_and_written_atomically(tmp_path: Path) -> None:
         writer.add(made[0])
         _ = 1 / 0
     assert not list(tmp_path.iterdir())
-    (tmp_path / "corpus.partial").mkdir()  # of a run that was killed
+    (tmp_path / "corpus.partial").mkdir()  # left by a killed run
     for turn in (1, 2):
         with CorpusWriter(folder) as writer:
             for row in made:
@@ -63,7 +63,7 @@ def test_a_corpus_is_mapped_and_written_atomically(tmp_path: Path) -> None:
         assert found[0] == Row(0, 2, made[4].tokens, made[4].spans) and found[-1].index == 1
         assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
     row = found[1]
-    torch.as_tensor(row.tokens)[0] = 77  # of this process alone
+    torch.as_tensor(row.tokens)[0] = 77  # in this process alone
     assert Corpus.open(folder)[1].tokens[0] == 0
     assert isinstance(row.tokens, np.ndarray) and row.tokens.base is not None, "a view"
     with open(folder / "tokens.i32", "r+b") as handle:

@@ -104,7 +104,7 @@ def _answers(url: str) -> bool:
 
 
 def without_ids(url: str) -> AbstractContextManager[str]:
-    """The same server behind a proxy that lets no token ids through."""
+    """The same server after a proxy that removes token ids."""
 
     def answer(request: BaseHTTPRequestHandler, content: bytes) -> tuple[int, bytes, dict[str, str]]:
         if request.command == "GET":

@@ -1,4 +1,4 @@
-"""What a run is made from: prompts, their split, and answers that are the target's own, whatever happened before."""
+"""Data of a run: prompts, their split, and the target's own responses, also after a restart."""
 
 import json
 from collections import Counter
@@ -200,7 +200,7 @@ def ask(path: Path) -> list[list[int]]:
 def answered(
     opened: Callable[[], Decoder], path: Path, options: ResponseOptions, max_length: int, rank: int = 0, world: int = 1
 ) -> list[Row]:
-    """What is in the file once all is answered, in the order of the prompts."""
+    """Returns the complete file in the order of the prompts."""
     prompts = path.with_name("asked.jsonl")
     if not prompts.exists():
         ask(prompts)

@@ -50,7 +50,7 @@ def served(drafter: Drafter) -> Weights:
 
 
 class Exports(dict[str, tuple[Export, Weights]]):
-    """What a run left behind, by role, with its weights as they are served."""
+    """Exports of a run by role, with their weights as served."""
 
     def __call__(self, trained: Drafter, made: Export) -> None:
         self[made.role] = made, served(trained)
@@ -82,7 +82,7 @@ def lines(folder: Path, key: str) -> list[Any]:
 
 
 ENDS: dict[str, tuple[list[tuple[int, ...]], tuple[int, ...] | None, dict[str, int]]] = {
-    "equal": ([EVEN, MORE, MORE, MORE], None, {"exported": 8}),  # of equal ones the last, not the first
+    "equal": ([EVEN, MORE, MORE, MORE], None, {"exported": 8}),  # the last of equal ones
     "earlier": ([EVEN, MORE, MORE, EVEN], None, {"exported": 6, "last": 8}),  # the later of the best
     "lucky": ([EVEN, LUCKY, EVEN, EVEN], None, {"exported": 8, "best": 4}),
     "start": ([EVEN, EVEN, EVEN, EVEN], MORE, {"exported": 0, "last": 8}),
@@ -96,12 +96,12 @@ KILLS = {"equal": (8,), "earlier": (0, 8), "lucky": (4, 8), "start": (0, 4), "lu
 def test_the_last_drafter_is_exported_unless_clearly_worse(
     killed: int, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a kill too, before the save of step 4 or 8 and behind the evaluation there."""
+    """Also after a kill between the evaluation and the save of step 4 or 8."""
     measured, start, found = ENDS[end]
     asked = replace(config(), init_from="somewhere" if start else None)
     seen: dict[int, Weights] = {}
 
-    def evaluated(self: Any, drafter: Drafter, step: int = 0, beside: Any = None) -> Evaluation:
+    def evaluated(self: Any, drafter: Drafter, step: int = 0, bar: Any = None) -> Evaluation:
         seen[step] = served(drafter)
         tokens = start if not step and start else measured[step // 2 - 1]
         return Evaluation(step, tuple("abab"), tokens, tuple(STEPS * (n > 0) for n in tokens))
@@ -116,7 +116,7 @@ def test_the_last_drafter_is_exported_unless_clearly_worse(
         assert made.evaluation is not None and made.evaluation.step == found[role]
         assert all(torch.equal(weight, seen[made.step][name]) for name, weight in weights.items())
     assert set(lines(tmp_path, "acceptance_length_by_source")[-1]) == {"a", "b"}
-    again, same = trained(tmp_path, asked, HELD_OUT)  # as where the process died behind the last save
+    again, same = trained(tmp_path, asked, HELD_OUT)  # as if the process died after the last save
     assert same.steps() == found and again.steps == 8
     assert all(torch.equal(w, same[role][1][n]) for role in exports for n, w in exports[role][1].items())
 
@@ -231,7 +231,7 @@ def test_a_run_too_short_to_warm_up_is_warned_about(
 
 
 def test_the_cost_of_a_run_is_computed_without_creating_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 800,000 that takes long: seconds and a gigabyte."""
+    """For 800,000 rows that would need seconds and a gigabyte."""
     texts, target = rows(16), make_target()
     corpus, drafter = Corpus.of_rows(texts), make_drafter(target)
     length = 3 + min(len(row.tokens) for row in texts)
@@ -327,7 +327,7 @@ def test_a_finished_run_continues_with_more_epochs_not_fewer(dflash_train: Progr
 def test_background_saves_hold_the_step_of_their_start(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By time: ten minutes are over behind step 4, and again while that is still being written."""
+    """By time: ten minutes are over after step 4, and again while that is still being written."""
     by_clock(clock, monkeypatch, first=150, step=150)
     real_save, real_copy = save.save_state, save.host_copy
     taken: list[Any] = []
@@ -400,7 +400,7 @@ def test_a_failed_save_is_raised_at_the_next_step(tmp_path: Path, monkeypatch: p
 
     def waits(n: int) -> None:
         begun.append(n)
-        assert n <= 2 or done.wait(60)  # the first save is behind step 2
+        assert n <= 2 or done.wait(60)  # the first save is after step 2
 
     monkeypatch.setattr(save, "save_state", fails)
     before_steps(monkeypatch, waits)

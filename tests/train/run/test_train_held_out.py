@@ -159,7 +159,7 @@ def test_clearly_better_uses_the_paired_error() -> None:
     assert a_little.clearly_better_than(base) and not base.clearly_better_than(a_little), "on every prompt alike"
     lucky = evaluation(*((n + more, s) for (n, s), more in zip(hard, (60, -9, -9, -9), strict=True)))
     assert lucky.tau > a_little.tau and not lucky.clearly_better_than(base)
-    differences = [6 - CLEARLY * 2, 6 + CLEARLY * 2]  # a mean of 6 whose error is 4 or more
+    differences = [6 - CLEARLY * 2, 6 + CLEARLY * 2]  # mean 6, error at least 4
     edge = evaluation((100 + int(10 * differences[0]), 10), (100 + int(10 * differences[1]), 10))
     assert edge.tau > 10 and not edge.clearly_better_than(evaluation((100, 10), (100, 10)))
     assert not base.clearly_better_than(base)

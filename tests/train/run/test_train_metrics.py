@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on: rates, use of the GPU, W&B over a resume."""
+"""Metrics during a run: rates, GPU utilisation, W&B over a resume."""
 
 import itertools
 import json

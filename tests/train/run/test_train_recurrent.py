@@ -81,7 +81,7 @@ def test_a_learnt_text_is_drafted_almost_completely(learnt: Learnt) -> None:
     found = engine.generate(learnt.prompts, params)
     assert [got.tokens for got in found] == learnt.answers
     assert [generate(learnt.target, None, prompt, params).tokens for prompt in learnt.prompts] == learnt.answers
-    fewest = sum(-(-(len(answer) - 1) // BLOCK) for answer in learnt.answers)  # behind the prefill's token
+    fewest = sum(-(-(len(answer) - 1) // BLOCK) for answer in learnt.answers)  # after the prefill's token
     assert fewest <= sum(len(got.steps) for got in found) <= fewest + 1
 
 

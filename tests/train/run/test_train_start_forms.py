@@ -1,4 +1,4 @@
-"""A start whose layers see less than everything, or whose head is not the target's."""
+"""Starts with windows or causal layers, or with a head that is not the target's."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from dflash_toolkit.fingerprint import drafter_digest
 
 
 def check_started(run: Path, start: Path, drafter: Drafter) -> Drafter:
-    """The export of a run whose one step moved nothing holds the start's weights."""
+    """A run with one step that changes nothing exports the start's weights."""
     exported = load_drafter(str(run))
     stored = load_file(start / "model.safetensors")
     for name, weight in exported.named_parameters():
