@@ -287,4 +287,4 @@ def test_a_prompt_without_response_fails_before_loading(
     monkeypatch.setattr("dflash_toolkit.train.pipeline._loaded", None)
     bare = write(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
     said = dflash_train.refuses("--data", bare, "responses.regenerate=false")
-    assert "without an answer; responses.regenerate=true" in said and not dflash_train.output.exists()
+    assert "without an answer; give responses.regenerate=true" in said and not dflash_train.output.exists()

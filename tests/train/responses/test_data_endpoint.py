@@ -196,7 +196,7 @@ def test_a_broken_off_response_is_retried(fake: Fake, reason: str | None) -> Non
     fake.reply = reply
     assert ask(fake, retries=3).tokens[:-1] == list(WORDS("a whole").input_ids) and len(fake.asked) == 3
     fake.reply = lambda body, number: reply(body, 1)
-    with pytest.raises(UserError, match="broken off"):
+    with pytest.raises(UserError, match="broke off"):
         ask(fake, retries=1)
 
 
