@@ -226,13 +226,13 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
         ("weights", make_target(tied=False), {}),
         ("dtype", make_target(), {"feature_dtype": "float8"}),
     ):
-        with pytest.raises(UserError, match=rf"of another run \({name}: .*, now .*\); choose another run.feature_dir"):
+        with pytest.raises(UserError, match=rf"of another run \({name}: .*, now .*\)"):
             source_in(tmp_path, other, features="disk", **change)
     for name, content, said in (
         ("torn.safetensors", "torn", "torn.safetensors: not a shard"),
         ("index.json", None, "without an index.json"),
         ("index.json", "{}", "not an index of features"),
-        # which knew rows by number
+        # layout 1
         (
             "index.json",
             '{"fingerprint": {"data": "0123"}}',

@@ -307,16 +307,20 @@ def test_a_longer_plan_continues_with_its_own_rate(
         ramp = [rates[23] + (plain[28] - rates[23]) * (i + 1) / 4 for i in range(4)]
         assert rates[24:28] == pytest.approx(ramp, rel=0.01) and rates[28:] == pytest.approx(plain[28:], abs=1e-3)
     assert max(rates[24:]) > 0.1 and rates[-1] < 0.02
-    with pytest.raises(UserError, match=r"optim\.\w+=[\d.]+: the run in .* has done [\d.]+ \w+; give more"):
+    with pytest.raises(UserError, match=r"optim\.\w+ is [\d.]+, but the run in .* has done [\d.]+ \w+"):
         trained(tmp_path, less)
     assert trained(tmp_path, longer)[0].steps == 36, "nothing was lost"
 
 
 def test_a_finished_run_continues_with_more_epochs_not_fewer(dflash_train: Program, tmp_path: Path) -> None:
-    for epochs, steps, said in ((2, 8, ""), (3, 12, "resuming at step 8 of 12"), (3, 12, "holds this run, finished")):
+    for epochs, steps, said in (
+        (2, 8, ""),
+        (3, 12, "resuming at step 8 of 12"),
+        (3, 12, "holds this run, which is finished"),
+    ):
         assert said in "\n".join(dflash_train("optim.steps=0", f"optim.epochs={epochs}"))
         assert dflash_train.record()["result"]["steps"] == steps
-    assert "optim.epochs=2: the run in" in dflash_train.refuses("optim.steps=0", "optim.epochs=2")
+    assert "optim.epochs is 2, but the run in" in dflash_train.refuses("optim.steps=0", "optim.epochs=2")
     exported, state = load_drafter(str(tmp_path / "run")), torch.load(tmp_path / "run/work/state.pt")
     assert all(torch.equal(p, state["drafter"][name].bfloat16()) for name, p in exported.named_parameters())
 
