@@ -193,7 +193,7 @@ def test_a_damaged_list_of_chosen_prompts_is_named(dflash_data: Program, tmp_pat
         damage(tmp_path / "a.run.json", {"finished": None})
         chosen.write_text(damaged)
         said = dflash_data.refuses()
-        assert said.startswith(f"{chosen}: damaged") and "chosen again" in said
+        assert said.startswith(f"{chosen}: damaged") and "choose the prompts again" in said
     chosen.unlink()
     dflash_data()
     assert chosen.read_text() == whole
@@ -280,7 +280,7 @@ def test_a_source_is_never_a_file_that_the_run_writes(
 ) -> None:
     source = tmp_path / name
     source.write_bytes(prompts.read_bytes())
-    assert "is a file that this run would write" in dflash_data.refuses("--data", source)
+    assert "is a file that this run would overwrite" in dflash_data.refuses("--data", source)
     assert source.read_bytes() == prompts.read_bytes() and len(list(tmp_path.iterdir())) == 2
 
 

@@ -59,7 +59,7 @@ def test_a_log_file_gets_a_line_with_rate_and_time_left_now_and_then(
     said = re.findall(r"^stage .+$", shown(clock, monkeypatch, 100, terminal=False), re.MULTILINE)
     assert said[0] == "stage 3/100 7.5 word/s 0:06:28 left so far"
     assert said[12] == "stage 39/100 7.5 word/s 0:04:04 left so far"
-    assert sum(" left" in line for line in said) == 13, "every third part, once more than ten seconds are over"
+    assert sum(" left so far" in line for line in said) == 14, "every third part, and the last one"
 
 
 def test_a_log_line_without_total_has_no_time_left(clock: Clock, monkeypatch: Any) -> None:
