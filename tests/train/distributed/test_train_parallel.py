@@ -285,7 +285,7 @@ def test_recomputed_activations_change_nothing() -> None:
         ("cpu", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 0, "MASTER_ADDR is not set: start with torchrun"),
         ("cuda", {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "4 processes .* 2 G"),
         ("cuda", {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}, 2, "3 processes run here, but there are 2 GPUs"),
-        ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "device is cuda:1, but 2 processes"),
+        ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "device is cuda:1, but each of 2 processes"),
     ],
 )
 def test_an_impossible_place_is_one_line(
@@ -341,7 +341,7 @@ def test_the_other_optimizer_s_resume_point_is_one_line(dflash_train: Program, t
     torch.save(state, tmp_path / "run/work/state.pt")
     (tmp_path / "run/run.json").unlink()
     for way in ("run.fsdp=false", "run.fsdp=true"):
-        assert "another optimiser's state" in dflash_train.refuses(*short, way)
+        assert "state of another optimiser" in dflash_train.refuses(*short, way)
 
 
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------
