@@ -12,16 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_step import (
-    Pages,
-    attend,
-    check_attention,
-    check_invariant,
-    check_padding,
-    check_slots,
-    make_pages,
-    randn,
-)
+from kernel_inputs import randn
+from kernel_pages import Pages, attend, check_attention, check_invariant, check_padding, check_slots, make_pages
 
 from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
@@ -64,7 +56,7 @@ def test_it_is_as_exact_as_torch_in_one_pass_and_in_two(
 @pytest.mark.parametrize("context", [0, 60, 64, 120, 186, 700, 2040])  # the last: before the first long split
 @pytest.mark.parametrize(("window", "whole"), [(0, False), (0, True), (50, False), (50, True)])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
-def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
+def test_causal_slots_have_the_bits_of_plain_steps(
     groups: int, group: int, width: int, size: int, window: int, whole: bool, context: int
 ) -> None:
     pages = make_pages((context,), 16, size, groups, width, BF16)
@@ -87,7 +79,7 @@ def test_it_is_batch_invariant_bit_for_bit(
     assert whole or torch.equal(attend(q, pages, causal=causal, pairs=True).unflatten(0, (-1, 8)), together)
 
 
-def test_tokens_see_nothing_of_the_padding_behind_them() -> None:
+def test_tokens_do_not_attend_to_padding() -> None:
     check_padding(128, BF16)
 
 

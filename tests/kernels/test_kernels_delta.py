@@ -15,8 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Q
 
 pytest.importorskip("triton")
 
-from test_kernels_linear import guarded
-from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn, integers
+from kernel_inputs import DEVICE, assert_as_exact_as_torch, guarded, in_turn, integers
 
 from dflash_toolkit.kernels import fla, reference
 from dflash_toolkit.kernels.delta import DeltaMemory
@@ -211,7 +210,7 @@ def test_chains_are_blocks_of_as_many_rows_of_each_request() -> None:
     assert found.any()
 
 
-def test_a_request_has_the_same_bits_alone_and_padding_touches_nothing() -> None:
+def test_request_bits_do_not_depend_on_batch_or_padding() -> None:
     own = net(2, 4, 8, 16)
     memory = own.memory(4)
     memory.state.normal_()

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
-from test_kernels_linear import guarded, operands
-from test_kernels_step import DEVICE, assert_as_exact_as_torch, in_turn
+from kernel_inputs import DEVICE, assert_as_exact_as_torch, guarded, in_turn, operands
 
 from dflash_toolkit.kernels import convolve as training
 from dflash_toolkit.kernels import gpu, reference
@@ -61,9 +60,7 @@ def test_the_convolution_stays_inside_its_block(shape: tuple[int, ...], dtype: t
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in [*SHAPES[:2], *LARGE]]))
-def test_partial_sums_pass_the_convolution_into_the_stream_and_its_norm(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_convolved_partial_sums_are_added_and_normed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, dynamic, base = inputs_of(shape, dtype)
     (m, d), block = x.shape, shape[1]
     sums = guarded(torch.randn(3, m, d))
@@ -117,7 +114,7 @@ def test_sequences_of_blocks_are_convolved_as_rows_are() -> None:
     torch.testing.assert_close(found.flatten(0, 1), reference.block_conv(*rows, 4).half(), rtol=1e-3, atol=1e-3)
 
 
-def test_the_operator_of_training_has_its_gradient_and_its_shapes_registered() -> None:
+def test_training_operator_registers_gradient_and_shapes() -> None:
     x, dynamic, base = sequences()
     rows = x.flatten(0, 1), dynamic[:, :, 0].flatten(2).flatten(0, 1), base
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others compile for seconds
@@ -127,7 +124,7 @@ def test_the_operator_of_training_has_its_gradient_and_its_shapes_registered() -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_on_a_gpu_gets_the_same_gradients_compiled_and_recomputed(recompute: bool) -> None:
+def test_gradients_are_equal_compiled_and_recomputed(recompute: bool) -> None:
     leaves = sequences()
 
     def layer(x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
@@ -225,7 +222,7 @@ def test_ties_of_the_top_are_those_of_logits_in_the_models_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_that_stand_for_no_request_get_columns_all_the_same(dtype: torch.dtype) -> None:
+def test_padding_rows_get_valid_columns(dtype: torch.dtype) -> None:
     x, weight, _ = operands(3, 140, 32, dtype)
     expected = linear.linear_top(x, weight, 16)
     x[1] = math.nan
@@ -275,7 +272,7 @@ def test_ties_of_many_rows_are_those_of_logits_in_the_models_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.usefixtures("small_parts")
-def test_of_many_rows_too_those_that_stand_for_no_request_get_columns(dtype: torch.dtype) -> None:
+def test_padding_rows_among_many_get_valid_columns(dtype: torch.dtype) -> None:
     x, weight, _ = operands(18, 700, 32, dtype)
     expected = gpu.linear_top_lse(x, weight, 16, PLAIN)
     x[::2] = math.nan
@@ -287,7 +284,7 @@ def test_of_many_rows_too_those_that_stand_for_no_request_get_columns(dtype: tor
 @pytest.mark.parametrize("scale", [PLAIN, LogitScale(0.3), LogitScale(1.5, 4.0)], ids=["plain", "scaled", "capped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.usefixtures("small_parts")
-def test_beside_the_top_of_many_rows_stands_the_log_sum_exp(dtype: torch.dtype, scale: LogitScale) -> None:
+def test_top_of_many_rows_includes_the_log_sum_exp(dtype: torch.dtype, scale: LogitScale) -> None:
     x, weight, _ = operands(19, 1100, 40, dtype)
     x[0] = 0
     found = gpu.linear_top_lse(x, weight, 8, scale)
@@ -372,7 +369,7 @@ def slots_of(batch: int, slots: int, count: int, rank: int, dtype: torch.dtype, 
     ("batch", "slots", "count", "rank", "dtype"),
     in_turn([(1, 7, 16, 256), (5, 3, 16, 24), (2, 1, 1, 8), (3, 15, 5, 1), (9, 4, 7, 40)]),
 )
-def test_a_walk_goes_to_the_best_candidate_beside_the_one_before(
+def test_walk_takes_the_best_candidate_after_the_previous(
     batch: int, slots: int, count: int, rank: int, dtype: torch.dtype
 ) -> None:
     state, unary, candidates, predecessors, successors, anchors = given = slots_of(batch, slots, count, rank, dtype)
@@ -391,7 +388,7 @@ def test_a_walk_goes_to_the_best_candidate_beside_the_one_before(
     assert torch.equal(walk(*(part[-1:] for part in given[:3]), *given[3:5], anchors[-1:]), found[-1:])
 
 
-def test_of_equal_scores_the_first_candidate_is_taken_and_without_any_too() -> None:
+def test_walk_takes_the_first_of_equal_or_nan_scores() -> None:
     state, unary, candidates, predecessors, successors, anchors = slots_of(3, 4, 6, 8, torch.float32)
     unary[:, :, :2] = -1
     unary[:, :, 2:] = 5

@@ -39,9 +39,7 @@ N = 20000
     ],
     ids=["positions", "seeds", "diagonal", "sparse"],
 )
-def test_position_uniform_is_uniform_and_neighbours_are_independent(
-    seeds: Sequence[int], positions: Sequence[int]
-) -> None:
+def test_position_uniform_is_uniform_and_independent(seeds: Sequence[int], positions: Sequence[int]) -> None:
     draws = uniforms(seeds, positions)
     assert draws.min() >= 0.0 and draws.max() < 1.0
     cells = (draws * 16).long()
@@ -53,7 +51,7 @@ def test_position_uniform_is_uniform_and_neighbours_are_independent(
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_draws_for_different_purposes_are_independent_also_of_those_at_the_next_position(shift: int) -> None:
+def test_random_streams_and_positions_are_independent(shift: int) -> None:
     each = [(uniforms([7] * N, range(shift * stream, N + shift * stream), stream) * 6).long() for stream in range(3)]
     cells = each[0] * 36 + each[1] * 6 + each[2]
     statistic, limit = chi_square(cells.bincount(minlength=216), torch.full((216,), 1 / 216))

@@ -9,14 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_step import (  # noqa: F401  # a fixture
-    DEVICE,
-    DTYPES,
-    _interpretable,
-    assert_as_exact_as_torch,
-    in_turn,
-    randn,
-)
+from kernel_inputs import DEVICE, DTYPES, assert_as_exact_as_torch, in_turn, randn
+from kernel_pages import _interpretable as _interpretable
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.formats import BlockScaledFp8, QuantizedRows
@@ -78,7 +72,7 @@ def test_experts_in_fp8_are_those_of_the_definition(m: int, by_rows: bool) -> No
 
 
 @pytest.mark.parametrize("m", [20, 70])
-def test_experts_that_nobody_or_everybody_asked_for_are_no_exception(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_with_no_rows_or_all_rows_are_exact(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LONG", 32)  # an expert of everybody has two programs
     inputs = operands(m, (6, 2, 32, 16), torch.float32)
     experts = torch.tensor([[4, 1]], dtype=torch.int32, device=DEVICE).repeat(m, 1)
@@ -93,7 +87,7 @@ def test_experts_that_nobody_or_everybody_asked_for_are_no_exception(m: int, mon
     ("shape", "by_rows"),
     [((6, 2, 40, 24), False), ((3, 2, 128, 128), False), ((3, 2, 128, 128), True), *((s, False) for s in ON_GPU)],
 )
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(shape: tuple[int, int, int, int], by_rows: bool) -> None:
+def test_row_bits_do_not_depend_on_batch_size(shape: tuple[int, int, int, int], by_rows: bool) -> None:
     """Alone, padded, gathered: what its experts make of it, and their sum."""
     dtype = DTYPES[-1]
     (x, *matrices), routing = operands(128, shape, dtype), routed(128, *shape[:2], dtype)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_step import assert_as_exact_as_torch, make_pages, randn
+from kernel_inputs import assert_as_exact_as_torch, randn
+from kernel_pages import make_pages
 
 from dflash_toolkit.kernels import flash, gpu, reference
 from dflash_toolkit.models import packed
@@ -146,7 +147,7 @@ def test_without_any_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", flash.VERSIONS, indirect=True)
 @pytest.mark.parametrize(("groups", "group", "width"), [(8, 4, 128), (2, 7, 64)])
-def test_a_long_chunk_is_as_exact_as_torch_s_and_the_same_however_it_is_cut(
+def test_long_chunk_is_exact_and_independent_of_its_cuts(
     groups: int, group: int, width: int, version: flash.Flash
 ) -> None:
     total = 3000

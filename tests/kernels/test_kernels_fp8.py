@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kernel_inputs import FP8_KINDS
 
 from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.formats import FP8_MAX, RowScaledFp8
@@ -16,14 +17,6 @@ from dflash_toolkit.kernels.triton import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
-
-
-# Triton's interpreter rounds 124.3 to 64 and not to 128 (the carry into the exponent is lost), so there rows hold
-# what the format has already, and rounding itself is for the GPU
-KINDS = [
-    "in the format",
-    pytest.param("any", marks=pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding loses carries")),
-]
 
 
 def rows_of(kind: str, m: int, k: int) -> Tensor:
@@ -37,7 +30,7 @@ def rows_of(kind: str, m: int, k: int) -> Tensor:
     return x.to(torch.bfloat16).to(DEVICE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FP8_KINDS)
 @pytest.mark.parametrize("k", [1, 10, 64, 300, 4096])
 @pytest.mark.parametrize("m", [1, 3, 129])
 def test_rows_are_quantized_as_weights_are(m: int, k: int, kind: str) -> None:
@@ -58,7 +51,7 @@ def test_rows_are_quantized_as_weights_are(m: int, k: int, kind: str) -> None:
     ("m", "n", "k", "biased"),
     [(129, 48, 64, False), (129, 48, 64, True), (160, 16, 320, True), (256, 640, 256, False), (300, 1152, 896, True)],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FP8_KINDS)
 def test_wide_gemms_with_quantized_weights_are_within_their_rounding(
     m: int, n: int, k: int, biased: bool, kind: str
 ) -> None:
@@ -85,7 +78,7 @@ def test_wide_gemms_with_quantized_weights_are_within_their_rounding(
         gpu.linear(x, RowScaledFp8.of(exact_weight[:-1].float()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FP8_KINDS)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 2000, 256), (16, 48, 80), (33, 2000, 256), (140, 304, 896), (257, 80, 96)]
 )
@@ -106,7 +99,7 @@ def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
 
 
 @pytest.mark.parametrize("long", [0, 1000], ids=["256 at a time", "128"])
-def test_rows_beside_change_nothing_of_a_head_in_fp8(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_head_is_batch_invariant(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "LONG_SUM", long)
     x, head = rows_of("in the format", 300, 192), RowScaledFp8.of(torch.randn(272, 192, device=DEVICE))
     whole = gpu.linear_argmax(x, head)

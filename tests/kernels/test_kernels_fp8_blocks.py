@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_fp8 import KINDS
+from kernel_inputs import FP8_KINDS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash_toolkit.kernels import gpu, reference
@@ -56,7 +56,7 @@ def exact(x: Tensor, weight: BlockScaledFp8) -> tuple[Tensor, Tensor]:
     return rows @ matrix.T, rows.abs() @ matrix.abs().T
 
 
-def test_a_block_scaled_weight_is_nearly_the_matrix_and_its_parts_are_views() -> None:
+def test_block_scaled_weight_is_close_and_splits_into_views() -> None:
     matrix = torch.randn(512, 384) * torch.logspace(-3, 3, 512)[:, None]
     weight = BlockScaledFp8.of(matrix)
     assert (weight.scale.shape, len(weight), weight.nbytes) == ((4, 3), 512, 512 * 384 + 4 * 12)
@@ -72,7 +72,7 @@ def test_a_block_scaled_weight_is_nearly_the_matrix_and_its_parts_are_views() ->
         assert part.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FP8_KINDS)
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 1152), (130, 256)])
 def test_rows_are_quantized_by_groups_as_defined(m: int, k: int, kind: str) -> None:
     x = rows_of(kind, m, k)
@@ -84,7 +84,7 @@ def test_rows_are_quantized_by_groups_as_defined(m: int, k: int, kind: str) -> N
     ].float().any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FP8_KINDS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (3, 128, 1024), (33, 256, 384), (129, 128, 128)])
 def test_gemms_in_blocks_are_the_sums_of_scaled_blocks(m: int, n: int, k: int, kind: str) -> None:
     x, weight = rows_of(kind, m, k), weight_of(n, k)
@@ -103,9 +103,9 @@ def test_gemms_in_blocks_are_the_sums_of_scaled_blocks(m: int, n: int, k: int, k
         assert m > 128 or (sums.dtype == torch.float32 and len(sums) == (2 if k == 1024 else 1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FP8_KINDS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 256), (17, 512, 128), (40, 256, 128), (130, 256, 128)])
-def test_gates_stand_before_ups_in_blocks(m: int, n: int, k: int, kind: str) -> None:
+def test_block_scaled_swiglu_holds_gates_before_ups(m: int, n: int, k: int, kind: str) -> None:
     x, weight = rows_of(kind, m, k), weight_of(n, k)
     (gate, terms), (up, more) = (exact(x, part) for part in weight.split([n // 2, n // 2]))
     # silu has slope at most 1.1 and magnitude at most its argument's
@@ -119,7 +119,7 @@ def test_gates_stand_before_ups_in_blocks(m: int, n: int, k: int, kind: str) -> 
 @pytest.mark.parametrize(
     ("kind", "n", "k"), [("linear", 128, 256), ("linear_split_k", 128, 1024), ("linear_swiglu", 256, 256)]
 )
-def test_rows_beside_change_nothing_of_a_product_in_blocks(kind: str, n: int, k: int) -> None:
+def test_block_scaled_gemm_is_batch_invariant(kind: str, n: int, k: int) -> None:
     """Bitwise, also where rows are quantized in the loop and in a launch of their own, and across tiles of rows."""
     data = torch.randint(-4, 5, (140, k)).float()  # so that 128 columns have an exact sum, but no two of them
     data.unflatten(1, (-1, BLOCK))[:, :, 3] = FP8_MAX / 64
@@ -136,7 +136,7 @@ def test_rows_beside_change_nothing_of_a_product_in_blocks(kind: str, n: int, k:
 
 
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 384), (130, 256)])
-def test_norms_quantize_for_the_gemms_behind_them(m: int, k: int) -> None:
+def test_norms_quantize_for_the_next_gemm(m: int, k: int) -> None:
     """What a norm hands on is, bit for bit, what the GEMM would have made of its rows."""
     dtype = DTYPE if DEVICE == "cuda" else torch.float16  # of bf16 the interpreter's products are wrong
     x, gate = (torch.randn(m, k, device=DEVICE).to(dtype) for _ in range(2))

@@ -5,11 +5,8 @@ that a GPU forgives most of the time are found. What no interpreter shows, test_
 attention kernel has test_kernels_gluon_attention.py.
 """
 
-import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +15,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gluon_interpreter import Fault, Interpreted
-from test_kernels_layer import EPS, assert_close, double, in_fp8, matrices
+from gluon_interpreter import Interpreted
+from gluon_mistakes import Mistake, broken, complaint
+from kernel_layers import EPS, assert_close, double, in_fp8, matrices
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.formats import RowScaledFp8, cast_fp8
@@ -166,7 +164,7 @@ def test_a_trace_has_every_programs_phases_in_order(monkeypatch: pytest.MonkeyPa
     [(64, 128, 1, 1), (448, 256, 17, 1), (640, 256, 64, 2), (960, 384, 70, 3)],
     ids=str,
 )
-def test_a_head_finds_the_largest_logit_and_the_lowest_of_tied_columns(
+def test_head_finds_the_argmax_and_the_lowest_tied_column(
     columns: int, k: int, rows: int, wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Interpreted(head.head_kernel)
@@ -188,30 +186,6 @@ def test_a_head_finds_the_largest_logit_and_the_lowest_of_tied_columns(
 # ---- mistakes --------------------------------------------------------------------------------------
 
 
-def broken(patch: pytest.MonkeyPatch, module: ModuleType, name: str, changes: dict[str, str]) -> None:
-    """Puts a function of a kernel in its place that differs by some of its text."""
-    function = getattr(module, name).fn
-    source = inspect.getsource(function)
-    for old, new in changes.items():
-        assert source.count(old) == 1, f"{name} no longer has one {old!r}"
-        source = source.replace(old, new)
-    scratch = dict(function.__globals__)
-    exec(compile(source[source.index("def ") :], f"broken {name}", "exec"), scratch)
-    patch.setattr(module, name, SimpleNamespace(fn=FunctionType(scratch[name].__code__, function.__globals__)))
-
-
-def complaint(kernel: Interpreted, attempt: Callable[[], None]) -> str:
-    """Of the first order in which the attempt ends in a fault or a wrong result; any other error is a test's own."""
-    for seed in range(40):
-        kernel.seed = seed
-        try:
-            attempt()
-        except (Fault, AssertionError) as found:
-            return f"{type(found).__name__}: {found}"
-    pytest.fail("no order has shown anything")
-
-
-Mistake = tuple[ModuleType, str, dict[str, str]]  # where, in which function, and what becomes of its text
 FREE_W, FREE_X = (f"mbarrier.arrive({ring}_free.index(slot), count=1)" for ring in "wx")
 LAYER_MISTAKES: dict[str, Mistake] = {
     "weights given back before their product has ended": (
@@ -266,7 +240,7 @@ def test_a_mistake_in_the_layer_is_found(mistake: str, monkeypatch: pytest.Monke
     assert complaint(case.kernel, twice)
 
 
-def test_a_deadlock_is_told_with_who_waits_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_names_the_waiting_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, *LAYER_MISTAKES["free in the wrong phase"])
     case = streamed(monkeypatch, SMALL, 3, 5)
     said = complaint(case.kernel, lambda: case.check(case.launch()))

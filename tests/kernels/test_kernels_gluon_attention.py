@@ -5,26 +5,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from gluon_interpreter import Interpreted
-from test_kernels_gluon import broken, complaint
-from test_kernels_step import attend, check_attention, check_padding, check_slots, make_pages, randn
+from gluon_mistakes import broken, complaint, interpret_attention
+from kernel_inputs import randn
+from kernel_pages import attend, check_attention, check_padding, check_slots, make_pages
 
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
-from dflash_toolkit.kernels.triton import attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
 
 BF16 = torch.bfloat16
-
-
-def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpreted:
-    """Splits of one (or two) tiles, twice, and then of five; `hopper_attention_kernel` may be a broken one."""
-    kernel = Interpreted(attention_hopper.hopper_attention_kernel, together=False)
-    patch.setattr(attention_hopper, "hopper_attention_kernel", kernel)
-    patch.setattr(attention_hopper, "fits", lambda *_: True)
-    for name, keys in (("SHORT", short), ("SHORT_SPLITS", 2), ("LONG", 320)):
-        patch.setattr(attention, name, type(attention.SHORT)(keys))
-    return kernel
 
 
 @pytest.mark.parametrize(
@@ -55,7 +44,7 @@ def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
         assert (kernel.launches[-1]["WHOLE"], kernel.launches[-1]["PAIRS"]) == (whole, pairs)
 
 
-def test_tokens_see_nothing_of_the_padding_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_attend_to_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_attention(monkeypatch)
     check_padding(64, BF16)
     assert kernel.launches[0]["COUNTED"]

@@ -10,13 +10,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gluon_interpreter import Interpreted
-from test_kernels_gluon import BF16, Mistake, broken, complaint
-from test_kernels_layer import EPS, assert_close, matrices
+from gluon_mistakes import Mistake, broken, complaint
+from kernel_layers import EPS, assert_close, matrices
 
 from dflash_toolkit.kernels import gpu, reference
 from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.kernels.hopper import conv_layer
 
+BF16 = torch.bfloat16
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
 
 

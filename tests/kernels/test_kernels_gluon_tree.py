@@ -9,10 +9,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gluon_interpreter import Interpreted
-from test_kernels_gluon import broken, complaint
-from test_kernels_gluon_attention import interpret_attention
-from test_kernels_step import assert_as_exact_as_torch
-from test_kernels_tree import Forest, plant, without_others
+from gluon_mistakes import broken, complaint, interpret_attention
+from kernel_forests import Forest, plant, without_others
+from kernel_inputs import assert_as_exact_as_torch
 
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.hopper import tree_attention as tree_hopper

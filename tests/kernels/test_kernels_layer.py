@@ -18,8 +18,10 @@ from transformers import LlamaConfig
 
 pytest.importorskip("triton")
 
+from kernel_layers import EPS, assert_close, double, in_fp8, matrices
+
 from dflash_toolkit.kernels import gpu, reference
-from dflash_toolkit.kernels.formats import RowScaledFp8, cast_fp8
+from dflash_toolkit.kernels.formats import cast_fp8
 from dflash_toolkit.kernels.hopper import layer, pipeline
 from dflash_toolkit.kernels.hopper.head import launch_head
 from dflash_toolkit.kernels.ops import Ops
@@ -28,39 +30,9 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime.stack import Stack
 from dflash_toolkit.runtime.weights import AttentionWeights, LayerWeights, MlpWeights
 
-EPS = 1e-6
 # D, attention width, FFN, qkv of Qwen3-8B, Qwen2.5-0.5B, and of nothing
 SHAPES = [(4096, 4096, 12288, 6144), (896, 896, 4864, 1152), (512, 512, 1408, 768), (128, 256, 128, 64)]
 ROWS = (1, 3, 16, 17, 40, 64, 100, 128)
-
-
-def matrices(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    d, width, ffn, qkv = shape
-    found = {
-        "o": torch.randn(d, width) / width**0.5,
-        "post_norm": 1 + torch.randn(d) / 10,
-        "gate_up": torch.randn(2 * ffn, d) / d**0.5,
-        "down": torch.randn(d, ffn) / ffn**0.5,
-        "norm": 1 + torch.randn(d) / 10,
-        "qkv": torch.randn(qkv, d) / d**0.5,
-    }
-    return {name: t.to(device, dtype) for name, t in found.items()}
-
-
-def double(weights: dict[str, Any]) -> dict[str, Any]:
-    return {name: t.double() if isinstance(t, Tensor) else t for name, t in weights.items()}
-
-
-def in_fp8(weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The same with quantized weights."""
-    return {name: RowScaledFp8.of(t) if t.ndim == 2 else t for name, t in weights.items()}
-
-
-def assert_close(found: tuple[Tensor, ...], torchs: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
-    """At most twice the worst error of torch's own GEMMs in the same dtype; of qkv, the sum of its parts."""
-    for ours, theirs, true in zip(*((y, h, qkv.sum(0)) for y, h, qkv in (found, torchs, exact)), strict=True):
-        bound = 2 * (theirs.double() - true).abs().max() + torch.finfo(theirs.dtype).eps
-        assert bool(((ours.double() - true).abs() <= bound).all())  # NaN fails too
 
 
 @given(n=st.integers(1, 200), k=st.integers(1, 200), programs=st.integers(1, 200))
@@ -166,7 +138,7 @@ def test_the_layer_is_right_to_float64_and_batch_invariant(shape: tuple[int, int
 
 
 @pytest.mark.gpu
-def test_one_launch_equals_one_a_gemm_bit_for_bit_where_both_cut_alike() -> None:
+def test_fused_layer_has_the_bits_of_separate_gemms() -> None:
     """o and down are cut alike; qkv is cut here as the one launch cuts it."""
     w = matrices(SHAPES[0], "cuda", torch.bfloat16)
     for rows in ROWS:

@@ -1,7 +1,6 @@
 """The skinny GEMMs against float64 and their definitions, on the interpreter where there is no GPU."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_step import DEVICE, in_turn
+from kernel_inputs import guarded, in_turn, operands
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import linear as kernels
@@ -28,19 +27,6 @@ SHAPES = [
 def each(shapes: Sequence[object], *more: Sequence[object]) -> list[tuple[object, ...]]:
     """Every shape with every number of rows and dtype; in the interpreter with one of the dtypes in turn."""
     return in_turn([*itertools.product(*more, shapes, ROWS)])
-
-
-def guarded(values: Tensor) -> Tensor:
-    """`values` with NaN before and behind it in memory: what a masked load must not let in."""
-    room = torch.full((values.numel() + 2 * 4096,), math.nan, dtype=values.dtype, device=DEVICE)
-    inside = room[4096 : 4096 + values.numel()].view(values.shape)
-    return inside.copy_(values)
-
-
-def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, K], weight [N, K] and bias [N], with products of order one."""
-    x, weight, bias = torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(n)
-    return guarded(x.to(dtype)), guarded(weight.to(dtype)), guarded(bias.to(dtype))
 
 
 def terms_of(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -80,9 +66,7 @@ def test_split_k_sums_add_up_to_the_linear_map(shape: tuple[int, int], m: int, d
 
 
 @pytest.mark.parametrize(("n", "k", "dtype"), [(72, 1100, torch.float32), (64, 4224, torch.float16)])
-def test_split_k_sums_are_ranges_of_whole_blocks_and_the_bias_is_in_the_first(
-    n: int, k: int, dtype: torch.dtype
-) -> None:
+def test_split_k_sums_cover_whole_blocks_and_the_first_has_the_bias(n: int, k: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(3, n, k, dtype)
     tile = kernels.tile_for("split_k", n, k, 3, fp32=dtype == torch.float32)
     span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
@@ -136,7 +120,7 @@ def test_linear_argmax_ties_are_those_of_logits_in_the_models_dtype() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_result_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
+def test_row_result_does_not_depend_on_batch_size(kind: str) -> None:
     """Bitwise. Within 128 columns sums are exact, between them they round: only the order of blocks can show."""
     n, k, block = 136, 1280, 128
     scale = 2.0 ** torch.tensor([0, 14, 3, 17, 9, 1, 12, 6, 16, 4]).repeat_interleave(block)
@@ -159,7 +143,7 @@ def test_a_rows_result_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shared", [227 << 10, 163 << 10], ids=["of H200", "of A100"])
-def test_tiles_fit_and_what_orders_a_sum_is_the_same_for_all_row_counts(
+def test_tiles_fit_and_sum_order_is_independent_of_row_count(
     kind: str, n: int, k: int, fp32: bool, shared: int
 ) -> None:
     tiles = {rows: kernels.tile_for(kind, n, k, rows, fp32=fp32, shared=shared) for rows in range(1, 129)}

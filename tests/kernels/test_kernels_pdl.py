@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from dflash_toolkit.kernels import launch
 
 
-def test_launches_overlap_where_the_device_has_it_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_overlap_if_supported_and_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu:
         is_cuda, device = True, torch.device("cuda", 0)
 

@@ -69,7 +69,7 @@ def ours(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, chunk
     [(1, 1, 1, 1), (1, 7, 5, 512), (13, 7, 31, 4), (13, 7, 31, 13), (64, 33, 257, 17), (0, 8, 5, 4), (3, 8, 9**5, 2)],
     ids=str,
 )
-def test_loss_and_gradient_are_those_of_cross_entropy_over_the_full_logits(shape: tuple[int, int, int, int]) -> None:
+def test_loss_and_gradient_are_those_of_full_cross_entropy(shape: tuple[int, int, int, int]) -> None:
     *sizes, chunk = shape
     inputs = head_inputs(*sizes)
     before = [t.clone() for t in inputs]
@@ -131,7 +131,7 @@ def test_the_gradient_keeps_the_dtype_of_the_hidden_states(dtype: torch.dtype) -
     assert (loss.dtype, gradient.dtype) == (torch.float32, dtype)
 
 
-def test_only_rows_with_an_upstream_gradient_have_one_and_the_head_has_none() -> None:
+def test_only_rows_with_an_upstream_gradient_get_a_gradient() -> None:
     hidden, weight, labels, upstream = head_inputs(20, 8, 40)
     assert not frozen_head_loss(hidden, weight, labels).loss.requires_grad
     _, gradient = ours(hidden, weight.requires_grad_(), labels, upstream, chunk=3)
@@ -190,13 +190,13 @@ def test_filtered_probabilities_are_those_of_hugging_face(filters: dict[str, Any
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_tokens_tied_at_the_edge_of_top_p_stay_in_the_order_of_their_ids() -> None:
+def test_top_p_keeps_tied_tokens_by_lowest_id() -> None:
     logits = torch.zeros(1, 4096)
     kept = filtered_probabilities(logits, temperature=1.0, top_p=0.25)[0].nonzero()[:, 0]
     assert torch.equal(kept, torch.arange(1024))
 
 
-def test_filtering_is_batch_invariant_whatever_shape_the_rows_stand_in() -> None:
+def test_filtering_is_batch_invariant_for_any_shape() -> None:
     logits = torch.randint(-6, 7, (16, 500)).float() / 4  # ties everywhere
     filters = {"temperature": 0.8, "top_p": 0.8, "top_k": 300, "min_p": 0.01}
     together = filtered_probabilities(logits, **filters)
@@ -212,7 +212,7 @@ def test_filtering_is_batch_invariant_whatever_shape_the_rows_stand_in() -> None
     min_p=st.floats(0.0, 1.0),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_what_stays_sums_to_one_and_always_holds_the_most_probable_token(
+def test_filtered_mass_is_one_and_keeps_the_best_token(
     logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
     row = torch.tensor([logits])
@@ -226,7 +226,7 @@ def test_what_stays_sums_to_one_and_always_holds_the_most_probable_token(
 
 
 @pytest.mark.parametrize("penalty", [0.4, 1.0, 1.3, 7.0])
-def test_the_repetition_penalty_is_that_of_hugging_face_for_positive_and_negative_logits(penalty: float) -> None:
+def test_repetition_penalty_matches_hugging_face(penalty: float) -> None:
     logits, context = 3 * torch.randn(8, 61), torch.randint(0, 61, (8, 40))
     seen = torch.zeros(8, 61, dtype=torch.bool).scatter(1, context, True)
     for sign in (logits > 0, logits < 0):
@@ -235,7 +235,7 @@ def test_the_repetition_penalty_is_that_of_hugging_face_for_positive_and_negativ
     torch.testing.assert_close(got, RepetitionPenaltyLogitsProcessor(penalty)(context, logits))
 
 
-def test_presence_counts_once_frequency_every_time_and_a_bias_is_added_behind_the_repetition_penalty() -> None:
+def test_penalties_and_bias_apply_in_the_documented_order() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 1.0, 0.0]] * 2)
     seen = torch.tensor([[True, True, False, False, True, True]] * 2)
     counts = torch.tensor([[0, 1, 0, 0, 3, 2], [1, 0, 0, 0, 0, 0]])
@@ -260,9 +260,7 @@ def test_without_penalties_and_bias_the_logits_are_left_as_they_are() -> None:
     uniform=st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.sampled_from([0.0, 1.0 - 2.0**-53])),
 )
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_choose_is_the_inverse_cdf_and_never_picks_a_token_of_probability_zero(
-    weights: list[float], uniform: float
-) -> None:
+def test_choose_is_the_inverse_cdf_and_skips_zero_probability(weights: list[float], uniform: float) -> None:
     probabilities = torch.tensor([weights]) / sum(weights)
     token = int(choose(probabilities, torch.tensor([uniform], dtype=torch.float64)))
     assert probabilities[0, token] > 0
@@ -284,7 +282,7 @@ def test_accepted_prefix_counts_matches_up_to_the_first_mismatch(rows: int, size
     assert accepted_prefix(drafted, chosen[:, :-1]).tolist() == expected, "the bonus column takes no part"
 
 
-def test_a_rejected_position_draws_from_the_distribution_without_the_drafted_token() -> None:
+def test_rejected_draft_is_excluded_from_the_resampled_token() -> None:
     """Speculative sampling with a point mass: P(accept d) = p(d), and a rejection is p with d removed."""
     p = torch.tensor([0.1, 0.4, 0.3, 0.2])
     draws = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -325,9 +323,7 @@ def outcomes(p: list[int], q: list[int], order: list[int], taken: int | None) ->
 
 @given(p=shares(st.integers(0, 4)), q=shares(st.integers(1, 3)), order=st.permutations([1, 2, 3]))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_accepted_drafts_and_what_replaces_the_others_are_together_the_targets_distribution(
-    p: list[int], q: list[int], order: list[int]
-) -> None:
+def test_accepted_and_resampled_tokens_follow_the_target(p: list[int], q: list[int], order: list[int]) -> None:
     """In fractions, of all that can come of each draft: the sum over drafts is p, and the overlap of p and q accepted.
 
     A rule that is told no q, or one that draws from p with the draft taken out, accepts another share or sums to
@@ -354,13 +350,13 @@ def test_accepted_drafts_and_what_replaces_the_others_are_together_the_targets_d
     assert [Fraction(bonus.count(token), 2 * CELLS) for token in range(5)] == total, "without a draft it is p itself"
 
 
-def test_a_draft_is_taken_where_rounding_alone_rejects_it_and_nothing_else_is_left() -> None:
+def test_draft_is_accepted_if_only_rounding_rejects_it() -> None:
     p, q = torch.tensor([[0.0, 1.0 - 2.0**-24, 0.0]]), torch.ones(1, 1)
     least = torch.full((1,), 1.0 - 2.0**-53, dtype=torch.float64)
     assert accept_or_resample(p, torch.tensor([1]), torch.tensor([[1]]), q, least, least).tolist() == [1]
 
 
-def test_a_draft_is_sampled_from_the_softmax_over_its_temperature_or_is_the_best_at_none() -> None:
+def test_draft_follows_the_tempered_softmax_or_argmax_at_zero() -> None:
     scores = torch.tensor([[2.0, 1.0, 2.0, -1.0]])
     draws = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     for temperature in (0.5, 1.0, 3.0):
@@ -375,7 +371,7 @@ def test_a_draft_is_sampled_from_the_softmax_over_its_temperature_or_is_the_best
 
 
 @pytest.mark.parametrize("taps", [1, 2, 3])
-def test_blocks_pass_the_convolutions_of_the_network_and_may_come_in_partial_sums(taps: int) -> None:
+def test_block_conv_matches_the_network_and_sums_partials(taps: int) -> None:
     network, x, other = DynamicConvolution(12, taps, 4), torch.randn(3, 5, 12), torch.randn(3, 5, 12)
     with torch.no_grad():
         network.base_kernel.normal_()
@@ -392,7 +388,7 @@ def test_blocks_pass_the_convolutions_of_the_network_and_may_come_in_partial_sum
     assert block_conv(y.bfloat16(), behind.bfloat16(), base[1].bfloat16(), 5).dtype == torch.bfloat16
 
 
-def test_the_largest_logits_come_first_and_of_tied_ones_the_lowest_column() -> None:
+def test_linear_top_sorts_by_logit_then_lowest_column() -> None:
     x, weight = torch.randn(3, 7), torch.randn(40, 7)
     weight[30] = weight[8] = weight[2]
     values, ids = linear_top(x, weight, 40)

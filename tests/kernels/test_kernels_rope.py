@@ -8,7 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_step import DEVICE, EPS, assert_as_exact_as_torch, exact_norm, in_turn, integers, make_pages, randn
+from kernel_inputs import DEVICE, EPS, assert_as_exact_as_torch, exact_norm, in_turn, integers, randn
+from kernel_pages import make_pages
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import rope
@@ -132,7 +133,7 @@ def test_padding_is_written_to_the_null_block(write: Callable[..., Tensor]) -> N
 
 @pytest.mark.parametrize("write", [rope.rope_write, reference.rope_write])
 @pytest.mark.parametrize("parts", [(2049.0,), (2048.0, 1.0)])
-def test_rope_write_rounds_once_behind_the_bias(parts: tuple[float, ...], write: Callable[..., Tensor]) -> None:
+def test_rope_write_rounds_once_after_the_bias(parts: tuple[float, ...], write: Callable[..., Tensor]) -> None:
     # 2049 is no fp16 number: rounded before the bias of 1 is added, it would end as 2048
     pages = make_pages((0,), 1, 4, 1, 8, torch.float16)
     partials = torch.tensor(parts, device=DEVICE)[:, None, None].repeat(1, 1, 24)

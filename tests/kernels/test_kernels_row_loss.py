@@ -135,7 +135,7 @@ def test_without_a_gradient_the_logits_stay_as_they_are(implementation, name: st
 
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["torch", "triton"])
-def test_the_rank_counts_the_tokens_before_the_label_and_of_equal_logits_the_first_is_before(implementation) -> None:
+def test_rank_counts_tokens_before_the_label_with_ties_by_id(implementation) -> None:
     logits = torch.zeros(5, 9000, device=DEVICE)
     logits[:, [17, 4100, 8200]] = torch.tensor([2.0, 1.0, 1.0], device=DEVICE)
     logits[3, 5] = logits[4, 4100] = math.nan
@@ -147,7 +147,7 @@ def test_the_rank_counts_the_tokens_before_the_label_and_of_equal_logits_the_fir
 
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["torch", "triton"])
-def test_distributions_that_share_nothing_have_finite_losses_and_gradients(implementation) -> None:
+def test_disjoint_distributions_have_finite_losses(implementation) -> None:
     mix = MIXES["all"]
     logits, target = torch.zeros(1, 50, device=DEVICE), torch.zeros(1, 50, device=DEVICE)
     logits[0, 3], target[0, 4] = 900.0, 900.0
@@ -160,7 +160,7 @@ def test_distributions_that_share_nothing_have_finite_losses_and_gradients(imple
 
 
 @pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["torch", "triton"])
-def test_a_drafter_that_is_the_target_has_nothing_to_learn_from_its_distribution(implementation) -> None:
+def test_a_drafter_equal_to_the_target_has_zero_gradient(implementation) -> None:
     mix = LossMix(0.0, 1.0, 1.0, 1.0, 1.0, temperature=1.3)
     target = 5 * torch.randn(2, 700, device=DEVICE)
     logits, terms, at = target.clone(), unwritten(2, mix), torch.tensor([0, 1], device=DEVICE)
@@ -168,7 +168,7 @@ def test_a_drafter_that_is_the_target_has_nothing_to_learn_from_its_distribution
     assert mix.value(terms).abs().max() < 1e-5 and logits.abs().max() < 1e-6
 
 
-def test_a_row_s_result_does_not_depend_on_the_rows_beside_it() -> None:
+def test_row_result_does_not_depend_on_batch_size() -> None:
     mix = MIXES["all"]
     logits, target, labels, at = draw(4, 3001, 3.0, torch.float32)
     together, alone = logits.clone(), logits.clone()

@@ -128,7 +128,7 @@ def test_tied_logits(levels: int, room: None) -> None:
     check(mixed(logits))
 
 
-def test_of_tokens_tied_at_the_edge_of_top_p_the_lower_ids_stay_and_all_at_that_of_top_k(room: None) -> None:
+def test_ties_keep_lower_ids_in_top_p_and_all_in_top_k(room: None) -> None:
     logits = torch.zeros(6, 1024)
     logits[0], logits[2, ::2] = -0.0, -0.0  # equal to zero, though not as integers
     logits[3:, :1000] = -1.0  # 24 tokens above them
@@ -248,7 +248,7 @@ def test_drafts_are_judged_and_replaced_as_by_the_definition(vocab: int, count: 
 
 
 @pytest.mark.parametrize("filters", [(0.8, 1.0, 12, 0.0), (0.8, 0.9, 8, 0.02)], ids=["temperature", "all"])
-def test_tokens_in_place_of_sampled_drafts_follow_the_filtered_distribution(
+def test_resampled_tokens_follow_the_filtered_distribution(
     filters: tuple[float, float, int, float],
 ) -> None:
     draws = 20000 if DEVICE == "cuda" else 80
@@ -295,7 +295,7 @@ def test_a_row_s_counts_are_those_of_its_request() -> None:
         assert table[0].any() and not table[1].any()
 
 
-def test_a_vocabulary_whose_mass_would_not_fit_is_regpu() -> None:
+def test_a_vocabulary_too_large_for_the_mass_is_refused() -> None:
     given = mixed(torch.zeros(1, 4))
     with pytest.raises(ValueError, match="a vocabulary of 2097152 tokens"):
         kernel.sample(torch.zeros(1, 1 << 21, device=DEVICE), *given[1:])

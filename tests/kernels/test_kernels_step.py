@@ -1,8 +1,6 @@
 """The step's Triton kernels against their definitions, on the GPU or, where there is none, in Triton's interpreter."""
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,154 +9,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _convert_float
+from kernel_inputs import DEVICE, DTYPES, EPS, assert_as_exact_as_torch, exact_norm, in_turn, randn
+from kernel_pages import _interpretable as _interpretable
+from kernel_pages import attend, check_attention, check_invariant, check_padding, check_slots, make_pages
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.triton import accept, attention, norm
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# the interpreter's tl.dot knows no bf16
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-
-
-def in_turn(cases: Sequence[tuple[object, ...]], values: Sequence[object] = DTYPES) -> list[tuple[object, ...]]:
-    """Every case with every dtype (or other value) on a GPU; in the interpreter, which is slow, with one in turn."""
-    if DEVICE == "cuda":
-        return [(*case, value) for case in cases for value in values]
-    return [(*case, values[i % len(values)]) for i, case in enumerate(cases)]
-
-
-EPS = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: short splits, as the interpreter is slow and no rule depends on their sizes; and products column
-    by column of K, as those of numpy depend on where in a tile a row stands."""
-    if DEVICE == "cuda":
-        return
-    for name, tokens in (("SHORT", 32), ("SHORT_SPLITS", 4), ("LONG", 64)):  # of 32 tokens up to 128, then of 64
-        monkeypatch.setattr(attention, name, type(getattr(attention, name))(tokens))
-    monkeypatch.setattr(attention, "CUTS", ((32, 3),))
-
-    def wide(x: TensorHandle) -> Any:
-        fp8 = x.dtype.scalar.primitive_bitwidth == 8
-        return _convert_float(x.data, x.dtype.scalar, tl.float16, None).view("float16") if fp8 else x.data
-
-    def dot(self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object) -> TensorHandle:
-        total = d.data.copy()
-        left, right = (wide(x).astype(total.dtype) for x in (a, b))
-        for k in range(left.shape[1]):
-            total += left[:, k, None] * right[None, k]
-        return TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def integers(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, slack: float = 0.0) -> None:
-    """At most twice the error of the same computation in torch, two roundings of the largest element, and `slack`."""
-    assert ours.dtype == torchs.dtype and ours.shape == torchs.shape == exact.shape
-    assert ours.isfinite().all()
-    ours_off, torchs_off = ((x.double() - exact).abs().max().item() for x in (ours, torchs))
-    assert ours_off <= 2 * torchs_off + 2 * torch.finfo(ours.dtype).eps * exact.abs().max().item() + slack
-
-
-@dataclass
-class Pages:
-    """Requests of `contexts` tokens and a block of S behind each; what is in no page of theirs is NaN."""
-
-    lengths: Tensor  # int32 [B]
-    table: Tensor  # int32 [B, pages]
-    cache: Tensor  # [2, slots, G, H]
-    size: int
-
-    def slots(self, block: int) -> Tensor:
-        """Slots [B, S] of the block."""
-        positions = self.lengths[:, None] + torch.arange(block, device=DEVICE)
-        return reference.slots_of(positions, self.table, self.size)
-
-    def one(self, request: int, advance: int = 0) -> "Pages":
-        """The batch of one request, `advance` tokens later."""
-        at = slice(request, request + 1)
-        return replace(self, lengths=self.lengths[at] + advance, table=self.table[at])
-
-
-def make_pages(
-    contexts: tuple[int, ...], block: int, size: int, groups: int, width: int, dtype: torch.dtype = torch.float32
-) -> Pages:
-    batch, per_request = len(contexts), -(-(max(contexts) + block) // size) + 2
-    pages = torch.randperm(batch * per_request + 3, device=DEVICE)
-    table = pages[: batch * per_request].view(batch, per_request).int()
-    cache = torch.full((2, len(pages) * size, groups, width), math.nan, dtype=dtype, device=DEVICE)
-    for request, context in enumerate(contexts):
-        positions = torch.arange(context + block, device=DEVICE)[None]
-        slots = reference.slots_of(positions, table[request : request + 1], size)[0]
-        cache[:, slots] = randn(2, context + block, groups, width, dtype=dtype)
-    return Pages(integers(contexts), table, cache, size)
-
 
 # ---- attention -------------------------------------------------------------------------------------
 
 
-def attend(q: Tensor, pages: Pages, *, causal: bool, window: int = 0, counts: Any = None, **passes: bool) -> Tensor:
-    """`passes`: `whole` for one pass over the keys, `pairs` for two splits a program."""
-    hopper = attention_hopper.launch if attention_hopper.fits(q, pages.cache, pages.size) else None
-    where, ways = (pages.cache, pages.lengths, pages.table, pages.size), {"whole": False, "pairs": False} | passes
-    return attention._attention(q, *where, causal, window, *ways.values(), counts, hopper)
-
-
-def defined(q: Tensor, cache: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
-    return reference.block_attention(q, cache, pages.lengths, pages.table, pages.size, causal=causal, window=window)
-
-
-def check_attention(q: Tensor, pages: Pages, found: Tensor, *, causal: bool, window: int = 0) -> None:
-    exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
-    assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=causal, window=window), exact)
-
-
-def check_slots(q: Tensor, pages: Pages, slots: Iterable[int], **how: Any) -> Tensor:
-    """A slot of a causal block is the plain step at its position, bit for bit."""
-    in_block = attend(q, pages, causal=True, **how)
-    for k in slots:
-        assert torch.equal(attend(q[k : k + 1], pages.one(0, k), causal=True, **how)[0], in_block[k])
-    return in_block
-
-
-def check_invariant(q: Tensor, pages: Pages, contexts: Sequence[int], block: int, **how: Any) -> Tensor:
-    """A request is the same alone and in a batch, bit for bit; the page table's width only bounds the grid."""
-    together = attend(q, pages, **how).unflatten(0, (-1, block))
-    for request, (mine, context) in enumerate(zip(q.unflatten(0, (-1, block)), contexts, strict=True)):
-        alone = pages.one(request)
-        narrow = replace(alone, table=alone.table[:, : -(-(context + block) // pages.size)].contiguous())
-        for each in (alone, narrow):
-            assert torch.equal(attend(mine, each, **how), together[request])
-    return together
-
-
-def check_padding(width: int, dtype: torch.dtype) -> None:
-    """Behind the tokens of a padded block there is NaN, which none of them sees: each has the bits it has unpadded."""
-    for context, count in ((0, 1), (5, 12), (130, 3)):
-        pages, q = make_pages((context,), count, 64, 1, width, dtype), randn(40, 3, width, dtype=dtype)
-        padded = {"causal": True, "counts": integers([count])}
-        for whole in (True, False):
-            found = attend(q, pages, whole=whole, **padded)
-            assert found.isfinite().all()
-            assert torch.equal(found[:count], attend(q[:count], pages, causal=True, whole=whole))
-        defined = reference.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, **padded)
-        torch.testing.assert_close(found, defined, rtol=1e-2, atol=1e-2)
-
-
-def test_tokens_see_nothing_of_the_padding_behind_them() -> None:
+def test_tokens_do_not_attend_to_padding() -> None:
     check_padding(40, DTYPES[-1])
 
 
@@ -194,7 +55,7 @@ WAYS = [(1, 16, "split"), (8, 2, "split"), (8, 2, "in pairs"), (9, 1, "whole"), 
 
 
 @pytest.mark.parametrize(("batch", "block", "way"), WAYS)
-def test_the_order_of_sums_depends_on_the_batch_not_on_the_block_length(
+def test_sum_order_depends_on_the_batch_not_the_block_length(
     batch: int, block: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways: list[str] = []
@@ -224,7 +85,7 @@ CROSSINGS = [  # S, group, context, window, whole: blocks that cross a tile, a s
 
 
 @pytest.mark.parametrize(("crossing", "dtype"), in_turn([(crossing,) for crossing in CROSSINGS]), ids=str)
-def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position_bit_for_bit(
+def test_causal_slots_have_the_bits_of_plain_steps(
     crossing: tuple[int, int, int, int, bool], dtype: torch.dtype
 ) -> None:
     block, group, context, window, whole = crossing
@@ -261,11 +122,6 @@ def test_splits_cover_every_position_once() -> None:
 
 
 # ---- norm ------------------------------------------------------------------------------------------
-
-
-def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
-    x = x.double()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

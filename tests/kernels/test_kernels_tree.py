@@ -1,7 +1,7 @@
 """What draft trees need of a step: kernels against their definitions, on the GPU or in Triton's interpreter."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,19 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels_linear import operands
-from test_kernels_step import (
-    DEVICE,
-    DTYPES,
-    Pages,
-    assert_as_exact_as_torch,
-    attend,
-    in_turn,
-    integers,
-    make_pages,
-    randn,
-)
-from test_kernels_step import _interpretable as _interpretable
+from kernel_forests import plant, random_trees, rows_of, without_others
+from kernel_inputs import DEVICE, DTYPES, assert_as_exact_as_torch, in_turn, integers, operands, randn
+from kernel_pages import _interpretable as _interpretable
+from kernel_pages import attend, make_pages
 
 from dflash_toolkit.draft_tree import best_first
 from dflash_toolkit.kernels import gpu, reference
@@ -32,73 +23,7 @@ from dflash_toolkit.kernels.loss_terms import LogitScale
 from dflash_toolkit.kernels.tree import TreeRows, Trees
 from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_build, tree_results, walk
 
-
-def random_trees(batch: int, slots: int, nodes: int, width: int = 3, limits: object = None) -> Trees:
-    """Grown from random candidates."""
-    candidates = torch.stack([torch.randperm(90)[:8] for _ in range(batch * slots)]).view(batch, slots, 8).to(DEVICE)
-    values = randn(batch, slots, 8).log_softmax(-1).sort(dim=-1, descending=True).values[:, :, None, :width]
-    ranks = torch.stack([torch.randperm(8)[:width] for _ in range(batch * slots)]).int().view(values.shape).to(DEVICE)
-    depth = integers([slots] * batch if limits is None else limits)
-    return definition.grow_trees(values.contiguous(), ranks, candidates, depth, nodes)
-
-
-def rows_of(trees: Trees, pages: Pages, rows: int) -> TreeRows:
-    last = torch.arange(len(pages.lengths), device=DEVICE) + 100
-    return definition.cut_trees(trees, last, pages.lengths, pages.table, pages.size, rows)
-
-
 # ---- attention -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Forest:
-    """Trees behind the contexts of `pages`, whose places hold keys and values; what holds none is NaN."""
-
-    pages: Pages
-    trees: Trees
-    rows: TreeRows
-    q: Tensor  # [M, N, H]
-
-    def attend(self, window: int = 0) -> Tensor:
-        pages = self.pages
-        where = (pages.cache, pages.lengths, pages.table, pages.size)
-        return gpu.tree_attention(self.q, *where, self.rows, self.trees.paths, window)
-
-    def attend_chains(self, window: int = 0) -> Tensor:
-        """Of trees in which no node has a sibling."""
-        pages, longest = self.pages, min(self.trees.paths.shape[1:])
-        where = (pages.cache, pages.lengths, pages.table, pages.size)
-        return gpu.chain_attention(self.q, *where, self.rows, longest, window)
-
-    def defined(self, dtype: torch.dtype, window: int = 0) -> Tensor:
-        pages = self.pages
-        where = (pages.cache.to(dtype), pages.lengths, pages.table, pages.size)
-        return definition.tree_attention(self.q.to(dtype), *where, self.rows, self.trees.paths, window)
-
-    def plain(self, row: int, window: int = 0) -> Tensor:
-        """The same token in a plain step, behind the path to it in consecutive positions."""
-        pages, request, depth = self.pages, int(self.rows.requests[row]), int(self.rows.depths[row])
-        one = pages.one(request)
-        places = self.trees.paths[request, row - int(self.rows.starts[request]), : depth + 1].long()
-        slots, moved = one.slots(self.trees.paths.shape[1])[0], replace(one.one(0, depth), cache=pages.cache.clone())
-        moved.cache[:, slots] = math.nan
-        moved.cache[:, slots[: depth + 1]] = pages.cache[:, slots[places]]
-        return attend(self.q[row : row + 1], moved, causal=True, window=window, whole=len(pages.lengths) > 8)[0]
-
-
-def plant(
-    contexts: tuple[int, ...], slots: int, nodes: int, rows: int, size: int, groups: int, group: int, width: int,
-    dtype: torch.dtype, children: int = 3,
-) -> Forest:  # fmt: skip
-    pages = make_pages(contexts, nodes + 1, size, groups, width, dtype)
-    trees = random_trees(len(contexts), slots, nodes, children)
-    tree_rows = rows_of(trees, pages, rows)
-    written = torch.full_like(pages.cache, math.nan)
-    for b, context in enumerate(contexts):
-        count = context + int(tree_rows.starts[b + 1] - tree_rows.starts[b])
-        kept = replace(pages.one(b), lengths=integers([0])).slots(count)[0]
-        written[:, kept] = pages.cache[:, kept]
-    return Forest(replace(pages, cache=written), trees, tree_rows, randn(rows, groups * group, width, dtype=dtype))
 
 
 FORESTS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window
@@ -133,20 +58,8 @@ MANY = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, win
 ]
 
 
-def without_others(forest: Forest, request: int) -> Forest:
-    """The forest with NaN in the place of whatever is another request's."""
-    q, cache = (torch.full_like(each, math.nan) for each in (forest.q, forest.pages.cache))
-    mine = forest.rows.requests == request
-    slots = forest.pages.one(request).table[0, :, None] * forest.pages.size
-    slots = (slots + torch.arange(forest.pages.size, device=DEVICE)).flatten()
-    q[mine], cache[:, slots] = forest.q[mine], forest.pages.cache[:, slots]
-    return replace(forest, q=q, pages=replace(forest.pages, cache=cache))
-
-
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in MANY]), ids=str)
-def test_of_many_requests_a_node_sees_its_ancestors_where_they_stand(
-    shape: tuple[Any, ...], dtype: torch.dtype
-) -> None:
+def test_nodes_of_many_requests_see_their_ancestors(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
     *shape, window = shape
     forest = plant(*shape, dtype=dtype)
     found, used = forest.attend(window), int(forest.rows.starts[-1])
@@ -226,9 +139,7 @@ SCALES = [LogitScale(), LogitScale(0.3), LogitScale(1.5, 4.0)]
     ("m", "n", "k", "scale", "dtype"),
     in_turn([(3, 300, 129, SCALES[0]), (17, 70, 40, SCALES[1]), (1, 256, 64, SCALES[2])]),
 )
-def test_beside_the_top_logits_stands_the_log_sum_exp_of_all(
-    m: int, n: int, k: int, scale: LogitScale, dtype: torch.dtype
-) -> None:
+def test_top_logits_include_the_log_sum_exp(m: int, n: int, k: int, scale: LogitScale, dtype: torch.dtype) -> None:
     x, weight, _ = operands(m, n, k, dtype)
     found = linear.linear_top_lse(x, weight, 5, scale)
     for ours, torchs in zip(linear.linear_top(x, weight, 5), found, strict=False):
@@ -306,7 +217,7 @@ def test_children_are_the_most_probable_candidates_calibrated(
         assert torch.equal(tree_build.draft_children(*alone, arguments[0], width, mine)[0][0], values[b])
 
 
-def test_of_equal_children_the_first_candidate_comes_first_and_nan_last() -> None:
+def test_equal_children_keep_candidate_order_and_nan_is_last() -> None:
     unary, lse, candidates = drafts(1, 2, 8)
     unary[:] = torch.tensor([2.0, 2.0, math.nan, 1.0, 2.0, 1.0, -math.inf, 5.0], device=DEVICE)
     cold = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device=DEVICE)
@@ -406,7 +317,7 @@ WALKS = [(1, 1, 1, 2, 0), (3, 5, 20, 40, 1), (2, 16, 64, 128, 99), (9, 7, 12, 64
 
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize(("batch", "slots", "nodes", "rows", "reach"), WALKS)
-def test_walks_are_those_of_the_definition_and_what_they_accept_is_moved(
+def test_accepted_tree_rows_match_the_definition_and_are_moved(
     batch: int, slots: int, nodes: int, rows: int, reach: int, forced: bool
 ) -> None:
     heads = (8, 128) if DEVICE == "cuda" else (2, 20)  # as many as several warps have to share
@@ -485,7 +396,7 @@ TOLD = [(1, 1, 8, 2, 40), (3, 7, 20, 40, 129), (8, 15, 64, 128, 16), (33, 5, 12,
 
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize(("batch", "slots", "nodes", "rows", "width", "dtype"), in_turn(TOLD))
-def test_what_a_step_tells_is_that_of_the_definition(
+def test_packed_tree_results_match_the_definition(
     batch: int, slots: int, nodes: int, rows: int, width: int, dtype: torch.dtype
 ) -> None:
     pages = make_pages((9,) * batch, nodes + 1, 16, 1, 8)
@@ -508,7 +419,7 @@ def test_what_a_step_tells_is_that_of_the_definition(
 
 
 @pytest.mark.parametrize("write", [rope.rope_write, reference.rope_write], ids=["kernel", "definition"])
-def test_rows_of_trees_turn_by_their_position_and_are_written_to_their_slot(write: Any) -> None:
+def test_tree_rows_rotate_by_position_and_are_written_to_slots(write: Any) -> None:
     pages = make_pages((30, 3), 9, 16, 2, 8)
     rows = rows_of(random_trees(2, 4, 8), pages, 18)  # no padding, which shares a slot
     angles = torch.rand(60, 4, device=DEVICE)

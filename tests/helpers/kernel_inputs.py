@@ -1,0 +1,65 @@
+"""Operands of the kernel tests and the bound on a kernel's error, on the GPU or in Triton's interpreter."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# the interpreter's tl.dot knows no bf16
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
+def in_turn(cases: Sequence[tuple[object, ...]], values: Sequence[object] = DTYPES) -> list[tuple[object, ...]]:
+    """Every case with every dtype (or other value) on a GPU; in the interpreter, which is slow, with one in turn."""
+    if DEVICE == "cuda":
+        return [(*case, value) for case in cases for value in values]
+    return [(*case, values[i % len(values)]) for i, case in enumerate(cases)]
+
+
+EPS = 1e-6
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def integers(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, slack: float = 0.0) -> None:
+    """At most twice the error of the same computation in torch, two roundings of the largest element, and `slack`."""
+    assert ours.dtype == torchs.dtype and ours.shape == torchs.shape == exact.shape
+    assert ours.isfinite().all()
+    ours_off, torchs_off = ((x.double() - exact).abs().max().item() for x in (ours, torchs))
+    assert ours_off <= 2 * torchs_off + 2 * torch.finfo(ours.dtype).eps * exact.abs().max().item() + slack
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def guarded(values: Tensor) -> Tensor:
+    """`values` with NaN before and behind it in memory: what a masked load must not let in."""
+    room = torch.full((values.numel() + 2 * 4096,), math.nan, dtype=values.dtype, device=DEVICE)
+    inside = room[4096 : 4096 + values.numel()].view(values.shape)
+    return inside.copy_(values)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K], weight [N, K] and bias [N], with products of order one."""
+    x, weight, bias = torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(n)
+    return guarded(x.to(dtype)), guarded(weight.to(dtype)), guarded(bias.to(dtype))
+
+
+# Triton's interpreter rounds 124.3 to 64 and not to 128 (the carry into the exponent is lost), so there rows hold
+# what the format has already, and rounding itself is for the GPU
+FP8_KINDS = [
+    "in the format",
+    pytest.param("any", marks=pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding loses carries")),
+]
