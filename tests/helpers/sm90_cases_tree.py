@@ -10,11 +10,11 @@ INTS = dict.fromkeys(
     (
         "G", "H", "GROUP", "TILES", "width", "slots", "SPLITS", "stride_paths", "P", "columns", "stride_pages",
         "K", "C", "R", "B", "N", "M", "stride_unary", "stride_lse", "stride_candidates", "stride_state",
-        "numbers", "stride_side", "stride_slot", "blocks", "D", "S", "stride", "promises",
+        "numbers", "stride_side", "stride_slot", "blocks", "D", "S", "stride", "sums",
     ), "i32",
 )  # fmt: skip
 ODD = ("G", "GROUP", "TILES", "width", "SPLITS", "stride_paths", "P", "columns", "stride_pages")
-ODD += ("K", "C", "B", "N", "M", "stride_lse", "blocks", "S", "promises")
+ODD += ("K", "C", "B", "N", "M", "stride_lse", "blocks", "S", "sums")
 CUTS = {"SHORT": 128, "SHORT_SPLITS": 16, "LONG": 1024}
 
 
@@ -45,14 +45,14 @@ def build_case(kernel: object, warps: int, **constexprs: object) -> Case:
 
 
 def tree_case(kernel: object, warps: int, **constexprs: object) -> Case:
-    pointers = dict.fromkeys(("log_probs_p", "values_p", "promise_p"), "*fp32") | {"hidden_p": "*bf16"}
-    pointers |= dict.fromkeys(("ranks_p", "limits_p", "parents_p", "broken_p", "counts_p"), "*i32")
+    pointers = dict.fromkeys(("log_probs_p", "values_p", "expected_p"), "*fp32") | {"hidden_p": "*bf16"}
+    pointers |= dict.fromkeys(("ranks_p", "limits_p", "parents_p", "nonfinite_p", "counts_p"), "*i32")
     pointers |= dict.fromkeys(("row_tokens_p", "tokens_p", "path_p"), "*i64")
     pointers["out_p"] = "*fp32" if kernel is tree_results._expected_accepted_kernel else "*i64"
     return case(kernel, TREES | pointers, constexprs | {"PDL": True}, warps)
 
 
-def promise_case(batch: int, families: int, warps: int) -> Case:
+def expected_case(batch: int, families: int, warps: int) -> Case:
     rows = (96, 128, 160, 192, 256)
     sizes = {"N": 64, "W": 8, "Q": families, "ROWS": rows, "BUCKETS": len(rows), "B_BLOCK": batch, "N_BLOCK": 64}
     return tree_case(tree_results._expected_accepted_kernel, warps, **sizes)
@@ -70,9 +70,9 @@ CASES = {
     "cut of 64 requests": build_case(
         tree_build._cut_kernel, 16, B_BLOCK=64, N_BLOCK=64, M_BLOCK=256, PAGE=64, ROUNDS=13
     ),
-    "promises of a request with pairs": promise_case(1, 16, 1),
-    "promises of 64 requests": promise_case(64, 1, 8),
-    "broken rows": tree_case(tree_results._nonfinite_rows_kernel, 8, BLOCK=4096),
+    "expected tokens of a request with pairs": expected_case(1, 16, 1),
+    "expected tokens of 64 requests": expected_case(64, 1, 8),
+    "non-finite rows": tree_case(tree_results._nonfinite_rows_kernel, 8, BLOCK=4096),
     "packed results": tree_case(
         tree_results._pack_results_kernel, 2, R_BLOCK=128, S_BLOCK=16, B_BLOCK=128, M_BLOCK=256, P_BLOCK=32
     ),
