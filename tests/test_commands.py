@@ -79,7 +79,10 @@ def test_the_package_lists_and_starts_the_commands() -> None:
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, tmp_path: Path) -> None:
     # the interrupt comes from a module that every command imports: at that moment, whatever the machine's speed
-    (tmp_path / "yaml.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    # (a shell may have started the tests with the signal ignored)
+    handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    interrupt = f"import os, signal, time\n{handler}\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    (tmp_path / "yaml.py").write_text(interrupt)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = python("-m", "dflash_toolkit", name, "--help", env=os.environ | {"PYTHONPATH": path})
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

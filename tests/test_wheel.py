@@ -1,5 +1,6 @@
 """The wheel has every file that the programs need, and the five commands run from it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,8 @@ for command in importlib.metadata.distribution("dflash-toolkit").entry_points:
     with contextlib.suppress(SystemExit):
         command.load()()
 """
-    done = subprocess.run([python, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # maybe this checkout
+    command = [python, "-P", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in done.stdout.splitlines()} == set(COMMANDS)

@@ -134,9 +134,7 @@ def test_missing_parts_of_an_architecture_are_named(tmp_path: Path) -> None:
     with torch.no_grad():  # only the bias was not trained
         for name, tensor in case.tensors.items():
             tensor.mul_(1 if "codebook" in name else 1.5)
-    assert [(found.check, found.remedy) for found in check_weights(case)] == [
-        ("bias", "train it longer, or leave it out")
-    ]
+    assert [(found.check, found.remedy) for found in check_weights(case)] == [("bias", "train it longer, or remove it")]
     sizes = {"block_size": 8} | SIZE
     assert "serve no DFlash with biases drafter; dflash-serve" in serving_commands("T", "D", sizes, "Qwen3ForCausalLM")
     with pytest.raises(ValueError, match="bias_candidates is 4, which is a part of kind bias; kind is dflash2"):
