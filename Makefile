@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	for try in 1 2 3; do $(PIP) -e '.[demo,dev,docs]' && break; test $$try -lt 3 || exit 1; sleep 5; done
 	touch $(READY)
 
-demo: $(READY)   ## fetch a small target, train a drafter, write the report, serve one request (about 8 minutes on a CPU)
+demo: $(READY)   ## fetch a small target, train a drafter, write the report, serve one request (about 5 minutes on 2 cores)
 	$(BIN)/python scripts/demo/demo.py
 
 test: $(READY)   ## run the whole test suite on a CPU; `make kernels` compiles the kernels
