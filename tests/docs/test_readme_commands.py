@@ -1,4 +1,7 @@
-"""README's commands and example, run as installed, with tiny models in place of Qwen3-8B (`make test-newest`)."""
+"""README's commands and example, run as installed (`make test-newest`).
+
+The models of `make demo` stand in for Qwen3-8B, or tiny random ones if the demo has not run.
+"""
 
 import contextlib
 import json
@@ -31,11 +34,13 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def names(target_dir: Path, drafter_dir: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What stands in README, and the tiny model, file or folder that replaces it."""
-    output = tmp_path_factory.mktemp("readme") / "mine"
+    """Maps each name in README to the model, file or folder that replaces it."""
+    output, demo = tmp_path_factory.mktemp("readme") / "mine", ROOT / "demo"
+    trained = (demo / "drafter" / "model.safetensors").exists()
+    target, drafter = (demo / "target", demo / "drafter") if trained else (target_dir, drafter_dir)
     return {
-        "Qwen/Qwen3-8B": str(target_dir),
-        "z-lab/Qwen3-8B-DFlash-b16": str(drafter_dir),
+        "Qwen/Qwen3-8B": str(target),
+        "z-lab/Qwen3-8B-DFlash-b16": str(drafter),
         "prompts.jsonl": str(data),
         "out/mine": str(output),
     }
