@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import assistant, user, write
+from tool_messages import CALL, RESULT
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import FORM_CHOICES, Conversation, conversation, split_messages
 from dflash_toolkit.data.prompts import read_prompts
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = assistant("") | {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
-RESULT = {"role": "tool", "content": "1"}
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 # row, what each turn asks, the recorded first answer

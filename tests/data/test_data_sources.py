@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from damage import damage
 from programs import says, user, write
-from test_conversations import CALL, RESULT
+from tool_messages import CALL, RESULT
 
 from dflash_toolkit import UserError
 from dflash_toolkit.config import parse_cli

@@ -17,7 +17,7 @@ from response_servers import ask_chat as ask
 from response_servers import chat_reply as said
 from response_servers import tokenizer_with as words
 from servers import Fake
-from test_conversations import CALL, RESULT
+from tool_messages import CALL, RESULT
 
 from dflash_toolkit import SamplingParams, UserError
 from dflash_toolkit.data.prompts import encode_chat

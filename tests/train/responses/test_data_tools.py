@@ -12,7 +12,7 @@ from response_servers import respond as answer
 from response_servers import response_tokens as said
 from response_servers import tokenizer_with as words
 from response_servers import tool_call as call
-from test_conversations import CALL, RESULT
+from tool_messages import CALL, RESULT
 
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
