@@ -31,15 +31,12 @@ DEFAULT = 5
 MINIMUM = 3
 ALLOWED = {
     ".": 6,
-    "dflash_toolkit/kernels": 40,
-    "dflash_toolkit/models": 10,
+    "dflash_toolkit/kernels": 7,
     "dflash_toolkit/runtime": 12,
     "scripts": 12,
     "tests/helpers": 6,
-    "tests/kernels": 35,
+    "tests/kernels": 18,
     "tests/runtime": 10,
-    "tests/train": 14,
-    "train": 40,
 }
 DOCUMENT_WORDS = 22_000
 

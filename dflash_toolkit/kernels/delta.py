@@ -11,7 +11,7 @@ class DeltaMemory:
     """The state before a request's last block, and what the rows of that block do to it.
 
     A block changes no state. When the next one comes, as many of its rows as stayed are run once more (replay), in the
-    arithmetic of their first run; so a state takes no copies, and drafts that were rejected leave nothing behind.
+    arithmetic of their first run; so a state takes no copies, and rejected drafts leave no trace.
     """
 
     state: Tensor  # fp32 [slots + kept, N, H_k, H_v] of N heads

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# of a prompt's chunk; below, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
+# rows of a prompt's chunk; below this, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
 MIN_ROWS = 513
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_ROWS = 128  # of the GEMMs that kernels here compute; larger ones are cuBLAS's
+MAX_ROWS = 128  # rows of the GEMMs that kernels here compute; larger ones are cuBLAS's
 MOST_SPLIT = 8  # requests; more of them fill the device without splitting
 LONGEST_SPLIT = 64  # slots; a prefill fills it too
 LOG2_E = 1.4426950408889634
@@ -20,7 +20,7 @@ class DependentLaunches:
     on: bool = True
 
 
-dependent_launches = DependentLaunches()  # of this process; what has been captured in graphs stays as it is
+dependent_launches = DependentLaunches()  # the setting of this process; captured graphs keep theirs
 
 
 def pdl(tensor: Tensor) -> dict[str, Any]:
@@ -32,8 +32,8 @@ def pdl(tensor: Tensor) -> dict[str, Any]:
     before it. One launched without the attribute begins when all before it have ended.
 
     A kernel that lets the next one start before it has waited itself (attention, and `rope_write` where
-    `keys_are_split`) may have it run beside those before itself. So only what is older than the last launch that starts
-    the next one behind its wait may be touched before waiting. The norm that a pass begins with is such a launch: what
+    `keys_are_split`) may have it run with those before itself. So only what is older than the last launch that starts
+    the next one after its wait may be touched before waiting. The norm that a pass begins with is such a launch: what
     is older than a pass may be. A step in FP8 of one request took 2 to 6 % longer where GEMMs and norms did so too, and
     had L2 load weights meanwhile (results/step_early_fp8_h100.json).
     """
@@ -68,7 +68,7 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def multiprocessors(device: int | None) -> int:
-    """Of this GPU; None, where kernels are interpreted, has few."""
+    """Returns their number on this GPU; a small one for None, where kernels are interpreted."""
     return 4 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -40,7 +40,7 @@ class TargetStates:
 
     hidden: Tensor  # [N, D] after the target's final norm
     at: Tensor  # [R] long, which of the N predicts the token of a row; many rows may share one
-    scale: LogitScale = PLAIN  # behind its head
+    scale: LogitScale = PLAIN  # applied after its head
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -203,10 +203,10 @@ def frozen_head_loss(
         hidden: [R, D], rows that count (slot 0 and unsupervised slots already dropped).
         weight: [V, D], frozen; it gets no gradient.
         labels: [R] token ids.
-        chunk: rows whose logits exist at one time.
+        chunk: number of rows with logits in memory at one time.
         mix: which losses, and how much of each.
         states: the target's predictions for the same rows; only the distribution losses need them.
-        scale: what stands behind the drafter's head.
+        scale: applied after the drafter's head.
         bias: [V], the head's.
         candidates: how many of the best tokens of each row are wanted with their logits.
         inject: the label takes the last place where it is not among them.

@@ -37,7 +37,7 @@ class LossMix:
     lk_hybrid: float = 0.0
     temperature: float = 1.0  # > 0; no factor T^2: a smaller gradient at a higher temperature is what the loss says
 
-    ETA = 3.0  # of lk_hybrid
+    ETA = 3.0  # lk_hybrid's constant
 
     @property
     def distribution(self) -> bool:

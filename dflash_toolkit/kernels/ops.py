@@ -97,7 +97,7 @@ def unsupported(device: torch.device) -> str | None:
 
 
 def unsupported_heads(device: torch.device, width: int, dtype: torch.dtype) -> str | None:
-    """What the attention kernels lack on this device for heads so wide."""
+    """Returns what the attention kernels lack on this device for heads this wide, None if nothing."""
     if device.type != "cuda":
         return None
     from .launch import shared_memory

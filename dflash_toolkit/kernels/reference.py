@@ -42,7 +42,7 @@ def filtered_probabilities(
     Args:
         logits: [..., V].
         temperature: > 0.
-        top_p: smallest set of tokens whose mass reaches top_p stays; 1 keeps all.
+        top_p: keeps the smallest set of tokens with a mass of at least top_p; 1 keeps all.
         top_k: 0 keeps all.
         min_p: tokens below min_p times the largest probability go; 0 keeps all.
 
@@ -103,7 +103,7 @@ def mask_logits_(logits: Tensor, masks: Tensor, at: Tensor) -> None:
 
 
 def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF sampling: the first token whose cumulative mass exceeds `uniform`.
+    """Inverse-CDF sampling: the first token with a cumulative mass above `uniform`.
 
     Args:
         probabilities: [M, V].
@@ -455,7 +455,7 @@ def fused_conv_post_attention(
     eps: float,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`fused_post_attention` of a layer whose sub-layers have convolutions around them, see `block_conv`.
+    """`fused_post_attention` of a layer with convolutions around its sub-layers, see `block_conv`.
 
     Args:
         behind: partial sums [P, M, T * (D / g)], the coefficients of the convolution after o.
@@ -586,7 +586,7 @@ def rope_write(
 
 
 def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
-    """Attention x [M, N * H] times the sigmoid of its gates, which stand in what `rope_write` got of gated heads."""
+    """Attention x [M, N * H] times the sigmoid of its gates, which are in the partial sums that `rope_write` gets."""
     columns = 2 * x.shape[1]
     gates = partial_sums[..., :columns].float().sum(0).to(x.dtype).unflatten(1, (-1, 2, head_dim))[:, :, 1]
     return x * gates.flatten(1).sigmoid()
@@ -765,7 +765,7 @@ def delta_inputs(
     counts: Tensor,
     chains: TreeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the delta rule takes of a block's rows, and before them of those rows of the last block that stay.
+    """Returns the delta rule's inputs: those of the last block's rows that stay, then those of this block's rows.
 
     The memory's window moves over the rows that stay; then it keeps the inputs and gates of this block.
 
@@ -782,7 +782,7 @@ def delta_inputs(
             counts[b] <= `memory.rows`, which S is.
 
     Returns:
-        [B, R, C] in qkv's dtype and gates fp32 [B, R, 2, N], R = `memory.rows` + S. Of request b they hold stay[b] +
+        [B, R, C] in qkv's dtype and gates fp32 [B, R, 2, N], R = `memory.rows` + S. Request b has stay[b] +
         counts[b] rows.
     """
     batch, taps = len(slots), weight.shape[1]
@@ -818,7 +818,7 @@ def delta_rule(
     """Returns the outputs of a block's rows, after a state that first takes in the rows of the last block that stay.
 
     S <- decay S; S <- S + k (beta (v - S^T k))^T; the output is S^T q, with keys and queries of length 1 and queries
-    over sqrt(H_k). A head of queries and keys serves the N / G heads of values that stand in its place.
+    over sqrt(H_k). A head of queries and keys serves the N / G heads of values at its place.
 
     Args:
         mixed, gates, slots, stay, counts, chains: as for `delta_inputs`; mixed has G heads of queries, G of keys, N of

@@ -136,7 +136,7 @@ def cut_trees(
     every = [
         (-float(trees.log_probs[b, i]), i, b) for b in range(batch) for i in range(nodes) if int(trees.depths[b, i])
     ]
-    kept = [b for _, _, b in sorted(every)[: rows - batch]]  # of each request the first nodes
+    kept = [b for _, _, b in sorted(every)[: rows - batch]]  # the first nodes of each request
     starts, found, log_probs = [0], list[tuple[int, ...]](), list[float]()
     for b, (length, table) in enumerate(zip(lengths.tolist(), page_table.tolist(), strict=True)):
         start = starts[-1]
@@ -274,7 +274,7 @@ def accept_trees(
 
     Returns:
         counts int32 [B], the committed tokens of each request (0 where inactive); tokens int64 [B, P], of which the
-        first `counts` are committed; and the rows whose K/V and features stay, int64 [B, P]: the rows of the path,
+        first `counts` are committed; and the rows that keep their K/V and features, int64 [B, P]: the rows of the path,
         then its last row repeated.
     """
     batch = len(lengths)
@@ -330,7 +330,7 @@ def move_rows_(
 def pack_tree_results(
     rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, expected: Tensor
 ) -> Tensor:
-    """What a step over trees tells the host.
+    """Returns the result of a step over trees for the host.
 
     Args:
         hidden: [M, D], what the target made of the rows.

@@ -1,13 +1,13 @@
-"""Forward passes over documents that stand one behind the other in one row: each sees itself alone, nothing is padding.
+"""Forward passes over documents that follow each other in one row: each sees itself alone, nothing is padding.
 
 transformers looks up a model's attention function by name. `alone` gives a model the one below for the length of a
 forward, and the arguments that every model hands on to it. On a GPU it is FlashAttention over sequences of different
 lengths: -3 or -4 where installed (`kernels/flash.py`), else the -2 that PyTorch brings (`torch.nn.attention.varlen`).
 
 Gated delta nets keep a state instead. Their two functions that mix tokens, a short convolution and the delta rule, are
-exchanged for the same length of time: zeros stand between the documents for the convolution, and the rule takes each
-document by itself, or all of them at once where `flash-linear-attention` is installed. Whatever else mixes tokens is
-not known here: `separable` says so, and such a model gets one document in a forward.
+exchanged for the same length of time: the convolution gets zeros between the documents, and the rule takes each
+document by itself, or all of them at once where `flash-linear-attention` is installed. Other ways of mixing
+tokens are not known here: `separable` says so, and such a model gets one document in a forward.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "packed_documents"  # transformers takes names with "flash" in them for others
-# what models hand on that changes nothing here: places and lengths that are known already, and what is for the caller
+# arguments of models that change nothing here: places and lengths that are known already, and options for the caller
 NO_EFFECT = frozenset(
     ("position_ids", "cu_seq_lens_k", "max_length_k", "use_cache", "cache_position", "logits_to_keep",
      "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
 )  # fmt: skip
-HALF = (torch.float16, torch.bfloat16)  # what FlashAttention computes in
+HALF = (torch.float16, torch.bfloat16)  # dtypes of FlashAttention
 WIDEST = 256  # head of PyTorch's FlashAttention-2
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # in transformers' modules
 
@@ -208,7 +208,7 @@ def _varlen_attn() -> tuple[Callable[..., Any], Any]:
     engine's imports."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    # later versions want to be told that there are fewer heads of keys than of queries
+    # later versions need a flag if there are fewer heads of keys than of queries
     told = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return (functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn), AuxRequest(lse=True)
 
@@ -276,7 +276,7 @@ def convolution(
 ) -> Tensor:  # fmt: skip
     """`own` causal convolution of x [1, C, T] by weight [C, W] along T, of each document by itself."""
     _refuse(CONVOLUTION, others)
-    gap = weight.shape[-1] - 1  # so many zeros between two documents are what stands before the first
+    gap = weight.shape[-1] - 1  # zeros between two documents, as many as before the first
     token = torch.arange(x.shape[-1], device=x.device)
     place = token + gap * torch.bucketize(token, ends[1:], right=True)
     spaced = x.new_zeros(*x.shape[:-1], x.shape[-1] + gap * (len(ends) - 2))

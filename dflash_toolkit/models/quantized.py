@@ -11,7 +11,7 @@ from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, FP8_CHANNEL, Format
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# what the engine computes, of the keys that fix the arithmetic; a checkpoint may leave out all but the first two
+# supported values of the keys that fix the arithmetic; a checkpoint may leave out all but the first two
 FORM = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
 FORM |= {"fmt": "e4m3", "scale_fmt": "float"}
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -58,7 +58,7 @@ class QuantizedModules:
                     f"{value!r}, or FP8 by channels and tokens), but vLLM may (dflash-serve --engine vllm)"
                 )
         kept = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()
-        # beside what reads images the language model is a module of its own
+        # in a model that also reads images the language model is a module of its own
         return cls(name, tuple(key.replace("model.language_model.", "model.") for key in kept))
 
     def __contains__(self, module: str) -> bool:

@@ -1,4 +1,4 @@
-"""What fixes the shapes and the arithmetic of a stack of decoder layers, read from its configuration."""
+"""Defines the shapes and the arithmetic of a stack of decoder layers, read from its configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,17 +23,17 @@ class AttentionSpec:
     num_heads: int  # N
     num_kv_heads: int  # G
     head_dim: int  # H
-    qk_norm: bool  # of every head
+    qk_norm: bool  # norms of every head
     qkv_bias: bool
     o_bias: bool
     causal: bool = True  # inside the block
     window: int = 0  # 0 is full attention
-    gated: bool = False  # a head's output is multiplied with the sigmoid of as many numbers more, behind its query
+    gated: bool = False  # a head's output is multiplied with the sigmoid of as many more numbers, after its query
     weight: Format = DENSE  # of its matrices
 
     @property
     def width(self) -> int:
-        """Of the queries, and of what attention gives."""
+        """Returns the width of the queries and of the attention output."""
         return self.num_heads * self.head_dim
 
     @property
@@ -42,7 +42,7 @@ class AttentionSpec:
 
     @property
     def q_rows(self) -> int:
-        """Of the queries' projection, gates included."""
+        """Returns the rows of the queries' projection, gates included."""
         return (1 + self.gated) * self.width
 
     def matrices(self, d: int) -> dict[str, tuple[int, int]]:
@@ -56,12 +56,12 @@ class GatedDeltaNetSpec:
     """A recurrent mixer: a state per head, which every token decays and corrects (Yang et al., arXiv 2412.06464)."""
 
     num_heads: int  # N, of values
-    num_k_heads: int  # of queries and of keys
+    num_k_heads: int  # heads of queries and of keys
     head_dim: int  # H_v, of values
     k_head_dim: int  # H_k
     taps: int  # T, of the short convolution before it
-    by_key_heads: bool = False  # checkpoints have what it makes of a token in one matrix, a key head behind the other
-    weight: Format = DENSE  # of its matrices, except those of beta and the decay
+    by_key_heads: bool = False  # checkpoints have what it makes of a token in one matrix, one key head after the other
+    weight: Format = DENSE  # format of its matrices, except those of beta and the decay
 
     @property
     def width(self) -> int:
@@ -101,7 +101,7 @@ class MoeSpec:
     intermediate_size: int  # I of an expert
     normalized: bool  # the weights of a row's own experts add up to 1
     shared: bool = False  # one more expert, which all rows take, times the sigmoid of the last row of the router
-    weight: Format = DENSE  # of the matrices of the experts
+    weight: Format = DENSE  # format of the matrices of the experts
 
     @property
     def experts(self) -> int:
@@ -111,7 +111,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
-    """Convolutions along the rows of a block, before every sub-layer and behind it."""
+    """Convolutions along the rows of a block, before and after every sub-layer."""
 
     taps: int  # T
     group_size: int  # g, channels that share what a row adds to a tap
@@ -129,7 +129,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What tells the layers of a family of models from Llama's."""
+    """Lists how the layers of a family of models differ from Llama's."""
 
     qk_norm: bool = False
     qkv_bias: bool | None = None  # None: as `attention_bias` of the configuration says
@@ -156,7 +156,7 @@ class Architecture:
         )
 
 
-# what the engine computes, by `model_type`
+# supported architectures by `model_type`
 ARCHITECTURES = {
     "llama": Architecture(),
     "mistral": Architecture(qkv_bias=False, o_bias=False),
@@ -191,7 +191,7 @@ class ModelSpec:
 
     @property
     def formats(self) -> set[Format]:
-        """Of all matrices of mixers and FFNs."""
+        """Returns the formats of all matrices of mixers and FFNs."""
         return {part.weight for layer in self.layers for part in (layer.mixer, layer.ffn)}
 
     @property
@@ -202,12 +202,12 @@ class ModelSpec:
 
     @property
     def attention(self) -> list[AttentionSpec]:
-        """Of the layers that have pages, in their order."""
+        """Returns the mixers of the layers that have pages, in layer order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
 
     @property
     def delta_nets(self) -> list[GatedDeltaNetSpec]:
-        """Of the layers that have states, in their order."""
+        """Returns the mixers of the layers that have states, in layer order."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNetSpec)]
 
     @property
@@ -232,7 +232,7 @@ class ModelSpec:
 
     @property
     def dense_parameters(self) -> int:
-        """Of the matrices of mixers and MLPs and of the head: what every step reads, whoever takes part."""
+        """Counts the matrices of mixers, MLPs and the head: every step reads them, for any rows."""
         d = self.hidden_size
         mixers = sum(n * k for layer in self.layers for n, k in layer.mixer.matrices(d).values())
         widths = [layer.ffn.intermediate_size for layer in self.layers if isinstance(layer.ffn, MlpSpec)]
@@ -364,8 +364,8 @@ def _check_hybrid(name: str, config: Any) -> None:
 def context_limit(config: "PreTrainedConfig") -> int:
     """Tokens of prompt and answer that a model was made for.
 
-    YaRN stretches `original_max_position_embeddings` by its factor; model cards add it to a config.json whose
-    `max_position_embeddings` stays what it was.
+    YaRN stretches `original_max_position_embeddings` by its factor; model cards add it to a config.json and leave
+    `max_position_embeddings` as it was.
     """
     limit = int(config.max_position_embeddings)
     rope = full_rope(config)

@@ -25,7 +25,7 @@ from dflash_toolkit.kernels.triton import delta as kernels
 from dflash_toolkit.kernels.triton import delta_chunk as chunked
 
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
-TAPS, ROWS = 4, 5  # of the convolution; of the longest block
+TAPS, ROWS = 4, 5  # those of the convolution; those of the longest block
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def copied(memory: DeltaMemory) -> DeltaMemory:
     return DeltaMemory(*(getattr(memory, each.name).clone() for each in fields(memory)))
 
 
-# of every step: how many rows of the last block stayed, and how many of this one are real, for three requests
+# for every step: how many rows of the last block stayed, and how many of this one are real, for three requests
 STEPS = [
     ((0, 0, 0), (5, 4, 0)), ((5, 1, 0), (5, 5, 3)), ((2, 3, 3), (1, 5, 0)), ((1, 0, 0), (0, 2, 0)),
     ((0, 2, 0), (5, 1, 4)),
@@ -157,7 +157,7 @@ def test_drafts_leave_the_bits_that_one_row_at_a_time_leaves() -> None:
         alone.append(own.step(kernels, text[i : i + 1], plain, (0,), (min(i, 1),), (1,)))
     at, stay = 0, 0
     for accepted in (3, 1, 5, 2, 3):
-        block = own.rows(1, ROWS)  # what is drafted wrong is any row
+        block = own.rows(1, ROWS)  # a wrong draft is any row
         block[:accepted] = text[at : at + accepted]
         found = own.step(kernels, block, drafted, (0,), (stay,), (ROWS,))
         assert torch.equal(found[:accepted], torch.cat(alone[at : at + accepted])), at
@@ -169,7 +169,7 @@ def test_drafts_leave_the_bits_that_one_row_at_a_time_leaves() -> None:
 
 
 def chains_of(counts: Sequence[int], rows: int) -> TreeRows:
-    """Chains behind anchors, of so many rows each; `rows` with the padding behind them."""
+    """Chains after anchors, of so many rows each; `rows` with the padding after them."""
     batch, slots = len(counts), ROWS - 1
     ranks = torch.zeros(batch, slots, 1, 1, dtype=torch.int32)
     limits = torch.tensor(counts, dtype=torch.int32) - 1
@@ -182,7 +182,7 @@ def chains_of(counts: Sequence[int], rows: int) -> TreeRows:
 
 
 def test_chains_are_blocks_of_as_many_rows_of_each_request() -> None:
-    """Their rows stand one behind the other; outputs and memory have the bits that padded blocks leave."""
+    """Their rows follow each other; outputs and memory have the bits that padded blocks leave."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     own, slots, width = net(1, 2, 8, 20, dtype), (4, 1, 2), 40
     ragged = own.memory(5)
@@ -232,7 +232,7 @@ def test_request_bits_do_not_depend_on_batch_or_padding() -> None:
 def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     own, slots = net(*sizes, dtype), integers([3, 1])
     by_rows, in_chunks, defined, plain = (own.memory(4) for _ in range(4))
-    for memory in (by_rows, in_chunks, defined):  # of requests that are gone
+    for memory in (by_rows, in_chunks, defined):  # left by earlier requests
         for each in fields(memory):
             getattr(memory, each.name)[[1, 3]] = math.nan
     text = own.rows(2, 19).view(2, 19, -1)
@@ -260,7 +260,7 @@ def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int
 
 
 def exact_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Row by row in float64: outputs [B, S, N, H_v], and the state [B, N, H_k, H_v] behind them."""
+    """Row by row in float64: outputs [B, S, N, H_v], and the state [B, N, H_k, H_v] after them."""
     q, k = (x.double().repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     state, found = state.double(), list[Tensor]()
     decay, beta = gates[0].double().exp()[..., None], gates[1].double()[..., None]

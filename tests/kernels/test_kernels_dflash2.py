@@ -234,7 +234,7 @@ def test_padding_rows_get_valid_columns(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more than 16 rows parts of 512 columns, in tiles of 256, as the interpreter is slow."""
+    """For more than 16 rows, parts of 512 columns, in tiles of 256, as the interpreter is slow."""
     monkeypatch.setattr(gpu, "MAX_ROWS", 16)
     for module, name, size in ((row_top, "TILE", 256), (row_top, "TILE_LANES", 64), (gpu, "TOP_COLUMNS", 512)):
         monkeypatch.setattr(module, name, size)
@@ -354,7 +354,7 @@ def test_the_top_of_a_head_in_fp8_has_the_values_of_its_logits() -> None:
 
 
 def slots_of(batch: int, slots: int, count: int, rank: int, dtype: torch.dtype, vocab: int = 60) -> list[Tensor]:
-    """A walk's arguments; slots are those behind the first of longer blocks, which are NaN or no token."""
+    """A walk's arguments; slots are those after the first of longer blocks, which are NaN or no token."""
     state = torch.full((batch, slots + 1, rank), math.nan)
     unary = torch.full((batch, slots + 1, count), math.nan)
     candidates = torch.full((batch, slots + 1, count), -1)

@@ -63,7 +63,7 @@ def test_experts_in_fp8_are_those_of_the_definition(m: int, by_rows: bool) -> No
     inputs = (x, *(in_fp8(weight, by_rows) for weight in weights), *routed(m, 3, 2, torch.float32))
     found, expected = kernels.experts_mlp(*inputs), reference.experts_mlp(*inputs)
     error = (found.float() - expected).norm() / expected.norm()
-    # sums in another order may be quantized to a neighbour; the interpreter's rounding loses carries
+    # sums in another order may be quantized to an adjacent value; the interpreter's rounding loses carries
     assert error < (0.003 if DEVICE == "cuda" else 0.15)
     if not by_rows:
         rows = QuantizedRows(x, *fp8_blocks.quantize_groups(x))

@@ -20,7 +20,7 @@ from kernel_pages import make_pages
 from dflash_toolkit.kernels import flash, gpu, reference
 from dflash_toolkit.models import packed
 
-SIZE = 64  # of a page
+SIZE = 64  # page size
 BF16 = torch.bfloat16
 
 
@@ -152,7 +152,7 @@ def test_long_chunk_is_exact_and_independent_of_its_cuts(
 ) -> None:
     total = 3000
     pages = make_pages((0,), total, SIZE, groups, width, BF16)
-    pages.cache.nan_to_num_(0.0)  # it multiplies what is behind the last key by zero
+    pages.cache.nan_to_num_(0.0)  # it multiplies what follows the last key by zero
     q = randn(total, groups * group, width, dtype=BF16)
 
     def chunk(first: int, end: int) -> Tensor:

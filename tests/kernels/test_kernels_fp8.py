@@ -16,7 +16,7 @@ from dflash_toolkit.kernels.formats import FP8_MAX, RowScaledFp8
 from dflash_toolkit.kernels.triton import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
+ROUNDING = 2.0**-4  # half the distance of adjacent values in e4m3, of the smaller one
 
 
 def rows_of(kind: str, m: int, k: int) -> Tensor:

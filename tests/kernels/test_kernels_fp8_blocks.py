@@ -28,11 +28,11 @@ from dflash_toolkit.kernels.triton import fp8_blocks
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
 DTYPE = torch.bfloat16  # of rows, which the kernels quantize
-ROUNDING = 2.0**-4  # half the distance of neighbours in e4m3, of the smaller one
+ROUNDING = 2.0**-4  # half the distance of adjacent values in e4m3, of the smaller one
 
 
 def rows_of(kind: str, m: int, k: int) -> Tensor:
-    """Rows whose groups are of very different sizes, one of them all zero."""
+    """Rows with groups of very different sizes, one of them all zero."""
     x = torch.randn(m, k) * torch.logspace(-3, 2, m * k // BLOCK).view(m, -1).repeat_interleave(BLOCK, 1)
     x[0, :BLOCK] = 0
     if kind == "in the format":  # as bf16 has it exactly: the scale a power of two

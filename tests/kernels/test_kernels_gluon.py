@@ -132,7 +132,7 @@ def test_the_order_of_loads_and_programs_and_the_rings_do_not_matter(
     for seed in range(8):
         case.kernel.seed = seed
         assert all(torch.equal(one, other) for one, other in zip(case.launch(), first, strict=True))
-        assert int(case.counters[0]) == 0  # the others are reset when nobody can be at them: by the next launch
+        assert int(case.counters[0]) == 0  # the others are reset when no program can use them: by the next launch
 
 
 def test_a_program_without_tiles_sees_every_arrival_at_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_splits_of_qwen3_8b_and_qwen2_0_5b_on_an_h200() -> None:
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 def test_the_rings_fit_into_shared_memory_and_hold_more_than_one_step(rows: int) -> None:
     slots = pipeline.slots_of(rows)
-    assert slots.rows >= 2 and slots.weights > 3  # three tiles may stand side by side
+    assert slots.rows >= 2 and slots.weights > 3  # three tiles may be side by side
     held = slots.weights * pipeline.BLOCK_N + slots.rows * rows
     assert pipeline.SHARED_BYTES * 0.95 <= held * pipeline.BLOCK_BYTES.value <= pipeline.SHARED_BYTES
 
@@ -139,7 +139,7 @@ def test_the_layer_is_right_to_float64_and_batch_invariant(shape: tuple[int, int
 
 @pytest.mark.gpu
 def test_fused_layer_has_the_bits_of_separate_gemms() -> None:
-    """o and down are cut alike; qkv is cut here as the one launch cuts it."""
+    """o and down are cut the same way; qkv is cut here as the one launch cuts it."""
     w = matrices(SHAPES[0], "cuda", torch.bfloat16)
     for rows in ROWS:
         x, a = (torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2))

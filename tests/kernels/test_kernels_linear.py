@@ -131,7 +131,7 @@ def test_row_result_does_not_depend_on_batch_size(kind: str) -> None:
     function: Callable[[Tensor, Tensor], Tensor] = getattr(kernels, kind if kind == "linear" else f"linear_{kind}")
     dim = 1 if kind == "split_k" else 0
     whole = function(x, weight)
-    if kind == "linear":  # the data can tell orders apart at all
+    if kind == "linear":  # the data can distinguish orders at all
         assert not torch.equal(whole, F.linear(x.double(), weight.double()).float())
     for rows in (1, 16, 17, 33, 64, 65):
         assert torch.equal(function(x[:rows], weight), whole.narrow(dim, 0, rows)), rows
@@ -151,7 +151,7 @@ def test_tiles_fit_and_sum_order_is_independent_of_row_count(
     assert {(tile.block_k, tile.splits) for tile in tiles.values()} == {(elsewhere.block_k, elsewhere.splits)}
     for rows, tile in tiles.items():
         padded = max(16, 1 << (rows - 1).bit_length())
-        # 64 rows for each warp group: all tiles then use wgmma, whose sums are alike
+        # 64 rows for each warp group: all tiles then use wgmma, which sums in one order
         assert tile.block_n >= 64 and tile.warps % 4 == 0 and tile.block_n >= 16 * tile.warps
         assert tile.block_k >= 16 and tile.block_k.bit_count() == tile.block_n.bit_count() == 1
         assert tile.stages * (tile.block_n + padded) * tile.block_k * (4 if fp32 else 2) <= shared

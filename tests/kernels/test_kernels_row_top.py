@@ -23,7 +23,7 @@ def surrounded(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("vocabulary", "count"), [(16, 16), (300, 16), (2048, 3), (2049, 16), (5000, 5)])
 def test_the_largest_are_found_wherever_they_are(vocabulary: int, count: int) -> None:
     rows = torch.stack([torch.randperm(vocabulary) for _ in range(5)]).float()
-    rows[0] = torch.arange(vocabulary)  # side by side, behind whole tiles
+    rows[0] = torch.arange(vocabulary)  # side by side, after whole tiles
     rows[1] = (torch.arange(vocabulary) % 2048 == 7) * 1000.0 + torch.arange(vocabulary) / vocabulary  # in one lane
     rows[2] = -rows[2] - 1
     logits = surrounded(rows)

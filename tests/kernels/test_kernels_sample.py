@@ -22,7 +22,7 @@ from dflash_toolkit.sampling import SamplingParams
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 LAST = 1.0 - 2.0**-53  # the greatest uniform; times a sum it may be rounded up to the sum
-TOLERANCE = 2e-6  # of the mass: fp32 exponentials and, in the definition, fp32 sums
+TOLERANCE = 2e-6  # share of the mass: fp32 exponentials and, in the definition, fp32 sums
 
 
 @pytest.fixture(autouse=True, scope="module")

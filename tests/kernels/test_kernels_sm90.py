@@ -42,7 +42,7 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     assert [name for name, report in found.items() if report["overlaps"] and not report["waits"]] == []
     assert {report["kernel"] for report in found.values() if report["overlaps"] and report["before"]} == BEFORE_THE_WAIT
     # what is older than a pass is read before the wait (hopper/attention.py), which is safe as long as there are
-    # launches between two passes that start the next one only behind their own wait
+    # launches between two passes that start the next one only after their own wait
     starts: dict[str, set[str]] = {"early": set(), "late": set()}
     for report in found.values():
         if report["starts_next"]:

@@ -31,7 +31,7 @@ SHAPES = [  # S, heads of a group, head width, contexts, page size, window
     (3, 1, 40, (260,), 64, 200),
     (1, 7, 64, (63, 0, 130), 16, 50),
     (5, 7, 8, (63, 0, 1), 64, 5),
-    (16, 3, 128, (120,), 16, 130),  # the block lies across the first long split's start
+    (16, 3, 128, (120,), 16, 130),  # the block crosses the first long split's start
     (16, 7, 128, (130,), 64, 0),  # two tiles of rows
     (16, 4, 64, (0, 260), 16, 0),
 ]
@@ -92,7 +92,7 @@ def test_causal_slots_have_the_bits_of_plain_steps(
     pages = make_pages((context,), block, 16, 1, 64, dtype)
     q, slots = randn(block, group, 64, dtype=dtype), range(0, block, 3 if block < 16 else 7)
     in_block = check_slots(q, pages, slots, window=window, whole=whole)
-    for k in slots:  # nor does it see what the other slots ask or what stands behind it
+    for k in slots:  # nor does it see what the other slots ask or what follows it
         others = torch.arange(block, device=DEVICE) != k
         changed = replace(pages, cache=pages.cache.clone())
         changed.cache[:, pages.slots(block)[0, k + 1 :]] = randn(2, block - k - 1, 1, 64, dtype=dtype)
@@ -162,7 +162,7 @@ def test_parts_are_added_in_their_order(parts: tuple[float, ...], total: int) ->
 def test_accepted_tokens_and_lengths_are_those_of_the_definition(batch: int, block: int, forced: bool) -> None:
     choice, drafts = torch.randint(1 << 40, (2, batch, block), device=DEVICE)
     draft = drafts[:, 1:]  # as the runtime has it: rows are not contiguous
-    for request in range(batch):  # every length of prefix, and matches behind a mismatch
+    for request in range(batch):  # every length of prefix, and matches after a mismatch
         agree = (request * 7 + block - 1) % block
         choice[request, : block - 1] = draft[request]
         if agree < block - 1:
@@ -175,5 +175,5 @@ def test_accepted_tokens_and_lengths_are_those_of_the_definition(batch: int, blo
         results += [*ops.accept(draft, choice, numbers % 4 != 1, lengths, last, exactly), lengths, last]
     for ours, wanted in zip(found, expected, strict=True):
         assert ours.dtype == wanted.dtype and torch.equal(ours, wanted)
-    # sampling counts tokens by scattering all of them, so those behind the committed ones are token ids too
+    # sampling counts tokens by scattering all of them, so those after the committed ones are token ids too
     assert (found[1] >= 0).all()

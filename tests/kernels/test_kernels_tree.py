@@ -211,7 +211,7 @@ def test_children_are_the_most_probable_candidates_calibrated(
     of_rank = torch.zeros_like(every).scatter(-1, order.long(), every)
     torch.testing.assert_close(values, of_rank.gather(-1, ranks.long()), rtol=1e-5, atol=1e-5)
     assert (values.diff(dim=-1) <= 0).all() and (ranks.sort(dim=-1).values.diff(dim=-1) > 0).all()
-    for b in range(batch):  # whoever is beside it
+    for b in range(batch):  # with any other request in the batch
         alone = [None if part is None else part[b : b + 1] for part in (unary, lse, candidates)]
         mine = pairs and (pairs[0][b : b + 1], *pairs[1:3], pairs[3][b : b + 1])
         assert torch.equal(tree_build.draft_children(*alone, arguments[0], width, mine)[0][0], values[b])

@@ -1,4 +1,4 @@
-"""What every weight format defines, and the rows that GEMMs multiply with the weights."""
+"""Defines the interface of weight formats, and the rows that GEMMs multiply with the weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FP8_MAX = 448.0  # of float8_e4m3fn
+FP8_MAX = 448.0  # largest float8_e4m3fn
 LEAST = 1e-12  # lower bound of the largest value of a scaled group, so that no scale is zero
 
 
@@ -19,7 +19,7 @@ class Format:
     A format is a module of this package. `Gpu` maps its class to the GEMM kernels.
     """
 
-    scale_suffix: str = ""  # of the name of the tensor of scales in a checkpoint
+    scale_suffix: str = ""  # suffix of the scales' tensor in a checkpoint
     capability: tuple[int, int] = (8, 0)  # lowest one of a CUDA device that multiplies in this format
     quantizes_rows: bool = False  # GEMMs of any number of rows quantize them
     groups_rows: bool = False  # in groups of columns, which `QuantizedRows` hold

@@ -1,4 +1,4 @@
-"""FP8 weights of checkpoints, whose GEMMs quantize their rows too.
+"""FP8 weights of checkpoints; their GEMMs also quantize the rows.
 
 FP8_BLOCK has one fp32 scale for every 128 rows and 128 columns (DeepSeek-V3, arXiv 2412.19437, section 3.3), and its
 rows one for every 128 columns. FP8_CHANNEL has one scale for each whole row, of the weights and of what they are

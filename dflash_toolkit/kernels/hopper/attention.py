@@ -5,7 +5,7 @@ by TMA, STAGES tiles ahead. While the softmax of a tile runs, the matrix units s
 values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
 
 The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
-before it has waited itself. What is asked for before the wait has to be older than the last launch that lets others
+before it has waited itself. Data loaded before the wait has to be older than the last launch that lets others
 start only after its own wait: lengths, pages, what is known of the rows, and the keys and values of the context are,
 all of earlier passes, as the norm that a pass begins with is such a launch.
 """
@@ -75,7 +75,7 @@ def _slot(p_pages, position, columns, PAGE: gl.constexpr):
 
 @gluon.jit
 def _tiles(start, stop, end):
-    """Tiles of the split start..stop before `end`; none where it begins behind that."""
+    """Tiles of the split start..stop before `end`; none if it begins after `end`."""
     return gl.maximum(gl.minimum(stop, end) - start + KEYS - 1, 0) // KEYS
 
 
@@ -83,7 +83,7 @@ def _tiles(start, stop, end):
 def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """A tile's probabilities, the state of its rows and what the sums so far are to be multiplied by.
 
-    The fused multiplications are spelt out: this is compiled several times, and all have to round alike.
+    The fused multiplications are spelt out: this is compiled several times, and all copies have to round the same way.
     """
     if WINDOW > 0 or first + KEYS > full:
         o_t = first + gl.arange(0, KEYS, gl.SliceLayout(0, b_s.type.layout))
@@ -132,11 +132,11 @@ def _state(
     start, before, tiles, asked, values, slot, next_slot, o_pos, tree, end, full, scale,
     HEAD: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The softmax state of a tile's rows over a split's keys, whose first tiles have been asked for.
+    """The softmax state of a tile's rows over a split's keys. The loads of its first tiles have started.
 
     Args:
         before: tiles of the program's split before it.
-        asked: tiles to ask for, those of the split behind it included if the program has that too; 0 if all have been.
+        asked: tiles to ask for, those of the next split included if the program has that too; 0 if all have been.
         values, slot, next_slot: where the tiles 2, 3 and 4 are, if they are to be asked for.
         tree: as in `triton/attention.py`.
     """
@@ -295,7 +295,7 @@ def hopper_attention_kernel(
     end = length + count
     if COUNTED:
         end = length + gl.load(counts_p + i_b)
-    if CAUSAL or TREE:  # ancestors stand before a node
+    if CAUSAL or TREE:  # ancestors come before a node
         end = gl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
     tiles = _tiles(start, stop, end)
     if tiles == 0:
@@ -316,7 +316,7 @@ def hopper_attention_kernel(
     grid_wait()
     _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, old, asked)
 
-    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are neighbours
+    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are adjacent
     o_slot = o_row // GROUP
     o_q = ((row.to(gl.int64) + o_slot) * G + i_g) * GROUP + o_row % GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
@@ -405,7 +405,7 @@ def launch(
         states: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32; `ragged` m and l
             [M * G, splits, N / G] and acc [M * G, splits, N / G, H].
         cuts: SHORT, SHORT_SPLITS and LONG, where the keys are cut.
-        pairs: a program has two short splits, whose state stands in the place of the first.
+        pairs: a program has two short splits; their state is stored in the first one's place.
         ragged: the rows, and how many a request has at most; unless `causal` they are of trees.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape

@@ -33,12 +33,12 @@ from .pipeline import (
     wide_of,
 )
 
-BARRIERS = 9  # of the grid, a layer
+BARRIERS = 9  # grid barriers of a layer
 
 
 @gluon.constexpr_function
 def row_layout(group, warps):
-    """Of a row [groups, channels of a group]."""
+    """Returns the layout of a row [groups, channels of a group]."""
     each = min(group, 8)
     lanes = min(group // each, 32)
     return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
@@ -60,7 +60,7 @@ def _tap(
     base_p, own_p, stride_split, stride_row, i_m, tau,
     D: gl.constexpr, SPLITS: gl.constexpr, GROUP: gl.constexpr, BLOCK_C: gl.constexpr,
 ):  # fmt: skip
-    """What a row's channels have of the row `tau` before it, [BLOCK_C, GROUP]."""
+    """Returns the coefficients of a row's channels for the row `tau` before it, [BLOCK_C, GROUP]."""
     o_c, o_d = _groups(GROUP, BLOCK_C), _channels(GROUP, BLOCK_C)
     slim: gl.constexpr = o_c.type.layout
     b_own = gl.zeros([BLOCK_C], gl.float32, slim)

@@ -42,8 +42,8 @@ from .pipeline import (
 )
 
 FP8_LARGEST = gl.constexpr(FP8_MAX)
-BARRIERS = 5  # of the grid, a layer
-PHASES = (  # what ends at each stamp of a trace; a barrier ends when all programs have come to it
+BARRIERS = 5  # grid barriers of a layer
+PHASES = (  # the phase that ends at each stamp of a trace; a barrier ends when all programs have come to it
     "start", "o", "barrier", "norm", "barrier", "gate and up", "barrier", "down", "barrier", "norm", "barrier", "qkv",
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ def _gemm(
     o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout_of(T, BLOCK_K, gl.num_warps())))
     for item in range(gl.program_id(0), groups * SPLITS, gl.num_programs(0)):
         tile = (item % groups) * WIDE
-        if SCALED:  # asked for long before they are needed; behind the last tile there may be none
+        if SCALED:  # loaded long before they are needed; after the last tile there may be none
             p_scale = scale_p + tile * BLOCK_N + o_n
             s_0 = gl.load(p_scale)
             s_1 = gl.load(p_scale + BLOCK_N, mask=o_n < (WIDE - 1) * BLOCK_N, other=0.0)

@@ -24,9 +24,9 @@ from ..launch import MAX_ROWS, is_hopper, multiprocessors
 
 BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
 BLOCK_BYTES = gl.constexpr(256)  # bytes of a row of a block
-COLUMNS = 128  # of a block in bf16; in fp8 the last one may be half empty
+COLUMNS = 128  # columns of a block in bf16; in fp8 the last one may be half empty
 WARPS = 8  # that compute
-SHARED_BYTES = 208 * 1024  # of the rings; some is left for turning a tile
+SHARED_BYTES = 208 * 1024  # bytes of the rings; some is left for turning a tile
 
 
 class Slots(NamedTuple):
@@ -93,7 +93,7 @@ def steps_of(k, splits, block):
 
 @gluon.constexpr_function
 def layout_of(rows, block, warps):
-    """Of a tile's sums [BLOCK_N, rows]: a warpgroup has its part of the rows."""
+    """Returns the layout of a tile's sums [BLOCK_N, rows]: a warpgroup has its part of the rows."""
     sides = warps // 4
     return gl.NVMMADistributedLayout([3, 0], [4, sides], [16, rows // sides, block // 8])  # 32 bytes along K
 

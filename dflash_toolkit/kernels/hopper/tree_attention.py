@@ -1,7 +1,7 @@
 """The kernels of `triton/tree_attention.py` in Gluon for sm_90, for what `hopper/attention.py` takes.
 
-The whole tiles of the context come as a block's do. What is left of each row is gathered, key by key, into the places
-of a tile where a plain step has it, and multiplied by the same instructions: so it has the bits of that step.
+The whole tiles of the context are loaded as a block's are. The remaining keys of each row are gathered, key by key,
+into the places that a plain step gives them, and multiplied by the same instructions: so a row has that step's bits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -105,7 +105,7 @@ def hopper_prefix_kernel(
     _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, asked)
     grid_wait()
 
-    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # the heads of a row are neighbours
+    o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # the heads of a row are adjacent
     o_q = ((row + o_row // GROUP).to(gl.int64) * G + i_g) * GROUP + o_row % GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
     q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_row < heads)[:, None], other=0.0))

@@ -72,7 +72,7 @@ def _spread(b_key, o_t, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
     """Keys of tiles o_t as those of all columns; a value of 16 bits has its column in the low bits, its own zeros."""
     if WIDE:
         return b_key
-    b_order = tl.where(b_key < 0, b_key | (BLOCK_N - 1), b_key & -BLOCK_N)  # of a negative one's order they are ones
+    b_order = tl.where(b_key < 0, b_key | (BLOCK_N - 1), b_key & -BLOCK_N)  # ones in a negative one's order
     b_spread = key_of(b_order, (o_t + 1) * BLOCK_N - 1 - (b_key & (BLOCK_N - 1)))
     return tl.where(b_key == -(2**31), -(2**63), b_spread)
 

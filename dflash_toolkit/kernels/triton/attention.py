@@ -135,7 +135,7 @@ def _pad(
     out_p, m_p, l_p, acc_p, first, M, i_r, i_g, G, H, GROUP, TILES, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Of the rows first..M - 1, which are padding: zeros, or (not WHOLE) the state of a value of zero."""
+    """Fills the rows first..M - 1, which are padding: zeros, or (not WHOLE) the state of a value of zero."""
     o_h = tl.arange(0, HEAD)
     heads = (M - first) * GROUP
     for at in range(i_r * ROWS, heads, TILES * ROWS):
@@ -166,7 +166,7 @@ def _attention_kernel(
     """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`.
 
     RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together; after them is padding, which the
-    programs of a request behind the last one fill. The state of head h of KV head g of row r over split s is at
+    programs of a request after the last one fill. The state of head h of KV head g of row r over split s is at
     ((r * G + g) * SPLITS + s) * GROUP + h. TREE: they are of trees.
     """
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
@@ -230,7 +230,7 @@ def _attention_kernel(
 
 @triton.jit
 def _load_state(m_p, l_p, acc_p, o_part, o_h, m_part, HEAD: tl.constexpr):
-    """Of some splits; where there is none, what changes nothing."""
+    """Loads the state of some splits; a missing one is loaded as the neutral state."""
     part_m = tl.load(m_p + o_part, mask=m_part, other=-float("inf"))
     part_l = tl.load(l_p + o_part, mask=m_part, other=0.0)
     return part_m, part_l, tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_part[:, None], other=0.0)
@@ -352,7 +352,7 @@ def masked_attention(
 ) -> Tensor:
     """Attention [M, N H] of the rows' queries [M, N, H], trees of up to `longest` rows each; see the reference.
 
-    In one pass over the keys where they stand, with a mask of ancestors: so a row is not summed in the order of the
+    In one pass over the keys in place, with a mask of ancestors: so a row is not summed in the order of the
     same token decoded plainly. No request's rows depend on another's.
     """
     ragged = rows, min(longest, len(q) - len(lengths) + 1)

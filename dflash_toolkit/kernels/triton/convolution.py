@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..launch import next_power_of_two, pdl
 
-CHANNELS = 512  # of a program of the forward
+CHANNELS = 512  # channels of a forward program
 BACKWARD_ROWS, BACKWARD_CHANNELS = 64, 64
 
 
@@ -150,7 +150,7 @@ def _group(dynamic: Tensor, base: Tensor) -> int:
 
 
 def _parts(rows: Tensor) -> tuple[int, int, int]:
-    """Of [M, N] or split-K parts [P, M, N]: how many parts, from part to part, from row to row."""
+    """Returns the number of parts, their stride and the rows' stride of [M, N] or split-K parts [P, M, N]."""
     return (len(rows), rows.stride(0), rows.stride(1)) if rows.dim() == 3 else (1, 0, rows.stride(0))
 
 

@@ -19,8 +19,8 @@ from ..tree import TreeRows
 from .fp8_blocks import quantize
 from .pdl import start_next, wait_for_previous
 
-CHANNELS = 64  # of a program of the convolution
-COLUMNS = 16  # of a head's values, of a program of the delta rule: one warp, which needs no barriers
+CHANNELS = 64  # channels of a program of the convolution
+COLUMNS = 16  # columns of a head's values in a program of the delta rule: one warp, which needs no barriers
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _sigmoid(x):
 
 @triton.jit
 def gate_sums(p_ba, mask, N, stride_part, PARTS: tl.constexpr, FORMAT: tl.constexpr):
-    """What becomes beta and what becomes the decay, rounded to a format, of partial sums."""
+    """Adds up the partial sums of beta and of the decay, rounded to a format."""
     b_b = tl.load(p_ba, mask=mask, other=0.0).to(tl.float32)
     b_a = tl.load(p_ba + N, mask=mask, other=0.0).to(tl.float32)
     for _ in tl.static_range(PARTS - 1):  # in order: the result may not depend on scheduling
@@ -114,7 +114,7 @@ def _delta_inputs_kernel(
 
 @triton.jit
 def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS: tl.constexpr):
-    """Inputs at places o_at behind the window: before 0 of the window, before `stay` of the last block, then new."""
+    """Inputs at places o_at after the window: before 0 of the window, before `stay` of the last block, then new."""
     o_at = o_at.to(tl.int64)[:, None]
     before, old = o_at < 0, (o_at >= 0) & (o_at < stay)
     b_x = tl.load(window_p + (o_at + TAPS - 1) * C, mask=before & (o_at > -TAPS) & m_c, other=0.0)
@@ -143,7 +143,7 @@ def _delta_rule_kernel(
     """CHUNK: all rows stay, and stay_p holds how many came before, of other chunks. CHAINS: a request's begin where
     starts_p says, and not at every S.
 
-    The parts of a head are neighbours in the grid: a row of its state is read whole while all of them are there.
+    The parts of a head are adjacent in the grid: a row of its state is read whole while all of them are there.
     """
     i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -183,7 +183,7 @@ def _delta_rule_kernel(
     if CHUNK or count == 0:
         tl.store(p_state, b_state, mask=m_state & (end > 0))
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
-    if CHAINS:  # what is left over behind all of them is shared out
+    if CHAINS:  # the programs share the rows after all chains
         for row in range(tl.load(starts_p + tl.num_programs(2)) + i_b, M, tl.num_programs(2)):
             tl.store(out_p + row * N * H_V, b_none, mask=m_v)
     else:

@@ -18,8 +18,8 @@ from .delta import _sigmoid, _softplus, gate_sums
 
 CHUNK: tl.constexpr = tl.constexpr(64)  # rows of a triangular system
 PART: tl.constexpr = tl.constexpr(16)  # rows of a chunk that are solved one after another
-ROWS = 32  # of a program of the convolution
-COLUMNS = 64  # of a head's values, of a program that goes from chunk to chunk
+ROWS = 32  # rows of a program of the convolution
+COLUMNS = 64  # columns of a head's values in a program that goes from chunk to chunk
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _chunk_inputs_kernel(
 def _inverse(b_a):
     """The inverse of 1 + b_a [64, 64], which is strictly lower triangular, in fp32.
 
-    Blocks on the diagonal by substitution, row after row: powers of b_a would cancel each other where keys are alike.
+    Blocks on the diagonal by substitution, row after row: powers of b_a would cancel each other where keys are similar.
     With those of four blocks, (1 + M)^-1 = (1 + M^2) (1 - M).
     """
     PARTS: tl.constexpr = CHUNK // PART
@@ -208,7 +208,7 @@ def chunk_inputs(
     starts: Tensor,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `chunk_rule` takes of the rows of a prompt's chunk, which move the memory's window. See `delta_chunk`.
+    """Prepares `chunk_rule` for the rows of a prompt's chunk, which move the memory's window. See `delta_chunk`.
 
     Returns:
         q, k [B, S, G, H_k], of length 1, and v [B, S, N, H_v], in qkv's dtype; fp32 [2, B, S, N]: the log of what a

@@ -134,7 +134,7 @@ def _experts_kernel(
     """SWIGLU: out [M * TOP, N / 2] of x [M, K] and w [E, N, K]; else out [TOP, M, N], weighted, of x [M * TOP, K].
 
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: its expert is that of a pair, if it is the first one
-    of it. GATHERED: the last expert starts first, as it may be the one of all rows, whose programs take longest.
+    of it. GATHERED: the last expert starts first, as it may be the one of all rows: its programs take longest.
     SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
     """
     i_n, i_e = tl.program_id(0), tl.program_id(2)
@@ -210,7 +210,7 @@ def experts_tile(
     rows: int, top: int, experts: int, k: int, *, fp32: bool = False, fp8: bool = False, shared: int = SHARED_BYTES
 ) -> tuple[Tile, int]:
     """How the GEMMs of all experts with K columns are cut, and the rows of an expert that are multiplied at a time."""
-    # of gathered ones twice what an expert has if all are asked for alike; once in a step's short loops
+    # if gathered, twice the rows of an expert when all are chosen equally often; once in a step's short loops
     often = 1 if fp8 and k < SHORT and rows <= STEP_ROWS else 2
     taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8) else padded(rows)
     if fp8:
@@ -224,7 +224,7 @@ def experts_tile(
 
 
 def group_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each of so many experts its pairs of a row and its rank, int32 [count, M], and how many it has, int32 [count].
+    """Returns each expert's pairs of a row and its rank, int32 [count, M], and their number, int32 [count].
 
     Args:
         experts: int32 [M, top].

@@ -19,8 +19,8 @@ from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, 
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
-LSE_WARPS = 8  # of the widest tiles, which hold the logits' exponentials next to the sums
-SWIGLU_BLOCK = 1024  # columns a program of SwiGLU behind cuBLAS: half as many take 256 rows of 12288 3 us longer
+LSE_WARPS = 8  # warps of the widest tiles, which hold the logits' exponentials next to the sums
+SWIGLU_BLOCK = 1024  # columns a program of SwiGLU after cuBLAS: half as many take 256 rows of 12288 3 us longer
 
 
 def tile_for(
@@ -84,7 +84,7 @@ def _argmax_kernel(
 ):  # fmt: skip
     """The largest logit and its column among BLOCK_N columns: best, index [tiles, M].
 
-    SCALED: the weights are in fp8; ROUNDED: so are the rows, whose scales change no argmax.
+    SCALED: the weights are in fp8; ROUNDED: so are the rows; their scales change no argmax.
     """
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -115,12 +115,12 @@ def _top_kernel(
     """The largest logits among BLOCK_N columns, as keys and the largest first: keys [tiles, COUNT, M].
 
     A tile writes as many as may be among the COUNT largest of a row, and in counts [tiles] how many those are: no value
-    below that of COUNT others can be, and tiles that are ready tell theirs. Of tiles t with the same t % COUNT the
+    below that of COUNT others can be, and finished tiles publish theirs. Of tiles t with the same t % COUNT the
     largest values so far are in bounds [COUNT, M]; as they are of different columns, none below them all is needed. How
     many are written depends on which tiles are ready; what is the best of them does not.
 
-    LOGIT: what logits are rounded to. Of 16 bits, a value and its column in the tile are one integer of 32.
-    LSE: the largest logit behind `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
+    LOGIT: what logits are rounded to. If it has 16 bits, a value and its column in the tile are one integer of 32.
+    LSE: the largest logit after `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
     """
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -233,7 +233,7 @@ def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
 
 
 def swiglu(product: Tensor, halves: bool = False) -> Tensor:
-    """silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] whose columns are gate 0, up 0, gate 1, up 1, ...
+    """silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] with the columns gate 0, up 0, gate 1, up 1, ...
 
     `halves`: all gates, then all ups.
     """

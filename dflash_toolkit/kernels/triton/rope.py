@@ -1,6 +1,6 @@
 """Per-head norm, RoPE and the write into the pages, in Triton.
 
-Handles a block's queries, keys and values, whose split-K partial sums it also adds up, and the context keys and values
+Handles a block's queries, keys and values (it also adds up their split-K partial sums) and the context keys and values
 of every draft layer at once. One program handles a few heads of one row.
 """
 
@@ -41,7 +41,7 @@ def _load(p_in, HALF, TURNS, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, P
 def _load_constants(
     w_p, rope_p, positions, position, HALF, TURNS, BLOCK: tl.constexpr, PARTIAL: tl.constexpr, NORM: tl.constexpr
 ):
-    """Of a position's heads: both sides of the norm's weight (1 without NORM), cosines and sines; all [1, BLOCK]."""
+    """Returns, for a position, both sides of the norm's weight (1 without NORM), cosines and sines; all [1, BLOCK]."""
     o_h = tl.arange(0, BLOCK)[None, :]
     mask = o_h < HALF
     turns = o_h < TURNS  # the others stay as they are

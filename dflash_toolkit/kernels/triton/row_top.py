@@ -17,7 +17,7 @@ from .pdl import start_next, wait_for_previous
 
 LANES = 2048  # columns at a time
 TILE = 8192  # columns of a program where rows alone are too few: of fp16 in 32 bits, 13 bits are free for a column
-TILE_LANES = 1024  # of a tile: 16 bytes a thread, load by load
+TILE_LANES = 1024  # lanes of a tile: 16 bytes a thread, load by load
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -77,9 +77,9 @@ def _tile_top_kernel(
     """The largest of TILE columns of a row, as keys and the largest first: keys [tiles, COUNT, M], counts [tiles].
 
     The logits [M, V] are some columns of all, from tile `first` on. Where a tile has fewer than COUNT columns, what is
-    written besides is below every key.
+    written in addition is below every key.
 
-    LSE: the largest logit behind `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
+    LSE: the largest logit after `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
     """
     i_m, i_t = tl.program_id(0), tl.program_id(1)
     tile = first + i_t
@@ -128,7 +128,7 @@ def _tile_top_kernel(
 
 
 class PartTops:
-    """The `count` largest logits of each row, whose `columns` come in parts of whole tiles.
+    """The `count` largest logits of each row. Its `columns` come in parts of whole tiles.
 
     Args:
         dtype: of the logits.
@@ -157,7 +157,7 @@ class PartTops:
         )  # fmt: skip
 
     def merged(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits fp32 [M, count], their columns int64 [M, count] and the log-sum-exp fp32 [M] behind the scale."""
+        """Logits fp32 [M, count], their columns int64 [M, count] and the log-sum-exp fp32 [M] after the scale."""
         values, ids = merge_top(self._keys, self._counts, TILE)
         if self._scale is None:
             return values, ids, None

@@ -17,7 +17,7 @@ from ..launch import next_power_of_two, pdl
 BLOCK = 4096  # columns at a time
 TILE = 512  # columns or candidates at a time where each is compared with several values
 PIVOTS = 16  # a round of the search finds four bits of a value
-GROUPS = 1024  # of columns, whose largest logits bound the k-th from below
+GROUPS = 1024  # groups of columns; their largest logits bound the k-th from below
 CANDIDATES = 16384  # that a row may pack; a flatter row is searched whole
 MAX_VOCAB = (1 << 21) - 1  # so that a sum of probabilities fits in 63 bits
 WARPS = 16
@@ -216,7 +216,7 @@ def _bound_of_top_k(
 
 @triton.jit
 def _bound_of_top_p(row_p, temperature, values_p, V, top, top_p, TILE: tl.constexpr):
-    """The whole mass, and the highest of a few values that top_p of it stands at and above."""
+    """The whole mass, and the highest of a few values with top_p of it at or above."""
     o_b = tl.arange(0, 4)
     b_bounds = tl.where(o_b < 3, top - 4.0 * (o_b + 1), -float("inf"))
     b_sum = _at_least(row_p, temperature, values_p, False, V, b_bounds, top, 4, 4 * TILE, False)

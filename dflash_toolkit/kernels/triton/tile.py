@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-MULTIPROCESSORS = 132  # of an H200
-SHARED_BYTES = 227 * 1024  # of a thread block on sm_90
+MULTIPROCESSORS = 132  # those of an H200
+SHARED_BYTES = 227 * 1024  # limit of a thread block on sm_90
 ROOM_BYTES = 7 * 1024  # for what the compiler adds
 FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 

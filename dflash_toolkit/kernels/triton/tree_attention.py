@@ -81,9 +81,9 @@ def _tail_kernel(
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What is left of one row: its state goes on in the split where the whole tiles end, and in those behind it.
+    """Handles the rest of one row: its state goes on in the split where the whole tiles end, and in later ones.
 
-    Of padding the state is that of a value of zero.
+    Padding gets the state of a value of zero.
     """
     i_x, i_t = tl.program_id(0), tl.program_id(1)  # i_x = row * G + KV head
     i_m, i_g = (i_x // G).to(tl.int64), i_x % G

@@ -15,7 +15,7 @@ from ..tree import MOST_NODES, TreeRows, Trees
 from .argmax import ordered
 
 EXTREME = tl.constexpr(1e-6)  # probabilities this close to 0 or 1 count as this
-# what fits beside a path in 64 bits: 6 of depth, 7 of the parent's place, 4 of order, 6 of the parent's candidate
+# fields packed with a path in 64 bits: 6 of depth, 7 of the parent's place, 4 of order, 6 of the parent's candidate
 DEEPEST, FARTHEST, LAST = tl.constexpr(63), tl.constexpr(127), tl.constexpr(15)
 CANDIDATES = 64
 
@@ -46,7 +46,7 @@ def _children_kernel(
     K, C, R, stride_unary, stride_lse, stride_candidates, stride_state,
     W: tl.constexpr, C_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One slot of a request. PAIRS: behind each candidate of the slot before, by scores as the walk's."""
+    """One slot of a request. PAIRS: after each candidate of the slot before, by scores as the walk's."""
     i_x = tl.program_id(0).to(tl.int64)
     i_b, k = i_x // K, i_x % K
     o_c = tl.arange(0, C_BLOCK)
@@ -165,7 +165,7 @@ def _grow_kernel(
 
 @triton.jit
 def _largest(log_probs_p, depths_p, o_x, B, N, N_BLOCK: tl.constexpr):
-    """Of nodes o_x = request * N_BLOCK + number what decides first and then, the larger and the lower sooner."""
+    """Returns the two sort keys of nodes o_x = request * N_BLOCK + number: larger first, then lower first."""
     i_b, i_n = o_x // N_BLOCK, o_x % N_BLOCK
     there = (i_b < B) & (i_n < N)
     there = there & (tl.load(depths_p + i_b * N + i_n, mask=there, other=0) > 0)
@@ -275,7 +275,7 @@ def draft_children(
 
 
 def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor, nodes: int) -> Trees:
-    """Of each request the tree of the `nodes` most probable paths, at most MOST_NODES; see the reference."""
+    """Returns for each request the tree of the `nodes` most probable paths, at most MOST_NODES; see the reference."""
     batch, slots, families, width = values.shape
     assert nodes <= MOST_NODES
     device = values.device

@@ -1,4 +1,4 @@
-"""What a step over draft trees tells, in Triton: what its trees expected, and one row of integers for the host."""
+"""The results of a step over draft trees, in Triton: what its trees expected, and one row of integers for the host."""
 
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ..launch import next_power_of_two, pdl
 from ..tree import MOST_NODES, TreeRows, Trees
 from .pdl import start_next, wait_for_previous
 
-SLOTS = tl.constexpr(64)  # of a block, more than trees are deep
+SLOTS = tl.constexpr(64)  # slots of a block, more than trees are deep
 MOST_SUMMED = 512  # nodes of a warp
 
 
@@ -139,7 +139,7 @@ def expected_accepted(
 def pack_tree_results(
     rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, expected: Tensor
 ) -> Tensor:
-    """What a step tells the host, int64 in one dimension; see the reference. The trees are of at most MOST_NODES."""
+    """Returns a step's result, int64 in one dimension; see the reference. The trees are of at most MOST_NODES."""
     (batch, depth), (m, width), device = path.shape, hidden.shape, path.device
     assert hidden.dtype != torch.float64 and hidden.stride(1) == 1
     nonfinite = torch.empty(m, dtype=torch.int32, device=device)

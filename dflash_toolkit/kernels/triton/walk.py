@@ -14,7 +14,7 @@ def _slot(
     state_p, unary_p, candidates_p, predecessors_p, successors_p, k, K, C, R, C_BLOCK: tl.constexpr,
     R_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What slot k is chosen by and from; none of it depends on a choice, so it is loaded a slot ahead."""
+    """Loads the scores and candidates of slot k; none of it depends on a choice, so it is loaded a slot ahead."""
     o_c, o_r = tl.arange(0, C_BLOCK), tl.arange(0, R_BLOCK)
     m_c, m_r = (o_c < C) & (k < K), o_r < R
     b_ids = tl.load(candidates_p + k * C + o_c, mask=m_c, other=0)

@@ -414,7 +414,7 @@ class Drafter(nn.Module):
         return getattr(self, self.config.architecture.selector_name)
 
     def without_selector(self) -> "Drafter":
-        """Returns a drafter with the same weights whose slots take their own best tokens."""
+        """Returns a drafter with the same weights that takes the best token of each slot."""
         architecture = self.config.architecture
         sizes = [name for part in architecture.parts if part.selects for name in part.sizes]
         prefix = f"{architecture.selector_name}."

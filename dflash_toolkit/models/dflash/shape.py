@@ -17,7 +17,7 @@ LIKE_THE_TARGET = ("llama", "qwen2", "qwen3")
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 8
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-WINDOW = 2048  # of sliding layers
+WINDOW = 2048  # window of sliding layers
 # Hidden size from which the parts of DFlash 2 are faster: after equal minutes of training a target of 1536 decoded
 # 1.2 % more tokens a second than with plain DFlash, and one of 896, with short steps, 3.1 % fewer (docs/dflash2.md).
 WIDTH_FOR_PARTS = 1536
