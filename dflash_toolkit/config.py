@@ -108,7 +108,7 @@ def from_mapping(cls: type[C], values: Mapping[str, Any], where: str = "config")
 
 
 def _build(cls: type[C], values: Any, prefix: str) -> C:
-    """Builds the dataclass of the group whose keys begin with `prefix`, which ends in a dot unless it is empty."""
+    """Builds the dataclass of an option group. `prefix` starts the group's keys; it ends in a dot or is empty."""
     if not isinstance(values, Mapping):
         raise UserError(f"{prefix.rstrip('.') or 'options'}: expected a mapping of keys to values, got {values!r}")
     rest, fields = dict(values), {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

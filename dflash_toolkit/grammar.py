@@ -293,7 +293,7 @@ def _not_supported(schema: Any, place: str, depth: int) -> str | None:
     return None
 
 
-# the rule of one character of a string whose length is limited; xgrammar allows control characters in it
+# the rule of one character of a string of limited length; xgrammar allows control characters in it
 CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 
 

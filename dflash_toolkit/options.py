@@ -70,12 +70,12 @@ class SamplingOptions(AnswerOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """The prompts whose responses a drafter is trained on."""
+    """The prompts of the training responses."""
 
     split: str = option("train", "split of datasets to read")
     form: str = option(
         BY_NAME,
-        "benchmark whose prompt template is used; auto: only for sources given as NAME=SOURCE; none: never",
+        "benchmark whose prompt template is used; auto: only for sources given as NAME=SOURCE; none: no template",
         FORM_CHOICES,
     )
     max_prompts: int = option(0, "number of prompts from all sources; 0 uses all", common=True)
@@ -113,7 +113,7 @@ class PromptSetOptions:
     )
     form: str = option(
         BY_NAME,
-        "benchmark whose prompt template is used for all sets; auto: each set's own, by its name; none: none",
+        "benchmark whose prompt template is used for all sets; auto: each set's own, by its name; none: no template",
         FORM_CHOICES,
     )
     split: str = option("test", "split of datasets to read, in their order")

@@ -55,7 +55,7 @@ class Source:
     """One source of prompts: `[NAME=]FILE` or `[NAME=]DATASET[:SUBSET]`, each optionally with `[START:STOP]`.
 
     A dataset is one on the hub or a local directory. START:STOP are its rows START..STOP - 1, counted from 0. NAME is
-    the benchmark whose form is applied to the rows (`FORMS`); any other name changes nothing. If the whole text is the
+    a benchmark: its form is applied to the rows (`FORMS`); any other name changes nothing. If the whole text is the
     name of a file, it is that file.
 
     Raises:

@@ -35,7 +35,7 @@ def check_calibration(
 
 
 def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
-    """Judges the probabilities by nodes whose parents were accepted, block by block."""
+    """Judges the probabilities by the nodes with an accepted parent, block by block."""
     assert case.config is not None
     slots = case.config.block_size - 1
     log_probs, at, accepted, best = (torch.tensor(part) for part in zip(*nodes, strict=True))

@@ -20,7 +20,7 @@ Z_LAB_8B = "z-lab/Qwen3-8B-DFlash-b16"
         "RedHatAI/Qwen3-8B-quantized.w4a16",
         "Qwen/Qwen3-8B-AWQ",
         "/models/Qwen3-8B/",
-        "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abcd",
+        "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abcd",
     ],
 )
 def test_a_target_folder_or_quantized_variant_has_drafters(target: str) -> None:

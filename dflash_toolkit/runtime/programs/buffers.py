@@ -1,4 +1,4 @@
-"""Buffers between the parts of a step, for a batch whose requests choose tokens in different ways.
+"""Buffers between the parts of a step, for a batch of requests that choose tokens in different ways.
 
 The target's states of all rows are computed first. Then each mode chooses tokens for its own rows, and finally all rows
 commit. So a request pays only for its own mode, and its bits do not depend on the modes of other requests. The host
@@ -82,7 +82,7 @@ class StepBuffers:
             self._features[: batch * size].copy_(block.features)
 
     def block(self, page_table: Tensor, page_size: int, size: int) -> tuple[ReadBlock, Tensor]:
-        """Returns the block of the first rows, whose lengths have not advanced, and the choices int64 [B, S]."""
+        """Returns the block of the first rows, before their lengths advance, and the choices int64 [B, S]."""
         batch = len(page_table)
         rows = Rows(self._lengths[:batch], page_table, page_size)
         features = None if self._features is None else self._features[: batch * size]

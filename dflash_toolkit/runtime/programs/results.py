@@ -36,7 +36,7 @@ class PendingResult:
     done: torch.cuda.Event | None
     buffer: Tensor | None = None  # the pinned memory of `tokens`, given back after reading
     scored: list[Tensor] | None = None  # with a first token: the prompt's scores, if the request asks for them
-    trees: TreesInFlight | None = None  # of a step over trees, whose `tokens` are flat, see `TreeProgram`
+    trees: TreesInFlight | None = None  # of a step over trees; its `tokens` are flat, see `TreeProgram`
 
     def wait(self) -> None:
         if self.done is not None:

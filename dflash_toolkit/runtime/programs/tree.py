@@ -34,7 +34,7 @@ class TreeProgram:
         nodes: the most nodes of a request's tree.
         width: the most children of a node; 1 makes chains, each of its own length.
         blocks: S that may be drafted.
-        chains: S of steps over blocks, whose promises are reported too.
+        chains: S of steps over blocks; their promises are reported too.
         offered: report what the trees offered at the positions of committed tokens.
 
     Attributes:
