@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from packaging.version import Version
 
+from dflash_toolkit.checkpoint.reader import check_merged
 from dflash_toolkit.config import UnsupportedModel, UserError, to_mapping
 from dflash_toolkit.models.dflash.architecture import DFLASH, architectures, named
 from dflash_toolkit.models.dflash.serving import READ, SERVED, block_scale, sglang_options, vllm_options
@@ -284,6 +285,7 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
         words += engine.flags[key](value)
     words += engine.always
     drafted = config.runtime.num_speculative_tokens
+    check_merged(config.target)
     target = _read("target", config.target)
     if config.drafter is None:
         if drafted:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from transformers import BertConfig
 
-from dflash_toolkit import preflight
+from dflash_toolkit import Target, preflight
 from dflash_toolkit.config import UnsupportedModel, UserError
 from dflash_toolkit.doctor.cli import main as doctor
 from dflash_toolkit.evaluation.cli import main as evaluate
+from dflash_toolkit.models.target import load_config
 from dflash_toolkit.preflight import check_new_folder, check_space, check_target
+from dflash_toolkit.runtime.load import load_engine, load_parts
 from dflash_toolkit.serve.cli import main as serve
 from dflash_toolkit.train.cli import main as train
 from dflash_toolkit.train.config import configure
@@ -37,7 +39,7 @@ def unsupported(target_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+COMMANDS = pytest.mark.parametrize(
     ("main", "more"),
     [
         (train, ["--data", "{data}", "--output", "{out}", "drafter.num_heads=4", "drafter.head_dim=8"]),
@@ -48,6 +50,35 @@ def unsupported(target_dir: Path, tmp_path: Path) -> Path:
     ],
     ids=["train", "data", "eval", "doctor", "serve"],
 )
+
+
+@COMMANDS
+@pytest.mark.parametrize("base", [True, False], ids=["with-base", "adapter-alone"])
+def test_a_target_with_an_adapter_is_refused_with_the_way_to_merge_it(
+    main: Callable[[list[str]], int], more: list[str], base: bool, target_dir: Path, data: Path, drafter_dir: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    adapted, out = tmp_path / "adapted", tmp_path / "out"
+    shutil.copytree(target_dir, adapted)
+    if not base:
+        (adapted / "config.json").unlink()
+    (adapted / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    words = [word.format(data=data, out=out, drafter=drafter_dir) for word in more]
+    assert main(["--target", str(adapted), "--device", "cpu", *words]) == 2
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert f"target {adapted}: " in said and "merge_and_unload().save_pretrained(DIR)" in said
+    assert not out.exists()
+
+
+def test_every_way_to_load_a_target_refuses_an_adapter(target_dir: Path, tmp_path: Path) -> None:
+    adapted = str(shutil.copytree(target_dir, tmp_path / "adapted"))
+    (tmp_path / "adapted/adapter_config.json").write_text("{}")
+    for load in (Target.load, load_config, load_engine, load_parts):
+        with pytest.raises(UserError, match="adapter_config.json"):
+            load(adapted)
+
+
+@COMMANDS
 @pytest.mark.slow
 def test_an_unsupported_target_is_refused_before_anything_is_written(
     main: Callable[[list[str]], int], more: list[str], unsupported: Path, data: Path, drafter_dir: Path,

@@ -48,6 +48,25 @@ def locate(what: str, name: str) -> Path:
         raise UserError(f"{what} {name}: no such directory, and the hub gave none ({type(error).__name__})") from error
 
 
+def check_merged(name: str) -> None:
+    """Raises UserError if a target has a LoRA adapter: some readers would apply it and others ignore it."""
+    if os.path.isdir(name):
+        found = (Path(name) / "adapter_config.json").is_file()
+    else:
+        from transformers.utils import find_adapter_config_file
+
+        try:
+            found = find_adapter_config_file(name) is not None
+        except Exception:  # no such model, or no network: whatever reads it next reports that
+            found = False
+    if found:
+        raise UserError(
+            f"target {name}: it has a LoRA adapter (adapter_config.json), which is not applied; merge it first: "
+            f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(DIR), save "
+            f"the tokenizer to DIR, and give DIR"
+        )
+
+
 def cached_folder(name: str) -> Path | None:
     """Returns a model's directory on this machine; for an id, the main branch in huggingface_hub's cache."""
     if os.path.isdir(name):

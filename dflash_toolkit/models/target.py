@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..checkpoint.reader import locate, weight_files
+from ..checkpoint.reader import check_merged, locate, weight_files
 from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
 from ..network import unreachable
@@ -110,6 +110,7 @@ def load_config(name: str) -> PreTrainedConfig:
 def _whole_config(name: str) -> PreTrainedConfig:
     if not os.path.isdir(name) and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise UserError(f"target {name}: no such directory")
+    check_merged(name)
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:  # transformers checks little of a file's content, so any error may follow

@@ -212,6 +212,13 @@ def test_unsupported_drafter_is_refused(
         command("--engine", engine, "--target", target, "--drafter", folder(tmp_path / "d", values), *more)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_other_engines_get_no_target_with_an_adapter(engine: str, target: str) -> None:
+    (Path(target) / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapter_config.json"):
+        command("--engine", engine, "--target", target)
+
+
 @pytest.mark.parametrize(
     ("engine", "architecture", "error"),
     [
