@@ -263,7 +263,9 @@ class OptimOptions:
     recompute: bool = option(
         False, "recompute activations in the backward pass, which saves memory and costs a tenth of the speed"
     )
-    learning_rate: float | None = option(None, "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw)")
+    learning_rate: float | None = option(
+        None, "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw; with --init-from 1e-3 and 2e-4)"
+    )
     warmup: float = option(0.04, "share of the run in which the learning rate rises")
     schedule: str = option(
         "cosine",
@@ -452,7 +454,7 @@ class TrainConfig(ModelOptions):
     init_from: str | None = option(
         None,
         "drafter to start from, as a directory or Hugging Face id, with its shape; drafter.kind=dflash2 adds the parts "
-        "of DFlash 2 to a plain one (default: random weights)",
+        "of DFlash 2 to a plain one, drafter.block_size changes its block (default: random weights)",
         metavar="PATH",
     )
     estimate: bool = option(

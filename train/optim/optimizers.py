@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config import OptimOptions
+from ..config import OptimOptions, TrainConfig
 
 
 class Optimizers:
@@ -274,9 +274,15 @@ def update_average(average: nn.Module, module: nn.Module, decay: float, step: in
     torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), 1 - keep)
 
 
-def peak_rate(optim: OptimOptions, muon: bool) -> float:
-    """Returns the learning rate after the warm-up."""
-    return optim.learning_rate or (3e-3 if muon else 6e-4)
+def uses_muon(config: TrainConfig, gpu: bool) -> bool:
+    """Whether a run's matrices are trained by Muon."""
+    auto = gpu and not config.run.zero  # most CPUs compute its bf16 products very slowly
+    return config.optim.optimizer == "muon" or (config.optim.optimizer == "auto" and auto)
+
+
+def peak_rate(optim: OptimOptions, muon: bool, *, warm: bool = False) -> float:
+    """Returns the learning rate after the warm-up. Args: warm: whether the run starts from a trained drafter."""
+    return optim.learning_rate or ((1e-3 if muon else 2e-4) if warm else (3e-3 if muon else 6e-4))
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -305,7 +311,6 @@ def make_optimizer(
     for name, parameter in named:
         (matrices if is_matrix(name, parameter) else vectors).append(parameter)
     fused = vectors[0].is_cuda
-    # most CPUs compute its bf16 products very slowly
     muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and fused)
     rate = peak_rate(optim, muon)
     if muon:

@@ -15,7 +15,7 @@ from dflash_toolkit.preflight import ANSWER_BYTES, check_space, disk_line, size
 
 from ..config import TrainConfig
 from ..objective.blocks import Blocks
-from ..optim.optimizers import is_matrix
+from ..optim.optimizers import is_matrix, uses_muon
 from ..responses.corpus import lengths_of
 from ..responses.rows import Row
 
@@ -24,13 +24,11 @@ LONG_H = 12.0  # hours from which ways to shorten a run are printed
 
 def resume_bytes(drafter: Drafter, config: TrainConfig, muon: bool | None = None) -> int:
     """Returns the bytes of a resume point: fp32 weights and their average, and moments (Muon one, AdamW two)."""
-    optim = config.optim
     if muon is None:
-        auto = drafter.device.type == "cuda" and not config.run.zero
-        muon = optim.optimizer == "muon" or (optim.optimizer == "auto" and auto)
+        muon = uses_muon(config, drafter.device.type == "cuda")
     averages = sum(p.numel() * (1 if muon and is_matrix(name, p) else 2) for name, p in drafter.named_parameters())
     weights = sum(p.numel() for p in drafter.parameters())
-    return 4 * (weights * (2 if optim.ema else 1) + averages)
+    return 4 * (weights * (2 if config.optim.ema else 1) + averages)
 
 
 def checkpoint_bytes(drafter: Drafter, config: TrainConfig) -> int:

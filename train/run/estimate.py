@@ -30,6 +30,7 @@ from dflash_toolkit.models.target import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
 
 from ..config import PACK_TOKENS, TrainConfig
+from ..optim.optimizers import uses_muon
 from ..prompts.dataset import ROWS as DATASET_ROWS
 from .cost import drafter_step_flops, duration, resume_bytes
 from .definition import WORK
@@ -269,7 +270,7 @@ def estimate(
         drafter = Drafter(shape)
     share = TRAIN_SHARE if target.hidden_size >= SMALL else TRAIN_SHARE_SMALL
     parameters = sum(p.numel() for p in drafter.parameters())
-    muon = config.optim.optimizer == "muon" or (config.optim.optimizer == "auto" and not cpu and not config.run.zero)
+    muon = uses_muon(config, gpu=not cpu)
     per_billion = MUON_MS_PER_BILLION / world if muon else ADAMW_MS_PER_BILLION
     micro_s = flops / (share * machine.tflops * 1e12)
     step_s = config.optim.accumulate * micro_s / world + (0 if cpu else per_billion * parameters / 1e12)

@@ -16,6 +16,7 @@ from dflash_toolkit.tracking import import_wandb
 
 from ..config import TrainConfig, check_effects
 from ..distributed.zero import import_deepspeed
+from ..optim.optimizers import peak_rate, uses_muon
 from ..optim.schedule import packing
 from ..prompts.split import PromptData, Reading
 from ..responses.conversation import load_chat_tokenizer
@@ -62,7 +63,12 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     start = None
     if config.init_from:
         start = load_start(config.init_from, target_config, config.drafter, given, output, config.run.seed)
-        config = replace(config, drafter=options_of(start.drafter.config))
+        rate = peak_rate(config.optim, uses_muon(config, device.type == "cuda"), warm=True)
+        config = replace(
+            config,
+            drafter=options_of(start.drafter.config),
+            optim=replace(config.optim, learning_rate=rate),
+        )
     shape = start.drafter.config if start else drafter_config(config, target_config, tokenizer)
     sizes: dict[str, Any] = {
         "kind": shape.architecture.kind,

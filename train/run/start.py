@@ -1,9 +1,9 @@
 """Starts a run from an existing drafter: for a fine-tuned or quantized target, or to continue with other data.
 
 Accepts every form that `load_drafter` reads: z-lab's, ours, the speculators library's, also with a scaled rope. Its
-layers keep their attention unless an option changes it. Parts of its own or another kind are added on request, and
-have no effect at first. The head is the target's own: from a reduced vocabulary (d2t, t2d) only the layers are used.
-A run prints what it changes.
+layers keep their attention, and its blocks their size, unless an option changes them; no weight depends on either.
+Parts of its own or another kind are added on request, and have no effect at first. The head is the target's own: from
+a reduced vocabulary (d2t, t2d) only the layers are used. A run prints what it changes.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,6 +23,7 @@ from dflash_toolkit.models.dflash.shape import with_attention
 from ..config import DrafterOptions
 
 SIGHT = ("layer_types", "sliding_window", "is_causal")  # attention options, which change no weight's shape
+FREE = (*SIGHT, "block_size")  # options that a start may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def load_start(
         changed.append(f"drafter {name} gets parts of {title}, which have no effect yet: {sizes}")
         drafter = _with_parts(drafter, added, seed)
     found = options_of(drafter.config)
-    for key in (key for key in given if key not in SIGHT):
+    for key in (key for key in given if key not in FREE):
         asked, holds = getattr(options, key), getattr(found, key)
         if asked not in (None, (), holds):
             raise UserError(
@@ -72,6 +73,11 @@ def load_start(
             f"drafter {name} has a reduced vocabulary of {rows}; only its layers are used, with the target's head"
         )
     try:
+        if "block_size" in given and options.block_size != shape.block_size:
+            changed.append(
+                f"drafter {name} has blocks of {shape.block_size}; blocks of {options.block_size} are trained"
+            )
+            shape = shape.with_block_size(options.block_size)
         trained = _with_asked_attention(shape, options, given)
     except ValueError as error:
         raise UserError(f"drafter: {error}") from error

@@ -1,5 +1,6 @@
 """A run that starts from a drafter there is, of either form; averaged weights; a quantized target."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -65,12 +66,41 @@ def test_fingerprints_include_the_start_but_not_its_path(dflash_train: Program, 
         assert said in "\n".join(dflash_train("--init-from", tmp_path / name, *STILL, code=code))
 
 
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_start_may_get_another_block_size(size: int, dflash_train: Program, tmp_path: Path) -> None:
+    drafter = small_drafter(acceptance_slope=0.5, acceptance_bias=(1.0, 2.0, 3.0))
+    save_drafter(drafter, tmp_path / "start")
+    said = dflash_train("--init-from", tmp_path / "start", f"drafter.block_size={size}", *STILL)
+    assert any(f"has blocks of 4; blocks of {size} are trained" in line for line in said)
+    exported = load_drafter(str(tmp_path / "run"))
+    assert exported.config == replace(drafter.config, block_size=size), "all else as it was"
+    assert len(exported.config.calibration.bias) == size - 1
+    for ours, theirs in zip(exported.parameters(), drafter.parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+    assert len(dflash_train.metrics()[1]["slot_accuracy"]) == size - 1
+    resumed = dflash_train("--init-from", tmp_path / "start", f"drafter.block_size={size}", *STILL, "optim.steps=2")
+    assert any("resuming at step 1" in line for line in resumed)
+
+
+@pytest.mark.parametrize(("given", "rate"), [((), 2e-4), (("optim.optimizer=muon",), 1e-3)])
+def test_a_warm_start_has_a_smaller_learning_rate(
+    given: tuple[str, ...], rate: float, dflash_train: Program, tmp_path: Path
+) -> None:
+    save_drafter(small_drafter(), tmp_path / "start")
+    few = ("optim.steps=6", "optim.warmup=0.5")
+    dflash_train("--init-from", tmp_path / "start", *few, *given)
+    assert max(line.get("learning_rate", 0) for line in dflash_train.metrics()) == pytest.approx(rate)
+    assert dflash_train.record()["config"]["optim"]["learning_rate"] == rate
+    dflash_train("--init-from", tmp_path / "start", *few, "optim.learning_rate=5e-5", output="given")
+    asked = json.loads((tmp_path / "given/run.json").read_text())["config"]["optim"]["learning_rate"]
+    assert asked == 5e-5
+
+
 @pytest.mark.parametrize(
     ("changes", "given", "said"),
     [
         ({}, ["START", "drafter.layers=5"], "drafter.layers is 5, but init_from="),  # given, though it is the default
         ({}, ["START", "drafter.target_layer_ids=[0,3]"], "drafter.target_layer_ids is [0, 3], but"),
-        ({"block_size": 8}, ["START"], "drafter.block_size is 4, but"),
         ({"hidden_size": 64}, ["START"], "hidden size is 64, the target's 32"),
         ({"vocab_size": VOCAB + 4}, ["START"], f"vocabulary is {VOCAB + 4}"),
         ({"num_target_layers": 12, "target_layer_ids": (1, 9)}, ["START"], "taps layer 9"),
