@@ -12,11 +12,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from paths import FOLDERS
 from temporary import own_folder
 from triton_interpreter import hasten
 
-sys.path.extend(map(str, FOLDERS))
 gc.disable()  # until everything is imported
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -15,7 +15,7 @@ from conftest import EOS, VOCAB
 from grammars import BYTE_OF, CASES, TOKENIZER, WAYS, of_choices, of_regex, of_schema, params_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode import PROMPT, check_books, drafting, knows, pair, planting
+from known_drafts import PROMPT, check_books, drafting, knows, pair, planting
 from token_texts import sentencepiece_like
 
 from dflash_toolkit import SamplingParams, UserError, generate

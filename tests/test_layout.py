@@ -243,7 +243,24 @@ def test_a_program_is_importable_inside_the_package_only(name: str) -> None:
     assert name not in sys.modules
 
 
+@functools.cache
+def imports_of_tests() -> dict[Path, set[str]]:
+    paths = (ROOT / "tests").rglob("*.py")
+    return {path: imports_of(PurePosixPath("tests/x.py"), path.read_text()) for path in paths}
+
+
 def test_no_test_imports_a_program_by_its_short_name() -> None:
-    for path in (ROOT / "tests").rglob("*.py"):
-        tops = {name.split(".")[0] for name in imports_of(PurePosixPath("tests/x.py"), path.read_text())}
-        assert not tops & set(PACKAGED), path
+    for path, names in imports_of_tests().items():
+        assert not {name.split(".")[0] for name in names} & set(PACKAGED), path
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several tests share is in tests/helpers, so that each of them can be moved or removed alone."""
+    modules = {path.stem for path in imports_of_tests() if path.stem.startswith("test_")}
+    for path, names in imports_of_tests().items():
+        assert not {part for name in names for part in name.split(".")} & modules, path
+
+
+def test_every_test_module_has_a_name_of_its_own() -> None:
+    names = [path.name for path in imports_of_tests()]
+    assert sorted(names) == sorted(set(names))

@@ -5,43 +5,20 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from option_parsers import PROGRAMS
 from paths import ROOT
 
 import dflash_toolkit
-from dflash_toolkit.config import given_values, parse_cli
-from dflash_toolkit.doctor.cli import DoctorConfig
-from dflash_toolkit.evaluation import check, compare
-from dflash_toolkit.evaluation.cli import EvalConfig
-from dflash_toolkit.serve.config import ServeConfig
-from dflash_toolkit.serve.external import split
-from dflash_toolkit.serve.vllm_flags import translate_vllm_flags
-from dflash_toolkit.train.config import TrainConfig, configure
-from dflash_toolkit.train.data_cli import DataConfig
 from dflash_toolkit.version import __version__
 
 PACKAGES = ("dflash_toolkit", "train", "serve")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCES = [found for page in PAGES for found in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), flags=re.S)]
-EVALUATION = {"check": check, "compare": compare}
-PROGRAMS: dict[str, Callable[[list[str]], object]] = {
-    "dflash-train": lambda words: configure(*given_values(TrainConfig, words, "dflash-train", "")),
-    "dflash-data": lambda words: parse_cli(DataConfig, words, "dflash-data", ""),
-    "dflash-eval": lambda words: (
-        EVALUATION[words[0]].parse(words[1:])
-        if words[0] in EVALUATION
-        else parse_cli(EvalConfig, words, "dflash-eval", "")
-    ),
-    "dflash-serve": lambda words: parse_cli(ServeConfig, translate_vllm_flags(split(words)[0]), "dflash-serve", ""),
-    "dflash-doctor": lambda words: parse_cli(DoctorConfig, words, "dflash-doctor", ""),
-}
-
-
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from option_parsers import PROGRAMS
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
-from test_documents import PROGRAMS
 
 from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.metrics import Metrics

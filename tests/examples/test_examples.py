@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from option_parsers import PROGRAMS
 from paths import ROOT
-from test_documents import PROGRAMS
 
 from dflash_toolkit.train.cli import main as train
 

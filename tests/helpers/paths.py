@@ -1,4 +1,4 @@
-"""Where the project is, and the folders of its tests: test modules import each other by their names alone."""
+"""Where the project is, and the folders of its tests, which a process that a test starts imports from."""
 
 from pathlib import Path
 

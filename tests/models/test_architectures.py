@@ -9,10 +9,11 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, Architecture, tiny
 from conftest import EOS, VOCAB, make_drafter, make_tokenizer
+from known_drafts import PROMPT, check_books, drafting, knows
+from layer_runs import count_runs
+from refusals import refusal
 from safetensors.torch import load_file, save_file
 from small_vocabulary import hf_greedy
-from test_decode import PROMPT, check_books, drafting, knows
-from test_target import count_runs, refusal
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

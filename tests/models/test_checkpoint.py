@@ -18,6 +18,7 @@ from conftest import VOCAB, check_same, make_drafter, make_target
 from damage import damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import drafter_refusal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -56,15 +57,6 @@ def change_config(path: Path, changes: Changes) -> None:
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) else value
     (path / "config.json").write_text(json.dumps(values))
-
-
-def refusal(path: Path) -> str:
-    """The message with which `path` is refused: one line."""
-    with pytest.raises(UserError) as caught:
-        load_drafter(str(path))
-    message = str(caught.value)
-    assert "\n" not in message and message.startswith(f"drafter {path}: ")
-    return message
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -181,18 +173,18 @@ def test_top_level_causality_precedes_the_nested_one(copy: Path, top: Any, neste
 )
 def test_a_damaged_checkpoint_is_named(copy: Path, file: str, change: Any, message: str) -> None:
     damage(copy / file, change)
-    assert message in refusal(copy)
+    assert message in drafter_refusal(copy)
 
 
 def test_a_tensor_stored_twice_is_named(copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     save_file({**tensors, "model.fc.weight": tensors["fc.weight"].clone()}, copy / "model.safetensors")
-    assert "tensor 'fc.weight' is stored twice, once as 'model.fc.weight'" in refusal(copy)
+    assert "tensor 'fc.weight' is stored twice, once as 'model.fc.weight'" in drafter_refusal(copy)
     (copy / "model.safetensors").unlink()
     for number, part in enumerate((tensors, {"norm.weight": tensors["norm.weight"]})):
         save_file(part, copy / f"model-{number}.safetensors")
     line = "tensor 'norm.weight' is in both model-0.safetensors and model-1.safetensors; remove the file that is not"
-    assert line in refusal(copy)
+    assert line in drafter_refusal(copy)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "nowhere", "a/b/c", "/" + "x" * 5000])
@@ -206,7 +198,7 @@ def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
     text = (copy / "config.json").read_text()
     without = json.loads(text, object_hook=lambda part: {name: part[name] for name in part if name != key})
     (copy / "config.json").write_text(json.dumps(without))
-    assert f"config.json has no {key!r}" in refusal(copy)
+    assert f"config.json has no {key!r}" in drafter_refusal(copy)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +231,7 @@ def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
 )
 def test_a_config_of_another_network_is_refused(copy: Path, change: Changes, named: str) -> None:
     change_config(copy, change)
-    assert named in refusal(copy)
+    assert named in drafter_refusal(copy)
 
 
 @pytest.mark.parametrize("rows", [-1, 1, 100, VOCAB - 1, VOCAB + 1])

@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import VOCAB, check_same, make_dflash2, make_drafter
 from damage import damage
+from known_drafts import PROMPT, SAMPLINGS
+from refusals import drafter_refusal
 from safetensors.torch import load_file, save_file
-from test_decode import PROMPT, SAMPLINGS
 from torch import Tensor
 
 from dflash_toolkit import Drafter, DrafterConfig, SamplingParams, Target, UserError, decode, generate, load_drafter
@@ -33,13 +34,6 @@ Changes = dict[str, Any]
 @pytest.fixture
 def copy(dflash2_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(dflash2_dir, tmp_path / "drafter"))
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        load_drafter(str(path))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def drafts(target: Target, drafter: Drafter) -> list[tuple[int, ...]]:
@@ -366,7 +360,7 @@ def test_a_malformed_dflash2_config_is_one_line(copy: Path, change: Changes, sai
     group = values["dflash_config"] | change.pop("dflash_config", {})
     values |= change | {"dflash_config": {key: value for key, value in group.items() if value is not None}}
     (copy / "config.json").write_text(json.dumps(values))
-    assert said in refusal(copy)
+    assert said in drafter_refusal(copy)
 
 
 def test_codebooks_have_no_suffix(copy: Path) -> None:
@@ -374,7 +368,7 @@ def test_codebooks_have_no_suffix(copy: Path) -> None:
     name = "candidate_selector.successor_codebook"
     tensors[f"{name}.weight"] = tensors.pop(name)
     save_file(tensors, copy / "model.safetensors")
-    assert f"unknown tensor '{name}.weight'" in refusal(copy)
+    assert f"unknown tensor '{name}.weight'" in drafter_refusal(copy)
 
 
 def test_plain_configurations_and_records_have_no_dflash2_keys(target: Target, dflash2_dir: Path) -> None:

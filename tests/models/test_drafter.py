@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from drafter_configs import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,16 +18,7 @@ from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.dflash import network as drafter
 from dflash_toolkit.models.dflash.network import MLP, RMSNorm
 
-SHAPE = {
-    "hidden_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "vocab_size": 50,
-    "intermediate_size": 20, "num_target_layers": 9, "target_layer_ids": (1, 4, 6), "mask_token_id": 49,
-    "block_size": 5, "rope_theta": 1e4,
-}  # fmt: skip
 Visible = Callable[[int, int, int], bool]  # layer, query position, key position
-
-
-def make_config(**changes: object) -> DrafterConfig:
-    return DrafterConfig(**(SHAPE | changes))
 
 
 def make_drafter(**changes: object) -> Drafter:

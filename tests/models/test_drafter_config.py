@@ -1,9 +1,9 @@
 """Configurations of a drafter that are refused, and the default taps."""
 
 import pytest
+from drafter_configs import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_drafter import make_config
 
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from architectures import ARCHITECTURES
 from conftest import EOS, VOCAB, make_target, make_tokenizer
 from damage import damage
 from fp8_targets import in_fp8
+from layer_runs import count_runs
+from refusals import refusal
 from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import Target, UserError
@@ -35,19 +36,6 @@ IDS = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))
 @cache
 def tiny(kind: str = "llama", tied: bool = True) -> Target:
     return make_target(kind, tied=tied)
-
-
-def count_runs(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Ids of the layers that run from now on, in order."""
-    ran: list[int] = []
-    for i, layer in enumerate(target.layers):
-
-        def forward(*args: object, i: int = i, real: object = layer.forward, **kwargs: object) -> object:
-            ran.append(i)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(layer, "forward", forward)
-    return ran
 
 
 # ---- taps ------------------------------------------------------------------------------------------
@@ -161,15 +149,6 @@ def test_the_mask_is_an_unused_row_or_a_reserved_token() -> None:
 
 
 # ---- loading ---------------------------------------------------------------------------------------
-
-
-def refusal(load: Callable[..., object], *args: object, **how: object) -> str:
-    """The message with which something is refused: one line."""
-    with pytest.raises(UserError) as caught:
-        load(*args, **how)
-    message = str(caught.value)
-    assert "\n" not in message and message
-    return message
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import MASK
+from drafter_configs import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_drafter import make_config
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from dflash_toolkit import Drafter
