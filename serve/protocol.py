@@ -5,10 +5,9 @@ if it would change the answer, and ignored otherwise (`user`, `metadata`, ...).
 """
 
 import difflib
-import json
 import secrets
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -23,20 +22,11 @@ from dflash_toolkit.sampling import (
     SamplingParams,
 )
 
-from .parsing import after_reasoning, structural_tag
-from .parsing.output import Start
 from .structured import Structured
 
-COMPLETION_TOKENS = 16  # OpenAI's default length for /v1/completions; a chat answer may fill the context
-COMPLETION_LOGPROBS = 5  # OpenAI's limit for /v1/completions; a chat may have MAX_LOGPROBS
 MAX_STOPS = 16  # strings; OpenAI accepts four, tasks of lm-eval have more
 MAX_N = 128  # answers to a prompt, OpenAI's limit
 MAX_BIASED_TOKENS = 1024
-MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
-MAX_ANSWERS = 1024  # to all prompts of a request
-MAX_MESSAGES = 8192
-MAX_MESSAGE_PARTS = 1024  # parts, or calls
-MAX_TOOLS = 1024
 MAX_STOP_IDS = 1024
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]  # listing the errors of a million items would take long
@@ -64,128 +54,22 @@ def clipped(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[len(text) - most // 2 :]}"
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False  # with include_usage: every chunk has a usage
     include_dflash: bool | None = False  # chunks report which text was drafted, step by step
 
 
-class Speculative(_Strict):
+class Speculative(Strict):
     """Draft options of a request."""
 
     model_config = ConfigDict(extra="forbid")
     # 0 turns the drafter off; the server chooses other lengths
     num_speculative_tokens: int | None = Field(None, ge=0, le=0)
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(_Strict):
-    name: str
-    arguments: str  # JSON; the model may have written it incompletely
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the call for chat templates; the arguments become a mapping if they are a JSON object."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
-
-
-class ToolCall(_Strict):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the call for chat templates."""
-        named = {} if self.id is None else {"id": self.id}
-        return named | {"type": self.type, "function": self.function.plain()}
-
-
-class ChatMessage(_Strict):
-    """One turn. `developer` is OpenAI's newer name of `system`; chat templates know the older one."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    # an assistant's may be null
-    content: List[TextPart] = Field(None, validate_default=True, max_length=MAX_MESSAGE_PARTS)
-    tool_calls: List[ToolCall] | None = Field(None, max_length=MAX_MESSAGE_PARTS)
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name
-    function_call: None = None  # OpenAI's older name of a tool call
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
-    @classmethod
-    def _as_parts(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") == "assistant":
-            return []
-        if isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        if not isinstance(content, list):
-            raise ValueError("must be a string or a list of text parts")
-        return content
-
-    @field_validator("tool_calls", "reasoning_content", "reasoning")
-    @classmethod
-    def _check_assistant(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and (role := info.data.get("role")) != "assistant":
-            raise ValueError(f"is allowed only in a message with role assistant, not {role}")
-        return value
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the message for chat templates."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content)}
-        if self.tool_calls:
-            message["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if reasoning := self.reasoning_content or self.reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates know one name or the other
-        if self.role == "tool":
-            message |= {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
-        return message
-
-
-class Function(_Strict):
-    model_config = ConfigDict(extra="allow")  # templates may render other fields
-    name: str = Field(pattern=r"^[\w.:/-]{1,128}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None
-
-
-class Tool(_Strict):
-    type: Literal["function"]
-    function: Function
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the tool for chat templates."""
-        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
-
-
-class NamedTool(_Strict):
-    """Names the function that must be called."""
-
-    name: str
-
-
-class NamedChoice(_Strict):
-    """The form of `tool_choice` that names a function."""
-
-    type: Literal["function"]
-    function: NamedTool
-
-
-Choice: TypeAlias = Literal["none", "auto", "required"]
 
 
 class Cut(NamedTuple):
@@ -206,11 +90,12 @@ class Cut(NamedTuple):
         return ids[: self.most] if self.side == "right" else ids[:head] + ids[len(ids) - (self.most - head) :]
 
 
-class GenerationRequest(Structured, _Strict):
+class GenerationRequest(Structured, Strict):
     """Parameters that the routes share. `null` means the default, as in OpenAI's API."""
 
     model_config = ConfigDict(extra="allow")  # `parse` looks up undeclared fields in `unsupported`
 
+    elsewhere: ClassVar[tuple[str, ...]] = ()  # inherited parameters that the endpoint refuses
     # parameter -> values that have no effect; any other value is refused
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "store": (False,),
@@ -462,209 +347,6 @@ class GenerationRequest(Structured, _Strict):
             drafting=self.speculative is None or self.speculative.num_speculative_tokens is None,
             grammar=grammar,
         )
-
-
-class ChatRequest(GenerationRequest):
-    """The body of POST /v1/chat/completions."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "web_search_options": (),
-        "chat_template": (),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "add_special_tokens": (False,),  # the template adds them
-        "echo": (False,),
-        "documents": ([],),
-    }
-
-    messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: List[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Choice | NamedTool | None = None
-    parallel_tool_calls: bool | None = True
-
-    @field_validator("tools")
-    @classmethod
-    def _unique_names(cls, tools: list[Tool] | None) -> list[Tool] | None:
-        seen: set[str] = set()
-        for name in (tool.function.name for tool in tools or ()):
-            if name in seen:
-                raise ValueError(f"two tools have the name {name!r}; rename one of them")
-            seen.add(name)
-        return tools
-
-    @field_validator("tool_choice", mode="wrap", json_schema_input_type=Choice | NamedChoice | None)
-    @classmethod
-    def _check_choice(cls, choice: Any, handler: Any, info: ValidationInfo) -> Any:
-        if isinstance(choice, dict):
-            function = choice.get("function")
-            name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
-            if not isinstance(name, str):
-                raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
-            if name not in (names := [tool.function.name for tool in info.data.get("tools") or ()]):
-                raise ValueError(f"names {name!r}, but `tools` has {', '.join(names) or 'no tool'}")
-            return NamedTool(name=name)
-        if choice not in (None, "none", "auto", "required"):
-            raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
-        if choice == "required" and not info.data.get("tools"):
-            raise ValueError("is 'required', but `tools` is empty; add a tool or omit tool_choice")
-        return choice
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _with_logprobs(cls, best: int | None, info: ValidationInfo) -> int | None:
-        if best and not info.data.get("logprobs"):
-            raise ValueError(f"is {best}, but `logprobs` is not true; set `logprobs: true`")
-        return best
-
-    def tools_for(self, form: str | None) -> list[dict[str, Any]]:
-        """Returns the tools that may be called, for chat templates.
-
-        Args:
-            form: the server's parser of tool calls, if it has one.
-
-        Raises:
-            ApiError: (400) the server has no parser.
-        """
-        if not self.tools or self.tool_choice == "none":
-            return []
-        if form is None:
-            message = "`tools`: the target's form of tool calls is unknown; start the server with --tool-call-parser"
-            raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        return [tool.plain() for tool in self.tools]
-
-    @property
-    def has_template_variables(self) -> bool:
-        return bool(self.chat_template_kwargs) or self.reasoning_effort is not None
-
-    def variables(self, known: Collection[str]) -> dict[str, Any]:
-        """Returns the variables for the chat template, besides messages and tools.
-
-        Args:
-            known: the variables that the template uses.
-
-        Raises:
-            ApiError: (400) the template does not use a variable.
-        """
-        given = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
-        if not isinstance(thinking := given.get("enable_thinking", False), bool):
-            message = f"enable_thinking is {clipped(repr(thinking), 100)}; it must be true or false"
-            raise ApiError(400, message, param="chat_template_kwargs.enable_thinking")
-        if given.get("enable_thinking") is False and "enable_thinking" not in known:
-            del given["enable_thinking"]  # many clients send it to every model
-        if unknown := next((name for name in given if name not in known), None):
-            knows = ", ".join(sorted(known)) or "none"
-            message = f"the target's chat template does not use {unknown[:100]!r}; it uses: {knows}"
-            raise ApiError(400, message, param=f"chat_template_kwargs.{unknown[:100]}")
-        if (effort := self.reasoning_effort) is None:
-            return given
-        if not {"reasoning_effort", "enable_thinking"} & set(known):
-            message = "`reasoning_effort` is not supported by the target's chat template; omit it"
-            raise ApiError(400, message, param="reasoning_effort", code="unsupported_parameter")
-        given = {"enable_thinking": effort != "none"} | given | {"reasoning_effort": effort}
-        return {name: value for name, value in given.items() if name in known}
-
-    def grammar_for(self, form: str | None, start: Start) -> tuple[str, Grammar] | None:
-        """Returns the grammar of the answer, tool calls included, and the parameter that sets it.
-
-        Args:
-            form: the server's parser of tool calls, if it has one.
-            start: what the answer begins with.
-
-        Raises:
-            ApiError: (400) both the tools and another parameter set a grammar.
-        """
-        given = self.grammar()
-        if form is not None and self.tools and self.tool_choice != "none":
-            named = self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
-            tools = [tool.model_dump() for tool in self.tools]
-            required, parallel = self.tool_choice == "required", self.parallel_tool_calls is not False
-            tag = structural_tag(form, tools, required=required, named=named, parallel=parallel, start=start)
-            if tag is not None:
-                if given is not None:
-                    message = f"`{given[0]}` cannot be combined with a tool call, which has its own grammar; omit it"
-                    raise ApiError(400, message, param=given[0])
-                return ("tool_choice" if required or named else "tools"), Grammar("structural_tag", json.dumps(tag))
-        return given and (given[0], after_reasoning(given[1], start))
-
-    @property
-    def requested_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    def best_tokens(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions: prompts as text or as token ids."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.unsupported | {
-        "suffix": ("",),
-        "add_special_tokens": (True,),
-    }
-
-    prompt: List[str | List[int]]  # a single prompt need not be in a list
-    max_tokens: int | None = Field(None, ge=0)  # 0: no answer, only the prompt
-    logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
-    echo: bool | None = False
-    best_of: int | None = None
-
-    @field_validator("best_of")
-    @classmethod
-    def _equals_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
-        if best_of not in (None, 1, n := info.data.get("n") or 1):
-            raise ValueError(f"is {best_of}, but must equal `n` ({n}), because every answer is returned; omit it")
-        return best_of
-
-    @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str | list[int]])
-    @classmethod
-    def _prompts(cls, prompt: Any, info: ValidationInfo) -> Any:
-        several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)
-        prompts = prompt if several else [prompt]
-        if len(prompts) * (info.data.get("n") or 1) > MAX_ANSWERS:
-            raise ValueError(f"times `n` is more than {MAX_ANSWERS} answers; send several requests")
-        for one in prompts:
-            if not isinstance(one, str) and not (isinstance(one, list) and all(type(item) is int for item in one)):
-                raise ValueError("must be a string, a list of token ids, or a list of such prompts")
-            if not one:
-                raise ValueError("must not be empty")
-        return prompts
-
-    def check(self) -> None:
-        if self.prompt_alone and not self.echo and self.prompt_logprobs is None:
-            message = "`max_tokens` is 0, so set `echo` or `prompt_logprobs`, or request at least one token"
-            raise ApiError(400, message, param="max_tokens")
-
-    @property
-    def prompt_alone(self) -> bool:
-        return self.max_tokens == 0
-
-    def length(self, most: int) -> int:
-        # the engine needs one token to end a request that has no prompt log-probabilities; it is not returned
-        least = 1 if self.best_prompt_tokens() is None else 0
-        return min(COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, least), most)
-
-    def best_tokens(self) -> int | None:
-        return self.logprobs
-
-    def best_prompt_tokens(self) -> int | None:
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((best for best in wanted if best is not None), default=None)
-
-
-def ignores_its_end(name: str) -> ApiError:
-    message = (
-        f"`ignore_eos` cannot be combined with `{name}`, whose answer ends with an end-of-sequence token; omit one"
-    )
-    return ApiError(400, message, param="ignore_eos")
 
 
 def describe(error: ValidationError) -> ApiError:

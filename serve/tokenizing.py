@@ -1,21 +1,15 @@
-"""Converts texts to token ids and back; serves `/tokenize` and `/detokenize` with vLLM's bodies and replies."""
+"""Converts texts and conversations to token ids."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
-
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing import Any
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import Message, Tool, apply_template
-from dflash_toolkit.runtime import EngineClient
 
-from .protocol import MAX_MESSAGES, ApiError, ChatMessage, Cut, List, describe
+from .protocol import ApiError, Cut
 from .text import special_tokens
-from .thread_pools import ThreadPools
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -73,87 +67,3 @@ class Encoder:
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from error
         return self.text(rendered, special=False, cut=cut)
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-    model: str | None = None
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Parses a body. Raises ApiError (400) that names the wrong parameter."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise describe(error) from error
-
-
-class TokenizeRequest(_Body):
-    """The body of POST /tokenize: a text, or a conversation."""
-
-    prompt: str | None = None
-    messages: List[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool = True  # to a text; a chat template adds its own
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = False
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("must have either `prompt` or `messages`")
-        if self.messages is not None and not self.add_generation_prompt:
-            raise ValueError("`add_generation_prompt` is false, which is not supported; omit it")
-        return self
-
-
-class DetokenizeRequest(_Body):
-    """The body of POST /detokenize."""
-
-    tokens: List[int]
-
-
-def tokenizing(
-    engine: EngineClient,
-    check_model: Callable[[str], None],
-    pools: ThreadPools,
-    encoder: Encoder,
-) -> APIRouter:
-    """Creates the routes.
-
-    Args:
-        check_model: raises if a model of this name is not served.
-    """
-    routes, tokenizer = APIRouter(), engine.tokenizer
-
-    @routes.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = await pools.parsed(request, TokenizeRequest.parse)
-        if body.model is not None:
-            check_model(body.model)
-
-        def encoded() -> list[int]:
-            if body.messages is not None:
-                return encoder.chat([message.plain() for message in body.messages])
-            return encoder.text(body.prompt or "", body.add_special_tokens)
-
-        ids = await pools.run(request, encoded)
-        reply: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": engine.info.capacity.context_limit,
-            "tokens": ids,
-            "token_strs": tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
-        }
-        return JSONResponse(reply)
-
-    @routes.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = await pools.parsed(request, DetokenizeRequest.parse)
-        if body.model is not None:
-            check_model(body.model)
-        vocabulary = engine.info.capacity.vocabulary
-        if wrong := next((token for token in body.tokens if not 0 <= token < vocabulary), None):
-            raise ApiError(400, f"token {wrong} is out of range; use ids in 0..{vocabulary - 1}", param="tokens")
-        text = await pools.run(request, lambda: tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
-        return JSONResponse({"prompt": text})
-
-    return routes

@@ -7,6 +7,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from ..openapi import operation
+
 FOLDER = Path(__file__).parent
 FILES = {
     "/": ("page.html", "text/html"),
@@ -32,7 +34,8 @@ def page() -> APIRouter:
     routes = APIRouter()
     for path, (name, kind) in FILES.items():
         response = functools.partial(Response, (FOLDER / name).read_bytes(), media_type=kind, headers=HEADERS)
-        routes.add_route(path, _sender(response), methods=["GET"], include_in_schema=False)
+        described = operation("The page", kind)
+        routes.add_api_route(path, _sender(response), methods=["GET", "HEAD"], openapi_extra=described)
     return routes
 
 

@@ -35,7 +35,9 @@ from openai import APIError, APIStatusError, OpenAI
 from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.runtime import AsyncEngine
-from dflash_toolkit.serve.protocol import IGNORED, ChatRequest, CompletionRequest, Cut
+from dflash_toolkit.serve.endpoints.chat import ChatRequest
+from dflash_toolkit.serve.endpoints.completions import CompletionRequest
+from dflash_toolkit.serve.protocol import IGNORED, Cut
 from dflash_toolkit.serve.thread_pools import MAX_BODY
 
 __all__ = ["client", "engine", "url"]  # fixtures
@@ -385,7 +387,7 @@ def test_concurrent_requests_get_their_own_answers(client: OpenAI) -> None:
 def test_a_client_that_leaves_stops_its_decoding(
     engine: AsyncEngine, url: str, client: OpenAI, prompts: list[str], streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash_toolkit.serve.app.STATS_S", 0.01)  # a stopped engine answers no ping
+    monkeypatch.setattr("dflash_toolkit.serve.endpoints.models.STATS_S", 0.01)  # a stopped engine answers no ping
     body = {"model": "org/tiny", "prompt": prompts, "max_tokens": 400, "stream": streamed, **ENDLESS}
     name = 'dflash_requests_total{outcome="disconnected"}'
     before, address = counters(url).get(name, 0), httpx.URL(url)

@@ -165,7 +165,7 @@ def test_contradicting_parameters_get_400(client: OpenAI, monkeypatch: pytest.Mo
     assert refusal(complete, client, max_tokens=0).param == "max_tokens"
     assert refusal(chat, client, extra_body={"echo": True}).param == "echo"
     assert refusal(complete, client, stream=True, extra_body={"prompt_logprobs": 0}).param == "prompt_logprobs"
-    monkeypatch.setattr("dflash_toolkit.serve.app.MAX_PROMPT_LOGPROBS", 60)
+    monkeypatch.setattr("dflash_toolkit.serve.service.MAX_PROMPT_LOGPROBS", 60)
     complete(client, prompt=["abcde"] * 2, n=2, echo=True, logprobs=2, max_tokens=0)
     error = refusal(complete, client, prompt=["abcde", "abcdef"], n=2, echo=True, logprobs=2, max_tokens=0)
     assert (error.status_code, error.param) == (400, "echo") and "66 log-probabilities" in error.message

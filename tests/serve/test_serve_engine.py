@@ -29,7 +29,8 @@ from dflash_toolkit.runtime import loop as loop_module
 from dflash_toolkit.runtime.client import RequestFailedError
 from dflash_toolkit.runtime.wire import Channel
 from dflash_toolkit.serve import processes
-from dflash_toolkit.serve.app import EventResponse, create_app
+from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.service import EventResponse
 
 
 def test_progress_adds_up_to_the_generation(target: Target, drafter: Drafter) -> None:
@@ -135,7 +136,7 @@ def test_hung_step_fails_the_health_check(target: Target, monkeypatch: pytest.Mo
                 await asyncio.sleep(0)  # it sends the ping
                 await asyncio.to_thread(gate.wait)
                 with monkeypatch.context() as patch:
-                    patch.setattr("dflash_toolkit.serve.app.ENGINE_TIMEOUT_S", 0.05)
+                    patch.setattr("dflash_toolkit.serve.endpoints.health.ENGINE_TIMEOUT_S", 0.05)
                     hung = await statuses()
                 gate.open()
                 await asking

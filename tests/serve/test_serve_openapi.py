@@ -13,7 +13,7 @@ from reciting import TOOLS, make_reciting
 from starlette.routing import Route
 
 from dflash_toolkit.serve.app import create_app
-from dflash_toolkit.serve.responses_api import LOGPROBS
+from dflash_toolkit.serve.endpoints.responses_request import LOGPROBS
 
 MESSAGES = [{"role": "user", "content": "Please: h"}]
 CHAT = {"model": "m", "messages": MESSAGES, "max_tokens": 400}

@@ -14,9 +14,12 @@ from pydantic import ValidationError
 from dflash_toolkit import Target, __version__
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.serve.app import create_app
-from dflash_toolkit.serve.protocol import MAX_MESSAGES, ApiError, ChatRequest, CompletionRequest
+from dflash_toolkit.serve.endpoints.chat import MAX_MESSAGES, ChatRequest
+from dflash_toolkit.serve.endpoints.completions import CompletionRequest
+from dflash_toolkit.serve.endpoints.tokens import DetokenizeRequest
+from dflash_toolkit.serve.protocol import ApiError
 from dflash_toolkit.serve.thread_pools import MAX_STRINGS, SHORT_BODY
-from dflash_toolkit.serve.tokenizing import DetokenizeRequest, Encoder
+from dflash_toolkit.serve.tokenizing import Encoder
 
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
 

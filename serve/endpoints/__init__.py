@@ -1,0 +1,10 @@
+"""The endpoints of the server.
+
+An endpoint is a module: the bodies that it accepts and returns, its routes, and their descriptions for `/openapi.json`.
+Its function `routes` is listed here.
+"""
+
+from . import chat, completions, health, models, responses, tokens
+
+KEYED = (chat.routes, completions.routes, responses.routes, models.routes, tokens.routes)  # ask for an API key
+OPEN = (health.routes,)

@@ -1,0 +1,301 @@
+"""Decodes requests and sends their answers, for all endpoints."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.generation import PromptError
+from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
+from dflash_toolkit.runtime.client import PreparedRequest
+from dflash_toolkit.sampling import BiasError, Grammar, GrammarError
+
+from .answer import Answer, AnswerOptions, Piece, speculative_decoding, usage
+from .errors import LateError, as_api_error
+from .logprobs import Echo, TokenStrings, prompt_logprobs
+from .metrics import Clock, Metrics
+from .parsing import OutputParser, Parsers
+from .protocol import ApiError, GenerationRequest
+from .replies import Replies, ReplyForm
+from .state import ServerState
+from .text import special_tokens
+from .thread_pools import CLIENT_CLOSED_REQUEST, ThreadPools, unless_disconnected
+from .tokenizing import Encoder
+
+MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
+Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # with the index of the answer; None ends it
+log = logging.getLogger("dflash_toolkit.serve")
+
+
+class Service:
+    """Decodes requests and sends their answers, for all routes."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        names: Sequence[str],
+        state: ServerState,
+        parsers: Parsers,
+        *,
+        defaults: Mapping[str, float],
+        max_queue: int,
+        request_timeout_s: float | None,
+        priorities: bool,
+        draft_metrics: str,
+    ) -> None:
+        self.engine, self.names, self.state, self.parsers = engine, names, state, parsers
+        self.context_limit = engine.info.capacity.context_limit
+        self.pools, self.encoder = ThreadPools(), Encoder(engine.tokenizer, self.context_limit)
+        self.metrics = Metrics(names[0])
+        self._defaults = defaults
+        self._max_open = engine.info.max_num_seqs + max_queue
+        self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
+        self._open = state.answers  # running or queued
+        self._strings = TokenStrings(engine.tokenizer)
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) for a name that is not served."""
+        if name not in self.names:
+            message = f"the model {name!r} does not exist; this server serves {self.names[0]!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def requests(
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[list[int]],
+        param: str,
+        key: str,
+        grammar: tuple[str, Grammar] | None,
+    ) -> list[PreparedRequest]:
+        """Prepares one engine request for each answer to each prompt; each has its own seed.
+
+        Args:
+            param: the body's parameter that holds the prompt.
+            key: number of the API key.
+            grammar: the parameter that sets a grammar, and the grammar.
+
+        Raises:
+            ApiError: (400) it cannot be decoded; (429) the queue is full.
+        """
+        if self._open.total + len(prompts) * body.answers > self._max_open:
+            message = f"{self._open.total} answers are running or waiting; try again later"
+            raise ApiError(429, message, code="queue_full")
+        if grammar and body.ignore_eos:
+            message = (
+                f"`ignore_eos` cannot be combined with `{grammar[0]}`, whose answer ends with a stop token; omit one"
+            )
+            raise ApiError(400, message, param="ignore_eos")
+        if body.priority and not self._priorities:  # otherwise every client could overtake all others
+            message = f"`priority` is {body.priority}, but the server was not started with --scheduling-policy priority"
+            raise ApiError(400, message + "; omit it", param="priority", code="unsupported_parameter")
+        limit, eos = self.context_limit, self.engine.tokenizer.eos_token_id
+        least = body.least(body.length(limit), grammar and grammar[0])
+        params = body.sampling(limit, self._defaults, eos, grammar[1] if grammar else None)
+        scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
+        if params.prompt_logprobs is not None and scores > MAX_PROMPT_LOGPROBS:
+            message = f"{scores} log-probabilities of prompts are requested; request at most {MAX_PROMPT_LOGPROBS}"
+            raise ApiError(400, message, param="echo" if body.prompt_logprobs is None else "prompt_logprobs")
+        found = []
+        for ids in prompts:
+            if (wanted := body.requested_tokens) is not None and len(ids) < limit < len(ids) + wanted:
+                raise ApiError(
+                    400,
+                    f"{wanted} tokens are requested, but the prompt leaves {limit - len(ids)} of a context of {limit}; "
+                    f"request fewer tokens or shorten the prompt",
+                    param="max_completion_tokens" if "max_completion_tokens" in body.model_fields_set else "max_tokens",
+                    code="context_length_exceeded",
+                )
+            if len(ids) < limit < len(ids) + least:
+                message = f"min_tokens is {least}, but the prompt leaves {limit - len(ids)} of a context of {limit}"
+                raise ApiError(
+                    400,
+                    f"{message}; lower it or shorten the prompt",
+                    param="min_tokens",
+                    code="context_length_exceeded",
+                )
+            try:  # before a stream starts and its status is sent
+                first = self.engine.request(ids, params, key, body.priority or 0)
+            except UserError as error:
+                at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
+                raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
+            seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # wrapped to 64 bits
+            found += [first, *map(first.with_seed, seeds)]
+        try:
+            await self.engine.compile(params)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=grammar and grammar[0], code="invalid_grammar") from error
+        return found
+
+    def strings_for(self, body: GenerationRequest) -> TokenStrings | None:
+        """Returns the token strings if the request wants log-probabilities."""
+        return None if body.best_tokens() is None else self._strings
+
+    async def respond(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        requests: list[PreparedRequest],
+        replies: ReplyForm,
+        output_parsers: Sequence[OutputParser | None] = (),
+        shown: Collection[str] = (),
+        echoes: Sequence[Echo] = (),
+    ) -> Response:
+        """Decodes the requests, and sends the answers as one body or as events.
+
+        Args:
+            echoes: the prompts, if answers begin with them.
+        """
+        silent = body.skip_special_tokens is not False
+        everything = () if silent else tuple(special_tokens(self.engine.tokenizer).values())
+        before = self._strings.before if replies.kind == "text" else ()  # a completion continues its prompt
+        options = AnswerOptions(
+            stops=body.stop or (),
+            stop_ids=body.stop_token_ids or (),
+            include_stop=bool(body.include_stop_str_in_output),
+            least=body.min_tokens or 0,
+            before=before,
+            shown=everything or (shown if any(output_parsers) else ()),
+            strings=replies.strings,
+            ids=bool(body.return_token_ids),
+            follow=body.follow,
+            trace=self._draft_metrics != "none" and len(requests) == 1,
+            prompt_alone=body.prompt_alone,
+        )
+        each_echo = [echo for echo in echoes for _ in range(body.answers)]
+        answers = [
+            Answer(self.engine.tokenizer, len(one.prompt_ids), options, parser, echo)
+            for one, parser, echo in zip_longest(requests, output_parsers, each_echo)
+        ]
+        pieces = self._pieces(requests, answers)
+        if body.stream:
+            return EventResponse(self._events(pieces, answers, replies, body.continuous_usage))
+        whole = await unless_disconnected(request, _join(pieces, len(answers)))
+        if whole is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        reasons = [answer.reason for answer in answers]
+
+        def reply() -> Response:
+            found = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
+            found |= self._metrics_field(answers, replies)
+            for choice, answer, one in zip(found.get("choices", ()), answers, requests, strict=False):
+                ids, scores = one.prompt_ids, answer.prompt_logprobs
+                choice["stop_reason"] = answer.stop_reason
+                if body.prompt_logprobs is not None and scores is not None:
+                    where = choice if replies.kind == "text" else found
+                    where["prompt_logprobs"] = prompt_logprobs(self._strings, ids, scores, body.prompt_logprobs)
+            return Response(msgspec.json.encode(found), media_type="application/json")
+
+        # in a thread, so that other answers do not wait while a long prompt's log-probabilities are encoded
+        return await asyncio.to_thread(reply) if body.best_prompt_tokens() is not None else reply()
+
+    async def _pieces(self, requests: list[PreparedRequest], answers: list[Answer]) -> Pieces:
+        """Yields the pieces of the answers as they arrive, and counts how each answer ends."""
+        outcome = "disconnected"
+        clocks, prompts = [Clock() for _ in requests], set[int]()
+        self.metrics.waiting.inc(len(answers))
+        self._open.add(len(answers))
+        late = None
+        try:
+            with self.engine.decode(requests) as responses:
+                if self._timeout_s is not None:
+                    late = asyncio.get_running_loop().call_later(self._timeout_s, responses.put, LateError())
+                waiting: dict[int, list[Piece]] = {}  # pieces that arrive while the client lags are sent as one
+                async for index, progress in responses:
+                    answer = answers[index]
+                    if id(requests[index].prompt_ids) not in prompts:  # all answers to a prompt share its list
+                        prompts.add(id(requests[index].prompt_ids))
+                        self.metrics.prompt(answer.prompt_tokens)
+                    before = answer.completion_tokens
+                    waiting.setdefault(index, []).append(answer.add(progress))
+                    self.metrics.progress(clocks[index], progress.step, answer.completion_tokens - before)
+                    if answer.finish_reason is not None and progress.finish_reason is None:  # a stop string
+                        responses.cancel(index)
+                    if responses.ready:
+                        continue
+                    for index, pieces in waiting.items():
+                        if piece := pieces[0] if len(pieces) == 1 else Piece.joined(pieces):
+                            yield index, piece
+                        if answers[index].finish_reason is not None:
+                            yield index, None
+                    waiting.clear()
+        except Exception:
+            outcome = "error"
+            raise
+        finally:
+            if late is not None:
+                late.cancel()
+            self._open.add(-len(answers))
+            self.metrics.waiting.dec(len(answers))
+            for answer, clock in zip(answers, clocks, strict=True):
+                self.metrics.ended(clock, answer.finish_reason or outcome)
+
+    async def _events(
+        self, pieces: Pieces, answers: list[Answer], replies: ReplyForm, continuous_usage: bool
+    ) -> AsyncGenerator[bytes]:
+        def event(chunk: dict[str, Any], index: int) -> bytes:
+            return replies.event(chunk | {"usage": usage([answers[index]], 1)} if continuous_usage else chunk)
+
+        try:
+            for index, chunk in enumerate(replies.opening(len(answers))):
+                yield event(chunk, index)
+            async with aclosing(pieces):
+                async for index, piece in pieces:
+                    if piece is None:
+                        chunks = replies.ended(index, answers[index].reason)
+                        if isinstance(replies, Replies):
+                            chunks[0]["choices"][0]["stop_reason"] = answers[index].stop_reason
+                    else:
+                        long = piece.echo is not None and piece.echo.logprobs is not None
+                        make = functools.partial(replies.piece, index, piece)
+                        chunks = await asyncio.to_thread(make) if long else make()
+                    for chunk in chunks:
+                        yield event(chunk, index)
+            for chunk in replies.closing(usage(answers, replies.answers_per_prompt)):
+                yield replies.event(chunk | self._metrics_field(answers, replies))
+            if replies.end:
+                yield replies.end
+        except Exception as error:  # the status has been sent, so the error must be an event
+            if not isinstance(error, EngineClosedError | LateError | RequestFailedError | UserError):
+                log.exception("a streamed answer failed")
+            for chunk in replies.failed(as_api_error(error)):
+                yield replies.event(chunk)
+
+    def _metrics_field(self, answers: list[Answer], replies: ReplyForm) -> dict[str, Any]:
+        """Returns vLLM's `metrics` of a reply: only for chats and completions with one answer, as in vLLM."""
+        if self._draft_metrics == "none" or len(answers) > 1 or not isinstance(replies, Replies):
+            return {}
+        longest, detailed = self.engine.info.block_size - 1, self._draft_metrics == "detailed"
+        return {"metrics": {"speculative_decoding": speculative_decoding(answers[0], longest, detailed)}}
+
+
+class EventResponse(StreamingResponse):
+    """A streaming response that closes its generator, and so ends the decoding, when it ends for any reason."""
+
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        # otherwise nginx buffers events
+        super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self._events = events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()  # a cancelled response leaves its generator suspended
+
+
+async def _join(pieces: Pieces, answers: int) -> list[Piece]:
+    """Collects each answer in one piece."""
+    parts: list[list[Piece]] = [[] for _ in range(answers)]
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            if piece is not None:
+                parts[index].append(piece)
+    return [Piece.joined(each) for each in parts]
