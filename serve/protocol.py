@@ -310,15 +310,12 @@ class GenerationRequest(Structured, Strict):
         """Returns how many alternatives to report with each token of the prompt; None: no log-probabilities."""
         return self.prompt_logprobs
 
-    def sampling(
-        self, most: int, defaults: Mapping[str, float], eos: int | None, grammar: Grammar | None = None
-    ) -> SamplingParams:
+    def sampling(self, most: int, defaults: Mapping[str, float], grammar: Grammar | None = None) -> SamplingParams:
         """Returns the sampling parameters; chooses a random seed if the request has none.
 
         Args:
             most: most tokens of an answer.
             defaults: values of parameters that the request omits; OpenAI's defaults apply to the others.
-            eos: the tokenizer's own end-of-turn token, which a checkpoint's configurations may not name.
             grammar: constrains the answer.
         """
 
@@ -327,7 +324,6 @@ class GenerationRequest(Structured, Strict):
             return defaults.get(name, otherwise) if value is None else value
 
         temperature = value_of("temperature", 1.0)
-        ends = (self.stop_token_ids or []) + ([] if eos is None or self.ignore_eos else [eos])
         return SamplingParams(
             temperature=temperature if temperature >= COLDEST else 0.0,
             top_p=max(value_of("top_p", 1.0), LEAST_TOP_P),
@@ -342,7 +338,7 @@ class GenerationRequest(Structured, Strict):
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             max_tokens=self.length(most),
             min_tokens=self.min_tokens or 0,
-            stop_token_ids=tuple(ends),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             drafting=self.speculative is None or self.speculative.num_speculative_tokens is None,
             grammar=grammar,

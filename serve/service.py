@@ -96,9 +96,9 @@ class Service:
         if body.priority and not self._priorities:  # otherwise every client could overtake all others
             message = f"`priority` is {body.priority}, but the server was not started with --scheduling-policy priority"
             raise ApiError(400, message + "; omit it", param="priority", code="unsupported_parameter")
-        limit, eos = self.context_limit, self.engine.tokenizer.eos_token_id
+        limit = self.context_limit
         least = body.least(body.length(limit), grammar and grammar[0])
-        params = body.sampling(limit, self._defaults, eos, grammar[1] if grammar else None)
+        params = body.sampling(limit, self._defaults, grammar[1] if grammar else None)
         scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
         if params.prompt_logprobs is not None and scores > MAX_PROMPT_LOGPROBS:
             message = f"{scores} log-probabilities of prompts are requested; request at most {MAX_PROMPT_LOGPROBS}"

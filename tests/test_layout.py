@@ -36,7 +36,7 @@ LEVELS = [
         "models.spec",
         "models.structure",
     },
-    {"calibration", "draft_tree", "fingerprint"},
+    {"calibration", "draft_tree", "fingerprint", "stop_tokens"},
     {"data", "files", "models", "models.dflash", "models.target", "sampling", "tracking"},
     {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # the backbone finds them by name
     {"confidence", "decode", "record"},

@@ -17,7 +17,6 @@ from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config
 from dflash_toolkit.models.target import (
     context_limit,
-    declared_stop_ids,
     load_config,
     load_generation_config,
     resolve_device,
@@ -26,13 +25,14 @@ from dflash_toolkit.models.target import (
 from dflash_toolkit.openai_http import find_models
 from dflash_toolkit.preflight import ANSWER_BYTES, check_target, disk_line
 from dflash_toolkit.progress import disable_library_bars
+from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.threads import use_threads
 
 from .data_cli import PROG, DataConfig
 from .prompts.choosing import Wanted, choose, chosen, left_out
 from .prompts.dedup import Duplicates
 from .responses.backends import open_decoder
-from .responses.conversation import likeliest_end_first, load_chat_tokenizer
+from .responses.conversation import load_chat_tokenizer
 from .responses.endpoint import EndpointBackend
 from .responses.file import of_another_run, resume
 from .responses.generate import SAID, ResponsePlan, Tally, limit_of, reasons, respond
@@ -217,8 +217,7 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
             config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
             batch=config.batch_size, context=length,
         )  # fmt: skip
-    stops = declared_stop_ids(target_config, load_generation_config(config.target))
-    stops = likeliest_end_first(tokenizer, stops)
+    stops = stop_tokens(target_config, load_generation_config(config.target), tokenizer)
     if not config.endpoint:
         most = min(length, context_limit(target_config))
         return VllmBackend(

@@ -24,8 +24,8 @@ from ..models.dflash.checkpoint import (
 )
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.rope import RopeScaling, full_rope
-from ..models.target import declared_stop_ids
 from ..record import RECORD_KEY, SCHEMA, seal
+from ..stop_tokens import stop_tokens
 from .finding import Finding
 
 INITIAL_STD = 0.02  # every matrix before training (Qwen3's, and this project's)
@@ -294,7 +294,7 @@ def check_mask_token(case: Case) -> list[Finding]:
     mask, tokenizer = case.config.mask_token_id, case.tokenizer
     roles = {"pad": tokenizer.pad_token_id, "bos": tokenizer.bos_token_id, "unk": tokenizer.unk_token_id}
     used = [f"the {role} token" for role, token in roles.items() if token == mask]
-    if mask in {tokenizer.eos_token_id, *declared_stop_ids(case.target, None)}:
+    if mask in stop_tokens(case.target, None, tokenizer):
         used.append("an end-of-sequence token")
     elif not used and mask < len(tokenizer) and mask not in set(tokenizer.get_added_vocab().values()):
         used.append(f"the token {tokenizer.decode([mask])!r}")

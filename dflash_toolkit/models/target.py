@@ -32,10 +32,11 @@ from ..checkpoint.reader import check_merged, locate, weight_files
 from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
 from ..network import unreachable
+from ..stop_tokens import stop_tokens
 from . import packed
 from .cache import BatchCache, TargetCache
 from .spec import context_limit
-from .structure import Structure, end_ids, text_config
+from .structure import Structure, text_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,17 +165,6 @@ def load_generation_config(name: str | Path) -> GenerationConfig | None:
         raise UserError(f"target {name}: cannot read its generation_config.json ({_one_line(error)})") from error
 
 
-def declared_stop_ids(config: PreTrainedConfig, generation: GenerationConfig | None) -> tuple[int, ...]:
-    """Returns every end-of-sequence id of a checkpoint's two configurations. Raises UserError for an invalid id."""
-    found: list[int] = []
-    for eos in (getattr(generation, "eos_token_id", None), config.eos_token_id):
-        ids = end_ids(eos)
-        if any(type(token) is not int for token in ids):
-            raise UserError(f"target {config.name_or_path}: eos_token_id {eos!r} is no token id and no list of them")
-        found += ids
-    return tuple(dict.fromkeys(found))
-
-
 def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[str, Any]:
     """Returns the quantization of a checkpoint in FP8 with the request to dequantize its weights at loading, also if
     there is a GPU.
@@ -287,7 +277,7 @@ class Target:
         """
         whole = _whole_config(name)
         config = text_config(whole)
-        declared_stop_ids(config, load_generation_config(name))  # transformers ignores a file that it cannot read
+        stop_tokens(config, load_generation_config(name))  # transformers ignores a file that it cannot read
         where = use_device(device)
         asked = getattr(config, "quantization_config", None)
         quantized = asked is not None
@@ -357,8 +347,8 @@ class Target:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every end-of-sequence id that the checkpoint declares. Raises UserError for an invalid id."""
-        return declared_stop_ids(self.config, getattr(self.model, "generation_config", None))
+        """The tokens that end an answer, see `stop_tokens`. Raises UserError for an invalid id."""
+        return stop_tokens(self.config, getattr(self.model, "generation_config", None), self.tokenizer)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Returns rows [..., D] of the embedding's table, as drafters read it: without the factor in Gemma's module.

@@ -61,7 +61,8 @@ def load_engine(
 
     load_config(target)  # reports first if there is no such target
     tokenizer = load_tokenizer(target)
-    return load_parts(target, drafter, device, dtype, options).engine(options, tokenizer), tokenizer
+    parts = load_parts(target, drafter, device, dtype, options, tokenizer=tokenizer)
+    return parts.engine(options, tokenizer), tokenizer
 
 
 def load_parts(
@@ -72,6 +73,7 @@ def load_parts(
     options: EngineOptions | None = None,
     *,
     share: bool = False,
+    tokenizer: Any = None,
 ) -> Parts:
     """Loads a target and, unless it is None, its drafter. Checks everything before it loads the large files.
 
@@ -80,13 +82,15 @@ def load_parts(
         device: auto, cpu or cuda; ignored for a target in memory.
         dtype: auto, bfloat16, float16 or float32; a target in memory keeps its own.
         options: refused if they do not fit.
+        tokenizer: of a target by name; loaded if it is None.
         share: a target in memory uses the engine's weights from then on, so that memory holds them once.
 
     Raises:
         UserError: one line that says what does not fit, is missing or is not supported.
     """
     from ..models.spec import ModelSpec
-    from ..models.target import declared_stop_ids, load_config, load_generation_config, resolve_dtype, use_device
+    from ..models.target import load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
+    from ..stop_tokens import stop_tokens
     from .engine import operations
     from .memory import check_fp8, check_heads, check_weights, for_the_drafter
     from .weights import DrafterWeights, TargetWeights
@@ -110,7 +114,7 @@ def load_parts(
     check_heads(spec, where, precision)
     if isinstance(target, str):
         folder = locate("target", target)
-        stop_ids = declared_stop_ids(config, load_generation_config(folder))
+        stop_ids = stop_tokens(config, load_generation_config(folder), tokenizer or load_tokenizer(target))
         check_weights(target, spec, where, precision)
         weights = TargetWeights.load(folder, spec, where, precision)
     else:

@@ -39,11 +39,11 @@ from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.target import (
     context_limit,
-    declared_stop_ids,
     load_config,
     load_generation_config,
     load_tokenizer,
 )
+from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
@@ -319,7 +319,7 @@ def run(args: argparse.Namespace) -> None:
     }  # fmt: skip
     sampling = {
         "temperature": 0.0, "max_tokens": args.max_tokens, "detokenize": False,
-        "stop_token_ids": list(declared_stop_ids(config, load_generation_config(args.target))),
+        "stop_token_ids": list(stop_tokens(config, load_generation_config(args.target), load_tokenizer(args.target))),
     }  # fmt: skip
     ids = {name: [prompt.token_ids for prompt in prompts] for name, prompts in sets.items()}
     speculative = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": block - 1}

@@ -29,8 +29,9 @@ from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
-from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config, load_tokenizer
+from dflash_toolkit.models.target import load_config, load_generation_config, load_tokenizer
 from dflash_toolkit.runtime.graphs import no_collection
+from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
     }  # fmt: skip
     sampling = {
         "temperature": 0.0, "max_tokens": args.max_tokens, "detokenize": False,
-        "stop_token_ids": list(declared_stop_ids(config, load_generation_config(args.target))),
+        "stop_token_ids": list(stop_tokens(config, load_generation_config(args.target), tokenizer)),
     }  # fmt: skip
     result = setting("peers/vllm_requests.py", [without_folders(word) for word in args.argv]) | {"rows": []}
     context = multiprocessing.get_context("spawn")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from conftest import MASK, PAD, make_drafter, make_target
+from conftest import MASK, PAD, TEMPLATE, make_drafter, make_target
 from doctor_cases import (
     ALL_TEXTS,
     THINKING,
@@ -282,6 +282,7 @@ def test_file_findings_are_kept_if_answers_are_too_short(clinic: Clinic, capsys:
 )
 def test_a_drafter_of_any_target_is_examined(name: str, rope: str, tmp_path: Path) -> None:
     target = ARCHITECTURES[name].target(eos_token_id=None)  # its answers are as long as they may be
+    target.tokenizer.eos_token, target.tokenizer.chat_template = None, TEMPLATE.replace("<|end|>", "")
     drafter = make_drafter(target, layers=1)
     found = Clinic(tmp_path, target, drafter).examine("--max-tokens", "16", "--limit", "3")
     ok = {finding["check"]: finding["measured"] for finding in found["ok"]}

@@ -128,15 +128,6 @@ def test_the_head_is_the_embedding_exactly_when_they_are_tied(kind: str, tied: b
         assert torch.equal(target.embed(IDS), target.model.get_input_embeddings()(IDS))
 
 
-def test_stop_ids_join_generation_and_model_config() -> None:
-    target = make_target()
-    assert target.stop_token_ids == (EOS,)
-    target.model.generation_config.eos_token_id = [7, EOS, 9]
-    assert target.stop_token_ids == (7, EOS, 9)
-    target.model.generation_config.eos_token_id = target.config.eos_token_id = None
-    assert target.stop_token_ids == ()
-
-
 def test_the_mask_is_an_unused_row_or_a_reserved_token() -> None:
     tokenizer = make_tokenizer()
     rows = len(tokenizer)

@@ -224,7 +224,7 @@ def test_unsupported_heads_are_refused_before_loading(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL, TOTAL))
     monkeypatch.setattr(loading, "locate", lambda what, name: name)
     for name, found in (("load_config", target.config), ("use_device", torch.device("cuda")),
-                        ("load_generation_config", None)):  # fmt: skip
+                        ("load_generation_config", None), ("load_tokenizer", target.tokenizer)):  # fmt: skip
         monkeypatch.setattr(target_module, name, lambda *_, found=found: found)
     monkeypatch.setattr(engine_module, "operations", lambda _: None)
 

@@ -45,11 +45,10 @@ def test_invalid_sampling_defaults_of_a_checkpoint_are_refused(values: str, expe
 
 
 def test_tokenizers_eos_ends_an_answer(target: Target) -> None:
-    engine = make_engine(target, None)
-    engine.tokenizer = copy.deepcopy(target.tokenizer)
     plain = generate(target, None, target.tokenizer.encode("The sky"), SamplingParams(max_tokens=9)).tokens
-    engine.tokenizer.eos_token = target.tokenizer.convert_ids_to_tokens(plain[4])
-    with serving(engine) as url:
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.eos_token = target.tokenizer.convert_ids_to_tokens(plain[4])
+    with serving(make_engine(Target(target.model, tokenizer), None)) as url:
         for options, reason in (({}, "stop"), ({"extra_body": {"ignore_eos": True}}, "length")):
             choice = complete(client_of(url), temperature=0, max_tokens=9, **options).choices[0]
             assert choice.finish_reason == reason

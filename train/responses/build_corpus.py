@@ -49,10 +49,9 @@ def write_recorded(
         UserError: a response is not valid text, or none fits the template.
     """
     dropped: Counter[str] = Counter()
-    stops = {*stop_ids, reading.tokenizer.eos_token_id}
     with CorpusWriter(folder) as writer, Progress("responses", data.counts["prompts"]) as progress:
         for each in chosen(prompts):
-            for row in _recorded(reading, each.conversation, stops, dropped):
+            for row in _recorded(reading, each.conversation, stop_ids, dropped):
                 writer.add(row)
             progress.advance()
         why = reasons(dropped, reading.limit)
@@ -68,7 +67,7 @@ def write_recorded(
 
 
 def _recorded(
-    reading: Reading, conversation: Conversation, stops: Collection[int], dropped: Counter[str]
+    reading: Reading, conversation: Conversation, stop_ids: Collection[int], dropped: Counter[str]
 ) -> Iterator[Row]:
     said = conversation.recorded
     if not any(message["role"] == "assistant" for message in said):
@@ -78,7 +77,7 @@ def _recorded(
         "".join(message["content"] for message in said if isinstance(message["content"], str)).encode()
     except UnicodeError as error:  # half of a surrogate pair
         raise UserError(f"the response to prompt {conversation.id} is not valid text ({error})") from error
-    rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stops, reading.config.responses.thinking)
+    rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stop_ids, reading.config.responses.thinking)
     dropped.update(lost)
     for row in rows:
         if row.prompt_tokens > reading.room:

@@ -9,7 +9,8 @@ from typing import Any
 from dflash_toolkit import UserError
 from dflash_toolkit.config import to_mapping
 from dflash_toolkit.files import read_json, write_json
-from dflash_toolkit.models.target import declared_stop_ids, load_config, load_generation_config
+from dflash_toolkit.models.target import load_config, load_generation_config
+from dflash_toolkit.stop_tokens import stop_tokens
 
 from ..distributed.parallel import Processes
 from ..prompts.split import PROMPTS, PromptData, choose_prompts
@@ -85,7 +86,7 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
         raise _not_shared(work)
     data = PromptData.of_json(run.data.digest, state)
     if not options.regenerate:
-        stops = declared_stop_ids(load_config(config.target), load_generation_config(config.target))
+        stops = stop_tokens(load_config(config.target), load_generation_config(config.target), run.tokenizer)
         processes.rank_zero(write_recorded, run.reading, data, prompts, stops, work / CORPUS, wanted)
         return
     if "answered" not in state:

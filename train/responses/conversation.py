@@ -1,6 +1,5 @@
 """Conversations as rows of token ids: with the target's answers turn by turn, or as recorded."""
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -167,12 +166,12 @@ def recorded_rows(
     """Returns the rows of a recorded conversation, with every assistant turn supervised, and counts of dropped turns.
 
     A template with generation tags renders the conversation once and marks the assistant's tokens. With other templates
-    each turn's prompt must begin the rendered turn token for token; the rest up to the last stop token is the response,
-    and turns are joined as in `LiveConversation`.
+    each turn's prompt must begin the rendered turn token for token; the rest is the response, and turns are joined as
+    in `LiveConversation`. Every response ends after its first stop token.
 
     Args:
         messages: read up to the last assistant turn.
-        stop_ids: tokens that end a response; tokens of the template after them are not the assistant's.
+        stop_ids: tokens that end a response, see `stop_tokens`.
     """
     left_out: Counter[str] = Counter()
     rows: list[Row] = []
@@ -183,6 +182,7 @@ def recorded_rows(
             tokens, spans = _masked(tokenizer, messages[: turns[-1] + 1], thinking, tools)
             if not spans:
                 return [], Counter({"without a token in generation tags": 1})
+            spans = tuple((start, _end(tokens, start, end, stop_ids)) for start, end in spans)
             return [Row(0, spans[0][0], tokens[: spans[-1][1]], spans)], left_out
         for i in turns:
             prompt = encode_chat(tokenizer, messages[:i], thinking, tools)
@@ -205,16 +205,19 @@ def rendered_response(
     stop_ids: Collection[int],
     thinking: bool | None,
 ) -> list[int] | None:
-    """Returns the template's tokens of the last message after a prompt, up to and including the last stop token.
+    """Returns the template's tokens of the last message after a prompt, up to and including its first stop token.
 
     None: the rendered messages do not begin with the prompt token for token. Raises as `encode_chat` does.
     """
     whole = encode_chat(tokenizer, messages, thinking, tools, ask=False)
     if whole[: len(prompt)] != prompt:
         return None
-    answer = whole[len(prompt) :]
-    end = next((at for at in range(len(answer), 0, -1) if answer[at - 1] in stop_ids), len(answer))
-    return answer[:end]
+    return whole[len(prompt) : _end(whole, len(prompt), len(whole), stop_ids)]
+
+
+def _end(tokens: Sequence[int], start: int, end: int, stop_ids: Collection[int]) -> int:
+    """Returns where a response in [start, end) ends: after its first stop token."""
+    return next((at + 1 for at in range(start, end) if tokens[at] in stop_ids), end)
 
 
 def load_chat_tokenizer(target: str, thinking: bool | None) -> Any:
@@ -223,15 +226,6 @@ def load_chat_tokenizer(target: str, thinking: bool | None) -> Any:
     encode_chat(tokenizer, [{"role": "user", "content": "?"}], thinking)
     warn_of_thinking(tokenizer, thinking)
     return tokenizer
-
-
-def likeliest_end_first(tokenizer: Any, stop_ids: Collection[int]) -> tuple[int, ...]:
-    """Returns the stop tokens, first the one that the chat template writes after a response, else the tokenizer's."""
-    end = tokenizer.eos_token_id
-    with contextlib.suppress(UserError):  # the template requires other messages
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        end = next((token for token in reversed(encode_chat(tokenizer, chat, ask=False)) if token in stop_ids), end)
-    return tuple(sorted(stop_ids, key=lambda token: token != end))
 
 
 def _has_generation_tags(tokenizer: Any, tools: Sequence[Tool]) -> bool:

@@ -21,7 +21,7 @@ from dflash_toolkit.data.conversations import with_call_ids
 from dflash_toolkit.data.prompts import encode_chat, read_chat
 from dflash_toolkit.evaluation.measure.decoders import Chat
 from dflash_toolkit.train.responses.chat_endpoint import chat_fields
-from dflash_toolkit.train.responses.conversation import likeliest_end_first, recorded_rows
+from dflash_toolkit.train.responses.conversation import recorded_rows
 
 EXTRAS = {"top_k", "min_p", "repetition_penalty", "return_token_ids"}
 
@@ -215,15 +215,3 @@ def test_a_template_that_prints_ids_prints_those_that_are_sent(fake: Fake, comma
     assert "call00000" in WORDS.decode(rows[1]["tokens"])
     ours, _ = recorded_rows(tokenizer, [*talk, assistant("fine")], (), {EOS})
     assert ours[-1].tokens == rows[1]["tokens"], "recorded responses have the same prompt"
-
-
-def test_an_unseen_end_is_the_one_that_the_template_writes(fake: Fake) -> None:
-    other = "{% if m.role == 'user' %}<|end|>{% else %}<|pad|>{% endif %}"
-    tokenizer = words(TEMPLATE.replace("<|end|>", other))
-    pad = tokenizer.convert_tokens_to_ids("<|pad|>")
-    assert pad != tokenizer.eos_token_id == EOS
-    assert likeliest_end_first(tokenizer, (EOS, pad, 9)) == (pad, EOS, 9)
-    assert likeliest_end_first(WORDS, (9, pad, EOS)) == (EOS, 9, pad)
-    refuses = words("{{ raise_exception('no') }}")
-    assert likeliest_end_first(refuses, (9, EOS)) == (EOS, 9), "else the tokenizer's own"
-    assert likeliest_end_first(words("{{ messages[0].content }}"), (9, EOS)) == (EOS, 9)

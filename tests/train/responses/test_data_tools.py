@@ -212,6 +212,14 @@ def test_the_stop_token_is_the_one_that_the_template_writes() -> None:
     assert row.tokens[-2:] == [*WORDS("b").input_ids, pad], "not the first of the target's"
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, TAGGED])
+def test_a_recorded_response_ends_at_its_first_stop_token(template: str) -> None:
+    messages = [user("a"), assistant("b<|end|><|user|>now"), *PLAIN[2:]]
+    (row,), _ = recorded_rows(words(template), messages, [], {EOS})
+    assert texts([row]) == ["b<|end|>", "d<|end|>"]
+    assert row.tokens == encode_chat(WORDS, messages, ask=False), "the rest is context of the next turn"
+
+
 def test_generation_tags_mark_supervised_tokens() -> None:
     (row,), left_out = recorded_rows(words(TAGGED), [*PLAIN, user("e")], [], {EOS})
     assert row.tokens == encode_chat(WORDS, PLAIN, ask=False) and texts([row]) == ["b<|end|>", "d<|end|>"]

@@ -231,6 +231,8 @@ def test_responses_are_greedy_up_to_the_stop_token(stops: str, tmp_path: Path) -
     if stops == "none":
         for settings in (target.config, target.model.generation_config):
             settings.pad_token_id = settings.eos_token_id = None
+        target.tokenizer.eos_token = target.tokenizer.chat_template = None
+        assert not target.stop_token_ids
     rows = answered(opener(target), tmp_path / "a.jsonl", OPTIONS, 64)
     answers = [continued(prompt) for prompt in prompts]
     assert rows == [Row(10 + i, len(p), p + answer) for i, (p, answer) in enumerate(zip(prompts, answers, strict=True))]
