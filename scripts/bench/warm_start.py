@@ -37,13 +37,13 @@ from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.target import (
-    declared_stop_ids,
     load_config,
     load_generation_config,
     load_tokenizer,
     resolve_device,
 )
 from dflash_toolkit.progress import Progress
+from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.train.cli import main as dflash_train
 from dflash_toolkit.train.data_cli import main as dflash_data
 from dflash_toolkit.train.responses.conversation import recorded_rows
@@ -118,7 +118,7 @@ def fine_tuned(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def conversations(args: argparse.Namespace, tokenizer: Any) -> list[Row]:
     """Returns the conversations with at most `tokens` twice over, with the spans of their answers. Raises UserError."""
-    stops = declared_stop_ids(load_config(args.target), load_generation_config(args.target))
+    stops = stop_tokens(load_config(args.target), load_generation_config(args.target), tokenizer)
     rows = []
     for name in args.answers:
         for each in Source(name).read():
