@@ -79,6 +79,7 @@ def stream(
     rows = target.embedding.num_embeddings
     check_prompt(prompt_ids, target.context_limit, rows, answered=params.max_tokens > 0)
     params.check_bias(rows)
+    params = target.restrictions.apply(params, len(prompt_ids))
     limit = min(params.max_tokens, target.context_limit - len(prompt_ids))
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.stop_token_ids))
     matcher = None
@@ -278,8 +279,9 @@ def choices(
         logits = logits.float().clone()
         for i in range(len(logits)):
             logits[i] = _edited(logits[i], context + draft[:i], answer + draft[:i], params)
-            if len(answer) + i < params.min_tokens:
-                logits[i, [token for token in stop_ids if 0 <= token < logits.shape[1]]] = -torch.inf
+            late = set() if len(answer) + i else set(params.begin_suppress_tokens)
+            late |= stop_ids if len(answer) + i < params.min_tokens else set()
+            logits[i, [token for token in late if 0 <= token < logits.shape[1]]] = -torch.inf
     if matcher:
         logits = logits.clone()
         mask_logits_(

@@ -68,6 +68,7 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of a token that the answer contains.
         frequency_penalty: subtracted for each time that the answer contains a token.
         logit_bias: pairs of a token and what is added to its logit; -inf bans it.
+        begin_suppress_tokens: tokens that are not chosen as the first of an answer.
         logprobs: return the log-probabilities of each chosen token and of this many best ones; None returns none.
         prompt_logprobs: the same for the tokens of the prompt.
         max_tokens: longest answer; 0 only with `prompt_logprobs`.
@@ -90,6 +91,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     max_tokens: int = 512
@@ -143,7 +145,8 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether the logits depend on more than the context: on counts of tokens, a bias, or the answer's length."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias) or self.min_tokens > 0
+        edited = bool(self.logit_bias or self.begin_suppress_tokens)
+        return penalties != (1.0, 0.0, 0.0) or edited or self.min_tokens > 0
 
 
 def int64_seed(seed: int) -> int:

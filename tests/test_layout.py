@@ -26,18 +26,19 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"generation", "models.quantized", "openai_http"},
+    {"generation", "models.quantized", "openai_http", "sampling"},
     {
         "checkpoint",
         "models.cache",
         "models.drafting",
         "models.packed",
+        "models.restrictions",
         "models.sharded",
         "models.spec",
         "models.structure",
     },
     {"calibration", "draft_tree", "fingerprint", "stop_tokens"},
-    {"data", "files", "models", "models.dflash", "models.target", "sampling", "tracking"},
+    {"data", "files", "models", "models.dflash", "models.target", "tracking"},
     {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # the backbone finds them by name
     {"confidence", "decode", "record"},
     {"options", "preflight"},

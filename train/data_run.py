@@ -15,6 +15,7 @@ from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config
+from dflash_toolkit.models.restrictions import restrictions
 from dflash_toolkit.models.target import (
     context_limit,
     load_config,
@@ -25,6 +26,7 @@ from dflash_toolkit.models.target import (
 from dflash_toolkit.openai_http import find_models
 from dflash_toolkit.preflight import ANSWER_BYTES, check_target, disk_line
 from dflash_toolkit.progress import disable_library_bars
+from dflash_toolkit.sampling import SamplingParams
 from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.threads import use_threads
 
@@ -102,6 +104,7 @@ def _next(config: DataConfig) -> None:
 
 def _check(config: DataConfig, target_config: Any) -> None:
     """Raises UserError for mistakes that would otherwise show only after all prompts are read."""
+    _params(config, int(target_config.vocab_size))
     if config.endpoint:
         find_models(config.endpoint, config.server.model, config.server.timeout)
         return
@@ -113,6 +116,15 @@ def _check(config: DataConfig, target_config: Any) -> None:
         import_vllm()
     else:
         check_target(config.target, config.runtime, drafter)
+
+
+def _params(config: DataConfig, vocabulary: int) -> SamplingParams:
+    """Returns the sampling parameters of requests. Raises UserError, see `Restrictions.for_server`."""
+    params = config.sampler.params()
+    if config.endpoint or config.runtime == "vllm":  # these do not read the target's restrictions themselves
+        found = restrictions(config.target, load_generation_config(config.target), vocabulary)
+        params = found.for_server(config.target, params)
+    return params
 
 
 # ---- record of the run ---------------------------------------------------------------------------------------
@@ -198,7 +210,8 @@ def _answer(
     done, rows, tokens, found = resume(output)
     total = sampler.samples * sum(1 for _ in chosen(prompts))
     plan = ResponsePlan(
-        tokenizer=tokenizer, params=sampler.params(), length=length, thinking=sampler.thinking, seed=sampler.seed,
+        tokenizer=tokenizer, params=_params(config, record["vocab_size"]), length=length, thinking=sampler.thinking,
+        seed=sampler.seed,
         samples=sampler.samples, greedy_first=sampler.greedy_first,
     )  # fmt: skip
     written = (total - rows) * min(sampler.max_tokens, config.prompts.max_length) * ANSWER_BYTES

@@ -35,6 +35,7 @@ from ..network import unreachable
 from ..stop_tokens import stop_tokens
 from . import packed
 from .cache import BatchCache, TargetCache
+from .restrictions import Restrictions, restrictions
 from .spec import context_limit
 from .structure import Structure, text_config
 
@@ -153,16 +154,22 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_generation_config(name: str | Path) -> GenerationConfig | None:
-    """Returns a checkpoint's generation_config.json; None if it has none. Raises UserError if it cannot be read."""
+    """Returns a checkpoint's generation_config.json; None if it has none.
+
+    Raises:
+        UserError: it cannot be read, or has a key that is not supported, see `restrictions`.
+    """
     local = os.path.isdir(name)
     if local and not (Path(name) / "generation_config.json").exists():
         return None
     try:
-        return GenerationConfig.from_pretrained(name)
+        found = GenerationConfig.from_pretrained(name)
     except Exception as error:
         if isinstance(error, OSError) and not local:
             return None  # the Hub's answer for a checkpoint without one
         raise UserError(f"target {name}: cannot read its generation_config.json ({_one_line(error)})") from error
+    restrictions(str(name), found, 0)
+    return found
 
 
 def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[str, Any]:
@@ -349,6 +356,12 @@ class Target:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, see `stop_tokens`. Raises UserError for an invalid id."""
         return stop_tokens(self.config, getattr(self.model, "generation_config", None), self.tokenizer)
+
+    @property
+    def restrictions(self) -> Restrictions:
+        """What generation_config.json forbids in every answer. Raises UserError, see `restrictions`."""
+        generation = getattr(self.model, "generation_config", None)
+        return restrictions(self.name, generation, self.embedding.num_embeddings)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Returns rows [..., D] of the embedding's table, as drafters read it: without the factor in Gemma's module.

@@ -14,6 +14,7 @@ from ..grammar import Grammars, Matcher
 from ..kernels import flash
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
+from ..models.restrictions import Restrictions
 from ..sampling import GrammarError, SamplingParams
 from .draft_length import BlockChooser, block_sizes
 from .graphs import buckets_up_to
@@ -98,6 +99,7 @@ class Engine:
 
     Args:
         tokenizer: the target's, for requests with a grammar.
+        restrictions: apply to every request.
 
     Attributes:
         grammars: compiled grammars; `request` does not wait for one that is compiled before.
@@ -114,6 +116,7 @@ class Engine:
         stop_ids: Sequence[int],
         options: EngineOptions | None = None,
         tokenizer: Any = None,
+        restrictions: Restrictions | None = None,
     ) -> None:
         device = target.embedding.device
         config = drafter.config if drafter else None
@@ -139,7 +142,7 @@ class Engine:
         specs = [target.spec, *([drafter.spec] if drafter else [])]
         for spec in specs:
             check_heads(spec, device, target.embedding.dtype)
-        self._stop_ids = frozenset(stop_ids)
+        self._stop_ids, self._restrictions = frozenset(stop_ids), restrictions or Restrictions()
         self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
         self._times: Times = {}  # of steps, also of those over trees
@@ -245,6 +248,7 @@ class Engine:
         params = params or SamplingParams()
         prompt = list(prompt_ids)
         limit = self.capacity.check(prompt, params)
+        params = self._restrictions.apply(params, len(prompt))
         matcher = self.matcher(params)
         stop = self._stops(params)
         acceptance = RollingAcceptance(self._expected)

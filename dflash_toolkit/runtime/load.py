@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.readahead import read_ahead
 from ..checkpoint.reader import locate
+from ..models.restrictions import Restrictions, restrictions
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ class Parts:
     target: "TargetWeights"
     drafter: "DrafterWeights | None"
     stop_ids: tuple[int, ...]
+    restrictions: Restrictions
 
     def engine(self, options: EngineOptions | None = None, tokenizer: Any = None) -> "Engine":
         """Returns an engine over these weights, which several engines may share. Raises UserError."""
         from .engine import Engine
 
-        return Engine(self.target, self.drafter, self.stop_ids, options, tokenizer)
+        return Engine(self.target, self.drafter, self.stop_ids, options, tokenizer, self.restrictions)
 
 
 def load_engine(
@@ -114,13 +116,15 @@ def load_parts(
     check_heads(spec, where, precision)
     if isinstance(target, str):
         folder = locate("target", target)
-        stop_ids = stop_tokens(config, load_generation_config(folder), tokenizer or load_tokenizer(target))
+        generation = load_generation_config(folder)
+        stop_ids = stop_tokens(config, generation, tokenizer or load_tokenizer(target))
+        forbidden = restrictions(target, generation, spec.vocab_size)
         check_weights(target, spec, where, precision)
         weights = TargetWeights.load(folder, spec, where, precision)
     else:
-        stop_ids = target.stop_token_ids
+        stop_ids, forbidden = target.stop_token_ids, target.restrictions
         weights = (TargetWeights.shared_with if share else TargetWeights.of_module)(target.model, spec)
-    return Parts(weights, draft, stop_ids)
+    return Parts(weights, draft, stop_ids, forbidden)
 
 
 def read_drafter(name: str, target: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> "Drafter":

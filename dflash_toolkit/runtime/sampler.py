@@ -13,6 +13,8 @@ from ..kernels.reference import ACCEPTANCE_STREAM, DRAFT_STREAM, penalized, posi
 from ..sampling import MAX_LOGPROBS, SamplingParams, int64_seed
 from .proposer import Draft
 
+NOT_FIRST, NOT_EARLY = 1, 2  # a token that may not begin an answer; a stop token that needs `min_tokens` before it
+
 
 class Mode(IntEnum):
     """How a request chooses tokens from the head's output. Each mode has graphs of its own."""
@@ -60,16 +62,17 @@ class Sampler:
         self.temperature, self.top_p, self.min_p = new(torch.float32), new(torch.float32), new(torch.float32)
         self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows without a request are computed too
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
-        self.stops_from = new(torch.int64)  # the first position at which a token of `stops` is allowed
+        self.starts_at = new(torch.int64)  # the first position of the answer
+        self.stops_from = new(torch.int64)  # the first position at which a stop token is allowed
         self.ends_at = new(torch.int64)  # the last position of the answer, which no draft reaches
         self.full = new(torch.bool)  # whether the mode is
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
-        self._fields += [self.stops_from, self.ends_at, self.full]
+        self._fields += [self.starts_at, self.stops_from, self.ends_at, self.full]
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)  # of the answer
         self.prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)  # whether it holds a token
         self.bias = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
-        self.stops = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
-        self._tables = [self.counts, self.prompt, self.bias, self.stops]
+        self.late = torch.zeros(rows, vocab_size, dtype=torch.uint8, device=device)  # NOT_FIRST | NOT_EARLY
+        self._tables = [self.counts, self.prompt, self.bias, self.late]
         self._written = False  # whether the tables were ever used: most servers never need them
 
     def set(
@@ -90,6 +93,7 @@ class Sampler:
         self.penalties[row, 0] = params.repetition_penalty
         self.penalties[row, 1] = params.presence_penalty
         self.penalties[row, 2] = params.frequency_penalty
+        self.starts_at[row] = len(prompt)
         self.stops_from[row] = len(prompt) + params.min_tokens
         self.ends_at[row] = len(prompt) + (params.max_tokens if limit is None else limit) - 1
         full = mode_of(params).full
@@ -106,9 +110,10 @@ class Sampler:
             if params.logit_bias:
                 tokens, values = zip(*params.logit_bias, strict=True)
                 self.bias[row].scatter_add_(0, self._on_device(list(tokens)), self._on_device(list(values)).float())
-            stops = [token for token in stop_ids if 0 <= token < self._vocab] if params.min_tokens else []
-            if stops:
-                self.stops[row, self._on_device(stops)] = True
+            for flag, late in ((NOT_FIRST, params.begin_suppress_tokens), (NOT_EARLY, stop_ids)):
+                listed = [token for token in late if 0 <= token < self._vocab]
+                if listed and (flag == NOT_FIRST or params.min_tokens):
+                    self.late[row, self._on_device(listed)] |= flag
 
     def move(self, source: int, target: int) -> None:
         for field in self._fields + (self._tables if self._written else []):
@@ -230,8 +235,9 @@ class Sampler:
             self.bias[rows][:, None],
             *penalties.unbind(-1),
         )
-        early = positions < self.stops_from[rows][:, None]
-        edited.masked_fill_(early[..., None] & self.stops[rows][:, None], -torch.inf)
+        first = (positions == self.starts_at[rows][:, None]) * NOT_FIRST
+        early = (positions < self.stops_from[rows][:, None]) * NOT_EARLY
+        edited.masked_fill_(((first + early)[..., None] & self.late[rows][:, None]) > 0, -torch.inf)
         return edited.flatten(0, 1)
 
     def logprobs(self, logits: Tensor, choice: Tensor, batch: int) -> Tensor:

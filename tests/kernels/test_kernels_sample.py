@@ -285,13 +285,15 @@ def test_the_sampler_of_the_runtime_chooses_the_same_with_both(mode: Mode) -> No
 def test_a_row_s_counts_are_those_of_its_request() -> None:
     sampler = Sampler(2, 70, torch.device(DEVICE), reference)
     sampler.set(0, SamplingParams(temperature=0.5), [1, 2], [3])
-    sampler.set(1, SamplingParams(presence_penalty=0.5, logit_bias=((5, 1.5),), min_tokens=4), [1, 2], [3, 3], {9, 99})
+    own = SamplingParams(presence_penalty=0.5, logit_bias=((5, 1.5),), min_tokens=4, begin_suppress_tokens=(9, 8, 77))
+    sampler.set(1, own, [1, 2], [3, 3], {9, 99})
     assert sampler.prompt.nonzero().tolist() == [[1, 1], [1, 2]]
     assert sampler.counts.nonzero().tolist() == [[1, 3]] and sampler.counts[1, 3] == 2 and sampler.bias[1, 5] == 1.5
-    assert sampler.stops.nonzero().tolist() == [[1, 9]] and sampler.stops_from.tolist() == [2, 6]
+    assert sampler.late[1, [8, 9]].tolist() == [1, 3] and sampler.late.count_nonzero() == 2
+    assert sampler.starts_at.tolist() == [2, 2] and sampler.stops_from.tolist() == [2, 6]
     sampler.move(1, 0)
     sampler.set(1, SamplingParams(), [7], [])
-    for table in (sampler.prompt, sampler.counts, sampler.bias, sampler.stops):
+    for table in (sampler.prompt, sampler.counts, sampler.bias, sampler.late):
         assert table[0].any() and not table[1].any()
 
 

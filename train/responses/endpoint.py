@@ -14,6 +14,7 @@ from typing import Any
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.generation import FinishReason, Generation
+from dflash_toolkit.models.restrictions import server_bias
 from dflash_toolkit.openai_http import (
     MissingError,
     RefusedError,
@@ -229,6 +230,7 @@ class EndpointBackend:
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
             "repetition_penalty": 1.0,
+            **({"logit_bias": bias} if (bias := server_bias(params)) else {}),
         }
 
     # ---- in the threads: replies -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.measure.decoders import Chat, Response
 from dflash_toolkit.generation import FinishReason, Generation
+from dflash_toolkit.models.restrictions import server_bias
 from dflash_toolkit.sampling import SamplingParams, int64_seed
 
 
@@ -56,6 +57,7 @@ class VllmBackend:
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
             seed=int64_seed(params.seed) if params.temperature > 0 else None, max_tokens=params.max_tokens,
             stop_token_ids=self._stops, detokenize=False,
+            logit_bias=server_bias(params) or None,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         try:

@@ -60,6 +60,11 @@ def unbatchable_reason(target: Target) -> str | None:
     return f"its RoPE is {min(turns & LENGTH_DEPENDENT)!r}" if turns & LENGTH_DEPENDENT else None
 
 
+def _alone(params: SamplingParams) -> bool:
+    """Whether a request is decoded on its own, by `generate`."""
+    return bool(params.grammar) or params.logprobs is not None or params.prompt_logprobs is not None
+
+
 class BatchedDecoder:
     """Decodes up to `batch` prompts at a time, one token of each per forward.
 
@@ -89,6 +94,8 @@ class BatchedDecoder:
         params.check_bias(target.embedding.num_embeddings)
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else target.stop_token_ids)}
         limit = min(params.max_tokens, target.context_limit - len(prompt))
+        if not _alone(params):  # else `generate` applies them
+            params = target.restrictions.apply(params, len(prompt))
         self._waiting.append(_Row(key, prompt, params, stop_ids, limit))
 
     @torch.inference_mode()
@@ -135,7 +142,7 @@ class BatchedDecoder:
         fresh: list[_Row] = []
         while self._waiting and len(self._rows) + len(fresh) < self._batch:
             row = self._waiting.popleft()
-            if row.params.grammar or row.params.logprobs is not None or row.params.prompt_logprobs is not None:
+            if _alone(row.params):
                 self._finished.append(Response(row.key, generate(self._open, None, row.prompt, row.params)))
             else:
                 fresh.append(row)

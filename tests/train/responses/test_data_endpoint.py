@@ -170,6 +170,15 @@ def test_stop_ids_that_cannot_be_read_do_not_vanish(fake: Fake, command: Program
     assert fake.asked == []
 
 
+def test_requests_ban_the_tokens_that_the_target_suppresses(fake: Fake, command: Program, tmp_path: Path) -> None:
+    mine = altered(command.target, tmp_path / "mine", generation_config={"suppress_tokens": [65]})
+    command("--target", mine)
+    assert {tuple(body["logit_bias"].items()) for body in fake.asked} == {(("65", -100.0),)}
+    first = altered(command.target, tmp_path / "first", generation_config={"begin_suppress_tokens": [65]})
+    assert "begin_suppress_tokens" in command.refuses("--target", first, output="first.jsonl")
+    assert not (tmp_path / "first.prompts.jsonl").exists()
+
+
 def test_a_key_that_cannot_be_sent_is_not_shown(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-sec\nret")
     with pytest.raises(UserError, match="OPENAI_API_KEY") as caught:
