@@ -23,6 +23,7 @@ from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WIDTH_FOR_PARTS, WIND
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
 
 RUNTIMES = ("auto", "engine", "reference")
+BATCH_SIZE = "prompts answered at a time (default: as many as the GPU's memory holds, at most 256; 32 on a CPU)"
 GREEDY_FIRST = "make the first of several responses greedy, at any temperature"
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # tokens of a step on a GPU (default)
@@ -170,11 +171,12 @@ class ResponseOptions(SamplesOptions):
     runtime: str = option(
         "auto", "runtime that writes the responses; auto is the engine if it supports the target", choices=RUNTIMES
     )
-    batch_size: int = option(32, "prompts answered at a time")
+    batch_size: int | None = option(None, BATCH_SIZE)
+    draft: bool = option(True, "write responses faster with the drafter of --init-from; the responses stay the same")
 
     def __post_init__(self) -> None:
         SamplesOptions.__post_init__(self)
-        if self.batch_size < 1:
+        if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from dflash_toolkit.config import option, options, parse_cli, run_command
 from dflash_toolkit.options import ModelOptions, PromptOptions
 
-from .config import RUNTIMES, SamplesOptions
+from .config import BATCH_SIZE, RUNTIMES, SamplesOptions
 
 PROG = "dflash-data"
 DESCRIPTION = """\
@@ -97,7 +97,7 @@ class DataConfig(ModelOptions):
     drafter: str | None = option(
         None, "drafter that speeds up the engine; responses stay the same (default: none)", metavar="PATH"
     )
-    batch_size: int = option(64, "prompts answered at a time", common=True)
+    batch_size: int | None = option(None, BATCH_SIZE.replace("32 on", "64 with --endpoint, 32 on"), common=True)
     prompts: DataPromptOptions = options(DataPromptOptions)
     sampler: SamplerOptions = options(SamplerOptions, flat=True)
     server: ServerOptions = options(ServerOptions)
@@ -106,9 +106,9 @@ class DataConfig(ModelOptions):
         ModelOptions.__post_init__(self)
         if not self.data:
             raise ValueError("data is empty; give at least one source")
-        if self.batch_size < 1:
+        if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
-        if self.endpoint and self.batch_size > MOST_THREADS:
+        if self.endpoint and (self.batch_size or 0) > MOST_THREADS:
             raise ValueError(
                 f"batch_size is {self.batch_size}; with endpoint each response needs a thread, so it must be <= "
                 f"{MOST_THREADS}"

@@ -34,6 +34,7 @@ from .data_cli import PROG, DataConfig
 from .prompts.choosing import Wanted, choose, chosen, left_out
 from .prompts.dedup import Duplicates
 from .responses.backends import open_decoder
+from .responses.batch_size import ON_SERVER, SIZES
 from .responses.conversation import load_chat_tokenizer
 from .responses.endpoint import EndpointBackend
 from .responses.file import of_another_run, resume
@@ -89,10 +90,10 @@ def run(config: DataConfig) -> None:
                 raise of_another_run(output, difference)
             record |= answering
             write_json(_record_file(output), record)
-            summary = _answer(config, record, tokenizer, backend, prompts, output, length)
+            summary, speed = _answer(config, record, tokenizer, backend, prompts, output, length)
         finally:
             backend.close()
-        write_json(_record_file(output), record | {"finished": summary})
+        write_json(_record_file(output), record | {"speed": speed, "finished": summary})
     print(f"{output}: {summary}", file=sys.stderr)
     _next(config)
 
@@ -152,6 +153,7 @@ def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
         return {}
     try:
         old = json.loads(path.read_text())
+        old.pop("speed", None)
         begun = {key: old.pop(key) for key in ("finished", *ANSWERING) if key in old}
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not the record of a run; choose another --output or remove it") from error
@@ -204,8 +206,8 @@ def _answer(
     prompts: Path,
     output: Path,
     length: int,
-) -> str:
-    """Writes the responses that `output` lacks; returns a summary in words."""
+) -> tuple[str, dict[str, Any]]:
+    """Writes the responses that `output` lacks; returns a summary in words, and the speed."""
     sampler = config.sampler
     done, rows, tokens, found = resume(output)
     total = sampler.samples * sum(1 for _ in chosen(prompts))
@@ -218,26 +220,28 @@ def _answer(
     print(disk_line({"responses": written}, output.parent, "lower prompts.max_prompts or max_tokens"), file=sys.stderr)
     tally = Tally(rows, tokens, left_out=found)
     tally.add(respond(backend, plan, prompts, output, {key: record[key] for key in SAID}, done, total))
+    print(tally.speed_in_words, file=sys.stderr)
     limit = limit_of(config.prompts.max_length, length)
     if not tally.rows:
         raise UserError(f"none of {total} responses can be trained on: {reasons(tally.dropped, limit)}")
-    return tally.in_words(limit)
+    return tally.in_words(limit), tally.speed
 
 
 def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int) -> Decoder:
     if not config.endpoint and config.runtime != "vllm":
         return open_decoder(
             config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
-            batch=config.batch_size, context=length,
+            batch=config.batch_size, context=length, tokens=config.sampler.max_tokens,
         )  # fmt: skip
     stops = stop_tokens(target_config, load_generation_config(config.target), tokenizer)
     if not config.endpoint:
         most = min(length, context_limit(target_config))
+        batch = config.batch_size or SIZES[0]
         return VllmBackend(
-            config.target, stops, dtype=config.dtype, batch=config.batch_size, context=most, gpus=config.gpus
+            config.target, stops, dtype=config.dtype, batch=batch, context=most, gpus=config.gpus
         )  # fmt: skip
     return EndpointBackend(
         config.endpoint, tokenizer, stops, vocab_size=int(target_config.vocab_size), model=config.server.model,
-        api=config.server.api, thinking=config.sampler.thinking, concurrency=config.batch_size,
+        api=config.server.api, thinking=config.sampler.thinking, concurrency=config.batch_size or ON_SERVER,
         timeout_s=config.server.timeout, retries=config.server.retries,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """The rows of a run: chooses prompts, lets all processes respond, and maps the corpus; a resumed run reuses it."""
 
 import contextlib
+import copy
 import json
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ def gathered(run: Prepared, processes: Processes) -> Corpus:
     run.data.held_out, run.data.counts, run.data.samplers = data.held_out, data.counts, data.samplers
     run.record["samplers"] = data.samplers or run.record["samplers"]
     run.record["data"] = data.counts
+    if not run.config.response_files and (state := run.work / "answers.json").exists():
+        run.record["response_speed"] = read_json(state).get("speed")
     return corpus
 
 
@@ -151,6 +154,8 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
         dtype=config.dtype,
         batch=config.responses.batch_size,
         context=config.prompts.max_length,
+        tokens=config.responses.max_tokens,
+        drafter=copy.deepcopy(run.start.drafter) if run.start and config.responses.draft else None,
         mesh=processes.peers.mesh,
     )
     own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.responses)}
@@ -168,10 +173,11 @@ def _end_of_responses(run: Prepared, state: dict[str, Any], tally: Tally) -> Non
     if not any(path.stat().st_size for path in _response_files(run.work)):
         why = reasons(tally.dropped, run.reading.limit)
         raise UserError(f"none of {state['counts']['prompts']} prompts was answered: {why}")
+    print(f"responses: {tally.speed_in_words}", file=sys.stderr)
     if tally.dropped or tally.left_out:
         print(tally.in_words(run.reading.limit), file=sys.stderr)
     state["counts"] |= tally.dropped
-    write_json(run.work / "answers.json", state | {"answered": True})
+    write_json(run.work / "answers.json", state | {"answered": True, "speed": tally.speed})
 
 
 def discard(work: Path) -> None:

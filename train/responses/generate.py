@@ -1,5 +1,6 @@
 """Lets a backend respond to all turns of chosen prompts and appends the responses to a file."""
 
+import time
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -35,10 +36,14 @@ class ResponsePlan:
     def conversations(
         self, prompts: Path, done: Collection[tuple[int, int]], rank: int, world: int
     ) -> Iterator[LiveConversation]:
-        """Yields the conversations that are not done yet, of several processes this one's share."""
+        """Yields the conversations that are not done yet, of several processes this one's share.
+
+        The first responses to all prompts come before the second ones, so that a batch is all greedy or all sampled:
+        its steps then compute one way of choosing tokens.
+        """
         todo = 0
-        for each in chosen(prompts):
-            for sample in range(self.samples):
+        for sample in range(self.samples):
+            for each in chosen(prompts):
                 if (each.index, sample) in done:
                     continue
                 todo += 1
@@ -89,13 +94,26 @@ class Tally:
 
     rows: int = 0
     tokens: int = 0  # in responses
+    decoded: int = 0  # tokens decoded by this start of the command
+    seconds: float = 0.0  # that it took, without loading the target
     dropped: Counter[str] = field(default_factory=Counter)  # conversations without a row, by reason
     left_out: Counter[str] = field(default_factory=Counter)  # missing turns of the others, by reason
 
     def add(self, other: "Tally") -> None:
         self.rows, self.tokens = self.rows + other.rows, self.tokens + other.tokens
+        self.decoded, self.seconds = self.decoded + other.decoded, max(self.seconds, other.seconds)
         self.dropped += other.dropped
         self.left_out += other.left_out
+
+    @property
+    def speed(self) -> dict[str, Any]:
+        """Tokens per second of this start, for records."""
+        rate = round(self.decoded / self.seconds, 1) if self.seconds else None
+        return {"tokens": self.decoded, "seconds": round(self.seconds, 1), "tokens_per_second": rate}
+
+    @property
+    def speed_in_words(self) -> str:
+        return f"{self.decoded} tokens in {self.seconds:.0f} s, {self.decoded / (self.seconds or 1):,.0f} tokens/s"
 
     def in_words(self, limit: str) -> str:
         """Returns the counts in words. Args: limit: the reason of `TOO_LONG`."""
@@ -140,7 +158,7 @@ def respond(
     Raises:
         UserError: the disk is full, or as the backend.
     """
-    tally, peers = Tally(), peers or Processes()
+    tally, peers, began = Tally(), peers or Processes(), time.perf_counter()
     with Progress("responses", total, unit="tok") as progress:
         progress.advance(len(done), units=0)
         for conversation in submit_all(backend, plan.conversations(prompts, done, rank, world)):
@@ -153,4 +171,6 @@ def respond(
             tally.tokens += sum(part.row.response_tokens for part in conversation.parts)
             note = f"{tally.dropped.total()} dropped" if tally.dropped else None
             progress.advance(1, conversation.response_tokens, note)
+            tally.decoded += conversation.response_tokens
+            tally.seconds = time.perf_counter() - began
     return tally

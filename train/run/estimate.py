@@ -32,6 +32,7 @@ from dflash_toolkit.preflight import GIB, size
 from ..config import PACK_TOKENS, TrainConfig
 from ..optim.optimizers import uses_muon
 from ..prompts.dataset import ROWS as DATASET_ROWS
+from ..responses.batch_size import ON_CPU, SIZES
 from .cost import drafter_step_flops, duration, resume_bytes
 from .definition import WORK
 from .rates import (
@@ -333,7 +334,7 @@ def response_rate(
     config: TrainConfig, target: PreTrainedConfig, weights: Weights, machine: Machine, context: float, server: bool
 ) -> Rate:
     """Returns the tokens a second of plain decoding, measured for this shape or computed from its bytes."""
-    requests = 256 if server else config.responses.batch_size
+    requests = 256 if server else config.responses.batch_size or (ON_CPU if machine.name == CPU else SIZES[0])
     engine = not server and computes(target) and config.responses.runtime != "reference"
     measured = DECODING.get((_measured_as(target, weights), machine.name), {}) if engine else {}
     if requests in measured:

@@ -57,9 +57,10 @@ def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, temp
 
 
 def asked(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of responses without the batch size, which may shrink after a run is out of memory."""
+    """Returns the settings of responses without those that change only the speed."""
+    speed = ("batch_size", "draft")
     later = {"samples": 1, "greedy_first": False}  # options that runs of earlier releases lack
-    return {k: v for k, v in config["responses"].items() if k != "batch_size" and (k not in later or v != later[k])}
+    return {k: v for k, v in config["responses"].items() if k not in speed and (k not in later or v != later[k])}
 
 
 def config_of(record: dict[str, Any]) -> dict[str, Any]:

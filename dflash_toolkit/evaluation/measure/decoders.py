@@ -31,6 +31,7 @@ from ...runtime.request import Request
 from ...sampling import DraftSampleMethod, SamplingParams
 
 CERTAIN = 1e6  # a bias larger than any logit
+MOST_REFILLED, ROWS_PER_REFILLED = 8, 32  # free rows that wait for each other before prompts are added
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +79,19 @@ OnStep = Callable[[Generation], None]  # called with the growing generation
 
 
 class EngineDecoder:
-    """Decodes with continuous batching on the engine that `dflash-serve` runs."""
+    """Decodes with continuous batching on the engine that `dflash-serve` runs.
+
+    A large batch is refilled by several prompts at a time: they share one prefill pass, which reads the weights once.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
+        self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, Request] = {}
         self._finished: deque[Response] = deque()
-        self.width = 2 * (engine.options.max_num_seqs or 1)  # so a finished request can be replaced at once
+        self._rows = engine.options.max_num_seqs or 1
+        self._refill = max(1, min(MOST_REFILLED, self._rows // ROWS_PER_REFILLED))
+        self.width = 2 * self._rows  # so a finished request can be replaced at once
 
     def submit(
         self,
@@ -102,14 +109,26 @@ class EngineDecoder:
                 self._finished.append(Response(key, request.generation))
 
         assert self._engine is not None, "closed"
-        self._running[key] = self._engine.submit(prompt, params, on_progress)
+        self._waiting.append((key, self._engine.request(prompt, params, on_progress)))
+
+    def _refill_batch(self) -> None:
+        assert self._engine is not None
+        free = self._rows - len(self._running)
+        if free < self._refill and self._running:
+            return
+        while self._waiting and free > 0:
+            key, request = self._waiting.popleft()
+            self._running[key] = request
+            self._engine.scheduler.add(request)
+            free -= 1
 
     def wait(self) -> Response:
         assert self._engine is not None, "closed"
         while not self._finished:
+            self._refill_batch()
             if not self._engine.step():
                 raise RuntimeError("nothing was submitted")
-        while not self._running and self._engine.step():
+        while not self._running and not self._waiting and self._engine.step():
             pass  # the step in flight after the last response would delay the next prompt
         return self._finished.popleft()
 
@@ -124,6 +143,7 @@ class EngineDecoder:
         assert self._engine is not None, "closed"
         for request in self._running.values():
             self._engine.cancel(request)
+        self._waiting.clear()
         self._running.clear()
         self._finished.clear()
 

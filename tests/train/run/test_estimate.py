@@ -51,7 +51,9 @@ def test_a_step_is_near_the_measured_one(optimizer: str, step_s: float, gib: flo
 
 
 def test_measured_rates_are_used_for_their_shapes_only() -> None:
-    assert "measured" in of({}).response_rate.how and "measured" in of({}).feature_rate.how
+    at_32 = of({"responses": {"batch_size": 32}})
+    assert "measured" in at_32.response_rate.how and "measured" in at_32.feature_rate.how
+    assert "at 256 requests" in of({}).response_rate.how, "the default on a GPU"
     other = of({}, "qwen3-14b")
     assert "computed" in other.response_rate.how and "computed" in other.feature_rate.how
     assert "computed" in of({"responses": {"batch_size": 48}}).response_rate.how
