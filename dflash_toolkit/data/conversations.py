@@ -221,6 +221,16 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     recorded: tuple[Message, ...] = field(default=(), compare=False)  # all messages, including the row's answers
 
+    def to_json(self, *, recorded: bool) -> dict[str, Any]:
+        """Returns the fields, not copied; `recorded`: with the row's answers."""
+        fields = {"id": self.id, "turns": self.turns, "tools": self.tools}
+        return fields | {"recorded": self.recorded} if recorded else fields
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> "Conversation":
+        turns = tuple(map(tuple, values["turns"]))
+        return cls(values["id"], turns, tuple(values.get("tools", ())), tuple(values.get("recorded", ())))
+
     @property
     def asked(self) -> str:
         """The text of all user messages."""

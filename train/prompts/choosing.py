@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,7 +98,7 @@ def chosen(path: Path) -> Iterator[Chosen]:
         with open(path, encoding="utf-8") as handle:
             for line in handle:
                 row = json.loads(line)
-                yield Chosen(row["index"], row.get("source", 0), _conversation(row))
+                yield Chosen(row["index"], row.get("source", 0), Conversation.of_json(row))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error!r}); remove it to choose the prompts again") from error
 
@@ -113,10 +113,7 @@ def _read(wanted: Wanted, counts: Counter[str]) -> Iterator[dict[str, Any]]:
                     raise UserError(f"{found.where}: {found.reason}; prompts.strict=false skips such rows")
                 counts["malformed"] += 1
                 continue
-            line = asdict(found) | {"source": place}
-            if not wanted.recorded:
-                del line["recorded"]
-            yield line
+            yield found.to_json(recorded=wanted.recorded) | {"source": place}
 
 
 def _shown(lines: Iterator[dict[str, Any]], progress: Progress) -> Iterator[dict[str, Any]]:
@@ -125,13 +122,8 @@ def _shown(lines: Iterator[dict[str, Any]], progress: Progress) -> Iterator[dict
         progress.advance()
 
 
-def _conversation(line: dict[str, Any]) -> Conversation:
-    turns = tuple(tuple(turn) for turn in line["turns"])
-    return Conversation(line["id"], turns, tuple(line.get("tools", ())), tuple(line.get("recorded", ())))
-
-
 def _fresh(line: dict[str, Any], duplicates: Duplicates, counts: Counter[str]) -> bool:
-    conversation = _conversation(line)
+    conversation = Conversation.of_json(line)
     if duplicates.seen(conversation.asked, under=conversation.instructions):
         counts["duplicates"] += 1
         return False
