@@ -148,7 +148,7 @@ def checked(report: dict[str, Any], config: CheckConfig, place: str) -> list[Che
         figure = FIGURES[limit.figure]
         value = _value(report, section, limit, place)
         within = _summary(section, limit.set, place).get(f"{figure.key}_ci95")
-        measured = f"{value:.3f}" + (f" [{within[0]:.3f}, {within[1]:.3f}]" if within else "")
+        measured = f"{value:.3f}" + (f" [{within[0]:.3f}, {within[1]:.3f}]" if within and None not in within else "")
         wanted = f"at {'least' if figure.least else 'most'} {limit.value:g}"
         holds = value >= limit.value if figure.least else value <= limit.value  # False of NaN
         results.append(Checked(limit.set or "all sets", figure.name, measured, wanted, section["name"], holds))

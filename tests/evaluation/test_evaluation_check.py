@@ -1,13 +1,18 @@
 """`dflash-eval check`: held and missed limits, and invalid arguments."""
 
+import functools
 import json
+import operator
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from paths import ROOT
 
 from dflash_toolkit import Drafter, SamplingParams, Target
@@ -43,6 +48,11 @@ def changed(folder: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]]
     return write
 
 
+@pytest.fixture(scope="module")
+def text(folder: Path) -> str:
+    return (folder / "report.json").read_text()
+
+
 def figures(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())["sections"][0]
 
@@ -71,7 +81,8 @@ def test_regret_is_checked_per_set_and_nan_misses_the_limit(changed: Any, capsys
     def differ(*regrets: float | None) -> Path:
         def change(report: dict[str, Any]) -> None:
             found = report["sections"][0]["sets"]["sky"]
-            found["differences"] = [{"id": "a", "regret_nats": regret} for regret in regrets]
+            numbers = {"position": 0, "plain_token": 1, "drafted_token": 2, "plain_text": "", "drafted_text": ""}
+            found["differences"] = [{"id": "a", **numbers, "regret_nats": regret} for regret in regrets]
 
         return changed(change)
 
@@ -129,7 +140,69 @@ def test_an_old_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_check_refuses_an_incomplete_report(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(changed(lambda report: report.pop("sections"))), "--min-tau", "2"]) == 2
-    assert "no whole report of dflash-eval: it has no sections; measure again" in capsys.readouterr().err
+    assert "missing required field `sections`; measure again" in capsys.readouterr().err
+
+
+def first_set(report: dict[str, Any]) -> dict[str, Any]:
+    return report["sections"][0]["sets"]["sky"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda report: first_set(report).pop("tau_pooled"), "required field `tau_pooled` - at `$.sections[0].sets"),
+        (lambda report: report["sections"].clear(), "length >= 1 - at `$.sections`"),
+        (lambda report: report["sections"][0].pop("overall"), "required field `overall` - at `$.sections[0]`"),
+        (lambda report: report["sections"][0].update(sets={}), "length >= 1 - at `$.sections[0].sets`"),
+        (lambda report: report["sections"][0]["overall"].update(tau_pooled=True), "got `bool` - at `$.sections[0]"),
+        (lambda report: report["sections"][0]["overall"].update(tau_pooled="12"), "got `str` - at `$.sections[0]"),
+        (lambda report: report["arguments"].update(max_concurrency="all"), "got `str` - at `$.arguments"),
+        (lambda report: first_set(report)["per_request"][0]["drafted_per_step"].pop(), "but drafted_per_step has"),
+        (lambda report: first_set(report)["per_request"][0].update(turn=2), "the first `turn` is 2"),
+        (lambda report: first_set(report)["per_request"][0].update(plain_tokens=None), "some of plain_tokens, "),
+        (lambda report: first_set(report)["per_request"][1].update(token_ids=[1]), "token_ids has 1"),
+    ],
+    ids=range(11),
+)
+@pytest.mark.parametrize("command", ["check", "compare"])
+def test_an_invalid_report_is_one_line(
+    command: str, change: Any, said: str, folder: Path, changed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--min-tau", "1", "--max-regret", "9"] if command == "check" else [str(folder)]
+    assert main([command, str(changed(change)), *more]) == 2
+    out, err = capsys.readouterr()
+    assert "no valid report of dflash-eval: " in err and said in err and err.count("\n") == 1 and not out
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the path of every value inside nested lists and mappings."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*above, key)
+        yield from places(value[key], (*above, key))
+
+
+ODD = [None, True, False, 0, 1, -1, 3, 2**31, 10**30, 0.5, 1e300, "", "12", [], [None], [1, 2], {}, {"a": 1}]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_changed_report_never_ends_in_a_traceback(folder: Path, text: str, data: st.DataObject) -> None:
+    report = json.loads(text)
+    for _ in range(data.draw(st.integers(1, 2))):
+        *above, key = data.draw(st.sampled_from(list(places(report))))
+        parent = functools.reduce(operator.getitem, above, report)
+        if data.draw(st.integers(0, 2)):
+            parent[key] = data.draw(st.sampled_from(ODD))
+        else:
+            del parent[key]
+    with tempfile.TemporaryDirectory() as there:
+        path = Path(there, "report.json")
+        path.write_text(json.dumps(report))
+        assert main(["check", str(path), "--min-tau", "1", "sky=1", "--min-speedup", "1", "--max-regret", "1"]) in (
+            0, 1, 2,
+        )  # fmt: skip
+        assert main(["compare", str(folder), str(path), "--output", str(Path(there, "out"))]) in (0, 2)
+        assert main(["compare", str(path), str(folder)]) in (0, 2)
 
 
 def test_check_of_speedup_needs_a_plain_endpoint(changed: Any, capsys: pytest.CaptureFixture[str]) -> None:

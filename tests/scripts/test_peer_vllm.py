@@ -16,7 +16,6 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.measure.decoders import ReferencePair
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
 from dflash_toolkit.evaluation.measure.run import evaluate
-from dflash_toolkit.evaluation.report.schema import report_schema
 from dflash_toolkit.generation import Generation, Step
 from scripts.peers import vllm_decode as program
 
@@ -34,9 +33,10 @@ def result(tmp_path: Path) -> Path:
     runs = [{"name": "2m", "minutes": 2.0, "sets": sets(2.0)}, {"name": "8m", "minutes": 8.0, "sets": sets(4.0)}]
     path.write_text(json.dumps({"runs": runs}))
     for folder, name in (("report-2m", "b"), ("report-2m-plain", "a")):
-        arguments = {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}
-        report = dict.fromkeys(report_schema()["required"])  # the program reads a part of it
-        report |= {"schema_version": 2, "sections": [{"temperature": 0.0, "sets": {}}], "arguments": arguments}
+        pair = ReferencePair(make_target(), make_drafter(make_target()))
+        report = evaluate(pair, {name: PROMPTS}, SamplingParams(max_tokens=4), baseline=False).to_json()
+        report["sections"][0]["sets"][name]["per_request"] = []
+        report["arguments"] |= {"max_tokens": 512, "prompt_tokens_sha256": {name: "0" * 64}}
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "report.json").write_text(json.dumps(report))
     return path

@@ -16,7 +16,7 @@ from ...config import UserError, list_options
 SCHEMA_VERSION = 2
 COMPARE_VERSION = 1
 
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]  # whole in every JSON reader
 Seconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Number = float | None  # null could not be measured
@@ -61,7 +61,9 @@ class SummaryForm(Latencies):
         list[Share | None], Meta(description="The same among the steps that accepted the slot before.")
     ]
     accepted_given_previous_ci95: list[Interval]
-    accepted_lengths: Annotated[list[Count], Meta(description="Number of steps that committed 1..S tokens.")]
+    accepted_lengths: Annotated[
+        list[Count], Meta(min_length=1, description="Number of steps that committed 1..S tokens.")
+    ]
     joules_per_token: Annotated[Number, Meta(description="By the GPU's own counter, over generated tokens.")]
     plain_joules_per_token: Number
     prefill_seconds: Annotated[float, Meta(ge=0, description="Sum over requests.")]
@@ -123,7 +125,7 @@ class RequestForm(TypedDict):
     identical: bool | None
     time_to_first_token_seconds: Seconds
     decode_seconds: Seconds
-    plain_tokens: Count | None
+    plain_tokens: Annotated[int, Meta(ge=0, le=2**24)] | None
     plain_time_to_first_token_seconds: Seconds | None
     plain_decode_seconds: Seconds | None
 
@@ -158,12 +160,19 @@ class EnvironmentForm(TypedDict):
 
 
 class ArgumentsForm(TypedDict):
-    """Options of the run, and hashes of its models and prompts; the listed keys are always present."""
+    """Options of the run, and hashes of its models and prompts; there are more than these."""
 
-    runtime: Any
-    block_size: Any
+    runtime: str | None
+    block_size: Count | None
     max_tokens: Any
-    prompt_tokens_sha256: Any
+    prompt_tokens_sha256: dict[str, str]
+    target: NotRequired[str | None]
+    drafter: NotRequired[str | None]
+    drafter_kind: NotRequired[str | None]
+    baseline: NotRequired[bool]
+    max_concurrency: NotRequired[Annotated[int, Meta(ge=1)]]
+    target_sample_sha256: NotRequired[str | None]
+    prompt_file_sha256: NotRequired[dict[str, str] | None]
 
 
 class BootstrapForm(TypedDict):
@@ -376,7 +385,7 @@ def _schema(form: Any) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Reads a report from a file or folder. Raises UserError if it is invalid or of another version."""
+    """Reads a report from a file or folder. Raises UserError if it is no valid report, or of another version."""
     path = path / "report.json" if path.is_dir() else path
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -389,9 +398,38 @@ def read_report(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no report of dflash-eval: it has no schema_version")
     if version != SCHEMA_VERSION:
         raise UserError(f"{path}: schema_version is {version}, this reads {SCHEMA_VERSION}; measure again")
-    if missing := [key for key in ReportForm.__annotations__ if key not in report]:
-        raise UserError(f"{path}: no whole report of dflash-eval: it has no {', '.join(missing)}; measure again")
+    try:
+        msgspec.convert(report, ReportForm)
+        _check_requests(report)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise UserError(f"{path}: no valid report of dflash-eval: {error}; measure again") from error
     return report
+
+
+def _check_requests(report: dict[str, Any]) -> None:
+    """Raises ValueError if the fields of a request contradict each other, which the schema cannot say."""
+    for i, section in enumerate(report["sections"]):
+        for name, found in section["sets"].items():
+            for row, request in enumerate(found["per_request"]):
+                if wrong := _contradiction(request, first=row == 0):
+                    raise ValueError(f"{wrong} - at `$.sections[{i}].sets[{name!r}].per_request[{row}]`")
+
+
+def _contradiction(request: dict[str, Any], first: bool) -> str | None:
+    """Returns what contradicts itself in a request, in words. Args: first: of its set."""
+    steps = {key: len(request[key]) for key in ("drafted_per_step", "accepted_per_step", "committed_per_step")}
+    if set(steps.values()) != {request["steps"]}:
+        return f"`steps` is {request['steps']}, but " + ", ".join(f"{key} has {count}" for key, count in steps.items())
+    tokens = len(request["token_ids"])
+    if not sum(request["committed_per_step"]) <= request["tokens"] == tokens:
+        committed = sum(request["committed_per_step"])
+        return f"`tokens` is {request['tokens']}, but token_ids has {tokens} and committed_per_step {committed}"
+    plain = ("plain_tokens", "plain_time_to_first_token_seconds", "plain_decode_seconds")
+    if len({request[key] is None for key in plain}) > 1:
+        return f"some of {', '.join(plain)} are null"
+    if first and request["turn"] != 1:
+        return f"the first `turn` is {request['turn']}"
+    return None
 
 
 def split_places(words: Sequence[str], options: type) -> tuple[list[Path], list[str]]:
