@@ -281,6 +281,7 @@ def _run(config: EvalConfig) -> None:
     from .report.files import write_report
     from .report.publish import find_card, log_report, shown_command, write_card
     from .report.terminal import show_report
+    from .report.verdict import verdict
 
     publish = config.publish
     card = find_card(config.drafter) if publish.write_model_card and config.drafter is not None else None
@@ -336,7 +337,8 @@ def _run(config: EvalConfig) -> None:
         if publish.wandb:
             log_report(report, output, publish.wandb)
     served_here = config.server.endpoint is None
-    serve = serving_command(report.arguments, arguments) if served_here else ()
+    pays = verdict(report).with_drafter
+    serve = serving_command(report.arguments, arguments, drafter=pays) if served_here else ()
     show_report(report, output, config.protocol, serve)
 
 

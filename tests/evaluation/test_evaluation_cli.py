@@ -469,7 +469,10 @@ def test_the_command_prints_table_verdict_and_next_command(
     assert "tokens" not in headline and "shields.io" not in printed
     *_, where, following = printed.splitlines()
     assert where == f"Report: {tmp_path / 'report/report.html'}"
-    served = f"dflash-serve --target {arguments[1]} --drafter {arguments[3]} --device cpu --dtype float32"
+    advice = report["recommendation"]
+    slower = headline.startswith("Slower") or advice["use_drafter"] is False or advice["max_concurrency"] == 0
+    drafter = "" if slower else f"--drafter {arguments[3]} "  # the command follows the verdict, whatever the speed
+    served = f"dflash-serve --target {arguments[1]} {drafter}--device cpu --dtype float32"
     assert following.split(maxsplit=1) == ["Next:", served]
     page = (tmp_path / "report/report.html").read_text()
     assert '<pre class="prompt">Why is the sky blue?</pre>' in page and "&lt;|user|&gt;" not in page

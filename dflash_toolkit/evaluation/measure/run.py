@@ -421,9 +421,10 @@ def _points(*how: Any) -> dict[str, Any]:
     return {"points": drafting_points(*how)}
 
 
-def serving_command(noted: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """Returns the command that serves the pair as measured, without options of drafting."""
-    words = ["dflash-serve", "--target", str(noted["target"]), "--drafter", str(noted.get("drafter", "DRAFTER"))]
+def serving_command(noted: Mapping[str, Any], arguments: Mapping[str, Any], *, drafter: bool = True) -> list[str]:
+    """Returns the command that serves the pair as measured, or the target alone, without options of drafting."""
+    words = ["dflash-serve", "--target", str(noted["target"])]
+    words += ["--drafter", str(noted.get("drafter", "DRAFTER"))] if drafter else []
     for name in ("device", "dtype", "draft_dtype"):
         if arguments.get(name, "auto") != "auto":
             words += [f"--{name.replace('_', '-')}", str(arguments[name])]

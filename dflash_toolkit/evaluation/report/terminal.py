@@ -18,7 +18,7 @@ def show_report(report: Report, output: Path, protocol: str | None = None, serve
 
     Args:
         protocol: the published measurement to compare with.
-        serve: the command that serves this pair.
+        serve: the command that serves this pair, or the target alone.
     """
     for section in report.sections:
         show_table(summary_table(section, section.name).without(*DETAILS))

@@ -1,9 +1,9 @@
 """Summarizes a report in sentences: speed, exactness, losses and the recommendation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..measure.distribution import SUSPICIOUS
 from ..stats.bootstrap import Interval
@@ -32,6 +32,7 @@ class Verdict:
     headline: str
     exactness: Outcome
     points: tuple[tuple[str, str], ...]  # question and answer
+    with_drafter: bool  # whether to serve with it
 
 
 def judge(speedup: float | None, within: Interval | None) -> Outcome:
@@ -57,7 +58,13 @@ def verdict(report: Report) -> Verdict:
     headline, outcome = _headline(report), judge_summary(report.overall)
     if exactness == "bad":
         headline, outcome = f"Not exact. {headline}", "bad"
-    return Verdict(outcome, headline, exactness, tuple(points))
+    against = outcome == "bad" or _advised_against(report.recommendation)
+    return Verdict(outcome, headline, exactness, tuple(points), not against)
+
+
+def _advised_against(advice: Mapping[str, Any] | None) -> bool:
+    """Whether the recommendation is to serve without the drafter."""
+    return advice is not None and (advice["use_drafter"] is False or advice["max_concurrency"] == 0)
 
 
 def speed(summary: Summary) -> str:
@@ -153,7 +160,7 @@ def _recommended(report: Report) -> str:
     most = advice["max_concurrency"]
     if advice["use_drafter"] is None:
         do = "Unclear: measure more requests."
-    elif not advice["use_drafter"] or most == 0:
+    elif _advised_against(advice):
         do = "Without the drafter, on this machine and for such prompts."
     else:
         load = f", up to {most} requests at a time" if most else ""
