@@ -46,8 +46,8 @@ def edits(config: DrafterConfig) -> Iterator[Edit]:
     """Yields every edit that is possible for a drafter of this shape."""
     yield from layer_orders(config)
     yield from rope_rows(config)
-    yield exchanged("gate and up", "mlp.gate_proj", "mlp.up_proj", config.num_layers)
-    yield exchanged("q and k norms", "self_attn.q_norm", "self_attn.k_norm", config.num_layers)
+    yield exchanged("gate and up", "mlp.gate_proj.weight", "mlp.up_proj.weight", config.num_layers)
+    yield exchanged("q and k norms", "self_attn.q_norm.weight", "self_attn.k_norm.weight", config.num_layers)
     yield plus_one()
     for part in config.architecture.parts:
         if part.is_in(config.sizes):
@@ -94,7 +94,7 @@ def rope_rows(config: DrafterConfig) -> Iterator[Edit]:
             back = "de-interleave" if stored == "interleaved" else "interleave"
             remedy = (
                 f"the rows of {which} are stored for a RoPE that turns "
-                f"{'adjacent pairs' if order is split else 'halves'}: "
+                f"{'adjacent pairs, as GGUF files of Llama are' if order is split else 'halves'}: "
                 f"{back} the {config.head_dim} rows of every head in the weights, or export again"
             )
             words = f"rows of {which} {wanted}"
@@ -121,12 +121,12 @@ def exchanged(check: str, one: str, other: str, layers: int) -> Edit:
     def apply(tensors: Tensors) -> dict[str, Tensor]:
         found = dict(tensors)
         for i in range(layers):
-            a, b = f"layers.{i}.{one}.weight", f"layers.{i}.{other}.weight"
+            a, b = f"layers.{i}.{one}", f"layers.{i}.{other}"
             if a in tensors and b in tensors and tensors[a].shape == tensors[b].shape:
                 found[a], found[b] = tensors[b], tensors[a]
         return found
 
-    first, second = one.split(".")[-1], other.split(".")[-1]
+    first, second = (name.removesuffix(".weight").split(".")[-1] for name in (one, other))
     remedy = f"{first} and {second} are swapped: exchange the names of these tensors in every layer, or export again"
     return Edit(check, f"{first} and {second} exchanged", remedy, apply)
 

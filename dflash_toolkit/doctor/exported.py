@@ -14,6 +14,7 @@ from ..models.dflash.network import DrafterConfig
 from ..models.rope import RopeScaling
 from ..models.target import Target
 from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature
+from .conversions import conversions
 from .edits import Edit, Tensors, edits, is_norm, plus_one, renamed
 from .files import Case, rope_words, scale_words, some
 from .finding import Finding
@@ -26,6 +27,7 @@ ROUNDED = 0.15  # the target's numbers, if either side computed in 16 bits: twic
 EXACT = 0.02  # if both computed in fp32, on any device
 OTHER = 0.35  # above: other weights, not another quantization of the same
 RECURRENT = 3.0  # factor on tolerances with recurrent layers: a head's read of its state is normed, however small it is
+GROUP = 32  # neighbours that share a scale in the finest usual quantization
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 NESTED = (*SCALES, *all_sizes())  # in dflash_config
 AFTER_HEAD = ("output_multiplier", "final_logit_softcapping")
@@ -209,7 +211,7 @@ def _weights(case: Case, record: dict[str, Any], found: Exported) -> bool:
     ruined = [n for n in record["tensors"] if n in tensors and not (tensors[n].any() and tensors[n].isfinite().all())]
     ruined = [name for name in ruined if not hashes.same(name, tensors[name])]
     wrong = [n for n in hashes.differing(tensors) if n not in ruined]
-    tried = list(edits(case.config))
+    tried = [*edits(case.config), *conversions(case.config)]
     while wrong:
         best = max(((_resolved(edit, tensors, wrong, hashes), i) for i, edit in enumerate(tried)), default=(0, 0))
         if not best[0]:
@@ -357,6 +359,12 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
             f"{then['device']}, with the same versions of transformers and of its kernels"
         )
         return [Finding("target", "warning", words, remedy, figures)], False
+    if how := quantization(target):
+        remedy = (
+            f"the target is {how}: use the weights of training{named}, or train a drafter for the quantized target "
+            f"(dflash-train --init-from {case.name})"
+        )
+        return [Finding("target", "warning" if worst <= further * OTHER else "fault", words, remedy, figures)], False
     if worst <= further * OTHER:
         remedy = (
             f"its weights are others than at training{named}, or quantized otherwise: use those that it was trained for"
@@ -364,3 +372,17 @@ def compare_target(case: Case, target: Target, digest: str | None = None) -> tup
         return [Finding("target", "warning", words, remedy, figures)], False
     remedy = f"its weights are others than at training{named}: use those, or train a drafter for these"
     return [Finding("target", "fault", words, remedy, figures)], False
+
+
+def quantization(target: Target) -> str:
+    """Returns how a target is quantized, by its configuration or by its first matrix; empty if it is not."""
+    declared = getattr(target.config, "quantization_config", None)
+    if declared is not None:
+        values = declared if isinstance(declared, dict) else vars(declared)
+        return f"quantized ({values.get('quant_method', 'by an unknown method')})"
+    weight = next((p for p in target.layers[0].parameters() if p.dim() == 2 and p.shape[1] % GROUP == 0), None)
+    if weight is None:
+        return ""
+    ordered = weight.detach()[:64].unflatten(1, (-1, GROUP)).sort(-1).values
+    values_each = 1 + (ordered.diff(dim=-1) != 0).sum(-1)
+    return f"quantized to 4 bits (at most 16 values among {GROUP} neighbours)" if int(values_each.max()) <= 16 else ""

@@ -1,8 +1,9 @@
 """Checks without a forward pass: of the checkpoint, the target's configuration and the tokenizer."""
 
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,30 @@ def check_fit(case: Case) -> list[Finding]:
     if case.config is None:
         return []
     if problem := fitting_problem(case):
+        if changed := _changed_sizes(case):
+            values = " and ".join(f"set {key} to {json.dumps(value)}" for key, value in changed.items())
+            remedy = f"{values} in config.json, as it was exported"
+            return [Finding("fit", "fault", problem, remedy, {"recorded": changed})]
         made_for = case.provenance.get("target")
         hint = f"; config.json says that it was made for {made_for}" if made_for else ""
         return [Finding("fit", "fault", problem, f"use the target that this drafter was made for{hint}")]
     sizes = f"hidden size {case.config.hidden_size}, {case.target.num_hidden_layers} layers, {case.config.vocab_size}"
     return [Finding("fit", "ok", f"{sizes} tokens: those of the target")]
+
+
+def _changed_sizes(case: Case) -> dict[str, Any]:
+    """Returns the recorded values of the keys that keep a drafter from fitting; empty if others do."""
+    if case.record is None or case.config is None:
+        return {}
+    then = case.record["configuration"]
+    keys = ("hidden_size", "vocab_size", "num_target_layers", "target_layer_ids", "mask_token_id")
+    recorded: dict[str, Any] = {key: tuple(then[key]) if key == "target_layer_ids" else then[key] for key in keys}
+    changed = {key: value for key, value in recorded.items() if value != getattr(case.config, key)}
+    try:
+        check_fits(replace(case.config, **changed), case.target)
+    except (UserError, ValueError):
+        return {}
+    return changed
 
 
 def check_tensors(case: Case) -> list[Finding]:
@@ -185,7 +205,7 @@ def check_weights(case: Case) -> list[Finding]:
     architecture = case.config.architecture
     initial = {name: _is_initial(architecture, name, t) for name, t in tensors.items()}
     zero = [name for name, t in tensors.items() if not t.any() and not name.endswith(".bias")]
-    idle = [name for name in zero if initial[name] and not _was_trained(case, name)]
+    idle = [name for name in zero if _is_idle(name, initial) and not _was_trained(case, name)]
     zero = [name for name in zero if name not in idle]
     found = []
     if broken:
@@ -220,6 +240,12 @@ def check_weights(case: Case) -> list[Finding]:
         remedy = "export in bfloat16: quantized drafters are not read"
         found.append(Finding("weights", "warning", f"stored as {', '.join(dtypes)}", remedy))
     return found or [Finding("weights", "ok", f"{', '.join(dtypes)}, finite, none zero, all trained")]
+
+
+def _is_idle(name: str, initial: Mapping[str, bool]) -> bool:
+    """Whether a tensor was never trained, nor the others of its module: else the export lost it."""
+    module = name.removesuffix(".weight").rpartition(".")[0]
+    return all(flag for other, flag in initial.items() if other.startswith(f"{module}."))
 
 
 def _was_trained(case: Case, name: str) -> bool:

@@ -14,6 +14,7 @@ from ..models.dflash.architecture import architectures
 from ..models.dflash.shape import logit_scale
 from ..models.target import RESERVED_WORDS
 from ..progress import Progress
+from .conversions import conversions
 from .edits import Edit, edits, likely_orders
 from .exported import Exported
 from .files import Case, rope_of, rope_words, scale_words
@@ -159,7 +160,7 @@ def edited(check: str) -> Callable[[Case, Setting], Iterator[Way]]:
 
     def ways(case: Case, now: Setting) -> Iterator[Way]:
         assert case.config is not None
-        for edit in edits(case.config):
+        for edit in (*edits(case.config), *conversions(case.config)):
             if edit.check == check:
                 yield Way(edit.words, replace(now, edits=(*now.edits, edit)), edit.remedy)
 
@@ -209,6 +210,8 @@ FAMILIES = (
     Family("mask row", mask_row, lambda now: f"mask {now.mask_token_id}"),
     Family("causality", causality, lambda now: f"is_causal {str(now.is_causal).lower()}"),
     *map(_weights, ("layer order", "rope rows", "gate and up", "q and k norms", "norm weights")),
+    *map(_weights, ("k and v", "q heads", "fc blocks")),
+    *map(_weights, ("convolution taps", "convolution sides", "convolution places", "kernel rows")),
     *(_weights(swap.check) for each in architectures() for part in each.parts for swap in part.swaps),
     Family("logit scale", logit_scales, lambda now: scale_words(now.output_multiplier, now.final_logit_softcapping)),
     Family("selector", selector, lambda now: "tokens chosen by pairs", certain=True),
