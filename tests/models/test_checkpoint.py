@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import resource
 import shlex
@@ -416,3 +417,14 @@ def test_a_drafter_with_infinite_outputs_is_not_exported(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"its training diverged: train again with a lower optim.learning_rate"):
         save_drafter(drafter, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_weights_that_are_no_numbers_are_not_exported(tmp_path: Path) -> None:
+    drafter = make_drafter(make_target())
+    save_drafter(drafter, tmp_path / "d")
+    before = (tmp_path / "d" / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = math.nan
+    with pytest.raises(UserError, match=r"not written, for fc\.weight holds values that are no numbers"):
+        save_drafter(drafter, tmp_path / "d")
+    assert (tmp_path / "d" / "model.safetensors").read_bytes() == before

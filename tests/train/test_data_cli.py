@@ -1,6 +1,7 @@
 """dflash-data from the outside: rows in the target's own words, resumed after any kill, and trained on."""
 
 import fcntl
+import functools
 import os
 import signal
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 from architectures import tiny
 from conftest import EOS, answers_of
 from damage import damage
@@ -15,11 +17,14 @@ from programs import Program, altered, assistant, lines, says, user, write
 from servers import Fake, whole
 
 import dflash_toolkit.train.data_run
-from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.fingerprint import template_digest
+from dflash_toolkit.runtime import Engine, EngineOptions
+from dflash_toolkit.runtime.load import Parts
+from dflash_toolkit.runtime.weights import DrafterWeights
 from dflash_toolkit.train.config import DataOptions, TrainConfig
-from dflash_toolkit.train.responses import collect
+from dflash_toolkit.train.responses import backends, collect
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 
 
@@ -354,3 +359,23 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
         assert capsys.readouterr().err.count("by name") == 1
         with pytest.raises(UserError, match=r"line 1: written by .* tokens in its vocabulary, and the target is other"):
             read_training_rows([str(output)], replace(match, target="other"))
+
+
+def test_the_drafter_of_dflash_data_drafts(
+    drafter: Drafter, drafter_dir: Path, dflash_data: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Engine, DrafterWeights | None]] = []
+    real = Parts.engine
+
+    def make(parts: Parts, options: EngineOptions) -> Engine:
+        made.append((real(parts, options), parts.drafter))
+        return made[0][0]
+
+    monkeypatch.setattr(Parts, "engine", make)
+    # whole blocks, or it might find that drafting does not pay
+    monkeypatch.setattr(backends, "EngineOptions", functools.partial(EngineOptions, num_speculative_tokens=7))
+    dflash_data("--drafter", drafter_dir)
+    ((engine, draft),) = made
+    assert draft is not None and draft.config == drafter.config
+    assert torch.equal(draft.fc.bfloat16(), drafter.fc.weight.bfloat16())
+    assert engine.stats.requests == 9 and engine.stats.drafted > 0

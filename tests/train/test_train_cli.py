@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EOS, prompts_of
-from programs import Program, altered, assistant, lines, user, write
+from programs import Program, altered, assistant, lines, says, user, write
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 from dflash_toolkit.data.prompts import encode_chat
@@ -288,3 +288,27 @@ def test_a_prompt_without_response_fails_before_loading(
     bare = write(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
     said = dflash_train.refuses("--data", bare, "responses.regenerate=false")
     assert "without an answer; give responses.regenerate=true" in said and not dflash_train.output.exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_target_in_sixteen_bits_is_trained_for_on_a_cpu(dtype: str, dflash_train: Program) -> None:
+    dflash_train(f"dtype={dtype}", "optim.steps=3")
+
+
+def test_a_prompt_that_cannot_be_rendered_is_passed_over_and_counted(dflash_train: Program, tmp_path: Path) -> None:
+    dflash_train.data = write(tmp_path / "p.jsonl", says("fine 0", "fine 1", "fine 2", "\ud800 half"))
+    said = "\n".join(dflash_train("optim.steps=1", "prompts.held_out=0"))
+    assert "1 refused by the chat template" in said
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.txt", "say\nmore"), ("a.json", '[\n{"prompt": "a"}, {"prompt": "b"}]')])
+def test_dflash_train_reads_files_of_other_kinds(name: str, text: str, dflash_train: Program, tmp_path: Path) -> None:
+    dflash_train.data = tmp_path / name
+    dflash_train.data.write_text(text)
+    assert "2 responses" in "\n".join(dflash_train("optim.steps=1", "prompts.held_out=0"))
+
+
+def test_a_broken_file_leaves_no_partial_output(dflash_train: Program, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1\xff")
+    said = dflash_train.refuses("--data", tmp_path / "a.parquet")
+    assert said.startswith(f"{tmp_path / 'a.parquet'}: cannot be read") and not dflash_train.output.exists()

@@ -3,7 +3,9 @@
 import errno
 import itertools
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,22 +17,25 @@ import forked
 import pytest
 import torch
 from conftest import Clock, make_drafter, make_target
+from damage import damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
-from programs import DFLASH2, Program, lines
+from programs import DFLASH2, Program, altered, lines
 from programs import train_argv as argv
 from training_runs import largest_file, lines_without_speed, losses, weights
 from training_runs import repeating_rows as rows
+from transformers import AutoModelForCausalLM
 
 from dflash_toolkit import UserError
+from dflash_toolkit.files import locked
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.train import loop
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.optim.schedule import PackedSchedule, learning_rate_factor
 from dflash_toolkit.train.run import report
-from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.run.definition import WORK, Run
 from dflash_toolkit.train.run.metrics_log import MetricsLog
 from dflash_toolkit.train.run.resume_point import ResumePoint, first_difference, load_state, save_state
 
@@ -72,6 +77,32 @@ def test_the_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
     assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert factors[55] == pytest.approx(0.5) and factors[100] == pytest.approx(0.0)
     assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
+
+
+@pytest.mark.parametrize("bad", [3, 4, 5])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
+    bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls, exported = loop.compute_loss, iter(range(100)), []
+
+    def poisoned(*args: Any) -> Any:
+        result = real(*args)
+        if next(calls) == bad:
+            result.weighted_sum = result.weighted_sum * math.nan
+        return result
+
+    monkeypatch.setattr(loop, "compute_loss", poisoned)
+    target = make_target()
+    config = TrainConfig(
+        target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=8),
+        optim=OptimOptions(optimizer="adamw", steps=6, batch_size=4), run=RunOptions(log_every=2, save_every=2),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=f"step {2 * (bad // 2) + 2}: the gradient is not a number"):
+        drafter = make_drafter(target).train()
+        loop.train(Run(config, target, drafter, rows(16), [], tmp_path, {}, lambda *_: exported.append(1)))
+    point = load_state(tmp_path / "state.pt", {})
+    assert point is not None and point.step == 2 * (bad // 2) and not exported
+    assert all(bool(weight.isfinite().all()) for weight in point.drafter.values())
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------
@@ -224,6 +255,61 @@ def test_answers_are_not_reused_for_another_split(dflash_train: Program) -> None
     dflash_train("optim.steps=1")
 
 
+def test_two_runs_do_not_train_into_one_folder(short_run: Program) -> None:
+    work = short_run.output / WORK
+    work.mkdir(parents=True)
+    with locked(work):
+        assert "is being written by another run" in short_run.refuses()
+    assert not list(work.iterdir())
+    short_run()  # the lock went with its holder
+
+
+def test_other_weights_under_the_same_name_are_another_target(short_run: Program, tmp_path: Path) -> None:
+    short_run.target = mine = altered(short_run.target, tmp_path / "mine")
+    short_run()
+    model = AutoModelForCausalLM.from_pretrained(mine)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    model.save_pretrained(mine)
+    assert "target_digest" in short_run.refuses()
+    for name in ("run.json", "work/state.pt"):  # as after a kill before the first resume point
+        (short_run.output / name).unlink()
+    assert "holds responses of another run (target_digest" in short_run.refuses()
+
+
+def test_a_damaged_file_of_a_run_is_named(short_run: Program, tmp_path: Path) -> None:
+    run, kept = short_run.output, tmp_path / "kept"
+    short_run("run.save_every=1")
+    (run / "run.json").unlink()  # as if it had not ended
+    shutil.copytree(run, kept)
+    for name, text in {
+        "corpus/rows.npy": "torn",
+        "metrics.jsonl": '{"step": 1}\n{"st\n',
+        "answers.json": "",
+        "answers.jsonl": '{"index":0,"prompt_tokens":1,"tokens":5}\n',
+    }.items():
+        for change in (text, None):
+            shutil.rmtree(run)
+            shutil.copytree(kept, run)
+            if name.startswith("answers"):
+                shutil.rmtree(run / "work/corpus")  # it is read again
+            damage(path := run / "work" / name, change)
+            if change is None:
+                path.mkdir()
+            named = path.parent if name.startswith("corpus") else path
+            assert short_run.refuses("run.save_every=1").startswith(str(named))
+
+
+def test_a_resume_point_without_weights_is_one_line(short_run: Program) -> None:
+    short_run("prompts.held_out=0")
+    path = short_run.output / "work/state.pt"
+    (short_run.output / "run.json").unlink()  # as if it had not ended
+    for others in ({}, None, {"fc.weight": torch.zeros(1)}):
+        torch.save(torch.load(path) | {"drafter": others}, path)
+        said = short_run.refuses("prompts.held_out=0")
+        assert said == f"{path}: does not fit this drafter's weights; remove it to start again"
+
+
 def test_a_full_disk_is_one_line_and_the_run_resumes(dflash_train: Program, tmp_path: Path) -> None:
     dflash_train(output="whole")
     failed = set()
@@ -292,3 +378,16 @@ def test_a_missing_wandb_names_its_extra(dflash_train: Program, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert "dflash-toolkit[train]" in dflash_train.refuses("run.wandb=tiny")
     assert not dflash_train.output.exists(), "said before anything is computed"
+
+
+def test_a_wandb_account_is_checked_before_responses(
+    dflash_train: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb").teardown()  # it remembers the mode of an earlier run
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    said = dflash_train.refuses("run.wandb=tiny")
+    assert said.startswith("run.wandb=tiny: ") and "WANDB_MODE=offline" in said
+    assert not list(dflash_train.output.glob("work/answers*.jsonl"))

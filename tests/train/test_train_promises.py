@@ -1,93 +1,19 @@
 """Progress, requests and counts of dflash-train and dflash-data."""
 
-import functools
-import io
-import re
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import rich.console
-import torch
-from conftest import TEMPLATE, Clock, make_dflash2, make_drafter
+from conftest import TEMPLATE, Clock, make_drafter
 from programs import Program, altered, says, write
 from response_servers import FINE, WORDS
 from response_servers import ask_completion as ask
 from servers import Fake, whole
 
-from dflash_toolkit import Drafter, Target, UserError, progress, save_drafter
+from dflash_toolkit import Target, UserError, save_drafter
 from dflash_toolkit.data import sources
-from dflash_toolkit.progress import Progress
-from dflash_toolkit.runtime import Engine, EngineOptions
-from dflash_toolkit.runtime.load import Parts
-from dflash_toolkit.runtime.weights import DrafterWeights
-from dflash_toolkit.train.config import OptimOptions, TrainConfig
-from dflash_toolkit.train.optim.optimizers import make_optimizer
-from dflash_toolkit.train.responses import backends
-from dflash_toolkit.train.run.cost import resume_bytes
-
-# ---- progress --------------------------------------------------------------------------------------------------
-
-
-def shown(clock: Clock, patch: pytest.MonkeyPatch, total: int | None, *, terminal: bool) -> str:
-    """Returns stderr after 40 of `total` parts, 4 s and 30 words each."""
-    stderr = io.StringIO()
-    console = rich.console.Console(
-        file=stderr, width=120, force_terminal=terminal, color_system=None, get_time=clock, legacy_windows=False
-    )
-    patch.setattr(rich.console, "Console", lambda **_: console)
-    patch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
-    with Progress("stage", total, unit="word") as bar:
-        for _ in range(40):
-            clock.now += 4
-            bar.advance(1, units=30, note="so far")
-    return stderr.getvalue()
-
-
-def test_a_bar_shows_rate_and_time_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    drawn = re.findall(r"stage .+", shown(clock, monkeypatch, 100, terminal=True))
-    assert "40/100 7.5 word/s 0:04:00 left so far" in drawn[-1], "60 parts of 4 s"
-
-
-def test_a_log_file_gets_a_line_with_rate_and_time_left_now_and_then(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = re.findall(r"^stage .+$", shown(clock, monkeypatch, 100, terminal=False), re.MULTILINE)
-    assert said[0] == "stage 3/100 7.5 word/s 0:06:28 left so far"
-    assert said[12] == "stage 39/100 7.5 word/s 0:04:04 left so far"
-    assert sum(" left so far" in line for line in said) == 14, "every third part, and the last one"
-
-
-def test_a_log_line_without_total_has_no_time_left(clock: Clock, monkeypatch: Any) -> None:
-    assert "stage 3 7.5 word/s so far\n" in shown(clock, monkeypatch, None, terminal=False)
-
-
-@pytest.fixture
-def talkative(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of progress at every turn, by the clock."""
-    console = functools.partial(rich.console.Console, get_time=clock, force_terminal=False)
-    monkeypatch.setattr(rich.console, "Console", console)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
-    monkeypatch.setattr(progress, "PLAIN_EVERY_S", -1.0)
-
-
-@pytest.mark.usefixtures("talkative")
-def test_dflash_data_shows_answered_tokens_a_second_and_time_left(clock: Clock, fake: Fake, command: Program) -> None:
-    fake.reply = clock.costs(2, fake.reply)
-    assert "responses 7/9 2.5 tok/s 0:00:04 left" in "\n".join(command()), "five tokens every two seconds"
-
-
-@pytest.mark.usefixtures("talkative")
-def test_dflash_train_shows_tokens_a_second_and_time_left(timed: Clock, dflash_train: Program) -> None:
-    shown = "\n".join(dflash_train("optim.steps=5", "run.evaluate_every=0", "run.save_every=100"))
-    said = re.search(r"^training 3/5 ([\d.]+) tok/s 0:00:02 left loss [\d.]+", shown, re.MULTILINE)
-    found = [line["tokens_per_second"] for line in dflash_train.metrics() if "loss" in line]
-    assert said and float(said[1]) == pytest.approx(sum(found[:3]) / 3, abs=0.06)
-
 
 # ---- servers ---------------------------------------------------------------------------------------------------
 
@@ -217,52 +143,6 @@ def test_similarity_is_the_threshold_of_duplicates(similarity: str, kept: int, c
     write(prompts, says(*map(" ".join, (words, near, far))))
     said = "\n".join(command(f"prompts.similarity={similarity}"))
     assert f"{kept} prompts; left out: {3 - kept} near duplicates" in said
-
-
-# ---- the drafter that answers ----------------------------------------------------------------------------------
-
-
-def test_the_drafter_of_dflash_data_drafts(
-    drafter: Drafter, drafter_dir: Path, dflash_data: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[tuple[Engine, DrafterWeights | None]] = []
-    real = Parts.engine
-
-    def make(parts: Parts, options: EngineOptions) -> Engine:
-        made.append((real(parts, options), parts.drafter))
-        return made[0][0]
-
-    monkeypatch.setattr(Parts, "engine", make)
-    # whole blocks, or it might find that drafting does not pay
-    monkeypatch.setattr(backends, "EngineOptions", functools.partial(EngineOptions, num_speculative_tokens=7))
-    dflash_data("--drafter", drafter_dir)
-    ((engine, draft),) = made
-    assert draft is not None and draft.config == drafter.config
-    assert torch.equal(draft.fc.bfloat16(), drafter.fc.weight.bfloat16())
-    assert engine.stats.requests == 9 and engine.stats.drafted > 0
-
-
-# ---- what is decayed -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_weight_decay_applies_to_matrices_only(kind: str, target: Target) -> None:
-    drafter = make_dflash2(target).train().requires_grad_(True)
-    with torch.no_grad():
-        for p in drafter.parameters():
-            p.add_(0.5)
-            p.grad = torch.zeros_like(p)  # all that moves a weight is the decay
-    before = [p.detach().clone() for p in drafter.parameters()]
-    options = OptimOptions(optimizer=kind, learning_rate=0.1, weight_decay=0.5)
-    optimizer = make_optimizer(drafter.named_parameters(), options)
-    optimizer.step()
-    assert {p.dim() for p in before} == {1, 2, 3}
-    for (name, after), p in zip(drafter.named_parameters(), before, strict=True):
-        decayed = p.dim() == 2 and "codebook" not in name  # a row of which is a token's own
-        assert torch.allclose(after, p * (0.95 if decayed else 1.0)), name
-    moments = [value for part in optimizer.parts for state in part.state.values() for value in state.values()]
-    kept = sum(value.numel() for value in [*drafter.parameters(), *moments] if value.dim())
-    assert resume_bytes(drafter, TrainConfig(target="t", optim=options)) == 4 * kept
 
 
 # ---- what is counted as training -------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from forked import free_port, run_several
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
+from programs import Program
 from programs import train_argv as argv
+from several_processes import run_rank as _one
 from torch import Tensor, nn
 from training_runs import flat, losses
 
@@ -177,3 +179,15 @@ def test_several_gpus_train_like_one(
     assert len(curves[0]) == 8
     for step, (one, several) in enumerate(zip(*curves, strict=True)):
         assert several == pytest.approx(one, rel=tolerance * max(step, 1))
+
+
+def _apart(rank: int, arguments: list[list[str]], log: Path) -> None:
+    _one(rank, arguments[rank], log)
+
+
+def test_machines_without_a_shared_directory_are_refused(short_run: Program, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    arguments = [short_run.words("optim.optimizer=adamw", output=f"run{rank}") for rank in (0, 1)]
+    assert run_several(2, _apart, arguments, log) == [2, 2], log.read_text()
+    errors = [line for line in log.read_text().splitlines() if "Error" in line or line.startswith("error:")]
+    assert len(errors) == 1 and "all machines must share the output directory" in errors[0]

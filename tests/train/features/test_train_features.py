@@ -14,6 +14,7 @@ from conftest import make_target
 from damage import damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import Program
 from safetensors.torch import load_file, save_file
 from training_runs import TAPS, config, forwards, largest_file, losses, run_of
 from training_runs import random_rows as rows
@@ -322,3 +323,10 @@ def test_an_inconsistent_shard_is_one_line(lengths: list[int], tmp_path: Path) -
     save_file({"hidden": torch.zeros(3, 4), "lengths": torch.tensor(lengths), "keys": keys}, shard)
     with pytest.raises(UserError, match=r"not a shard of features .*do not fit.*remove it and run again"):
         DiskStore(tmp_path, {})
+
+
+def test_feature_dir_is_checked_before_responses(dflash_train: Program, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = dflash_train.refuses("run.features=disk", f"run.feature_dir={tmp_path}/file/x")
+    assert said.startswith(f"run.feature_dir {tmp_path}/file/x: cannot be created")
+    assert not list(dflash_train.output.glob("work/answers*.jsonl"))

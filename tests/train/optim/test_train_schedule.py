@@ -1,14 +1,21 @@
 """Rows are dealt to lanes, of which each process has its own; every row is seen once an epoch, however runs go on."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import lines
+from training_runs import repeating_rows
 
-from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, rng_for
+from dflash_toolkit.train import loop
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, learning_rate_factor, rng_for
+from dflash_toolkit.train.run.definition import Run
 
 
 def a_schedule(lengths: list[int], room: int, *more: Any) -> Schedule | PackedSchedule:
@@ -88,3 +95,39 @@ def test_the_rest_of_an_epoch_is_dealt_again_and_comes_first() -> None:
     assert len(seen) == 24 and sorted(seen + rest) == list(range(40))
     endless = Schedule(40, 2, 1, 10**9, 1, 4, first.history(12))
     assert all(len(endless.indices(turn)) == 2 for turn in range(12, 200))
+
+
+@pytest.mark.parametrize("groups", [(8, 1), (1, 8), (2, 4)])
+def test_the_learning_rate_is_continuous_over_a_changed_plan(
+    groups: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It depends on the share of the data that is done, whatever the steps were."""
+    target, real, begun = make_target(), loop.compute_loss, 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == 17:  # of 32 micro batches
+            raise KeyboardInterrupt
+        return real(*args)
+
+    def run(accumulate: int) -> None:
+        config = TrainConfig(
+            target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=4),
+            optim=OptimOptions(optimizer="adamw", epochs=4, batch_size=2, accumulate=accumulate, warmup=0.01),
+            run=RunOptions(log_every=1, save_every=1),
+        )  # fmt: skip
+        loop.train(
+            Run(config, target, make_drafter(target).train(), repeating_rows(16), [], tmp_path, {}, lambda *_: None)
+        )
+
+    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(groups[0])
+    run(groups[1])
+    found = lines(tmp_path / "metrics.jsonl")
+    micro = [round(8 * line["epoch"]) for line in found]
+    assert micro[-1] == 32
+    for before, after, line in zip([0, *micro], micro, found, strict=False):
+        expected = learning_rate_factor(before // (after - before), 32 // (after - before), 0.01)
+        assert line["learning_rate"] == pytest.approx(6e-4 * expected, abs=2e-6), after
