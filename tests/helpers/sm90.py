@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,59 @@ TARGET = (90, 32)  # an H100 and the threads of its warps
 GLOBAL = re.compile(r"\b(?:(?:ld|st|atom|red)\.(?:\w+\.)*global|cp\.async\.(?:c[ag]|bulk\.tensor|bulk\.shared))\b")
 
 
+# types of run-time parameters by name; another pointer is of bf16, another number an int32
+KINDS = {
+    name: kind
+    for kind, names in {
+        "*fp32": "a_log_p acc_p acceptance_p ba_p best_p cross_entropy_p d_base_p decay_p expected_p gates_p kl_p l_p "
+        "log_probs_p lse_p m_p min_p_p out_gates_p part_p rope_p row_log_probs_p row_scale_p scale_p sums_p "
+        "temperature_p top_p_p tops_p unary_p values_p w_scale_p weight_p x_scale_p",
+        "*fp64": "calibration_p uniform_p",
+        "*fp8e4nv": "data_p",
+        "*i1": "active_p",
+        "*i32": "bounds_p count_p counts_p depths_p expert_p forced_p index_p keys_p lengths_p limits_p masks_p "
+        "nonfinite_p pages_p pair_p parents_p paths_p positions_p rank_p ranks_p requests_p row_depths_p row_parents_p "
+        "row_slots_p slots_p starts_p stay_p",
+        "*i64": "ancestors_p anchors_p at_p candidates_p choice_p columns_p draft_p drafted_p ids_p labels_p last_p "
+        "path_p row_ancestors_p row_tokens_p tokens_p top_k_p",
+        "fp32": "cap eps eta inverse_t least multiplier scale w_ce w_hybrid w_kl w_lk w_tv",
+    }.items()
+    for name in names.split()
+}
+# numbers that are no multiples of 16
+ODD = {
+    "B", "GROUP", "LAYERS", "M", "P", "S", "SPLITS", "TILES", "WORDS", "blocks", "dynamic_parts", "first", "paired",
+    "parts", "stride_draft", "stride_lse", "stride_paths", "stride_uniform", "sums", "tiles",
+}  # fmt: skip
+CONSTEXPRS = {
+    "EVEN_H": True, "EVEN_K": True, "EVEN_N": True, "FP8_MAX": 448.0, "LEAST": 1e-12, "PAGE": 64, "PDL": True,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One specialisation of a kernel."""
 
     kernel: Any  # the @triton.jit or @gluon.jit function
-    signature: dict[str, str]  # run-time parameters: "*bf16", "i32", "fp32", ...; 16-byte aligned unless in `ragged`
+    signature: dict[str, str]  # run-time parameters: "*bf16", "i32", "fp32", ...; 16-byte aligned unless in `odd`
     constexprs: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    ragged: tuple[str, ...] = field(default=())  # parameters that are not multiples of 16
+    num_warps: int
+    num_stages: int
+    odd: set[str]
+
+
+def case(
+    kernel: Any, warps: int = 4, stages: int = 3, odd: str = "", kinds: dict[str, str] | None = None, **constexprs: Any
+) -> Case:
+    """Returns a case of a kernel, given the names that are `odd` and of other `kinds` than above; it may lack some."""
+    known = {name: value for name, value in (CONSTEXPRS | constexprs).items() if name in kernel.arg_names}
+    named = KINDS | (kinds or {})
+    given = {
+        name: named.get(name, "*bf16" if name.endswith("_p") else "i32")
+        for name in kernel.arg_names
+        if name not in known
+    }
+    return Case(kernel, given, known, warps, stages, ODD | set(odd.split()))
 
 
 def compile_case(case: Case) -> dict[str, Any]:
@@ -54,7 +97,7 @@ def compile_case(case: Case) -> dict[str, Any]:
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if not signature[name].startswith(("constexpr", "fp", "tensordesc")) and name not in case.ragged
+        if not signature[name].startswith(("constexpr", "fp", "tensordesc")) and name not in case.odd
     }
     source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(case.kernel, signature, constexprs, attrs)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
