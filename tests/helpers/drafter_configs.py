@@ -1,4 +1,4 @@
-"""Makes configurations of a drafter whose dimensions all differ."""
+"""Makes configurations of a drafter with dimensions that all differ."""
 
 from dflash_toolkit import DrafterConfig
 

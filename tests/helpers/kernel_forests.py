@@ -29,7 +29,7 @@ def rows_of(trees: Trees, pages: Pages, rows: int) -> TreeRows:
 
 @dataclass
 class Forest:
-    """Trees behind the contexts of `pages`, whose places hold keys and values; what holds none is NaN."""
+    """Trees after the contexts of `pages`; places without keys and values hold NaN."""
 
     pages: Pages
     trees: Trees
@@ -53,7 +53,7 @@ class Forest:
         return definition.tree_attention(self.q.to(dtype), *where, self.rows, self.trees.paths, window)
 
     def plain(self, row: int, window: int = 0) -> Tensor:
-        """The same token in a plain step, behind the path to it in consecutive positions."""
+        """The same token in a plain step, after the path to it in consecutive positions."""
         pages, request, depth = self.pages, int(self.rows.requests[row]), int(self.rows.depths[row])
         one = pages.one(request)
         places = self.trees.paths[request, row - int(self.rows.starts[request]), : depth + 1].long()

@@ -45,7 +45,7 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def guarded(values: Tensor) -> Tensor:
-    """`values` with NaN before and behind it in memory: what a masked load must not let in."""
+    """`values` with NaN before and after it in memory, which a masked load must not read."""
     room = torch.full((values.numel() + 2 * 4096,), math.nan, dtype=values.dtype, device=DEVICE)
     inside = room[4096 : 4096 + values.numel()].view(values.shape)
     return inside.copy_(values)

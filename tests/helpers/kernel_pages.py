@@ -43,7 +43,7 @@ def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Pages:
-    """Requests of `contexts` tokens and a block of S behind each; what is in no page of theirs is NaN."""
+    """Requests of `contexts` tokens and a block of S after each; what is in no page of theirs is NaN."""
 
     lengths: Tensor  # int32 [B]
     table: Tensor  # int32 [B, pages]
@@ -111,7 +111,7 @@ def check_invariant(q: Tensor, pages: Pages, contexts: Sequence[int], block: int
 
 
 def check_padding(width: int, dtype: torch.dtype) -> None:
-    """Behind the tokens of a padded block there is NaN, which none of them sees: each has the bits it has unpadded."""
+    """After the tokens of a padded block there is NaN, which none of them sees: each has the bits it has unpadded."""
     for context, count in ((0, 1), (5, 12), (130, 3)):
         pages, q = make_pages((context,), count, 64, 1, width, dtype), randn(40, 3, width, dtype=dtype)
         padded = {"causal": True, "counts": integers([count])}

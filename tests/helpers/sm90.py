@@ -109,7 +109,7 @@ def compile_case(case: Case) -> dict[str, Any]:
 def report(kernel: Any, compiled: Any, log: str) -> dict[str, Any]:
     """A kernel's name, its registers and spilled bytes as ptxas reports them, whether it makes products wait, whether
     its launch may overlap the one before, whether it waits for that one, how many instructions touch global memory
-    before it does, whether it starts the next kernel before ("early") or behind ("late") its wait, if at all, and how
+    before it does, whether it starts the next kernel before ("early") or after ("late") its wait, if at all, and how
     many branches are never taken, whatever the arguments."""
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))

@@ -30,7 +30,7 @@ CASES = {
     if swiglu or rows not in (64, 128)  # the same with half the sums
 } | {
     "gates and ups of 16 rows, fp8 by rows": products(16, True, True, by_rows=True),
-    "whose rows": case(experts._group_rows_kernel, TOP=TOP, BLOCK=1024),
+    "rows by expert": case(experts._group_rows_kernel, TOP=TOP, BLOCK=1024),
     "router": case(
         experts._top_experts_kernel, PARTS=4, TOP=10, SIDE=16, BLOCK=1024, FORMAT=tl.bfloat16, NORMALIZED=True,
         SHARED=True,

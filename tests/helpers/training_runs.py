@@ -53,7 +53,7 @@ def forwards(target: Target) -> list[int]:
 
 
 def repeating_rows(count: int) -> list[Row]:
-    """Returns rows whose responses repeat, so that a drafter can learn them."""
+    """Returns rows with responses that repeat, so that a drafter can learn them."""
     g = torch.Generator().manual_seed(9)
     lengths = torch.randint(20, 50, (count,), generator=g).tolist()
     return [Row(i, 6, (torch.randint(0, 250, (7,), generator=g).tolist() * 8)[:n]) for i, n in enumerate(lengths)]

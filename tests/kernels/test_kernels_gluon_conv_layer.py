@@ -138,7 +138,7 @@ MISTAKES: dict[str, Mistake] = {
     }),
     "counters not reset": (conv_layer, "_compute", {"gl.store(sync_p + i, 0)": "pass"}),
     "the first counter not reset": (conv_layer, "_compute", {"gl.store(sync_p, 0)": "pass"}),
-    "no barrier behind o": (conv_layer, "_compute", {"join(sync_p, False)": "pass"}),
+    "no barrier after o": (conv_layer, "_compute", {"join(sync_p, False)": "pass"}),
     **{f"no barrier {i}": (conv_layer, "_compute", {f"join(sync_p + {i}, {i not in (2, 5, 7)})": "pass"})
        for i in range(1, conv_layer.BARRIERS)},
     **{f"rows {i} loaded before they are there": (

@@ -49,8 +49,8 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
             starts[report["starts_next"]].add(report["kernel"])
     attentions = {"_attention_kernel", "_merge_kernel", "hopper_attention_kernel", "hopper_prefix_kernel"}
     assert starts["early"] == attentions | {"_rope_write_kernel"}
-    behind = {"layer_kernel", "conv_layer_kernel", "_linear_kernel", "_swiglu_kernel", "_add_rms_norm_kernel"}
-    assert behind <= starts["late"] - starts["early"]
+    after = {"layer_kernel", "conv_layer_kernel", "_linear_kernel", "_swiglu_kernel", "_add_rms_norm_kernel"}
+    assert after <= starts["late"] - starts["early"]
     rope = {name for name, report in found.items() if report["starts_next"] == "early" and "rope" in name}
     assert rope == {"step: rope_write in a step"}
     attention = {name: report["shared"] for name, report in found.items() if report["kernel"] == "_attention_kernel"}
