@@ -9,6 +9,7 @@ from ..config import UserError, option, options, parse_cli, run_command
 from ..models.published import hint_for
 from ..options import PROMPT_SETS, THINKING, ModelOptions, PromptSetOptions
 from ..preflight import check_new_folder
+from ..sampling import SamplingParams
 
 PROG = "dflash-doctor"
 DESCRIPTION = """\
@@ -44,6 +45,11 @@ class DoctorConfig(ModelOptions):
         None, "JSON file for all findings and figures (default: print only)", common=True, metavar="PATH"
     )
     max_tokens: int = option(128, "longest response, in tokens", common=True)
+    temperature: float = option(
+        0.0,
+        "temperature that it will serve at; above 0, acceptance is compared with that of greedy decoding",
+        common=True,
+    )
     thinking: bool | None = option(None, f"{THINKING} (default: the template's own)", common=True)
 
     def __post_init__(self) -> None:
@@ -52,6 +58,7 @@ class DoctorConfig(ModelOptions):
             raise ValueError(f"drafter is missing; give --drafter{hint_for(self.target)}")
         if self.max_tokens < 8:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 8")
+        SamplingParams(temperature=self.temperature)  # checks it
 
 
 def main(argv: Sequence[str] | None = None) -> int:

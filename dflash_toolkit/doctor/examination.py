@@ -32,6 +32,7 @@ from .symptoms import (
     check_curve,
     check_recall,
     check_serving,
+    check_temperature,
     check_thinking,
     enough,
     knows_thinking,
@@ -82,16 +83,22 @@ def examine(config: DoctorConfig) -> list[Finding]:
     # reading all weights is slow, so only if there is a record to compare with
     digest = model_digest(config.target) if case.record and case.provenance.get("target_digest") else None
     load = functools.partial(Target.load, config.target, config.device, config.dtype)
-    return judge(case, prompts, load, config.max_tokens, digest)
+    return judge(case, prompts, load, config.max_tokens, digest, config.temperature)
 
 
 def judge(
-    case: Case, prompts: Sequence[Prompt], load: Callable[[], Target], max_tokens: int, digest: str | None = None
+    case: Case,
+    prompts: Sequence[Prompt],
+    load: Callable[[], Target],
+    max_tokens: int,
+    digest: str | None = None,
+    temperature: float = 0.0,
 ) -> list[Finding]:
     """Runs every check of one drafter; loads the target when it is needed. Raises UserError as `examine`.
 
     Args:
         digest: of the target's weights, if known.
+        temperature: above 0, acceptance at this temperature is compared with that of greedy decoding.
     """
     findings = [finding for check in FILE_CHECKS for finding in check(case)]
     damaged = has_fault([f for f in findings if f.check in ("tensors", "weights")])
@@ -107,7 +114,7 @@ def judge(
     drafter = case.drafter()
     here = Setting.of(drafter)
     probe = Probe(target, drafter, max_tokens, exported.setting(here).layer_ids)
-    modes = 1 + knows_thinking(case) * 2
+    modes = 1 + knows_thinking(case) * 2 + (temperature > 0) * 2
     total = modes * len(encoded) * ANSWER_WORK + count_ways(case, exported.setting(here)) + 1
     with Progress("examining", total, unit="passes") as bar:
         try:
@@ -121,6 +128,8 @@ def judge(
         swept = sweep(case, probe, answers, bar, exported, damaged=damaged)
         findings += swept.findings
         findings += check_thinking(case, probe, prompts, answers, swept.setting, bar)
+        if temperature > 0:
+            findings += check_temperature(case, probe, encoded, answers, temperature, findings, bar)
         scores = probe.score(answers, here, near=NEAR)
         if exported.restorable and not exported.as_exported:
             findings.append(_restored(scores, probe.score(answers, exported.setting(here), near=1), findings))

@@ -23,7 +23,7 @@ from ..models.dflash.network import Drafter
 from ..models.rope import RopeScaling
 from ..models.target import Target
 from ..progress import Progress
-from ..sampling import SamplingParams
+from ..sampling import DraftSampleMethod, SamplingParams
 from .edits import Edit
 
 NEAR = 16  # recall counts hits among this many best tokens
@@ -183,10 +183,15 @@ class Probe:
         ids, last = {*drafter.config.target_layer_ids, *layer_ids}, len(target.layers) - 1
         self._layers = sorted({i + shift for i in ids for shift in (-1, 0, 1) if i + shift <= last})
 
+    def decode(self, prompt: list[int], temperature: float, draft_sample_method: DraftSampleMethod) -> Generation:
+        """Decodes a prompt with the drafter. Raises UserError."""
+        params = replace(self._params, temperature=temperature)
+        return generate(self.target, self.drafter, prompt, params, draft_sample_method)
+
     @torch.inference_mode()
-    def answer(self, prompt: list[int]) -> Answer:
-        """Decodes a prompt greedily with the drafter, then reads the whole text once more. Raises UserError."""
-        generation = generate(self.target, self.drafter, prompt, self._params)
+    def answer(self, prompt: list[int], temperature: float = 0.0) -> Answer:
+        """Decodes a prompt with the drafter, then reads the whole text once more. Raises UserError."""
+        generation = self.decode(prompt, temperature, "greedy")
         tokens = torch.tensor([prompt + generation.tokens], device=self.target.device)
         taps = [layer for layer in self._layers if layer != EMBEDDING]
         features = self.target.forward(tokens, taps=taps).features
@@ -199,12 +204,14 @@ class Probe:
             hidden[EMBEDDING] = self.target.embedding(tokens[0])
         return Answer(tokens[0], len(prompt), generation, hidden)
 
-    def answers(self, prompts: Sequence[list[int]], bar: Progress, names: Sequence[str] = ()) -> list[Answer]:
+    def answers(
+        self, prompts: Sequence[list[int]], bar: Progress, names: Sequence[str] = (), temperature: float = 0.0
+    ) -> list[Answer]:
         """Returns the answers that are long enough for a block. Raises UserError naming a prompt that fails."""
         found = []
         for i, ids in enumerate(prompts):
             try:
-                found.append(self.answer(ids))
+                found.append(self.answer(ids, temperature))
             except UserError as error:
                 raise UserError(f"prompt {names[i]!r}: {error}" if names else str(error)) from error
             bar.advance(ANSWER_WORK, note="answering")

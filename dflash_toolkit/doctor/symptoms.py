@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from ..acceptance import Acceptance
 from ..config import UserError
 from ..data.prompts import Prompt, encode_chat
+from ..generation import Generation
 from ..progress import Progress
 from .exported import Exported
 from .files import Case
 from .finding import Finding, Severity, has_fault
-from .probe import Answer, Probe, Scores, Setting, unpaired_gain
+from .probe import ANSWER_WORK, Answer, Probe, Scores, Setting, unpaired_gain
 from .sweeps import CLEAR_TOKENS, blocks_stride, restores
 
 USELESS_TAU = 1.3  # below, a step costs about what it saves
@@ -27,6 +28,8 @@ CERTAIN_BEFORE, CERTAIN_AFTER = 0.7, 0.15  # of an untrained slot, in a drafter 
 CLIFF, CLIFF_Z = 0.5, 4.0  # acceptance of a slot over that of the one before, and the required certainty
 THINKING_FAULT, THINKING_WARNING = 2.0, 1.4  # accepted drafts in the other mode over those in this
 THINKING_Z = 3.0
+COLDER = 0.7  # accepted drafts at a temperature over those of greedy decoding
+SAMPLED_GAIN = 1.05  # tokens a step with sampled drafts over those with greedy drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,49 @@ def check_thinking(
         figures = {"tau": base.tau, "tau_other": other.tau, "z": difference.z, "trained_so": as_trained}
         found.append(Finding("thinking", severity, words, remedy, figures))
     return found or [Finding("thinking", "ok", "the template renders these prompts the same in every mode")]
+
+
+def check_temperature(
+    case: Case,
+    probe: Probe,
+    prompts: Sequence[list[int]],
+    answers: list[Answer],
+    temperature: float,
+    earlier: Sequence[Finding],
+    bar: Progress,
+) -> list[Finding]:
+    """Compares acceptance at a temperature with that of greedy decoding, with greedy and with sampled drafts."""
+    warm = probe.answers(prompts, bar, temperature=temperature)
+    sampled: list[Generation] = []
+    for prompt in prompts:
+        sampled.append(probe.decode(prompt, temperature, "probabilistic"))
+        bar.advance(ANSWER_WORK, note="answering")
+    here, there, drawn = (
+        sum(len(each.tokens) - 1 for each in group) / max(1, sum(len(each.steps) for each in group))
+        for group in ([a.generation for a in answers], [a.generation for a in warm], sampled)
+    )
+    words = (
+        f"greedy {here:.2f} tokens a step, at temperature {temperature:g} {there:.2f}, "
+        f"with drafts sampled at this temperature {drawn:.2f}"
+    )
+    trained = [each["temperature"] for each in case.answered_by if isinstance(each.get("temperature"), int | float)]
+    figures = {"tau": here, "tau_at_temperature": there, "tau_sampled_drafts": drawn, "trained_at": trained}
+    setting = Setting.of(probe.drafter)
+    base, scores = (probe.score(each, setting, stride=blocks_stride(each)) for each in (answers, warm))
+    colder = scores.tau - 1 < COLDER * (base.tau - 1) and unpaired_gain(base, scores).z >= THINKING_Z
+    if not colder or has_fault(earlier):
+        return [Finding("temperature", "ok", words, figures=figures)]
+    ways = []
+    if drawn >= SAMPLED_GAIN * there:
+        ways.append("serve it with --draft-sample-method probabilistic")
+    if trained and max(trained) < temperature:
+        ways.append(
+            f"train on responses sampled at this temperature (responses.temperature={temperature:g}; those of its "
+            f"training were sampled at {max(trained):g})"
+        )
+    if not ways:
+        ways.append("the target itself is less certain at this temperature: lower --num-speculative-tokens")
+    return [Finding("temperature", "warning", words, "; ".join(ways), figures)]
 
 
 def enough(answers: Sequence[Answer], blocks: int) -> None:

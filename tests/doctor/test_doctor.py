@@ -47,8 +47,8 @@ def test_a_healthy_drafter_passes_every_check(clinic: Clinic, capsys: pytest.Cap
     assert set(checks) == {
         "configuration", "fit", "tensors", "weights", "template", "record", "layer ids", "tap order", "rope",
         "mask row", "causality", "layer order", "rope rows", "gate and up", "q and k norms", "norm weights",
-        "context", "positions", "labels", "thinking", "curve", "serving", "recall", "acceptance",
-        "calibration",
+        "k and v", "q heads", "fc blocks", "context", "positions", "labels", "thinking", "curve", "serving",
+        "recall", "acceptance", "calibration",
     }  # fmt: skip
     assert "nothing is wrong with this drafter" in capsys.readouterr().out
     acceptance, serving = (next(f for f in found["ok"] if f["check"] == name) for name in ("acceptance", "serving"))
@@ -105,6 +105,19 @@ def test_equal_digest_with_other_outputs_blames_computation(clinic: Clinic) -> N
     (finding,) = found["warning"]
     assert not found["fault"] and finding["check"] == "target"
     assert "weights and configuration are those of training: compute as there, in float32 on cpu" in finding["remedy"]
+
+
+def test_less_acceptance_at_a_temperature_is_named(clinic: Clinic) -> None:
+    found = clinic.examine("--temperature", "1", *ALL_TEXTS)
+    (finding,) = found["warning"]
+    figures = finding["figures"]
+    assert not found["fault"] and finding["check"] == "temperature"
+    assert figures["tau_at_temperature"] < 0.5 * figures["tau"] and figures["trained_at"] == [0.0]
+    assert "responses.temperature=1; those of its training were sampled at 0" in finding["remedy"]
+    found = clinic.examine("--temperature", "0.01", *ALL_TEXTS)
+    assert (found["fault"], found["warning"]) == ([], [])
+    assert "temperature" in {finding["check"] for finding in found["ok"]}
+    assert main([*clinic.arguments(clinic.healthy), "--temperature", "-1"]) == 2
 
 
 def test_the_other_thinking_mode_is_named(clinic: Clinic, tmp_path: Path) -> None:
