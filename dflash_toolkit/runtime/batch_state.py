@@ -14,9 +14,9 @@ from .stack import Rows, States
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """What a step reads and advances. A row without a request is inactive, with length 0 and the null block."""
+    """State that a step reads and advances. A row without a request is inactive, with length 0 and the null block."""
 
-    lengths: Tensor  # int32 [R], tokens in the cache, which the next block follows
+    lengths: Tensor  # int32 [R], tokens in the cache, before the next block
     last_token: Tensor  # int64 [R], the first token of the next block
     active: Tensor  # bool [R]
     page_table: Tensor  # int32 [R, pages of a request]

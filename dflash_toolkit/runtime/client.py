@@ -48,13 +48,13 @@ class RequestFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step added to an answer."""
+    """The tokens that one step added to an answer."""
 
     tokens: tuple[int, ...]  # the stop token included
     step: Step | None  # None: the prefill, which verifies nothing
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
-    cached_tokens: int = 0  # of the prompt, from a prefix hit
+    cached_tokens: int = 0  # prompt tokens from a prefix hit
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
 
 
@@ -178,7 +178,7 @@ class _Connection:
         return numbers[0]
 
     def compile(self, params: SamplingParams) -> "asyncio.Future[str | None]":
-        """Compiles a grammar; the result is why it cannot be used, or None."""
+        """Compiles a grammar; the result is the reason why it cannot be used, or None."""
         number = next(self._next)
         found = self.compiling[number] = self.loop.create_future()
         self.write(Compile(number, params))
@@ -273,13 +273,13 @@ class EngineClient:
     """The client of an engine that listens on a Unix socket, for any number of event loops.
 
     Args:
-        path: of the socket.
-        info: what the engine sent when it was ready.
+        path: the socket's path.
+        info: the engine's description, which it sent when it was ready.
         tokenizer: the target's, for text prompts.
         again: another engine may listen on the path after this one has failed.
 
     Attributes:
-        broken: why no request can be served, if so.
+        broken: the error that every request would get; None while requests can be served.
     """
 
     def __init__(self, path: Path, info: Info, tokenizer: Any = None, again: bool = False) -> None:
@@ -332,7 +332,7 @@ class EngineClient:
             error = await asyncio.wait_for(asked, COMPILE_S)
         except TimeoutError as late:
             name = params.grammar.name
-            raise GrammarError(f"the {name} takes more than {COMPILE_S:.0f} s to compile; ask for less") from late
+            raise GrammarError(f"the {name} takes more than {COMPILE_S:.0f} s to compile; simplify it") from late
         except asyncio.CancelledError:
             if asked.cancelled() and (self.broken is not None or self._closing):
                 raise self._closed_error() from None
@@ -371,7 +371,7 @@ class EngineClient:
 
     def _check(self) -> None:
         if self._again and not self._closing and self._broken is not None:
-            self._broken = None  # `_connection` tries whether an engine listens again
+            self._broken = None  # `_connection` tries to connect to a new engine
             self._connection()
         if self._closing or self.broken is not None:
             raise self._closed_error()

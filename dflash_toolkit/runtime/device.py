@@ -1,4 +1,4 @@
-"""What the scheduler needs of the machine that computes; `runner.py` has the real one, tests have a table."""
+"""The interface between the scheduler and the device. `runner.py` implements it; tests use a table of tokens."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,8 +11,8 @@ class Device(Protocol):
     """Computes prefills and steps. It knows rows, pages and slots of states, not queues."""
 
     depth: int  # steps that may be in flight when a result is read
-    prefill_limits: PrefillLimits  # of a batch
-    pages_per_request: int  # the most, overshoot included
+    prefill_limits: PrefillLimits  # limits of a batch
+    pages_per_request: int  # maximum, overshoot included
 
     def prefill(self, job: PrefillJob) -> Any | None:
         """Writes the keys and values of a chunk into its pages, and updates its recurrent states.
@@ -47,7 +47,7 @@ class Device(Protocol):
         """Removes NaN from free pages."""
 
     def check(self) -> None:
-        """Uses the device once. Raises what it raises at every use once it has failed."""
+        """Uses the device once. Raises the error that a failed device raises at every use."""
 
     def decode(self, requests: Sequence[Request], shape: StepShape) -> Any:
         """Launches one step of rows 0..len(requests) - 1; returns its pending result."""

@@ -14,14 +14,14 @@ def block_sizes(longest: int) -> tuple[int, ...]:
 
 
 class BlockChooser:
-    """Picks the block length that promises the batch the most tokens per second.
+    """Picks the block length that is expected to give the batch the most tokens per second.
 
     A block of S commits (1 - a^S) / (1 - a) tokens on average when every drafted token is accepted with conditional
     probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain.
 
-    A batch in plain decoding drafts one short block from time to time, to find out whether drafting pays again: soon
-    at first, as the start of an answer says little about the rest, and then more rarely; sooner if many of its requests
-    had no draft yet. The first draft of all is also such a probe, and the next one waits for its result.
+    A batch in plain decoding drafts one short block from time to time, to find out whether drafting pays again. Probes
+    are frequent at first, as the start of an answer predicts little about the rest, and then rarer; they are more
+    frequent if many requests had no draft yet. The first draft is also a probe, and the next one waits for its result.
     """
 
     GAIN = 1.02

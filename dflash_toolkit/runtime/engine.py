@@ -18,7 +18,7 @@ from ..models.restrictions import Restrictions
 from ..sampling import GrammarError, SamplingParams
 from .draft_length import BlockChooser, block_sizes
 from .graphs import buckets_up_to
-from .memory import Room, beside_the_weights, check_heads, room_for_cache
+from .memory import Room, check_heads, explain_out_of_memory, room_for_cache
 from .options import EngineOptions
 from .pages import PagePool
 from .request import Capacity, Request, RollingAcceptance, StepShape
@@ -39,8 +39,8 @@ class EngineStats:
     """Counts since the engine was created."""
 
     requests: int = 0  # finished
-    prompt_tokens: int = 0  # of finished requests
-    cached_prompt_tokens: int = 0  # those of them that came from prefix hits
+    prompt_tokens: int = 0  # prompt tokens of finished requests
+    cached_prompt_tokens: int = 0  # prompt tokens from prefix hits
     generated_tokens: int = 0
     steps: int = 0  # verifications, counted per request
     drafted: int = 0
@@ -90,7 +90,7 @@ def operations(device: torch.device) -> Ops:
 
 
 def expected_of_first_requests() -> RollingAcceptance:
-    """Returns the expected acceptance of a request without blocks: an average over some hundred blocks of others."""
+    """Returns the acceptance expected of a new request: an average over some hundred blocks of other requests."""
     return RollingAcceptance(weight=3, decay=0.99)
 
 
@@ -102,7 +102,7 @@ class Engine:
         restrictions: apply to every request.
 
     Attributes:
-        grammars: compiled grammars; `request` does not wait for one that is compiled before.
+        grammars: compiled grammars; `request` does not wait for one that is already compiled.
         context_limit: prompt and answer together, in tokens.
         vocabulary: prompt ids are below this.
         capacity: the largest request.
@@ -131,7 +131,7 @@ class Engine:
         max_num_seqs, self.context_limit = options.max_num_seqs, options.max_model_len
         if asked.max_model_len is None and self.context_limit < target.spec.context_limit:
             log.warning(
-                "a request may have %d tokens, as many as kv_cache_tokens=%d holds; the target was made for %d",
+                "a request may have at most %d tokens, as kv_cache_tokens is %d; the target supports %d",
                 self.context_limit,
                 options.kv_cache_tokens,
                 target.spec.context_limit,
@@ -145,12 +145,12 @@ class Engine:
         self._stop_ids, self._restrictions = frozenset(stop_ids), restrictions or Restrictions()
         self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
-        self._times: Times = {}  # of steps, also of those over trees
+        self._times: Times = {}  # step times, including steps over trees
         longest = drafter.config.block_size if drafter else 1
         max_block = options.block_size or longest
         self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
         if drafter is not None and options.draft_dtype == "fp8":
-            with beside_the_weights(options):
+            with explain_out_of_memory(options):
                 drafter = drafter.quantized(target.head)
         forced = options.synthetic.table(4096, max_num_seqs, max_block).to(device) if options.synthetic else None
 
@@ -172,12 +172,12 @@ class Engine:
                 kept_states=kept_states,
                 tree_nodes=tree_nodes if drafter and max_block > 1 else 0,
                 tree_width=tree_width,
-                report_offered=options.tell_trees,
+                report_offered=options.report_offered,
                 tree_blocks=[size for size in self._sizes if size > 1 and 4 * size >= max_block],
                 chain_blocks=[size for size in self._sizes if size > 1],
             )
 
-        with beside_the_weights(options):
+        with explain_out_of_memory(options):
             room = room_for_cache(runner, specs, options, self.context_limit)
             self.runner = runner(room)
         slots = range(1 + max_num_seqs, 1 + max_num_seqs + kept_states)  # after the slots of requests
@@ -242,7 +242,7 @@ class Engine:
             priority: lower is earlier, as in vLLM.
 
         Raises:
-            GrammarError: a grammar that cannot be used; it is compiled here, unless `grammars` has it.
+            GrammarError: a grammar that cannot be used. It is compiled here, unless `grammars` has it.
             UserError: see `Capacity.check`.
         """
         params = params or SamplingParams()
@@ -261,7 +261,7 @@ class Engine:
         if not params.grammar:
             return None
         if self.options.synthetic:
-            raise GrammarError("synthetic acceptance writes nonsense, and so nothing that has a grammar")
+            raise GrammarError("synthetic acceptance writes random text; it does not support grammars")
         return self.grammars.matcher(params.grammar, self._stops(params))
 
     def _stops(self, params: SamplingParams) -> frozenset[int]:
@@ -345,15 +345,15 @@ class Engine:
             drafts = [request.drafts for request in requests]
             over_trees = trees is not None and any(drafts) and trees.available(requests)
             shape = trees(requests) if trees is not None and over_trees else StepShape(1)
-            if not shape.rows:  # past acceptance predicts blocks better than the promises of drafts do
-                shape = StepShape(choose(requests) if all(drafts) else 1)  # a block is drafted for all or for none
+            if not shape.rows:  # past acceptance predicts blocks better than draft probabilities do
+                shape = StepShape(choose(requests) if all(drafts) else 1)  # either all requests have a block or none
             counts[shape.block - 1] = counts.get(shape.block - 1, 0) + 1
             return shape
 
         return chosen
 
     def _tree_chooser(self) -> TreeChooser | None:
-        """Returns what picks steps over trees, or None without trees."""
+        """Returns the chooser of steps over trees, or None without trees."""
         runner = self.runner
         if runner.trees is None:
             return None

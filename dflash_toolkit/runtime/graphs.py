@@ -15,19 +15,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def buckets_up_to(max_num_seqs: int) -> list[int]:
-    """Returns the batch sizes that steps are captured for."""
+    """Returns the batch sizes for which steps are captured."""
     return [*(b for b in BUCKETS if b < max_num_seqs), max_num_seqs]
 
 
 def bucket_of(max_num_seqs: int, rows: int) -> int:
-    """Returns how many rows are computed for a batch of `rows`."""
+    """Returns the number of rows that are computed for a batch of `rows`."""
     return next(b for b in buckets_up_to(max_num_seqs) if b >= rows)
 
 
 class Captures:
     """Captures passes into graphs that share their memory: they never run at the same time.
 
-    All captures use one stream, as cuBLAS keeps 32 MiB for every stream that it has met.
+    All captures use one stream, as cuBLAS keeps 32 MiB for every stream.
 
     Args:
         scratch: bytes that the largest pass takes; the graphs' pool has them before the first pass is captured.
@@ -39,7 +39,7 @@ class Captures:
         self._first: torch.cuda.CUDAGraph | None = None  # holds the pool
 
     def __call__(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Runs a pass once, captures it, and returns the graph and what the pass returns.
+        """Runs a pass once, captures it, and returns the graph and the pass's result.
 
         If it raises, the current stream is the same as before and waits for everything that was launched.
         """
@@ -52,7 +52,7 @@ class Captures:
         finally:
             current.wait_stream(stream)
         if self._first is None:
-            self._first = self._capture(self._take_scratch, stream, None)[0]
+            self._first = self._capture(self._reserve_scratch, stream, None)[0]
         return self._capture(run, stream, self._first.pool())
 
     def _capture(
@@ -66,7 +66,7 @@ class Captures:
             result = run()
         return graph, result
 
-    def _take_scratch(self) -> None:
+    def _reserve_scratch(self) -> None:
         """Allocates the scratch in the pool and frees it at once: later captures use this memory."""
         torch.empty(self._scratch + ROUNDING, dtype=torch.uint8, device=self._device)[:1].zero_()
 
@@ -123,8 +123,8 @@ class StepGraphs:
 def no_collection() -> Iterator[None]:
     """Stops the garbage collector within the block.
 
-    The garbage may be another engine. Freeing its graphs would invalidate a capture, and freeing its memory would hide
-    how much a pass takes.
+    It might free another engine. Freeing its graphs would invalidate a capture, and freeing its memory would falsify
+    the measured memory of a pass.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -142,7 +142,7 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of the host to the device without waiting for it."""
-    # the allocator of pinned memory keeps it until the copy has run
+    # the allocator of pinned memory keeps the buffer until the copy has run
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -154,7 +154,7 @@ def download(values: Tensor) -> Tensor:
 class PinnedBuffers:
     """Host memory that results are copied to: buffers of one size, used again after their results were read.
 
-    There are as many buffers as results were ever in flight at a time, so none is overwritten before it is read.
+    There is one buffer for every result in flight, so none is overwritten before it is read.
     """
 
     def __init__(self, size: int) -> None:

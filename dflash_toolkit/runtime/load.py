@@ -1,4 +1,4 @@
-"""Loads engines: from names of checkpoints, which are read to the device, or from modules in memory."""
+"""Loads engines from checkpoints or from modules in memory."""
 
 import sys
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def load_engine(
     options = options or EngineOptions()
     if not isinstance(target, str):
         return load_parts(target, drafter, device, dtype, options).engine(options, target.tokenizer), target.tokenizer
-    if f"{__package__}.engine" not in sys.modules:  # otherwise nothing is left to import, and the loader reads at once
+    if f"{__package__}.engine" not in sys.modules:  # otherwise there is no import to wait for
         read_ahead(drafter if isinstance(drafter, str) else None, target)
     # not above: it imports torch and transformers for seconds, while the disk already reads
     from ..models.target import load_config, load_tokenizer
@@ -83,12 +83,12 @@ def load_parts(
         target, drafter: Hugging Face id, directory, or module; weights of a module are copied.
         device: auto, cpu or cuda; ignored for a target in memory.
         dtype: auto, bfloat16, float16 or float32; a target in memory keeps its own.
-        options: refused if they do not fit.
-        tokenizer: of a target by name; loaded if it is None.
-        share: a target in memory uses the engine's weights from then on, so that memory holds them once.
+        options: UserError if they do not fit.
+        tokenizer: tokenizer of a target that is given by name; loaded if None.
+        share: a target in memory uses the engine's weights from now on, so that memory holds them once.
 
     Raises:
-        UserError: one line that says what does not fit, is missing or is not supported.
+        UserError: something does not fit, is missing or is not supported.
     """
     from ..models.spec import ModelSpec
     from ..models.target import load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device

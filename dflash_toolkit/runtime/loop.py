@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def info_of(engine: Engine) -> Info:
-    """Returns what front ends must know about the engine."""
+    """Returns the engine's description for front ends."""
     runner = engine.runner
     dtype = str(runner.dtype).removeprefix("torch.")
     place, method = f"{dtype} on {runner.device}", engine.options.draft_sample_method
@@ -44,14 +44,14 @@ class _Front:
     def __init__(self, connected: socket.socket) -> None:
         self.channel = Channel(connected)
         self.requests: dict[int, Request] = {}
-        self.items: list[Item] = []  # of the current step
+        self.items: list[Item] = []  # results of the current step
 
 
 class EngineLoop:
     """Serves an engine on a Unix socket until the other end of `control` closes, or the device fails.
 
     Args:
-        path: of the socket, which is created here.
+        path: the socket's path; the socket is created here.
         control: a connected socket; the loop ends when it closes.
 
     Attributes:
@@ -99,7 +99,7 @@ class EngineLoop:
                 end.close()
             self._selector.close()
 
-    # ---- what comes in -----------------------------------------------------------------------------------
+    # ---- messages from front ends ----------------------------------------------------------------------
 
     def _poll(self, timeout_s: float | None) -> None:
         """Handles messages; waits for one if there is nothing else to do."""
@@ -140,7 +140,7 @@ class EngineLoop:
                 request = self.engine.request(
                     prompt, params, on_progress, key=ask.key, group=group, priority=ask.priority
                 )
-            except UserError as error:  # the front end has not checked it against `Info`
+            except UserError as error:  # the front end did not check it against `Info`
                 front.items.append(_ended(number, str(error)))
                 continue
             request.name = ask.name
@@ -184,11 +184,11 @@ class EngineLoop:
         requests, front.requests = list(front.requests.values()), {}
         self._cancel(requests)
 
-    # ---- what goes out -----------------------------------------------------------------------------------
+    # ---- messages to front ends ------------------------------------------------------------------------
 
     def _on_progress(self, front: _Front, number: int, request: Request, step: Step | None) -> None:
         generation = request.generation
-        # without a step: the prefill's token, or an error, before which all tokens were sent
+        # `step` is None for the prefill's token, and for an error, which is the last message
         tokens = step.tokens if step is not None else [] if request.error else generation.tokens
         logprobs = generation.logprobs[len(generation.tokens) - len(tokens) :] if generation.logprobs else []
         drafted, accepted = (-1, 0) if step is None else (step.drafted, step.accepted)
@@ -243,7 +243,7 @@ class EngineLoop:
             tree_nodes_accepted=list(engine.stats.tree_nodes_accepted),
         )
 
-    # ---- what fails --------------------------------------------------------------------------------------
+    # ---- failures --------------------------------------------------------------------------------------
 
     def _break(self, error: Exception) -> None:
         """Ends all requests with the error. Later requests are served if the device still works."""

@@ -32,20 +32,20 @@ GRAPHS_BYTES = 1 * GIB  # memory of the driver, which no allocator reports: abou
 class Room(NamedTuple):
     """The memory of an engine, without the weights."""
 
-    pages: int  # of the cache, the null block included
+    pages: int  # pages of the cache, the null block included
     scratch: int = 0  # bytes that the largest step takes; graphs have them from the first capture on
 
 
 class Workspace(NamedTuple):
-    """Bytes that the largest passes take, without what is allocated before them."""
+    """Bytes that the largest passes allocate."""
 
     step: int
     prefill: int
 
     @property
     def total(self) -> int:
-        """The graphs keep the memory of a step. At the same time there is a chunk of a prompt, or a step that runs once
-        before it is captured."""
+        """The most bytes in use at a time. The graphs keep the memory of a step, while a chunk of a prompt runs, or a
+        step that is about to be captured."""
         return self.step + max(self.step, self.prefill)
 
 
@@ -76,9 +76,9 @@ def room_for_cache(
     if device == "cpu":
         return Room(1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
     bytes_of_page = size * sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
-    # a cache of a given size may use all of the memory
+    # a cache of a given size may use all memory
     share = options.gpu_memory_utilization if wanted is None else 1.0
-    free, scratch = _free_beside(probe, options, share)
+    free, scratch = _cache_budget(probe, options, share)
     pages = int(free // bytes_of_page) - 1
     if pages < (wanted or least):
         missing = ((wanted or least) - pages) * bytes_of_page / GIB
@@ -100,17 +100,17 @@ def _without_trees(options: EngineOptions) -> str:
 
 
 @contextlib.contextmanager
-def beside_the_weights(options: EngineOptions) -> Iterator[None]:
+def explain_out_of_memory(options: EngineOptions) -> Iterator[None]:
     """Raises UserError, naming the options that help, if an engine runs out of memory after its weights are loaded."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         copies = (
-            "take draft_dtype full, which keeps no fp8 copy of the head, or " if options.draft_dtype == "fp8" else ""
+            "set draft_dtype to full, which keeps no fp8 copy of the head, or " if options.draft_dtype == "fp8" else ""
         )
         raise UserError(
-            f"the weights leave too little GPU memory for the engine ({_said(error)}); {copies}lower max_num_seqs, "
-            f"max_model_len or kv_cache_tokens{_without_trees(options)}"
+            f"the weights leave too little GPU memory for the engine ({_first_sentence(error)}); {copies}lower "
+            f"max_num_seqs, max_model_len or kv_cache_tokens{_without_trees(options)}"
         ) from error
 
 
@@ -122,12 +122,12 @@ def for_the_drafter(device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
         raise UserError(
-            f"GPU memory does not hold the drafter's weights ({_said(error)}); {free / GIB:.1f} of {total / GIB:.1f} "
-            f"GiB are free: end what else runs there, or take a smaller drafter or target"
+            f"GPU memory does not hold the drafter's weights ({_first_sentence(error)}); {free / GIB:.1f} of "
+            f"{total / GIB:.1f} GiB are free; stop other programs on this GPU, or use a smaller drafter or target"
         ) from error
 
 
-def _said(error: torch.OutOfMemoryError) -> str:
+def _first_sentence(error: torch.OutOfMemoryError) -> str:
     return " ".join(str(error).split()).partition(" Including")[0]
 
 
@@ -142,7 +142,7 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
         raise UnsupportedModel(
             f"target {name}: its weights take {needed / GIB:.1f} GiB and the GPU has {free / GIB:.1f} of "
             f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too few; "
-            f"take a smaller target, or serve this one on several GPUs with vLLM or SGLang",
+            f"use a smaller target, or serve this one on several GPUs with vLLM or SGLang",
             # heads divide by a power of two; a quarter of each GPU is left for caches
             gpus=max(2, int(2 ** math.ceil(math.log2(needed / (0.75 * total))))),
         )
@@ -165,14 +165,14 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
     _, head_dim = spec.kv_heads
     if reason := unsupported_heads(device, head_dim, dtype):
         fits = dtype.itemsize > 2 and not unsupported_heads(device, head_dim, torch.bfloat16)
-        smaller = "take dtype bfloat16, or " if fits else ""
+        smaller = "use dtype bfloat16, or " if fits else ""
         raise UnsupportedModel(
             f"attention heads of {head_dim} in {str(dtype).removeprefix('torch.')} need {reason}; "
             f"{smaller}serve the target with vLLM or SGLang"
         )
 
 
-def _free_beside(probe: StepRunner, options: EngineOptions, share: float) -> tuple[float, int]:
+def _cache_budget(probe: StepRunner, options: EngineOptions, share: float) -> tuple[float, int]:
     """Returns the bytes that the cache may take from this share of the memory, and the bytes of the largest step."""
     cut = chunk_size(options.max_num_batched_tokens or 0)
     try:
@@ -180,7 +180,7 @@ def _free_beside(probe: StepRunner, options: EngineOptions, share: float) -> tup
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"the weights leave too little GPU memory for a step of {probe.max_num_seqs} requests and a chunk of {cut} "
-            f"tokens ({_said(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
+            f"tokens ({_first_sentence(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
             f"{_without_trees(options)}"
         ) from error
     except Exception as error:
@@ -189,12 +189,12 @@ def _free_beside(probe: StepRunner, options: EngineOptions, share: float) -> tup
         heads = probe.target.spec.kv_heads[1]
         raise UnsupportedModel(
             f"a kernel for heads of {heads} in {str(probe.dtype).removeprefix('torch.')} does not fit this GPU "
-            f"({error}); take dtype bfloat16 if that is not it, or serve the target with vLLM or SGLang"
+            f"({error}); use dtype bfloat16, or serve the target with vLLM or SGLang"
         ) from error
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     taken = total - free
-    # steps over trees add as many graphs in two modes, and half as many in the third
+    # steps over trees add as many graphs in two modes, and half as many in a third one
     graphs = GRAPHS_BYTES if probe.trees is None else 5 * GRAPHS_BYTES // 2
     return share * total - taken - workspace.total - graphs, workspace.step
 
@@ -216,7 +216,7 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     pages = [1] * -(-chunk // probe.page_size)
     job = PrefillJob([0] * chunk, 0, pages, scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
     prefill = peak(lambda: probe.prefills.launch_unpadded(job))
-    # holds all logits in memory several times
+    # a full step holds all logits several times
     step = peak(lambda: run_all_parts(probe, probe.max_num_seqs, probe.max_block, Mode.FULL))
     for chunks in probe.prefills.batch_shapes:  # the keys of short chunks may be split, which takes more
         step = max(step, peak(functools.partial(probe.prefills.run_empty_batch, *chunks)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticAcceptance:
-    """Random acceptance instead of the drafter's, for benchmarks: the text is nonsense, the work is real.
+    """Random acceptance instead of the drafter's, for benchmarks. The text is meaningless; the computation is real.
 
     Raises:
         ValueError: a rate outside 0..1, a length below 1, or not exactly one of the two.
@@ -82,13 +82,13 @@ class EngineOptions(DraftOptions):
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that weights, caches and buffers may use", common=True
     )
-    prefix_cache: bool = option(True, "reuse the cached pages of prompts that begin alike")
+    prefix_cache: bool = option(True, "reuse the cached pages of common prompt prefixes")
     prefix_states: int | None = option(
-        None, "states of recurrent layers kept for prompts that begin alike (default: --max-num-seqs, at most 32)"
+        None, "prompt prefixes whose recurrent states are kept for reuse (default: --max-num-seqs, at most 32)"
     )
     retune: bool = option(False, "measure step times again instead of using those kept from an earlier start")
     synthetic: SyntheticAcceptance | None = None
-    tell_trees: bool = False  # fill in `Step.offered`, for reports: that takes the host's time
+    report_offered: bool = False  # fill in `Step.offered`, for reports; costs host time
 
     def __post_init__(self) -> None:
         DraftOptions.__post_init__(self)
@@ -108,10 +108,10 @@ class EngineOptions(DraftOptions):
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
 
     def fitted(self, target: "ModelSpec", drafter: "DrafterConfig | None", device: "torch.device") -> "EngineOptions":
-        """These options for a pair on a device, with what was left to it filled in.
+        """Returns these options with the defaults of a pair and a device filled in.
 
         Raises:
-            UserError: they ask for more than the target, the drafter or the device can do.
+            UserError: an option exceeds the limits of the target, the drafter or the device.
         """
         import torch
 
@@ -122,7 +122,7 @@ class EngineOptions(DraftOptions):
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
         if on_gpu and self.draft_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
             raise UserError(
-                f"draft_dtype is fp8, but {torch.cuda.get_device_name(device)} does not compute it; use auto or full"
+                f"draft_dtype is fp8, but {torch.cuda.get_device_name(device)} does not support it; use auto or full"
             )
         if (self.max_model_len or 0) > target.context_limit:
             raise UserError(
@@ -159,10 +159,10 @@ class EngineOptions(DraftOptions):
         return free and large
 
     def _context(self, longest: int, overshoot: int, trees: bool) -> int:
-        """Returns the tokens of one request; as many as the cache holds if only the size of the cache is given.
+        """Returns the maximum tokens of a request; the size of the cache if only that is given.
 
         Args:
-            longest: what the target was made for.
+            longest: the target's context length.
             overshoot: tokens that steps in flight may write after an answer's end.
             trees: whether the overshoot would be smaller without draft trees.
         """
@@ -176,6 +176,6 @@ class EngineOptions(DraftOptions):
             lower += ", or set draft_tree to 0" if trees else ""
             raise UserError(
                 f"kv_cache_tokens is {self.kv_cache_tokens} and a request of {least} tokens (max_model_len) needs "
-                f"{least + overshoot} with the drafts behind it; raise kv_cache_tokens{lower}"
+                f"{least + overshoot} with its drafts; raise kv_cache_tokens{lower}"
             )
         return min(wanted, room)

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: which requests hold them, and which of them hold a prefix that other requests may reuse.
+"""Pages of the KV cache: the requests that hold them, and the prefix tree of pages that other requests may reuse.
 
 Target and drafter keep the keys and values of a token in the same page, so a prefix hit serves both. Page 0 is the null
 block: rows without a request write to it.
@@ -109,7 +109,7 @@ class PagePool:
         self.drop_state(node.state)
 
     def unmatch(self, pages: Sequence[int]) -> None:
-        """Gives back what `match` returned, when the request finds too few pages."""
+        """Gives back the pages that `match` returned, when the request finds too few others."""
         changes = self.changes
         self.release(pages)
         self.changes = changes

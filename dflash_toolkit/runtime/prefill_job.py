@@ -1,4 +1,4 @@
-"""What a device is asked to prefill: a chunk of one request's prompt. Without torch."""
+"""Prefill jobs: chunks of prompts, and the limits of a batch of them. Without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens of a prompt that log-probabilities are wanted for."""
+    """Tokens of a prompt for which log-probabilities are requested."""
 
     ids: Sequence[int]  # the token after the chunk's first one, after its second one, ...
     top: int  # also the log-probabilities of this many most probable tokens
@@ -17,7 +17,7 @@ class PrefillJob(NamedTuple):
 
     ids: Sequence[int]
     start: int  # position of the first token; recurrent states start empty at 0
-    pages: Sequence[int]  # of the whole request
+    pages: Sequence[int]  # pages of the whole request
     state: int = 0  # slot of the request's recurrent states, if the target has any
     scores: ScoredTokens | None = None
 
@@ -26,8 +26,8 @@ class PrefillJob(NamedTuple):
 class PrefillLimits:
     """Limits of a batch of prefills: each chunk is padded to one of the sizes."""
 
-    most: int = 1  # chunks
-    sizes: tuple[int, ...] = ()  # tokens
+    most: int = 1  # maximum number of chunks
+    sizes: tuple[int, ...] = ()  # padded tokens of a chunk
     rows: int = 0  # tokens of all chunks together, padding included
 
     def size(self, tokens: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Which chunks of prompts are computed in a turn: in the order of the queue, alone or several in one pass."""
+"""Chooses and computes the chunks of prompts of a turn, in the order of the queue, alone or several in one pass."""
 
 import logging
 
@@ -18,32 +18,32 @@ def chunk_size(max_num_batched_tokens: int) -> int:
 class Prompts:
     """Computes the prompts of admitted requests, chunk by chunk.
 
-    A request whose prompt fails twice ends with the error.
+    If a prompt fails twice, its request ends with the error.
 
     Args:
-        max_tokens: the most tokens that are computed in a turn.
+        max_tokens: maximum prompt tokens of a turn.
     """
 
     def __init__(self, table: RequestTable, max_tokens: int, prefix_cache: bool) -> None:
         self._table, self._device, self._states = table, table.device, table.states
         self._max_tokens, self._chunk, self._prefix_cache = max_tokens, chunk_size(max_tokens), prefix_cache
         self._guaranteed_starts = False  # whether the guaranteed request may take the next free row
-        self._batch: list[Request] = []  # their next chunks are prefilled in one pass
+        self._batch: list[Request] = []  # requests with chunks that are prefilled in one pass
 
     def run_turn(self) -> None:
-        """Computes chunks, up to the tokens of a turn.
+        """Computes chunks, up to the maximum tokens of a turn.
 
-        The guaranteed request advances in any case; before and after it other requests do, in the order of the queue,
+        The guaranteed request always advances. Other requests advance before and after it, in the order of the queue,
         if their chunks fit.
         """
         table, queue, left = self._table, self._table.queue, self._max_tokens
-        self._batch = []  # after a fault its requests are in the queue
+        self._batch = []  # after a fault, its requests are back in the queue
         if not queue.started and not (queue and table.free_rows):
             return
         queue.begin_turn()
         guaranteed = table.blocking or queue.guaranteed(table.free_rows > 0)
         while left > 0:
-            if guaranteed is not None and guaranteed not in queue:  # a first token was reported, and it was cancelled
+            if guaranteed is not None and guaranteed not in queue:  # cancelled when its first token was reported
                 guaranteed = None
             request = queue.next(table.free_rows > 0) or guaranteed
             if guaranteed is not None and request is not guaranteed and self._last_row_is_for(guaranteed, request):
@@ -57,7 +57,7 @@ class Prompts:
             advances = self._next_chunk(request) <= left - reserved
             if advances and request not in queue.started:
                 if any(self._shares_prefix(request, other) for other in self._batch):
-                    self._prefill_batch()  # then it finds their pages
+                    self._prefill_batch()  # so that it finds their pages
                 advances = table.admit(request) and (
                     (not self._batch and not self._may_be_batched(request)) or self._copied_states(request)
                 )
@@ -73,7 +73,7 @@ class Prompts:
                 left -= max(self._prefill_twice(request), 1)
             elif request in queue:  # otherwise it has failed
                 queue.skip(request)
-            while table.launches and not self._device.depth:  # a device that waits for steps waits for first tokens too
+            while table.launches and not self._device.depth:  # with depth 0, first tokens are also read at once
                 table.read()
         self._prefill_batch()
 
@@ -84,14 +84,14 @@ class Prompts:
         return self._table.free_rows == 1 and both_wait and self._guaranteed_starts
 
     def _next_chunk(self, request: Request) -> int:
-        """Returns the most tokens that it computes next: it may still find a prefix."""
+        """Returns the maximum tokens of its next chunk; it may still find a prefix."""
         end = next((tokens for tokens in request.keep_states_at if tokens > request.prefilled), request.length)
         return min(end - request.prefilled, self._chunk)
 
-    # ---- one chunk ---------------------------------------------------------------------------------------
+    # ---- one chunk -------------------------------------------------------------------------------------
 
     def _prefill_twice(self, request: Request) -> int:
-        """Computes the next chunk, a second time if it fails; returns its tokens. A second failure ends the request."""
+        """Computes the next chunk and returns its tokens. Retries once; a second failure ends the request."""
         for last in (False, True):
             try:
                 if last:
@@ -106,9 +106,8 @@ class Prompts:
     def _prefill(self, request: Request) -> int:
         """Computes the next chunk of a prompt and returns its tokens.
 
-        A prompt is cut at fixed distances from its beginning, whatever else is computed in this turn: matrix products
-        of other sizes would round differently, and its answer would depend on other requests. It is also cut where its
-        states are kept.
+        A prompt is always cut at the same positions, as matrix products of other sizes would round differently and its
+        answer would depend on other requests. It is also cut where its states are kept.
         """
         ids = request.known_ids
         self._states.begin(request)
@@ -125,7 +124,7 @@ class Prompts:
         return len(chunk)
 
     def _advance(self, request: Request, tokens: int, place: int = 0) -> None:
-        """Takes in that more tokens of a prompt are in its pages; the last chunk begins the answer."""
+        """Records that more tokens of a prompt are in its pages. After the last chunk, the answer begins."""
         ids = request.known_ids
         request.prefilled += tokens
         if tokens and request.prefilled in request.keep_states_at:
@@ -134,18 +133,18 @@ class Prompts:
             self._table.begin_answer(request, ids, place)
 
     def _clean_up(self, request: Request, error: Exception) -> None:
-        """Logs the failure of a prompt. Raises the device's error if it has failed for good."""
+        """Logs the failure of a prompt. Raises the device's error if the device has failed for good."""
         log.error("the prompt of request %s failed", name_of(request), exc_info=error)
         self._device.check()
         self._device.remove(len(self._table.running))  # the row that it may have got
 
-    # ---- several chunks in one pass ----------------------------------------------------------------------
+    # ---- several chunks in one pass --------------------------------------------------------------------
 
     def _may_be_batched(self, request: Request) -> bool:
         """Returns whether its next chunk may be prefilled in one pass with others.
 
-        Chunks are short, so that the pass takes hardly longer. The sums depend on the number of rows, so this happens
-        only when batches are too large for equal bits anyway.
+        Only short chunks are batched, so that the pass takes hardly longer. The sums depend on the number of rows, so
+        this happens only for batches above EXACT_BATCH.
         """
         table = self._table
         requests = min(len(table.running) + len(table.queue.started) + len(table.queue), table.max_num_seqs)
@@ -164,7 +163,7 @@ class Prompts:
         return chunks[-1]
 
     def _shares_prefix(self, request: Request, other: Request) -> bool:
-        """Returns whether the pages that are computed for the other request hold tokens of this one."""
+        """Returns whether the other request's pages will hold a prefix of this request."""
         ids, theirs, start = request.prompt_ids, other.prompt_ids, other.prefilled
         end = start + self._table.pool.page_size
         if not self._prefix_cache or len(theirs) < end or ids[start:end] != theirs[start:end]:
@@ -172,7 +171,7 @@ class Prompts:
         return ids[:start] == theirs[:start]
 
     def _prefill_batch(self) -> None:
-        """Prefills the batch in one pass. If that fails, its requests start again, and each is prefilled alone."""
+        """Prefills the batch in one pass. If that fails, its requests restart and are prefilled one at a time."""
         table = self._table
         batch, self._batch = [request for request in self._batch if request in table.queue.started], []
         if not batch:
@@ -208,7 +207,10 @@ class Prompts:
                 table.queue.unskip(request)
 
     def _copied_states(self, request: Request) -> bool:
-        """Copies the states it continues from, before others in this turn overwrite them; returns False on failure."""
+        """Copies the request's initial states before other requests of this turn overwrite them.
+
+        Returns False on failure.
+        """
         try:
             self._states.begin(request)
         except Exception as error:

@@ -17,7 +17,7 @@ from .weights import DrafterWeights
 
 @dataclass(frozen=True, slots=True)
 class ArgmaxHead:
-    """Takes every slot's most probable token, or samples one of the `count` most probable tokens."""
+    """Chooses every slot's most probable token, or samples one of the `count` most probable tokens."""
 
     weight: Weight  # [V, D]
     count: int  # C

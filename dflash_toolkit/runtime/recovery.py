@@ -1,4 +1,4 @@
-"""What a failed step does: its requests are computed one at a time, and one that fails again ends with the error."""
+"""Recovers from a failed step: retries its requests one at a time, and ends one that fails again with the error."""
 
 import logging
 
@@ -6,7 +6,7 @@ from .request import Request
 from .request_table import RequestTable, name_of
 
 log = logging.getLogger(__name__)
-MAX_CONSECUTIVE_FAULTS = 8  # without a result in between; one more ends all requests
+MAX_CONSECUTIVE_FAULTS = 8  # faults without a result in between; one more ends all requests
 
 
 class Recovery:
@@ -20,8 +20,11 @@ class Recovery:
         self._table, self._device, self._chunk = table, table.device, chunk
 
     def recover(self, error: Exception) -> None:
-        """Continues without the request that made a step fail. Raises the error if the device has failed for good, or
-        after too many faults."""
+        """Continues without the request that made a step fail.
+
+        Raises:
+            Exception: the error, if the device has failed for good or there were too many faults.
+        """
         log.error("a step failed; its requests are computed one by one", exc_info=error)
         table = self._table
         table.flush_reports()
@@ -67,7 +70,7 @@ class Recovery:
                 table.launches.popleft()
 
     def _succeeds_alone(self, request: Request) -> bool:
-        """Runs a step of one request; returns whether it continues in the batch. One that fails ends."""
+        """Runs a step of one request, which ends if the step fails. Returns whether it continues in the batch."""
         table = self._table
         if request not in table.queue:  # a report of another result has cancelled it
             return False

@@ -1,4 +1,4 @@
-"""Slots for the states of recurrent layers: each request has one, and prefixes keep some."""
+"""Slots for the states of recurrent layers: one for each request, and some for prefixes."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from .request import Request
 
 
 class RecurrentStates:
-    """Hands out slots, copies states between requests and kept prefixes, and rebuilds states after a fault.
+    """Allocates slots, copies states between requests and kept prefixes, and rebuilds states after a fault.
 
     Args:
         slots: number of requests that may hold states.
@@ -23,7 +23,7 @@ class RecurrentStates:
         self.free = list(range(slots, 0, -1))
 
     def find_prefix(self, request: Request, ids: Sequence[int], limit: int) -> tuple[list[int], int, int]:
-        """Returns pages, slot and parting of the longest known prefix, see `PagePool.match_state`."""
+        """Returns the pages, the slot and the parting of the longest known prefix, see `PagePool.match_state`."""
         if not self._prefix_cache or request.scores_prompt:
             return [], 0, 0
         if not self.recurrent:
@@ -40,7 +40,7 @@ class RecurrentStates:
         """
         request.state, request.initial_state = self.free.pop(), initial
         if self._prefix_cache and self.recurrent:
-            # others may part from it where it parted from them; and a continuation can use all of its pages
+            # other prompts may differ where this one does, and a continuation can use all of its pages
             whole = limit // self._pool.page_size * self._pool.page_size
             request.keep_states_at = tuple(sorted({parting, whole} - {0}))
 
@@ -66,7 +66,7 @@ class RecurrentStates:
                 raise
 
     def rebuild(self, request: Request, tokens: int, chunk: int) -> None:
-        """Computes the states after the first `tokens` tokens again: after a fault they may be anything."""
+        """Computes the states after the first `tokens` tokens again, as a fault leaves them undefined."""
         ids = request.known_ids[:tokens] if self.recurrent else []
         for start in range(0, len(ids), chunk):
             self._device.prefill(PrefillJob(ids[start : start + chunk], start, request.pages, request.state))

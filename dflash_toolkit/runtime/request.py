@@ -1,4 +1,4 @@
-"""A request on its way through the runtime."""
+"""Requests, and the results and shapes of their steps."""
 
 import copy
 import time
@@ -38,7 +38,7 @@ class StepShape(NamedTuple):
     """The size of a step."""
 
     block: int  # the most tokens that a request commits; 1 is plain decoding
-    rows: int = 0  # of draft trees, of all requests together, with their anchors; 0: every request has a block
+    rows: int = 0  # rows of all draft trees together, anchors included; 0: every request has a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Committed:
     prompt: PromptLogprobs | None = None  # with the first token, if the request asks for them
     finite: bool = True  # whether the target's states that chose the tokens are finite
     poisons: bool = False  # keys and values that are NaN or infinite may be left in the request's pages
-    depth: int | None = None  # of the request's draft tree; None: a block was drafted
+    depth: int | None = None  # depth of the request's draft tree; None: a block was drafted
     offered: Offered = ()  # see `Step`
 
 
@@ -66,13 +66,13 @@ class NotFiniteError(UserError):
 class RollingAcceptance:
     """The recent conditional acceptance rate: the accepted share of the drafted tokens that were verified.
 
-    It is an exponential average over blocks. It starts with a light prior: one bad block does not end drafting, a few
-    do. The prior may be the rate of other requests: their first blocks predict the next block of this one.
+    It is an exponential average over blocks. The prior is light: a few bad blocks end drafting, but not a single one.
+    The prior may be the rate of other requests, as their first blocks predict the next block of this one.
 
     Args:
-        prior: the rate that is expected at the start.
-        weight: number of verified tokens that the prior counts for.
-        decay: factor of earlier blocks, at every block.
+        prior: the expected rate at the start.
+        weight: weight of the prior, in verified tokens.
+        decay: factor that each block applies to the weight of earlier blocks.
 
     Attributes:
         tried: whether any block was verified.
@@ -94,7 +94,7 @@ class RollingAcceptance:
         return self.tried or (isinstance(self._prior, RollingAcceptance) and self._prior.known)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Takes in a block: its accepted tokens were verified and, unless all were accepted, so was the next one."""
+        """Adds a block: its accepted tokens were verified and, unless all were accepted, also the next one."""
         self.tried = True
         self._weight *= self._decay
         self._accepted = self._decay * self._accepted + accepted
@@ -103,13 +103,13 @@ class RollingAcceptance:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its answer so far, and what it holds. Only the scheduler writes the last group of fields."""
+    """A prompt, its answer so far, and its resources. Only the scheduler writes the last group of fields."""
 
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
-    limit: int  # of generated tokens: max_tokens or what the context leaves
-    on_progress: Callable[["Request", Step | None], None] | None = None  # None: prefill, error
+    limit: int  # maximum generated tokens: max_tokens, or fewer if the context is full
+    on_progress: Callable[["Request", Step | None], None] | None = None  # step is None for a prefill or an error
     key: str = ""  # API key; the wait queue is fair between keys
     group: str = ""  # requests of one group run one after the other; "": no group
     priority: int = 0  # lower is earlier
@@ -125,17 +125,17 @@ class Request:
     initial_state: int = 0  # slot that its states are copied from; 0: they start empty, or were copied
     keep_states_at: tuple[int, ...] = ()  # tokens, in whole pages, after which its prefill keeps states
     prefilled: int = 0  # tokens of `known_ids` with keys and values in the pages
-    cached_tokens: int = 0  # those of them that came from a prefix hit
+    cached_tokens: int = 0  # prefilled tokens that came from a prefix hit
     scored: list[Any] = field(default_factory=list)  # pending log-probabilities of the prompt's chunks
-    row: int | None = None  # in the batch; None while waiting or prefilling
-    epoch: int = 0  # how often it lost its row; results launched before are void
+    row: int | None = None  # its row in the batch; None while waiting or prefilling
+    epoch: int = 0  # number of times it lost its row; results launched before are void
     blocks_in_flight: list[int] = field(default_factory=list)  # sizes of launched blocks that were not read yet
     cancelled: bool = False
     error: Exception | None = None  # the error that ended it; its answer keeps the tokens that were read
     poisoned: bool = False  # other requests must not read its pages
-    retried: bool = False  # it is computed a second time, as something was not finite
-    prefilled_alone: bool = False  # not in a batch of prefills, as one of its batches failed
-    matcher: "Matcher | None" = None  # of its grammar, after `tokens`
+    retried: bool = False  # it is computed a second time, after a value that was not finite
+    prefilled_alone: bool = False  # never prefilled in a batch again, as one of its batches failed
+    matcher: "Matcher | None" = None  # state of its grammar after `tokens`
 
     def with_seed(self, seed: int) -> "Request":
         """Returns a request for another answer to the same prompt; only before anything was decoded."""
@@ -158,7 +158,7 @@ class Request:
 
     @property
     def drafts(self) -> bool:
-        """Whether it may have drafts: not if its drafts may contain the token that was NaN."""
+        """Whether it may have drafts; not if they may contain a token that was NaN."""
         return self.params.drafting and not self.retried
 
     @property
@@ -182,7 +182,7 @@ class Request:
 
     @property
     def reach(self) -> int:
-        """The most tokens in the cache after all launched steps."""
+        """The maximum tokens in the cache after all launched steps."""
         return self.length + sum(self.blocks_in_flight)
 
     @property

@@ -1,7 +1,7 @@
-"""Which request has which row, pages and states, and the steps in flight. Knows tokens and pages, not tensors.
+"""Maps requests to rows, pages and states, and tracks steps in flight. Handles tokens and pages, not tensors.
 
 The device is asynchronous: a step is launched before the results of the previous one are read, so a request may run one
-step past its end. What that step commits is dropped when it is read.
+step past its end. The tokens of that step are dropped when they are read.
 """
 
 import logging
@@ -18,11 +18,11 @@ from .request import Committed, NotFiniteError, Request, StepShape
 from .wait_queue import WaitQueue
 
 log = logging.getLogger(__name__)
-MAX_OVERTAKEN = 16  # younger requests that may start before one that finds too few pages; then they wait for it
+MAX_OVERTAKEN = 16  # requests that may overtake one that finds too few pages, before all wait for it
 
 
 def name_of(request: Request) -> str:
-    """Returns what logs call a request."""
+    """Returns the name of a request in logs."""
     return request.name or "without a name"
 
 
@@ -40,14 +40,14 @@ class RequestTable:
 
     Args:
         max_num_seqs: rows of the batch.
-        max_places: the most tokens after a request's length that a step may write. A tree has more nodes than it
+        max_places: maximum tokens after a request's length that a step writes. A tree has more nodes than the step
             commits.
-        report: called for every request that got something, with its step (None: the prefill, or an error).
+        report: called for every request with new tokens or an error, with its step (None: the prefill, or an error).
 
     Attributes:
         running: requests that decode, by row.
-        shape: of the newest step.
-        faults: since a result was read.
+        shape: shape of the newest step.
+        faults: number of faults since a result was read.
         report_error: the first exception that `report` raised, if any.
     """
 
@@ -72,7 +72,7 @@ class RequestTable:
         self.max_num_seqs, self._max_places, self._prefix_cache = max_num_seqs, max_places, prefix_cache
         self.report = report
         self._pending_reports: deque[tuple[Request, Step | None]] = deque()
-        self._waiting_for_pages: list[Request] = []  # requests that were next and found too few
+        self._waiting_for_pages: list[Request] = []  # requests that were next and found too few pages
 
     @property
     def idle(self) -> bool:
@@ -92,26 +92,25 @@ class RequestTable:
         self._pending_reports.clear()
         self._waiting_for_pages.clear()
 
-    # ---- admission ---------------------------------------------------------------------------------------
+    # ---- admission -------------------------------------------------------------------------------------
 
     @property
     def blocking(self) -> Request | None:
-        """The request that was overtaken so often, for want of pages, that others must wait for it."""
+        """The request that was overtaken so often, for lack of pages, that others must wait for it."""
         found = (r for r in self._waiting_for_pages if self.queue.entry(r).overtaken >= MAX_OVERTAKEN)
         return next(found, None)
 
     def admit(self, request: Request) -> bool:
         """Gives a waiting request its pages, if there are enough for its prompt and a step.
 
-        A request that finds too few pages lets at most MAX_OVERTAKEN others start before it, and those of a more urgent
-        priority always.
+        At most MAX_OVERTAKEN other requests may overtake one that finds too few pages. More urgent ones always may.
         """
         if not self.free_rows:
             return False
         entry, first = self.queue.entry(request), self.blocking
         if first not in (None, request) and first.priority <= request.priority:
             return False
-        if entry.failed_at == self.pool.changes:  # nothing has changed since: do not look up a long prefix again
+        if entry.failed_at == self.pool.changes:  # nothing has changed since; do not look up a long prefix again
             return False
         ids = request.known_ids
         # without a token yet, the last one of the prompt must be computed for its logits
@@ -132,7 +131,7 @@ class RequestTable:
         self.queue.start(request)
         request.pages, request.prefilled = hit + new, len(hit) * self.pool.page_size
         self.states.assign(request, slot, parting, limit)
-        if not request.epoch:  # later, the prefix that it finds may be its own
+        if not request.epoch:  # after a preemption, the prefix may be its own
             request.cached_tokens = request.prefilled
         return True
 
@@ -147,7 +146,7 @@ class RequestTable:
         if pending is not None:
             self.launches.append(Launch(pending, [(request, request.epoch)], 0))
 
-    # ---- launch ------------------------------------------------------------------------------------------
+    # ---- launch ----------------------------------------------------------------------------------------
 
     def launch(self, shape: StepShape) -> bool:
         """Launches a step of the running requests; returns False if none of them found enough pages."""
@@ -164,7 +163,7 @@ class RequestTable:
         return True
 
     def _reserve(self, request: Request, places: int) -> None:
-        """Reserves the pages of one more step; if there are too few, preempts the newest request, maybe this one."""
+        """Reserves the pages of one more step. If there are too few, preempts the newest request, perhaps this one."""
         missing = self.pool.pages_for(request.reach + places) - len(request.pages)
         while missing > 0:
             # some in advance, so that the page table does not change every step
@@ -182,19 +181,19 @@ class RequestTable:
                 return
 
     def preempt(self, request: Request) -> None:
-        """Takes a request's pages; it is computed again, from the tokens known so far, when there is room."""
+        """Frees a request's pages and queues it again; it continues after its known tokens when there is room."""
         try:
             self.release(request)
         finally:
             self.queue.add(request)
             self.preemptions += 1
 
-    # ---- read --------------------------------------------------------------------------------------------
+    # ---- read ------------------------------------------------------------------------------------------
 
     def read(self) -> bool:
-        """Reads the oldest result; returns whether any request got something."""
-        self.flush_reports()  # those of a read that failed: a report must describe the newest step
-        if not self.launches:  # a report has cancelled requests, and that failed
+        """Reads the oldest result; returns whether any request got tokens or ended."""
+        self.flush_reports()  # reports of a read that failed: a report must describe the newest step
+        if not self.launches:  # a report has cancelled requests, and the cancellation failed
             return False
         found = self.device.read(self.launches[0].pending)
         launch = self.launches.popleft()
@@ -229,7 +228,7 @@ class RequestTable:
         return got
 
     def flush_reports(self) -> None:
-        """Reports what is new. Keeps what a report raises for the end of the turn: no work may be left half done."""
+        """Reports new tokens and errors. Keeps the exception of a report until the turn is complete."""
         while self._pending_reports:
             request, step = self._pending_reports.popleft()
             try:
@@ -250,10 +249,10 @@ class RequestTable:
             request.error, request.poisoned = error, True
             return None
 
-    # ---- release -----------------------------------------------------------------------------------------
+    # ---- release ---------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Takes a request's row, pages, states, and its queue entry if it has ended; its steps in flight are void."""
+        """Frees a request's row, pages and states, and its queue entry if it has ended. Voids its steps in flight."""
         written = request.length if request.row is not None else request.prefilled
         ended = request.finished or request.cancelled
         self.queue.remove(request, ended=ended)
@@ -282,13 +281,13 @@ class RequestTable:
             self.device.clean(free)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """Ends a request with an error; others must not use what it wrote."""
+        """Ends a request with an error; other requests must not use its pages."""
         request.error, request.poisoned = error, True
         self._pending_reports.append((request, None))
         self.release(request)
         self.flush_reports()
 
     def clear_rows(self) -> None:
-        """Frees all rows on the device, also after a failure: a row writes into pages that others may hold."""
+        """Frees all rows on the device, also after a failure: a row writes to pages that other requests may hold."""
         for row in range(self.max_num_seqs):
             self.device.remove(row)

@@ -1,4 +1,4 @@
-"""The device's side of the engine: the rows of the batch, and which program runs next.
+"""The device's side of the engine: manages the rows of the batch and runs the programs.
 
 A step proposes a draft, verifies it, and writes the keys and values of the committed tokens into the drafter's context.
 It is one CUDA graph. Everything it reads and writes is on the device (`batch_state.py`), so the host launches a step
@@ -48,13 +48,13 @@ class StepRunner:
         tree_nodes: the most nodes of a request's draft tree; 0: all steps are over blocks.
         tree_width: the most children of a node.
         tree_blocks: S of steps over trees (default: max_block).
-        chain_blocks: other S whose promises steps over trees report.
-        report_offered: also report what trees offered at the positions of committed tokens.
+        chain_blocks: S of chains for which steps over trees also report promises.
+        report_offered: also report the candidates of trees at the positions of committed tokens.
 
     Attributes:
         step_rows: number of launched steps, by the rows that the target reads, padding included.
-        tree_rows: those of them that are over draft trees.
-        reach: tokens of a request that the page table has room for.
+        tree_rows: the same for steps over draft trees only.
+        reach: maximum tokens of a request in the page table.
         observe: called with the result of every step over trees, when it is read.
     """
 
@@ -124,9 +124,9 @@ class StepRunner:
         self.observe: Callable[[Sequence[Request], TreeStepResult], object] = lambda requests, result: None
         if blocks:
             self.trees = TreeProgram(self.context, tree_nodes, tree_width, blocks, chains, report_offered)
-        self._masked = False  # whether a request ever had a grammar
+        self._masked = False  # whether any request had a grammar
 
-    # ---- prefill -----------------------------------------------------------------------------------------
+    # ---- prefill ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def prefill(self, job: PrefillJob) -> Tensor | None:
@@ -144,7 +144,7 @@ class StepRunner:
         for parts in ([m.state for m in self._memories], [m.window for m in self._memories]):
             torch._foreach_copy_([part[target] for part in parts], [part[source] for part in parts])
 
-    # ---- rows --------------------------------------------------------------------------------------------
+    # ---- rows ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def add(self, row: int, request: Request, place: int = 0) -> PendingResult | None:
@@ -169,19 +169,19 @@ class StepRunner:
 
     @torch.inference_mode()
     def clean(self, pages: Sequence[int]) -> None:
-        """Fills pages with zeros: some kernels multiply what follows the last key by zero."""
+        """Fills pages with zeros, as some kernels multiply the values after the last key by zero."""
         at = to_device(pages, torch.int64, self.device)
         for stack in self._stacks:
             stack.cache.unflatten(2, (-1, self.page_size)).index_fill_(2, at, 0.0)
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Uses the device once. Raises what it raises at every use once it has failed."""
+        """Uses the device once. Raises the error that a failed device raises at every use."""
         self.state.lengths[:1].add_(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # ---- steps -------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:

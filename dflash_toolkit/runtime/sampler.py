@@ -1,4 +1,7 @@
-"""The target's choice for every row of a step: greedy, or sampled as each request asks. State lives on the device."""
+"""Chooses the target's token for every row of a step, greedily or as each request's parameters require.
+
+The state is on the device.
+"""
 
 from collections.abc import Collection
 from enum import IntEnum
@@ -60,20 +63,20 @@ class Sampler:
 
         self._ops, self._rows, self._vocab, self._device = ops, rows, vocab_size, device
         self.temperature, self.top_p, self.min_p = new(torch.float32), new(torch.float32), new(torch.float32)
-        self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows without a request are computed too
+        self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows without a request are also computed
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
         self.starts_at = new(torch.int64)  # the first position of the answer
         self.stops_from = new(torch.int64)  # the first position at which a stop token is allowed
         self.ends_at = new(torch.int64)  # the last position of the answer, which no draft reaches
-        self.full = new(torch.bool)  # whether the mode is
+        self.full = new(torch.bool)  # whether the request's mode is full
         self._fields = [self.temperature, self.top_p, self.min_p, self.top_k, self.seed, self.penalties]
         self._fields += [self.starts_at, self.stops_from, self.ends_at, self.full]
-        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)  # of the answer
-        self.prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)  # whether it holds a token
+        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)  # tokens of the answer
+        self.prompt = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)  # whether the prompt has a token
         self.bias = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
         self.late = torch.zeros(rows, vocab_size, dtype=torch.uint8, device=device)  # NOT_FIRST | NOT_EARLY
         self._tables = [self.counts, self.prompt, self.bias, self.late]
-        self._written = False  # whether the tables were ever used: most servers never need them
+        self._written = False  # whether the tables were ever used; most servers never need them
 
     def set(
         self,
@@ -84,7 +87,7 @@ class Sampler:
         stop_ids: Collection[int] = (),
         limit: int | None = None,
     ) -> None:
-        """Gives a row to a request. Its answer ends with one of `stop_ids` or at `limit` tokens."""
+        """Assigns a row to a request. Its answer ends with one of `stop_ids` or at `limit` tokens."""
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -138,13 +141,13 @@ class Sampler:
         Args:
             hidden: normed hidden states [B * S, D].
             rows: int64 [B], the rows of the requests.
-            draft: of S - 1 tokens a row.
+            draft: S - 1 tokens per row.
             lengths: int32 [B], position of each block's first slot.
             masks: in masked modes, int32 [N, words] and [B * S], see `mask_logits_`.
 
         Returns:
-            The second is fp64 [B, S, 1 + 2 * MAX_LOGPROBS]: the choice's log-probability, then the most probable
-            tokens' ids, then theirs.
+            The second is fp64 [B, S, 1 + 2 * MAX_LOGPROBS]: the choice's log-probability, the ids of the most probable
+            tokens, and their log-probabilities.
         """
         batch, block = len(lengths), draft.tokens.shape[1] + 1
         if mode == Mode.GREEDY:
@@ -204,14 +207,14 @@ class Sampler:
 
     @staticmethod
     def _judged(draft: Draft, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns tokens [B * S] and what they were sampled from; -1 after a block, and where not `inside` [B, S]."""
+        """Returns tokens [B * S] and their draft distributions; -1 after a block, and where not `inside` [B, S]."""
         assert draft.candidates is not None and draft.q is not None
         tokens = torch.where(inside, F.pad(draft.tokens, (0, 1)), -1)
         candidates, q = (F.pad(part, (0, 0, 0, 1)).flatten(0, 1) for part in (draft.candidates, draft.q))
         return tokens.flatten(), candidates, q
 
     def count(self, rows: slice, tokens: Tensor, counts: Tensor) -> None:
-        """Counts what a step committed: the first `counts` [B] of tokens [B, S]. Only full modes use the counts."""
+        """Counts committed tokens: the first `counts` [B] of tokens [B, S]. Only full modes use the counts."""
         taken = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts[rows].scatter_add_(1, tokens, taken.to(torch.int32))
 

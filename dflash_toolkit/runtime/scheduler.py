@@ -2,7 +2,7 @@
 
 One `advance` computes chunks of prompts up to a number of tokens (`prompts.py`, in the order of `wait_queue.py`),
 launches one step, and reads results that are old enough (`request_table.py`). `recovery.py` handles a step that fails.
-Nothing here knows tensors.
+This module does not handle tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ class Scheduler:
     Args:
         choose_shape: picks the shape of a batch's next step.
         max_num_seqs: rows of the batch.
-        max_num_batched_tokens: the most tokens of prompts that one `advance` computes, in chunks of `chunk_size`.
+        max_num_batched_tokens: maximum prompt tokens that one `advance` computes, in chunks of `chunk_size`.
         max_block: the longest block that `choose_shape` returns.
-        max_places: the most tokens after a request's length that a step may write; 0: as many as its block has.
-        recurrent: a request has states in addition to its pages, and continues from the states that the pool keeps.
-        report: called for every request that got something, with its step (None: the prefill, or an error).
+        max_places: maximum tokens after a request's length that a step writes; 0: the size of its block.
+        recurrent: requests have states in addition to pages, and continue from states that the pool keeps.
+        report: called for every request with new tokens or an error, with its step (None: the prefill, or an error).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> list[Request]:
-        """Requests whose prompts are computed in part; they hold pages."""
+        """Requests with partly computed prompts; they hold pages."""
         return self.table.queue.started
 
     @property
@@ -102,11 +102,11 @@ class Scheduler:
         self.table.clear()
 
     def remove_rows(self) -> None:
-        """Frees all rows on the device, also after a failure: a row writes into pages that others may hold."""
+        """Frees all rows on the device, also after a failure: a row writes to pages that other requests may hold."""
         self.table.clear_rows()
 
     def advance(self) -> None:
-        """Runs one turn. Raises what the device raises once it has failed for good, and what a report raises."""
+        """Runs one turn. Raises the error of a device that has failed for good, and the exception of a report."""
         try:
             self._run_turn()
         except Exception as error:
@@ -118,9 +118,9 @@ class Scheduler:
     def _run_turn(self) -> None:
         table = self.table
         self._prompts.run_turn()
-        # what a grammar allows next depends on what was committed
+        # the tokens that a grammar allows depend on the committed ones
         depth = 0 if any(request.matcher for request in table.running) else self._device.depth
-        while table.launches and not depth:  # a turn that waits for steps waits for first tokens too
+        while table.launches and not depth:  # a turn that waits for steps also waits for first tokens
             table.read()
         decoding = False
         if not all(request.surely_ends for request in table.running):

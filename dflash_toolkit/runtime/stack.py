@@ -1,4 +1,4 @@
-"""A stack of decoder layers over a paged cache: the target's, and with other weights the drafter's.
+"""A stack of decoder layers over a paged cache, for the target and for the drafter.
 
 A layer is a mixer and an FFN. Each ends in split-K partial sums, which the norm before the next one adds to the
 residual stream. A drafter may have a convolution before and after each. The end of a mixer, its FFN and the beginning
@@ -32,10 +32,10 @@ from .weights import (
 class States:
     """The states of recurrent layers that a pass continues from."""
 
-    slots: Tensor  # int32 [B]; 0: of no request
+    slots: Tensor  # int32 [B]; 0: no request
     counts: Tensor  # int32 [B], rows of each request that are tokens
     stay: Tensor | None = (
-        None  # int32 [B], committed rows of its last block. None: a chunk of a prompt, all of which is kept
+        None  # int32 [B], committed rows of the last block. None: the chunk of a prompt, which is kept whole
     )
 
 
@@ -62,7 +62,7 @@ class Attention:
 
     spec: AttentionSpec
     weights: AttentionWeights
-    eps: float  # of the norms of queries and keys
+    eps: float  # epsilon of the query and key norms
     rope: Tensor  # fp32 [2, positions, R / 2]
     cache: Tensor  # [2, slots, G, H]
     ops: Ops
@@ -73,7 +73,7 @@ class Attention:
         return format_of(self.weights.qkv).groups_rows
 
     def project(self, h: Operand) -> Tensor:
-        """Partial sums [P, M, (N + 2 G) H] of h [M, D]; of gated heads there are 2 N."""
+        """Returns partial sums [P, M, (N + 2 G) H] of h [M, D]; gated attention has 2 N instead of N."""
         return self.ops.linear_split_k(h, self.weights.qkv)
 
     def mix(self, projected: Operand, rows: Rows) -> Tensor:
@@ -111,7 +111,7 @@ class GatedDeltaNet:
 
     spec: GatedDeltaNetSpec
     weights: GatedDeltaNetWeights
-    eps: float  # of the norm
+    eps: float  # epsilon of the norm
     memory: DeltaMemory
     ops: Ops
 
@@ -121,14 +121,14 @@ class GatedDeltaNet:
         return format_of(self.weights.qkvz).groups_rows
 
     def project(self, h: Operand) -> Operand:
-        """h [M, D] itself: it is multiplied by two matrices."""
+        """Returns h [M, D] itself: `mix` multiplies it by two matrices."""
         return h
 
     def mix(self, h: Operand, rows: Rows) -> Operand:
-        """[M, N H_v]."""
+        """Returns the normed and gated output of the delta rule, [M, N H_v]."""
         w, spec, states, ops = self.weights, self.spec, rows.states, self.ops
         assert states is not None
-        ba = ops.linear_split_k(h, w.ba)  # split: so narrow a matrix is two tiles
+        ba = ops.linear_split_k(h, w.ba)  # split, as a matrix this narrow has two tiles
         qkv, gate = ops.linear(h, w.qkvz).split([spec.channels, spec.width], dim=1)
         inputs = (qkv, ba, w.conv, w.a_log, w.dt_bias, self.memory, states.slots)
         if states.stay is None:
@@ -157,13 +157,13 @@ class Mlp:
         return format_of(self.weights.gate_up).groups_rows
 
     def __call__(self, h: Operand) -> Tensor:
-        """Partial sums [P, M, D] of normed rows h [M, D]."""
+        """Returns partial sums [P, M, D] of normed rows h [M, D]."""
         return self.ops.linear_split_k(self.ops.linear_swiglu(h, self.weights.gate_up), self.weights.down)
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """An FFN of experts, of which every row takes its own."""
+    """An FFN of experts; the router chooses some for every row."""
 
     weights: MoeWeights
     ops: Ops
@@ -174,7 +174,7 @@ class Moe:
         return format_of(self.weights.gate_up).groups_rows
 
     def __call__(self, h: Operand) -> Tensor:
-        """Partial sums [k, M, D] of normed rows h [M, D]: one of every expert of a row."""
+        """Returns partial sums [k, M, D] of normed rows h [M, D], one for every expert of a row."""
         spec, w, ops = self.weights.spec, self.weights, self.ops
         logits = ops.linear_split_k(h, w.router)
         routing = ops.top_experts(
@@ -197,7 +197,7 @@ class SublayerConvolutions:
         """
         if self.weights is None:
             return h, None
-        assert isinstance(h, Tensor), "of a drafter"
+        assert isinstance(h, Tensor), "drafters do not quantize rows in groups"
         before, after = self.ops.linear_split_k(h, self.weights.projection).chunk(2, dim=2)
         return self.ops.block_conv(h, before, self.weights.base[0], block), after
 
@@ -213,7 +213,7 @@ class SublayerConvolutions:
         *,
         quantized: bool = False,
     ) -> tuple[Tensor, Operand]:
-        """Returns the residual stream [M, D] plus the sub-layer's output, and its norm; `quantized`: in groups."""
+        """Returns the residual stream [M, D] plus the sub-layer's output, and its norm, in groups if `quantized`."""
         if self.weights is None or after is None:
             normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
             return normed(x, partial_sums, norm, eps, tap)
@@ -221,13 +221,13 @@ class SublayerConvolutions:
 
 
 class Stack:
-    """Layers, their caches and states, and the operations they run on. It does not know requests.
+    """Layers, their caches and states, and the operations they run on. It handles rows, not requests.
 
     Args:
-        norm: [D], the final one.
+        norm: [D], the final norm.
         rope: fp32 [2, positions, R / 2].
         cache: [layers of attention, 2, slots, G, H].
-        memories: of recurrent layers, in their order.
+        memories: those of recurrent layers, in their order.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Stack:
         return cls(spec, weights.layers, weights.norm, rope, cache, ops, memories)
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
-        """Run embeddings through every layer and write their keys and values into the pages.
+        """Runs embeddings through every layer and writes their keys and values into the pages.
 
         Args:
             x: [M, D].
@@ -322,7 +322,7 @@ class Stack:
         norm = following.input_norm if following else self.norm
         if layer.fuses(following, x, ops) and (matrices := layer.fusible(following)):
             o, gate_up, down, qkv = matrices
-            assert isinstance(mixed, Tensor), "no weight in blocks is fused"
+            assert isinstance(mixed, Tensor), "weights scaled in blocks are not fused"
             h: Operand
             projected: Tensor | None
             if layer.mixer_conv is None or layer.ffn_conv is None or after is None:

@@ -16,11 +16,10 @@ from .trees.budget import ROWS
 
 
 def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int, trees: Collection[Shape] = ()) -> Times:
-    """Returns the seconds of every (bucket, block) and of those steps over trees.
+    """Returns the seconds of every (bucket, block) and of the given steps over trees.
 
-    The graphs that it captures are kept, unless what a step reads depends on the requests: then it measures random
-    requests. The batch is empty. For trees, which an empty batch would not have, and where steps write recurrent
-    states, it is a batch of requests without a context.
+    The batch is empty. For steps over trees and steps that write recurrent states, it has requests without a context.
+    If the time of a step depends on its tokens, the tokens are random. Graphs are kept except those of random tokens.
     """
     on_gpu, lengths = runner.device.type == "cuda", runner.state.lengths
     blocks: list[Shape] = list(itertools.product(buckets_up_to(max_num_seqs), sizes))
@@ -45,7 +44,7 @@ def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int, t
 
 
 def launcher(runner: StepRunner, rows: int, shape: StepShape) -> Callable[[], object]:
-    """Returns a function that runs a greedy step of that shape; on an empty batch it changes nothing."""
+    """Returns a function that runs a greedy step of that shape. It does not change an empty batch."""
     part = Part.whole_step(rows, shape)
     if runner.device.type == "cuda":
         return runner.graph(part)[0].replay
@@ -64,7 +63,7 @@ def run_all_parts(runner: StepRunner, rows: int, block: int, mode: Mode) -> None
 def random_tokens(runner: StepRunner) -> Iterator[None]:
     """Within the block, steps of an empty batch start with random tokens and verify random tokens.
 
-    Equal rows would all go to the same experts and share one state. Graphs of such steps are dropped at the end.
+    Equal rows would all choose the same experts and share one state. Graphs of such steps are dropped at the end.
     """
     generator = torch.Generator(runner.device).manual_seed(0)
     state, rows, vocab = runner.state, runner.max_num_seqs, runner.target.spec.vocab_size
@@ -86,7 +85,7 @@ def random_tokens(runner: StepRunner) -> Iterator[None]:
 def full_batch(runner: StepRunner) -> Iterator[None]:
     """Within the block, an empty batch is full of greedy requests without a context, with room for whole trees.
 
-    They write to the null block. At the end, everything that steps have advanced is restored.
+    They write to the null block. At the end, all state that steps have advanced is restored.
     """
     state = runner.state
     fields = [*runner.advanced(), state.active, state.sampler.ends_at]

@@ -1,4 +1,4 @@
-"""Measures the times of steps, and keeps them in the user's cache by everything they depend on."""
+"""Measures the times of steps, and keeps them in the user's cache; the key has everything they depend on."""
 
 import hashlib
 import importlib
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 
-Shape = tuple[int, ...]  # of a step: batch, block; over trees: batch, rows, block
+Shape = tuple[int, ...]  # a step's batch and block; over trees: batch, rows, block
 Times = dict[Shape, float]  # seconds of a step
-# the code whose changes make measured times void: kernels, and the passes that are measured
+# code that invalidates measured times when it changes: kernels, and the passes that are measured
 KERNELS = Path(__file__).parents[1] / "kernels"
 PASSES = ("graphs", "runner", "stack", "proposer", "verifier", "sampler", "batch_state", "step_times", "timing")
-NOISE = 1.02  # how much faster a step of more rows may appear
-AGAIN = 3  # the most rounds of measuring again
+NOISE = 1.02  # speed-up of a step with more rows that counts as noise
+AGAIN = 3  # maximum rounds of measuring again
 
 
 def place_of(device: torch.device) -> tuple[str, ...]:
-    """Returns the hardware and software, besides PyTorch, that times depend on."""
+    """Returns the hardware, and the software except PyTorch, that times depend on."""
     if device.type != "cuda":
         return (device.type,)
     return torch.cuda.get_device_name(device), importlib.import_module("triton").__version__
@@ -44,7 +44,7 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
         written.update(path.read_bytes())
     digest = written.hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not root.is_absolute():  # a user without a home directory
+    if not root.is_absolute():  # the user has no home directory
         return measure()
     path = root / "dflash-toolkit" / f"times-{digest}.json"
     try:
@@ -61,7 +61,7 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
         )
         temporary.replace(path)
     except OSError:
-        pass  # without a cache the next start takes a second longer
+        pass  # without a cache, the next start takes a second longer
     return times
 
 
@@ -77,9 +77,9 @@ def measured_times(
     faster, both are measured again.
 
     Args:
-        steps: what to run, by shape.
-        clock: the seconds of one run.
-        again_s: seconds that measuring again may take.
+        steps: functions that run a step, by shape.
+        clock: returns the seconds of one run.
+        again_s: maximum seconds of measuring again.
     """
 
     def sampled(shapes: Collection[Shape], until: float) -> Times:
@@ -104,12 +104,12 @@ def out_of_order(times: Times) -> list[Shape]:
     """Returns pairs of shapes that differ along one axis, where the larger one was faster."""
     odd: set[Shape] = set()
     for axis in range(max(map(len, times), default=0)):
-        alike = defaultdict[object, list[Shape]](list)
+        lines = defaultdict[object, list[Shape]](list)
         for shape in sorted(times):
             if axis < len(shape):
-                alike[shape[:axis], shape[axis + 1 :]].append(shape)
-        for row in alike.values():
-            for smaller, shape in itertools.pairwise(row):
+                lines[shape[:axis], shape[axis + 1 :]].append(shape)
+        for line in lines.values():
+            for smaller, shape in itertools.pairwise(line):
                 if times[smaller] > NOISE * times[shape]:
                     odd |= {smaller, shape}
     return sorted(odd)

@@ -15,7 +15,7 @@ from .weights import TargetWeights
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a step commits."""
+    """The tokens that a step commits."""
 
     path: Tensor  # int64 [B, S], the first `counts` tokens are committed: drafted ones, then one of the target
     counts: Tensor  # int32 [B], 0 where a row is inactive
@@ -27,8 +27,8 @@ class Verifier:
 
     Args:
         taps: layers with outputs that are the drafter's features; empty without a drafter.
-        forced: int32 [steps, R], number of drafted tokens to accept at each step (synthetic acceptance), at most as
-            many as the block has.
+        forced: int32 [steps, R], number of drafted tokens to accept at each step (synthetic acceptance), limited by
+            the block.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Verifier:
         return self.weights.embedding.dtype
 
     def read(self, draft: Draft, last: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        """Runs over the last committed tokens [B] and a draft: states [B, S, D] and features, see `forward`."""
+        """Runs the last committed tokens [B] and a draft; returns states [B, S, D] and features, see `forward`."""
         assert draft.parents is None, "chains only"
         ids = torch.cat([last[:, None], draft.tokens], dim=1)
         hidden, features = self.forward(ids.flatten(), rows)
@@ -62,7 +62,7 @@ class Verifier:
     def read_trees(
         self, trees: Trees, tree: TreeRows, rows: Rows, *, chains: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs over rows of trees, each after its context in `rows`: states [M, D] and features, see `forward`.
+        """Runs rows of trees, each after its context in `rows`; returns states [M, D] and features, see `forward`.
 
         Args:
             chains: whether no node has a sibling.
@@ -86,7 +86,7 @@ class Verifier:
         Args:
             lengths: int32 [B], tokens before the anchors; not changed.
             block: S, the most tokens that a request commits.
-            chains: whether no node has a sibling; then all rows are at their positions already.
+            chains: whether no node has a sibling; then all rows are already at their positions.
 
         Returns:
             The verdict, and the rows of the accepted path, int64 [B, S]; its last row is repeated.

@@ -1,12 +1,12 @@
-"""The queue of requests whose prompts are not computed: fair between API keys, between groups, and between requests.
+"""The queue of requests that wait for their prefill: fair between API keys, between groups, and between requests.
 
-Lower priorities come first. Of the keys with equal priority, the one that was given the fewest tokens comes first
-(Sheng et al. 2024, "Fairness in Serving Large Language Models": virtual token counters). Of a key's requests, the ones
-that ask for the fewest tokens come first, where a request also counts the tokens that its group was given: requests of
-one group run one after the other.
+Lower priorities come first. Among keys with equal priority, the key that has used the fewest tokens comes first (Sheng
+et al. 2024, "Fairness in Serving Large Language Models": virtual token counters). Within a key, the smallest requests
+come first. The size of a request includes the tokens that its group has used. Requests of one group run one after the
+other.
 
-Small requests cannot delay a large one for ever: in every turn the oldest request of one key, in rotation, advances
-whatever other requests ask for. If there is a free row, it starts at every second opportunity.
+Small requests cannot delay a large one for ever: in every turn, the oldest request of one key always advances; keys
+take turns. If there is a free row, it starts at every second opportunity.
 """
 
 import heapq
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from .request import Request
 
 ANSWER_WEIGHT = 2  # cost of an answer's token in tokens of a prompt, as in the paper
-MAX_SKIPPED = 8  # waiting requests skipped in a turn before all other waiting requests wait too
-HEAP_SLACK = 64  # stale entries that a heap may hold, in addition to as many as it has valid ones
+MAX_SKIPPED = 8  # waiting requests skipped in a turn before all others also wait
+HEAP_SLACK = 64  # a heap is rebuilt if it has this many more stale entries than valid ones
 
 
 @dataclass(slots=True, eq=False)
@@ -28,14 +28,14 @@ class _Group:
 
     name: object
     waiting: deque[Request] = field(default_factory=deque)
-    given: int = 0  # tokens, as of a key
+    given: int = 0  # tokens, see `WaitQueue.charge`
     first: Request | None = None  # the one that may start or has started; the others wait for it
 
 
 @dataclass(slots=True, eq=False)
 class _Key:
     given: int  # tokens, see `WaitQueue.charge`
-    turn: int  # in which its oldest request was last guaranteed to advance
+    turn: int  # turn in which its oldest request was last guaranteed to advance
     groups: dict[object, _Group] = field(default_factory=dict)
     by_size: list[tuple[int, int, int, Request]] = field(default_factory=list)  # priority, tokens, order: a heap
     by_age: list[tuple[int, int, Request]] = field(default_factory=list)  # priority, order: a heap
@@ -45,20 +45,20 @@ class _Key:
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """What the queue knows of a request, from its arrival to its end."""
+    """The queue's data about a request, from its arrival to its end."""
 
-    order: int  # of arrival
+    order: int  # order of arrival
     key: _Key
     group: _Group
-    size: int = 0  # tokens that it and earlier requests of its group ask for
+    size: int = 0  # tokens of it and of earlier requests of its group
     waits: bool = True  # it has no pages
-    skipped: bool = False  # in this turn
-    overtaken: int = 0  # by how many requests, while it found too few pages
+    skipped: bool = False  # skipped in this turn
+    overtaken: int = 0  # number of requests that overtook it while it found too few pages
     failed_at: int = -1  # `PagePool.changes` when it last found too few pages
 
 
 class WaitQueue:
-    """Requests that wait, and requests whose prompts are computed in part (`started`). Its length counts the former."""
+    """Requests that wait, and requests with partly computed prompts (`started`). Its length counts the former."""
 
     def __init__(self) -> None:
         self.started: list[Request] = []
@@ -81,12 +81,12 @@ class WaitQueue:
     def entry(self, request: Request) -> QueueEntry:
         return self._entries[request]
 
-    # ---- adding and removing -----------------------------------------------------------------------------
+    # ---- adding and removing ---------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Adds a new request, or a preempted one, which keeps its order."""
         key = self._keys.setdefault(request.key, _Key(0, self._turn))
-        if not key.groups:  # it starts where the others are: a key cannot save up tokens
+        if not key.groups:  # a new key starts at the level of the others, so that keys cannot save up tokens
             key.given = max(key.given, min((k.given for k in self._keys.values() if k is not key), default=0))
         entry = self._entries.get(request)
         if entry is None:
@@ -153,7 +153,7 @@ class WaitQueue:
         entry = self._entries[request]
         heapq.heappush(entry.key.by_size, (request.priority, entry.size, entry.order, request))
 
-    # ---- turns -------------------------------------------------------------------------------------------
+    # ---- turns -----------------------------------------------------------------------------------------
 
     def charge(self, request: Request, prompt: int = 0, answer: int = 0) -> None:
         """Counts computed tokens of a request's prompt and answer."""
@@ -172,9 +172,9 @@ class WaitQueue:
                     self._offer(request)
 
     def guaranteed(self, may_start: bool) -> Request | None:
-        """Returns the request that advances in this turn whatever others ask for.
+        """Returns the request that always advances in this turn.
 
-        It is the oldest one of the key whose last guarantee was the longest ago.
+        It is the oldest request of the key with the least recent guarantee.
         """
         oldest: dict[_Key, tuple[int, int, Request]] = {}
         for request in self.started:
@@ -192,7 +192,7 @@ class WaitQueue:
         return oldest[min(oldest, key=lambda key: (oldest[key][0], key.turn, oldest[key][1]))][-1]
 
     def use_guarantee(self, request: Request) -> None:
-        """The guaranteed request has advanced; the next guarantee goes to another key."""
+        """Records that the guaranteed request has advanced; the next guarantee goes to another key."""
         self._entries[request].key.turn = self._turn
 
     def next(self, may_start: bool) -> Request | None:

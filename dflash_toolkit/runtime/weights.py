@@ -1,6 +1,6 @@
-"""Weights in the form the step reads them: fused projections, one decoder layer for all targets and drafters.
+"""Weights as steps read them: fused projections, and one kind of decoder layer for all targets and drafters.
 
-Tensors go from safetensors straight to their place in the fused matrix on the device; nothing is built twice.
+Tensors are copied from safetensors directly into their part of the fused matrix on the device.
 """
 
 import copy
@@ -31,13 +31,13 @@ from ..models.spec import (
 
 CENTERED = ("_layernorm.weight", ".q_norm.weight", ".k_norm.weight", "model.norm.weight")  # where norms are
 SORTED = (".in_proj_qkvz.weight", ".in_proj_ba.weight")  # see `GatedDeltaNetWeights.sort`
-STACKED = ".experts.down_proj"  # a name in checkpoints whose experts are one tensor
-WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 are faster at any row count that was tried; 1024 is not
+STACKED = ".experts.down_proj"  # a name in checkpoints that store all experts in one tensor
+WIDE_IN_FP8 = 2560  # hidden size from which layers in fp8 were faster at all measured row counts; at 1024 they were not
 
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """Of an `AttentionSpec`."""
+    """The weights of an `AttentionSpec`."""
 
     qkv: Weight  # [(N + 2 G) H, D]; gated attention: the gates of a head follow its queries, (2 N + 2 G) H
     qkv_bias: Tensor | None  # [(N + 2 G) H]
@@ -74,10 +74,10 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class GatedDeltaNetWeights:
-    """Of a `GatedDeltaNetSpec`."""
+    """The weights of a `GatedDeltaNetSpec`."""
 
     qkvz: Weight  # [C + N H_v, D]: queries, keys, values, gates of the norm
-    ba: Tensor  # [2 N, D], what becomes beta and the decay
+    ba: Tensor  # [2 N, D], projections to beta and to the decay
     conv: Tensor  # [C, T]
     a_log: Tensor  # [N]
     dt_bias: Tensor  # [N]
@@ -101,7 +101,7 @@ class GatedDeltaNetWeights:
         found = {"conv1d.weight": self.conv[:, None], "norm.weight": self.norm}
         found |= {"A_log": self.a_log, "dt_bias": self.dt_bias}
         matrices: dict[str, Weight] = {"out_proj": self.o}
-        if spec.by_key_heads:  # which `sort` puts in order when they are loaded
+        if spec.by_key_heads:  # `sort` reorders the rows after loading
             matrices |= {"in_proj_qkvz": self.qkvz, "in_proj_ba": self.ba}
         else:
             (qkv, z), (b, a) = self.qkvz.split([spec.channels, spec.width]), self.ba.split(spec.num_heads)
@@ -124,7 +124,7 @@ class GatedDeltaNetWeights:
 
 @dataclass(slots=True)
 class MlpWeights:
-    """Of an `MlpSpec`."""
+    """The weights of an `MlpSpec`."""
 
     gate_up: Weight  # [2 I, D], as `linear_swiglu` takes it
     down: Weight  # [D, I]
@@ -144,7 +144,7 @@ class MlpWeights:
 
 @dataclass(slots=True)
 class MoeWeights:
-    """Of a `MoeSpec`; a shared expert is the last one, and its gate the last row of the router."""
+    """The weights of a `MoeSpec`. A shared expert is the last one, and its gate is the last row of the router."""
 
     spec: MoeSpec
     router: Tensor  # [E, D]
@@ -158,7 +158,7 @@ class MoeWeights:
         return cls(spec, router=new(count, d), gate_up=matrix(2 * i, d), down=matrix(d, i))
 
     def parameter_views(self, stacked: bool) -> dict[str, Tensor]:
-        """`stacked`: all experts are one tensor, as in modules; else each has its own, as in most checkpoints."""
+        """Returns views by name. `stacked`: all experts are one tensor, as in modules, not one each."""
         count, i, tensors = self.spec.num_experts, self.spec.intermediate_size, self.spec.weight.tensors
         found = {"mlp.gate.weight": self.router[:count]}
         if stacked:
@@ -184,10 +184,10 @@ def _ffn_weights(spec: MlpSpec | MoeSpec, d: int, new: Callable[..., Tensor]) ->
 
 
 class ConvolutionWeights(NamedTuple):
-    """Of a `ConvolutionSpec`, around one sub-layer: the first half is before it, the second after it."""
+    """The weights of a `ConvolutionSpec` around one sub-layer: the first half is before it, the second after it."""
 
     base: Tensor  # [2, T, D]
-    projection: Weight  # [2 T (D / g), D], of the rows that enter
+    projection: Weight  # [2 T (D / g), D], applied to the sub-layer's input
 
     @classmethod
     def empty(cls, spec: ConvolutionSpec, d: int, new: Callable[..., Tensor]) -> "ConvolutionWeights":
@@ -202,7 +202,7 @@ class ConvolutionWeights(NamedTuple):
 class LayerWeights:
     """One decoder layer."""
 
-    input_norm: Tensor  # [D]; in fp32 where its weights are stored less one
+    input_norm: Tensor  # [D]; in fp32 if it is stored minus one
     mixer: AttentionWeights | GatedDeltaNetWeights
     post_norm: Tensor  # [D]
     ffn: MlpWeights | MoeWeights
@@ -222,11 +222,11 @@ class LayerWeights:
         return cls(norm(d), mixer, norm(d), _ffn_weights(spec.ffn, d, new), *convs)
 
     def quantized(self, *, first: bool) -> "LayerWeights":
-        """The same layer with its matrices in fp8, but for the queries, keys and values of the `first`.
+        """Returns the layer with its matrices in fp8, except the queries, keys and values of the `first` layer.
 
-        These have their own launch, which supports bf16 only. Rows after a norm are cast without scaling; so the norm's
-        weights are scaled to the order of one by a power of two, and the scales of the matrix undo it. Convolutions of
-        such rows keep their order, and the matrix of their coefficients also follows the norm.
+        These have their own launch, which supports bf16 only. Rows after a norm are cast without scaling, so the norm's
+        weights are scaled to the order of one by a power of two, and the scales of the matrix undo it. Convolutions
+        preserve the order of such rows, and the matrix of their coefficients also follows the norm.
         """
 
         def after_norm(
@@ -257,7 +257,7 @@ class LayerWeights:
     def fusible(self, following: "LayerWeights | None") -> tuple[Weight, Weight, Weight, Weight | None] | None:
         """Returns the matrices of a fused post-attention: output projection, FFN, and the next queries, keys, values.
 
-        Returns None if there is a bias between, the FFN has experts, or the next mixer is not attention.
+        Returns None if one of them has a bias, the FFN has experts, or the next mixer is not attention.
         """
         mixer, following_mixer = self.mixer, following.mixer if following else None
         if isinstance(self.ffn, MoeWeights) or not isinstance(mixer, AttentionWeights) or mixer.o_bias is not None:
@@ -279,7 +279,7 @@ class LayerWeights:
     def parameter_views(self, spec: LayerSpec, stacked: bool = False) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
         ffn = self.ffn.parameter_views(stacked) if isinstance(self.ffn, MoeWeights) else self.ffn.parameter_views()
-        # random weights are drawn in this order
+        # random weights are sampled in this order
         found = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
         if isinstance(self.mixer, GatedDeltaNetWeights):
             assert isinstance(spec.mixer, GatedDeltaNetSpec)
@@ -324,15 +324,15 @@ class TargetWeights:
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "TargetWeights":
-        """Read the safetensors of a checkpoint directory.
+        """Reads the safetensors of a checkpoint directory.
 
         Raises:
-            UnsupportedModel: there are none, though perhaps files of another format.
-            UserError: what is wrong with them.
+            UnsupportedModel: there are no safetensors files.
+            UserError: a file is damaged or does not fit the target.
         """
         files = weight_files(folder)
         if not files:
-            raise UnsupportedModel(f"target {folder}: no *.safetensors file in its directory; no other format is read")
+            raise UnsupportedModel(f"target {folder}: no *.safetensors file in its directory, the only known format")
         weights = cls.empty(spec, device, dtype)
         stacked = any(name.endswith(STACKED) for name in tensor_names(files))
         load_files(f"target {folder}", weights.parameter_views(stacked), files)
@@ -340,7 +340,7 @@ class TargetWeights:
 
     @classmethod
     def of_module(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
-        """Copy the weights of a loaded Hugging Face model, on its device."""
+        """Copies the weights of a loaded Hugging Face model, on its device."""
         state = model.state_dict()
         first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
@@ -348,7 +348,7 @@ class TargetWeights:
         return weights._as_computed()
 
     def _as_computed(self) -> "TargetWeights":
-        """What was loaded, with the ones that stored weights of norms may lack, and rows in our order."""
+        """Adds one to norms that are stored minus one, and sorts rows. Returns these weights."""
         for kind, layer in zip(self.spec.layers, self.layers, strict=True):
             if isinstance(kind.mixer, GatedDeltaNetSpec) and kind.mixer.by_key_heads:
                 assert isinstance(layer.mixer, GatedDeltaNetWeights)
@@ -361,10 +361,10 @@ class TargetWeights:
 
     @classmethod
     def shared_with(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
-        """Shares the weights of a loaded Hugging Face model, which then reads its own from the fused matrices.
+        """Shares weights with a loaded Hugging Face model, which then reads the fused matrices.
 
-        Nothing is held twice: a layer's tensors are copied, then replaced by views of their copies, except those with
-        sorted rows. An FP8 model keeps its own.
+        A layer's tensors are copied, then replaced by views of their copies, except those with sorted rows. An FP8
+        model keeps its own.
         """
         if spec.quantized:
             return cls.of_module(model, spec)
@@ -391,7 +391,7 @@ class TargetWeights:
 
 @dataclass(slots=True)
 class DrafterWeights:
-    """The whole drafter, and its keys' and values' projections once more, stacked for the context."""
+    """The whole drafter, and a stacked copy of its key and value projections for the context."""
 
     spec: ModelSpec
     config: DrafterConfig
@@ -399,7 +399,7 @@ class DrafterWeights:
     hidden_norm: Tensor  # [D]
     layers: list[LayerWeights]
     norm: Tensor  # [D]
-    selector: SelectorWeights | None  # None: every slot takes its own best
+    selector: SelectorWeights | None  # None: every slot chooses its own most probable token
     context_kv: Tensor = field(init=False)  # [L 2 G H, D]
     context_bias: Tensor | None = field(init=False)  # [L 2 G H]
     k_norms: Tensor = field(init=False)  # [L, H]
@@ -407,7 +407,7 @@ class DrafterWeights:
 
     @classmethod
     def of_module(cls, drafter: Drafter) -> "DrafterWeights":
-        """Copy a drafter's weights, on its device."""
+        """Copies a drafter's weights, on its device."""
         return cls._from(drafter.config, drafter.state_dict())
 
     @classmethod
@@ -441,7 +441,7 @@ class DrafterWeights:
                 old.copy_(new)
 
     def _stacked(self) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What turns a context token into every layer's key and value: projections, biases and norms of the keys."""
+        """Returns the stacked projections and biases of all layers' keys and values, and the key norms."""
         start = self.spec.attention[0].q_rows
         mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionWeights)]
         kv = torch.cat([w.qkv[start:] for w in mixers if isinstance(w.qkv, Tensor)])
@@ -450,10 +450,10 @@ class DrafterWeights:
         return kv, torch.cat(biases) if biases else None, norms
 
     def quantized(self, head: Tensor) -> "DrafterWeights":
-        """To draft in fp8, with a copy of `head` [V, D]; the context's projection is shared as it is.
+        """Returns weights to draft in fp8, with a copy of `head` [V, D]. The context's projection is shared unchanged.
 
-        The layers of a small model stay what they are, as quantizing the rows takes longer than fp8 saves, and those
-        that are several launches on this GPU, as these widen fp8 in registers.
+        Layers of a small model are not quantized, as quantizing the rows takes longer than fp8 saves. Layers that need
+        several launches on this GPU are not either, as these launches convert fp8 in registers.
         """
         found = copy.copy(self)
         found.head = RowScaledFp8.of(head)

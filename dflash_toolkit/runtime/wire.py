@@ -1,7 +1,7 @@
 """Messages between an engine and its front ends, as msgpack over a Unix socket. Without torch.
 
-The engine sends one `Update` per step to every front end that waits for something. Each side notices at once when the
-other one ends: the socket is closed.
+The engine sends one `Update` per step to every front end that waits for results. When one side ends, the socket closes
+and the other side notices at once.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ CHUNK = 1 << 16
 class Ask(msgspec.Struct, tag="ask", array_like=True):
     """Requests that differ in prompt and seed only."""
 
-    numbers: list[int]  # the front end's names of them
+    numbers: list[int]  # identify them to the front end
     prompts: list[list[int]]
     seeds: list[int]
     params: SamplingParams
@@ -55,7 +55,7 @@ class Compiled(msgspec.Struct, tag="compiled", array_like=True):
 
 
 class Item(msgspec.Struct, array_like=True):
-    """What one step added to one answer."""
+    """The tokens that one step added to one answer."""
 
     number: int
     tokens: list[int]  # the stop token included
@@ -63,7 +63,7 @@ class Item(msgspec.Struct, array_like=True):
     accepted: int
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs]
-    cached_tokens: int  # of the prompt, brought by a prefix hit
+    cached_tokens: int  # prompt tokens from a prefix hit
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
     error: str | None = None  # the request failed, or was refused; nothing more comes
 
@@ -81,12 +81,12 @@ class Stats(msgspec.Struct):
     waiting: int = 0
     cache_used: float = 0.0  # share of the pages that requests hold
     prefix_queries: int = 0  # prompt tokens that were looked up
-    prefix_hits: int = 0  # of them, found
+    prefix_hits: int = 0  # prompt tokens that were found
     preemptions: int = 0
     draft_lengths: dict[int, int] = {}  # steps by drafted tokens a row
     step_rows: dict[int, int] = {}  # steps by rows that the target read
-    tree_rows: dict[int, int] = {}  # of them, those over draft trees
-    tree_nodes: list[int] = []  # of draft trees, verified, by their depth
+    tree_rows: dict[int, int] = {}  # the same for steps over draft trees only
+    tree_nodes: list[int] = []  # verified nodes of draft trees, by depth
     tree_nodes_accepted: list[int] = []
 
 
@@ -101,16 +101,16 @@ class Info(msgspec.Struct, tag="info", array_like=True):
 
     capacity: Capacity
     max_num_seqs: int  # requests decoded together
-    block_size: int  # of the longest draft, its anchor included
-    place: str  # what it computes in and on
-    draft_sample_method: str  # of requests with a temperature
+    block_size: int  # tokens of the longest draft, its anchor included
+    place: str  # dtype and device
+    draft_sample_method: str  # how drafts of requests with a temperature are chosen
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):
     """The engine has failed, and why.
 
     Attributes:
-        gpus: of a target that it does not compute but others may, on how many; 0 where that is not the reason.
+        gpus: number of GPUs that an external engine needs for the target; 0 if that is not the reason.
     """
 
     reason: str
@@ -130,7 +130,7 @@ class Channel:
         self.socket = connected
         self.gone = False
         self._came = bytearray()
-        self._left = bytearray()  # bytes that the socket did not accept yet
+        self._left = bytearray()  # bytes that the socket has not accepted yet
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -153,7 +153,7 @@ class Channel:
                 del self._left[: self.socket.send(self._left)]
 
     def receive(self) -> list[Any]:
-        """Yields the messages that have arrived; afterwards `gone` is whether the other side has closed."""
+        """Returns the messages that have arrived. Afterwards `gone` is whether the other side has closed."""
         with contextlib.suppress(BlockingIOError):
             try:
                 while chunk := self.socket.recv(CHUNK):

@@ -117,7 +117,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.Monk
     errors = pytest.importorskip("triton.runtime.errors")
 
     monkeypatch.setattr(memory, "workspace_of", raises(errors.OutOfResources(180480, 166912, "shared memory")))
-    with refused(r"heads of 128 in bfloat16 .*shared memory.*take dtype bfloat16 if") as caught:
+    with refused(r"heads of 128 in bfloat16 .*shared memory.*use dtype bfloat16 if") as caught:
         pages_of(OPTIONS)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(memory, "workspace_of", lambda *_: 1 // 0)
@@ -133,7 +133,7 @@ def test_an_engine_that_finds_no_memory_names_its_options(where: str, draft_dtyp
     target = make_target()
     with refused(r"Tried to allocate 3.00 GiB.*lower max_num_seqs, max_model_len") as caught:
         load_engine(target, make_drafter(target), options=EngineOptions(max_num_seqs=2, draft_dtype=draft_dtype))
-    assert ("take draft_dtype full" in str(caught.value)) == (draft_dtype == "fp8")
+    assert ("set draft_dtype to full" in str(caught.value)) == (draft_dtype == "fp8")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -207,7 +207,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
 @pytest.mark.parametrize(("width", "dtype", "shared", "way_out"), [
     (128, torch.float32, 227, None),
     (128, torch.float32, 163, None),
-    (512, torch.float32, 227, "take dtype bfloat16, or serve the target with vLLM or SGLang"),
+    (512, torch.float32, 227, "use dtype bfloat16, or serve the target with vLLM or SGLang"),
     (512, torch.bfloat16, 163, "has 163; serve the target with vLLM or SGLang"),
     (512, torch.float32, 163, "has 163; serve the target with vLLM or SGLang"),  # for bfloat16 is refused, too
 ])  # fmt: skip

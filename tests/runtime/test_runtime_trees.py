@@ -58,7 +58,7 @@ def check_offered(steps: Sequence[Step], expected: Sequence[Step]) -> None:
 )
 def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> None:
     target, drafter = pair(kind)
-    engine, prompts = make_engine(target, drafter, draft_tree=nodes, tell_trees=True), prompts_of(1, 5, 17, 33)
+    engine, prompts = make_engine(target, drafter, draft_tree=nodes, report_offered=True), prompts_of(1, 5, 17, 33)
     params = [SamplingParams(max_tokens=n) for n in (24, 16, 9, 20)]
     with planting(engine, plain(target, prompts, params)):
         answers = engine.generate(prompts, params)

@@ -457,7 +457,7 @@ class EnginePair(Pair):
 
     def decoder(self, draft: bool) -> EngineDecoder:
         if draft not in self._decoders:
-            self._decoders[draft] = self._create(draft, 1, tell_trees=True)
+            self._decoders[draft] = self._create(draft, 1, report_offered=True)
         return self._decoders[draft]
 
     def decoder_for(self, draft: bool, concurrency: int) -> EngineDecoder:

@@ -1,4 +1,4 @@
-"""Steps over blocks: draft a block for every row, read it with the target, choose, and commit.
+"""Steps over blocks: draft a block for every row, read it with the target, choose tokens, and commit them.
 
 A batch of greedy requests is one graph. Other batches run in parts, see `buffers.py`.
 """
@@ -33,7 +33,7 @@ class BlockProgram:
     def __init__(self, context: StepContext, sample_drafts: bool) -> None:
         self._context, self._sample_drafts = context, sample_drafts
 
-    # ---- launch and read ---------------------------------------------------------------------------------
+    # ---- launch and read -------------------------------------------------------------------------------
 
     def launch(self, requests: Sequence[Request], batch: int, block: int) -> PendingResult:
         """Launches one step of rows 0..len(requests) - 1, for which `batch` rows are computed."""
@@ -82,7 +82,7 @@ class BlockProgram:
         return tokens, all_logprobs, [row for _, rows in full for row in rows]
 
     def _send_drafts(self, batch: int, block: int) -> Callable[[], list[list[int]]]:
-        """Starts the copy of the drafts to the host; the returned function waits for it alone."""
+        """Starts the copy of the drafts to the host; the returned function waits for this copy only."""
         drafts = self._context.buffers.draft(batch, block)
         if self._context.device.type != "cuda":
             return drafts.tolist
@@ -107,7 +107,7 @@ class BlockProgram:
         self._context.results.give_back(pending)
         return found
 
-    # ---- what is captured --------------------------------------------------------------------------------
+    # ---- captured parts --------------------------------------------------------------------------------
 
     @staticmethod
     def parts(sizes: Sequence[Size]) -> list[Part]:

@@ -1,7 +1,7 @@
 """Buffers between the parts of a step, for a batch of requests that choose tokens in different ways.
 
 The target's states of all rows are computed first. Then each mode chooses tokens for its own rows, and finally all rows
-commit. So a request pays only for its own mode, and its bits do not depend on the modes of other requests. The host
+commit. A request pays only for its own mode, and its bits do not depend on the modes of other requests. The host
 computes which tokens a grammar allows after each drafted token while the target reads the drafts. A batch of greedy
 requests does not use these buffers.
 """
@@ -61,7 +61,7 @@ class StepBuffers:
         self._logprobs = {mode: new(rows, block, columns, dtype=torch.float64) for mode in Mode if mode.full}
         self._rows = {mode: new(rows) for mode in Mode}  # rows of each mode, padded with the first of them
         self._rows_on_device: dict[Mode, list[int]] = {}
-        self._masks: tuple[Tensor, Tensor] | None = None  # of grammars, allocated at the first one
+        self._masks: tuple[Tensor, Tensor] | None = None  # grammar masks, allocated for the first grammar
 
     def put_draft(self, draft: Draft) -> None:
         batch, slots = draft.tokens.shape

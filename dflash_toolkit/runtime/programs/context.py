@@ -1,4 +1,4 @@
-"""What the programs of one runner share: the models, the batch, buffers, graphs and results."""
+"""State that the programs of one runner share: the models, the batch, buffers, graphs and results."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from .results import Results
 
 
 class Part(NamedTuple):
-    """What one graph runs: a whole step (greedy or over trees) or a part of a step.
+    """Names the work of one graph: a whole step (greedy or over trees) or a part of a step.
 
     The mode is the mode of the rows that choose; over trees it is the largest mode of any request.
     """
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     rows: int
     block: int
     mode: Mode = Mode.GREEDY
-    nodes: int = 0  # of trees: rows of all requests together, anchors included
+    nodes: int = 0  # rows of all draft trees together, anchors included; 0 without trees
 
     @classmethod
     def whole_step(cls, rows: int, shape: StepShape) -> "Part":
@@ -42,7 +42,7 @@ class StepContext:
     Attributes:
         bucket: returns the number of rows that are computed for a batch, with graphs.
         modes: how the request of each row chooses tokens.
-        random_tokens: int64, verified instead of the drafts while steps are measured.
+        random_tokens: int64, verified instead of the drafts while step times are measured.
         words: int32 values of a grammar's mask.
     """
 
@@ -61,7 +61,7 @@ class StepContext:
         self.modes = [Mode.GREEDY] * len(state.lengths)
         self.random_tokens: Tensor | None = None
         self.words = words_of(self.target.spec.vocab_size)
-        # a bound method would make a reference cycle with its users
+        # a bound method would create a reference cycle
         self.bucket = functools.partial(bucket_of, len(state.lengths))
         self._not_finite = torch.full((), -1, device=self.device)
 

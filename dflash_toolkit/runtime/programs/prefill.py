@@ -1,4 +1,4 @@
-"""Prefills: of one chunk (without a graph, or padded and captured) and of a batch of chunks; and first tokens."""
+"""Prefills of one chunk (without a graph, or padded and captured), prefills of several chunks, and first tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class PrefillPrograms:
     """Computes chunks of prompts: keys, values and recurrent states of target and drafter.
 
     Args:
-        reach: tokens of a request that the page table has room for.
+        reach: maximum tokens of a request in the page table.
 
     Attributes:
         last_hidden: [chunks, D], states of the last tokens of the newest prefill.
@@ -68,7 +68,7 @@ class PrefillPrograms:
                 return True
         return False
 
-    # ---- one chunk ---------------------------------------------------------------------------------------
+    # ---- one chunk -------------------------------------------------------------------------------------
 
     def launch(self, job: PrefillJob) -> Tensor | None:
         """Prefills a chunk.
@@ -77,7 +77,7 @@ class PrefillPrograms:
         longer than they take the device.
 
         Returns:
-            The scores of `job.scores`, see `score`, on their way to the host; None if none are asked for.
+            The scores of `job.scores`, see `score`, on their way to the host; None if none are requested.
         """
         size = next((s for s in PREFILL_SIZES if s >= len(job.ids)), None)
         if self._context.device.type != "cuda" or size is None or job.start + size > self._reach:
@@ -120,7 +120,7 @@ class PrefillPrograms:
         """Returns the graph of a chunk of that size and the state it writes; captures it first if necessary."""
         if size not in self.captured:
             placed = self._place.clone()
-            self._place.zero_()  # the chunk runs twice: into the null block and the states of no request
+            self._place.zero_()  # the chunk runs twice: it writes to the null block and to unused states
             self._place[1:2].fill_(1)
             try:
                 self.captured[size] = self._capture(lambda: self.padded(size))
@@ -129,7 +129,7 @@ class PrefillPrograms:
         return self.captured[size]
 
     def _forward(self, tokens: Tensor, rows: Rows, counts: Tensor) -> Tensor:
-        """Prefills tokens, of which the first `counts` of each row are text. Returns their states [M, D]."""
+        """Prefills the first `counts` tokens of each row; the others are padding. Returns their states [M, D]."""
         hidden, features = self._context.verifier.forward(tokens, rows)
         if (proposer := self._context.proposer) and features is not None:
             proposer.write_context(features, rows, counts)
@@ -139,7 +139,7 @@ class PrefillPrograms:
         return States(slots=slots, counts=counts) if self._context.state.recurrent else None
 
     def _score(self, hidden: Tensor, scores: ScoredTokens | None) -> Tensor | None:
-        """Runs without a graph: few requests ask for scores, and they have many rows."""
+        """Runs without a graph: few requests need scores, and they have many rows."""
         if scores is None:
             return None
         context = self._context
@@ -147,7 +147,7 @@ class PrefillPrograms:
         found = score(hidden[: len(tokens)], context.target.head, tokens, scores.top, context.ops)
         return download(found) if context.device.type == "cuda" else found
 
-    # ---- several chunks ----------------------------------------------------------------------------------
+    # ---- several chunks --------------------------------------------------------------------------------
 
     @property
     def batch_shapes(self) -> list[tuple[int, int]]:
@@ -180,7 +180,7 @@ class PrefillPrograms:
         for job in jobs:
             self.launch(job)
             assert self.last_hidden is not None
-            last.append(self.last_hidden.clone())  # the next replay overwrites a graph's own
+            last.append(self.last_hidden.clone())  # the next replay overwrites the graph's output
         self.last_hidden = torch.cat(last)
 
     def place_batch(self, jobs: Sequence[PrefillJob], size: int) -> None:
@@ -206,12 +206,12 @@ class PrefillPrograms:
 
     @torch.inference_mode()
     def run_empty_batch(self, size: int, count: int) -> None:
-        """Runs a batch of no request's chunks, without a graph."""
+        """Runs a batch of empty chunks, without a graph."""
         self._place_empty_batch()
         self.padded_batch(size, count)
 
     def _place_empty_batch(self) -> None:
-        """All chunks write to the null block and to the states of no request."""
+        """Places chunks that write to the null block and to unused states."""
         self._batch_places.zero_()
         self._starts_counts_slots[1].fill_(1)
 
@@ -219,13 +219,13 @@ class PrefillPrograms:
         self._place_empty_batch()
         self.captured_batches[size, count] = self._capture(lambda: self.padded_batch(size, count))
 
-    # ---- the first token ---------------------------------------------------------------------------------
+    # ---- the first token -------------------------------------------------------------------------------
 
     def first_token(self, row: int, request: Request, place: int) -> PendingResult:
         """Chooses the first token of a request, which is in the batch.
 
         Args:
-            place: of its chunk in the newest prefill.
+            place: index of its chunk in the newest prefill.
         """
         context, state, sampler = self._context, self._context.state, self._context.state.sampler
         assert self.last_hidden is not None

@@ -17,9 +17,9 @@ WantedLogprobs = dict[int, tuple[int, int]]  # row -> its index in the log-proba
 
 @dataclass(frozen=True, slots=True)
 class TreesInFlight:
-    """What is needed to read the result of a step over draft trees."""
+    """Data that is needed to read the result of a step over draft trees."""
 
-    requests: Sequence[Request]  # of the first rows
+    requests: Sequence[Request]  # requests of the first rows
     batch: int
     shape: StepShape
     calibration: Calibration
@@ -36,14 +36,14 @@ class PendingResult:
     done: torch.cuda.Event | None
     buffer: Tensor | None = None  # the pinned memory of `tokens`, given back after reading
     scored: list[Tensor] | None = None  # with a first token: the prompt's scores, if the request asks for them
-    trees: TreesInFlight | None = None  # of a step over trees; its `tokens` are flat, see `TreeProgram`
+    trees: TreesInFlight | None = None  # given for a step over trees; its `tokens` are flat, see `TreeProgram`
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
 
     def logprobs_of(self, row: int, count: int) -> list[TokenLogprobs] | None:
-        """Returns those of the first `count` tokens of a row, or None if the request does not ask for them."""
+        """Returns those of the first `count` tokens of a row, or None if the request did not ask for them."""
         if self.logprobs is None or row not in self.wanted:
             return None
         index, top = self.wanted[row]
@@ -69,7 +69,7 @@ class Results:
         scored: list[Tensor] | None = None,
         trees: TreesInFlight | None = None,
     ) -> PendingResult:
-        """Starts the copies to the host and returns what to wait for."""
+        """Starts the copies to the host and returns the pending result."""
         if not self._on_gpu:
             return PendingResult(tokens, logprobs, wanted, None, scored=scored, trees=trees)
         buffer = self.buffers.take()

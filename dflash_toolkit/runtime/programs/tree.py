@@ -1,11 +1,11 @@
-"""Steps over draft trees: rows go to the nodes that are most likely to be accepted, over all requests of the batch.
+"""Steps over draft trees verify the nodes that are most likely to be accepted, over all requests of the batch.
 
-From what the drafter expects in the slots of its block, a tree as large as possible is grown for every request. The
-step verifies the most likely nodes of all trees, as many as it has rows for, so a request with poor drafts takes one
-row, its anchor's. The target reads each anchor after the request's context and each node after its own path. The walk
-from the anchor follows the target's choices, and the keys and values of the accepted rows move to their positions.
-`trees/budget.py` chooses how many rows a step has, before its trees are grown. The result also reports what the trees
-promised at other numbers of rows, and which nodes were accepted.
+The drafter's probabilities in the slots of its block grow a tree as large as possible for every request. The step
+verifies the most likely nodes of all trees, as many as it has rows, so a request with poor drafts uses only the row of
+its anchor. The target reads each anchor after the request's context and each node after its own path. The walk from
+the anchor follows the target's choices, and the keys and values of the accepted rows move to their positions.
+`trees/budget.py` chooses the number of rows of a step before its trees are grown. The result also reports how many
+accepted tokens the trees promised at other numbers of rows, and which nodes were accepted.
 """
 
 import itertools
@@ -33,13 +33,13 @@ class TreeProgram:
     Args:
         nodes: the most nodes of a request's tree.
         width: the most children of a node; 1 makes chains, each of its own length.
-        blocks: S that may be drafted.
-        chains: S of steps over blocks; their promises are reported too.
-        offered: report what the trees offered at the positions of committed tokens.
+        blocks: block lengths S that may be drafted.
+        chains: block lengths S of steps over blocks; their promises are also reported.
+        offered: report the candidates of the trees at the positions of committed tokens.
 
     Attributes:
         promised: `blocks` and `chains` in order.
-        calibration: of the steps from now on.
+        calibration: calibration of the steps from now on.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TreeProgram:
         self.calibrate(self._initial)
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Sets the calibration of the steps from now on, captured ones too."""
+        """Sets the calibration of the steps from now on, including captured ones."""
         self.calibration = calibration
         values = [calibration.slope, *calibration.bias]
         self._calibration.copy_(to_device(values, torch.float64, self._context.device))
@@ -78,13 +78,13 @@ class TreeProgram:
             self._discounts[: len(given)].copy_(to_device(given, torch.float32, self._context.device))
             self._discounts_on_device = (*given, *self._discounts_on_device[len(given) :])
 
-    # ---- launch and read ---------------------------------------------------------------------------------
+    # ---- launch and read -------------------------------------------------------------------------------
 
     def launch(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
         """Launches one step of rows 0..len(requests) - 1."""
         context, requests = self._context, list(requests)
         batch = context.computed_rows(len(requests))
-        if context.device.type == "cuda":  # some requests may have given way since the shape was chosen
+        if context.device.type == "cuda":  # some requests may have been preempted since the shape was chosen
             shape = StepShape(shape.block, min(shape.rows, row_buckets(batch)[-1]))
         discounts = [request.trust.log_discount if request.drafts else -math.inf for request in requests]
         self.discount(discounts)
@@ -112,10 +112,10 @@ class TreeProgram:
         return committed, result
 
     def result_size(self, batch: int, shape: StepShape) -> int:
-        """Returns the number of values that a step returns."""
+        """Returns the number of values in the result of a step."""
         return TreeStepResult.size(batch, shape, sum(1 < each <= shape.block for each in self.promised))
 
-    # ---- what is captured --------------------------------------------------------------------------------
+    # ---- captured steps --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def run(self, part: Part) -> Tensor:

@@ -1,7 +1,8 @@
-"""Chooses how many rows a step verifies and how long a block it drafts, from promised tokens and measured times.
+"""Chooses the rows of a step and the length of its block from promised tokens and measured times.
 
 A row is the anchor of a request or a node of a draft tree. A step of M rows verifies the M - B most likely nodes of its
-B requests. Engines that verify trees ask this module first, then `BlockChooser`.
+B requests. Engines that verify trees use this module first, then `BlockChooser`. A promise is the number of drafted
+tokens that the drafter's calibrated probabilities expect to be accepted.
 """
 
 import itertools
@@ -76,11 +77,11 @@ def completed(times: Times, batches: Iterable[int], blocks: Sequence[int]) -> Ti
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """How many drafted tokens a step expected to be accepted, for every number of rows that it could verify."""
+    """The expected accepted tokens of a step, for every number of rows that it could verify."""
 
-    requests: int  # in the step
+    requests: int  # requests in the step
     batch: int  # computed rows of the batch
-    accepted: Sequence[Sequence[float]]  # of `expected_accepted`, for every block up to the one that was drafted
+    accepted: Sequence[Sequence[float]]  # `expected_accepted` of every block up to the drafted one
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -89,8 +90,8 @@ class Promise:
 class _Expected:
     """Expected accepted tokens per request, averaged over steps: for every block, of a chain and of trees of NODES.
 
-    A step reports blocks up to its own length. For a longer block, the ratio to the next shorter one is kept from when
-    both were seen; before that it promises no more than the shorter one.
+    A step reports blocks up to its own length. A longer block keeps its last known ratio to the next shorter one;
+    without one it promises no more than the shorter block.
     """
 
     KEEP, PAUSED = 0.7, 0.5  # weight of earlier steps; the same after steps that drafted nothing
@@ -98,7 +99,7 @@ class _Expected:
     def __init__(self, blocks: Sequence[int]) -> None:
         shape = len(blocks), 1 + len(NODES)
         self._seen = 0
-        self._own, self._before = np.zeros(shape), np.zeros(shape)  # of every block, and of the next shorter one
+        self._own, self._before = np.zeros(shape), np.zeros(shape)  # sums of every block, and of the next shorter one
 
     def observe(self, promise: Promise, paused: bool) -> None:
         accepted, count = np.array(promise.accepted) / promise.requests, len(promise.accepted)
@@ -164,7 +165,7 @@ class BudgetChooser:
         self._chains, self._next_look = 0, self.FIRST_LOOK  # steps over chains in a row, and the limit
 
     def observe(self, promise: Promise) -> None:
-        """Takes in what a drafted step promised, when it is read. Ignores a step with NaN in its drafts."""
+        """Adds the promise of a drafted step, when it is read. Ignores a step with NaN in its drafts."""
         if np.isfinite(promise.accepted).all():
             self._promised.clear()
             self._expected.observe(promise, paused=self._current.block == 1)
@@ -190,7 +191,7 @@ class BudgetChooser:
 
         Args:
             requests: number of requests in the batch, >= 1.
-            untried: number of them that had no draft verified so far.
+            untried: number of requests without a verified draft so far.
             awaited: whether a step with drafts is in flight.
             chains: whether drafts without trees may be chosen.
         """
@@ -208,7 +209,7 @@ class BudgetChooser:
                 self._steps, self._next_probe = 0, self.FIRST_PROBE
             if current.rows or current.block == 1:
                 self._next_look = self.FIRST_LOOK
-        if self._current.block > 1 and not self._current.rows:  # there are chains
+        if self._current.block > 1 and not self._current.rows:  # chains
             return self._looked(requests)
         self._chains = 0
         return self._probed(requests, untried) or self._current
@@ -216,7 +217,7 @@ class BudgetChooser:
     def _looked(self, requests: int) -> StepShape:
         """Returns the current chains, or a step over trees that reports all promises."""
         self._chains += 1
-        most = self.LAST_LOOK * requests  # there may have been more requests before
+        most = self.LAST_LOOK * requests  # the batch may have been larger before
         if self._chains < min(self._next_look, most):
             return self._current
         self._chains, self._next_look = 0, min(2 * self._next_look, most)
@@ -225,7 +226,7 @@ class BudgetChooser:
         return max(trees, key=found.__getitem__) if trees else self._current
 
     def _probed(self, requests: int, untried: int) -> StepShape | None:
-        """Returns a step that tries something unknown, if it is time for one."""
+        """Returns a step that tries an unknown choice, if one is due."""
         current = self._current
         if current.block == self._drafted[-1]:
             return None
@@ -241,7 +242,7 @@ class BudgetChooser:
         return longer if key_of(longer, self._bucket(requests)) in self._times else None
 
     def _try(self, block: int, requests: int) -> StepShape:
-        """Returns a step of that block with the fewest rows that give every request a node, over trees if possible."""
+        """Returns a step of that block, over trees if possible, with the fewest rows that give every request a node."""
         batch = self._bucket(requests)
         trees = [StepShape(block, rows) for rows in row_buckets(batch)]
         trees = [choice for choice in trees if choice.rows >= 2 * batch] or trees[-1:]

@@ -14,9 +14,9 @@ class TreeChooser:
     """Picks the shape of the next step: plain decoding, chains, or trees.
 
     Args:
-        sizes: block lengths that may be drafted; of a single one every step verifies all nodes.
+        sizes: block lengths that may be drafted. With a single one, every step verifies all nodes.
         times: measured times of steps, those over trees included.
-        bucket: returns the batch that is computed for so many requests.
+        bucket: returns the number of rows that are computed for a batch.
         on_gpu: steps have one of the captured numbers of rows.
         report: called with the result of every step over trees.
     """
@@ -35,7 +35,7 @@ class TreeChooser:
         self._budget = BudgetChooser((1, *program.promised), times, bucket) if len(sizes) > 1 else None
 
     def observe(self, requests: Sequence[Request], result: TreeStepResult) -> None:
-        """Takes in the result of a step over trees."""
+        """Updates promises, calibration and trust with the result of a step over trees."""
         outcomes = result.outcomes
         for request, promised, accepted in zip(requests, outcomes.promised, outcomes.accepted_nodes, strict=False):
             request.trust.observe(float(promised), int(accepted))
@@ -47,8 +47,7 @@ class TreeChooser:
             self._budget.observe(result.promise)
 
     def available(self, requests: Sequence[Request]) -> bool:
-        """Returns whether the next step may be over trees: not under a grammar, whose masks the host would have to
-        send for every node."""
+        """Returns whether the next step may be over trees. Grammars would need a mask from the host for every node."""
         return not any(r.matcher for r in requests) and bool(row_buckets(self._bucket(len(requests))))
 
     def __call__(self, requests: Sequence[Request]) -> StepShape:
@@ -59,7 +58,7 @@ class TreeChooser:
         return self._budget(len(requests), untried, awaited, chains=all(request.drafts for request in requests))
 
     def _whole(self, requests: int) -> StepShape:
-        """Returns a step over all nodes of all trees, or over as many as there are rows for."""
+        """Returns a step over all nodes of all trees, or over as many as fit."""
         needed = requests * (self._program.nodes + 1)
         if not self._on_gpu:
             return StepShape(self._longest, needed)

@@ -1,4 +1,4 @@
-"""Keeps the calibration of a drafter fitted to which nodes of verified trees were accepted.
+"""Refits the calibration of a drafter to the accepted and rejected nodes of verified trees.
 
 The device returns calibrated probabilities of paths. The drafter's own probabilities are computed from them with the
 calibration that the step used.
@@ -12,7 +12,7 @@ import numpy as np
 
 from ...calibration import EXTREME, Calibration
 
-LEAST_SLOPE = 0.05  # with a smaller slope, the drafter's own odds could not be recovered
+LEAST_SLOPE = 0.05  # with a smaller slope, the drafter's own odds cannot be recovered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ def node_outcomes(
     """Returns the outcomes of a step. Skips requests with NaN in their drafts.
 
     Args:
-        starts, parents, depths, log_probs: of its `TreeRows`, [B + 1], [M], [M], [M].
-        path, counts: of `accept_trees`, [B, P] and [B].
-        calibration: used for its trees.
+        starts, parents, depths, log_probs: fields of its `TreeRows`, [B + 1], [M], [M], [M].
+        path, counts: results of `accept_trees`, [B, P] and [B].
+        calibration: calibration of its trees.
         discounts: fp [B], added to the log-probabilities of the first slot.
     """
     batch, every = len(counts), int(starts[-1])  # the rest is padding
@@ -64,31 +64,31 @@ def node_outcomes(
 class CalibrationFeed:
     """Fits the calibration to recent outcomes.
 
-    It fits a window of outcomes again, after few new ones at first and then more rarely, in its own thread. Decoding
-    continues, and the result is used a fixed number of steps later, so that a run can be repeated. Every fit is
-    regularised towards the previous one.
+    It refits a window of outcomes in its own thread, often at first and then more rarely. Decoding continues, and the
+    result is used a fixed number of steps later, so that runs are reproducible. Every fit is regularised towards the
+    previous one.
 
     Args:
-        start: the drafter's own, `DrafterConfig.calibration`.
+        start: the drafter's own calibration, `DrafterConfig.calibration`.
         window: number of newest outcomes that are kept.
 
     Attributes:
-        calibration: for the next step; a new object after each fit.
+        calibration: calibration for the next step; a new object after each fit.
     """
 
-    FIRST, LAST = 64, 65536  # outcomes between two fits, doubling
+    FIRST, LAST = 64, 65536  # outcomes between two fits; doubles
     AFTER = 2  # steps that a fit may take
 
     def __init__(self, start: Calibration, window: int = 8192) -> None:
         self.calibration = start
         self._window, self._pairs, self._held = window, deque[NodeOutcomes](), 0
-        self._new, self._wanted = 0, self.FIRST  # outcomes since the last fit began, and those that the next one needs
+        self._new, self._wanted = 0, self.FIRST  # outcomes since the last fit began; number that starts the next one
         self._taken = 0  # steps since it began
         self._fit: Future[Calibration] | None = None
         self._thread = ThreadPoolExecutor(1, "calibration")
 
     def observe(self, step: NodeOutcomes) -> None:
-        """Takes in the outcomes of the next step, in order."""
+        """Adds the outcomes of the next step, in order."""
         if len(step.slots):
             self._pairs.append(step)
             self._held += len(step.slots)

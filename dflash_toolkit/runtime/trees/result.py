@@ -22,12 +22,12 @@ class StepTrees:
     starts: np.ndarray  # [B + 1]
     tokens: np.ndarray  # [M]
     parents: np.ndarray  # [M], rows of the step
-    log_probs: np.ndarray  # fp32 [M], of paths
+    log_probs: np.ndarray  # fp32 [M], log-probabilities of paths
     path: np.ndarray  # [B, S], rows of the step that were accepted
     discounts: np.ndarray  # fp64 [B], added to the log-probabilities of the first slot
 
     def offered(self, request: int, count: int) -> Offered:
-        """Returns what the tree of a request offered along the first `count` rows of its path."""
+        """Returns the candidates of a request's tree along the first `count` rows of its path."""
         start, end = self.starts[request : request + 2].tolist()
         paths = self.log_probs[start:end].astype(np.float64)
         paths[1:] -= self.discounts[request]
@@ -39,9 +39,9 @@ class StepTrees:
 
 @dataclass(frozen=True, slots=True)
 class TreeStepResult:
-    """What a step over trees reports."""
+    """The result of a step over trees."""
 
-    answers: list[list[int]]  # of each request: tokens committed, depth of its tree, whether a state of it was not
+    answers: list[list[int]]  # per request: tokens committed, depth of its tree, whether one of its states was not
     # finite, and S tokens with -1 after each state that was not finite
     outcomes: NodeOutcomes
     promise: Promise
@@ -50,7 +50,7 @@ class TreeStepResult:
 
     @staticmethod
     def size(batch: int, shape: StepShape, promised: int) -> int:
-        """Returns how many values `parse` reads; `promised`: block lengths that the step reports a promise of."""
+        """Returns the number of values that `parse` reads; `promised`: number of block lengths with a promise."""
         return batch * (4 + 2 * shape.block) + 1 + 4 * shape.rows + promised * (1 + len(row_buckets(batch)))
 
     @classmethod
@@ -67,8 +67,8 @@ class TreeStepResult:
 
         Args:
             values: int64, see `Ops.pack_tree_results`.
-            requests: which the first rows of the batch belong to.
-            calibration, discounts: those that the step used.
+            requests: requests of the first rows of the batch.
+            calibration, discounts: the values that the step used.
         """
         block, rows = shape
         sizes = [batch * (3 + block), batch * block, batch + 1, *[rows] * 4]
@@ -87,7 +87,7 @@ class TreeStepResult:
         return cls(answers[:requests].tolist(), outcomes, Promise(requests, batch, accepted), nodes, trees)
 
     def offered(self) -> list[Offered]:
-        """Returns what the tree of each request offered at the positions of its committed tokens, see `Step`."""
+        """Returns the candidates of each request's tree at the positions of its committed tokens, see `Step`."""
         return [self.trees.offered(i, answer[0]) for i, answer in enumerate(self.answers)]
 
 

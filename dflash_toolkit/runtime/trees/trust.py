@@ -1,16 +1,16 @@
-"""Whether the promises of one request's drafts come true. Without torch."""
+"""Corrects the promises of a request's drafts by its recent acceptance. Without torch."""
 
 import math
 
 
 class Trust:
-    """Discounts the drafts of a request for which the drafter is confident and wrong.
+    """Discounts the drafts of a request for which the drafter is overconfident.
 
-    All requests share one calibration. If less than half of what was promised for a request is accepted, its paths are
-    discounted in proportion. A request without any row is slowly forgiven.
+    All requests share one calibration. If less than half of the promised tokens of a request are accepted, its paths
+    are discounted in proportion. While a request has no nodes, its discount slowly decays.
     """
 
-    WEIGHT = 1.0  # tokens that count as promised and accepted at the start
+    WEIGHT = 1.0  # initial count of promised and accepted tokens
     DECAY, FORGIVEN = 0.95, 0.99  # weight of earlier steps, after a step with nodes of the request and one without
     HALF = 0.5
 
@@ -24,7 +24,7 @@ class Trust:
         return math.log(min(1.0, came_true / self.HALF))
 
     def observe(self, promised: float, accepted: int) -> None:
-        """Takes in a drafted step.
+        """Adds a drafted step.
 
         Args:
             promised: sum of the path probabilities of the request's verified nodes, without discount.
