@@ -9,19 +9,19 @@ from .ops import ops_for
 
 
 def convolve(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
-    """`block_conv` of many blocks in every sequence, differentiable.
+    """Applies `block_conv` to many blocks in every sequence, differentiably.
 
-    One operator for torch.compile, which is not looked into; gradients do not depend on scheduling.
+    torch.compile treats it as one opaque operator. Gradients do not depend on scheduling.
 
     Args:
         x: [B, Q, D], Q / `block` blocks one after the other.
-        dynamic: [B, Q, T, D / g]; it may be a part of a wider tensor.
+        dynamic: [B, Q, T, D / g]; may be a slice of a wider tensor.
         base: [T, D].
 
     Returns:
         [B, Q, D] in x's dtype, or autocast's.
     """
-    if torch.is_autocast_enabled(x.device.type):  # as for the products of the layer: half the bytes of a norm in fp32
+    if torch.is_autocast_enabled(x.device.type):  # as in the layer's GEMMs; halves the bytes of an fp32 norm
         x = x.to(torch.get_autocast_dtype(x.device.type))
     rows, own = x.flatten(0, 1), dynamic.flatten(2).flatten(0, 1)
     if x.is_cuda:

@@ -1,4 +1,4 @@
-"""`flash-linear-attention` where it is installed (PyPI, extra `linear-attention`): the one place that looks for it."""
+"""Loads `flash-linear-attention` if it is installed (PyPI, extra `linear-attention`)."""
 
 import functools
 import importlib
@@ -13,21 +13,21 @@ from torch import Tensor
 
 @functools.cache
 def delta_rule() -> Callable[..., Any] | None:
-    """Its gated delta rule in chunks, or None; warns once if it is installed and cannot be loaded."""
+    """Returns its gated delta rule in chunks, or None; warns once if it is installed and cannot be loaded."""
     if importlib.util.find_spec("fla") is None:
         return None
     try:
         rule: Callable[..., Any] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         return rule
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        warnings.warn(f"fla is installed and cannot be loaded ({error}); the delta rule goes without it", stacklevel=2)
+        warnings.warn(f"fla is installed but cannot be loaded ({error}); the delta rule does not use it", stacklevel=2)
         return None
 
 
 def chunk_rule(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor, slots: Tensor, starts: Tensor, counts: Tensor
 ) -> Tensor:
-    """`chunk_rule` of triton/delta_chunk.py by `flash-linear-attention`, which is installed: to compare with."""
+    """Computes `chunk_rule` of triton/delta_chunk.py with `flash-linear-attention`, for comparisons."""
     rule, at = delta_rule(), slots.long()
     assert rule is not None
     before = state[at]

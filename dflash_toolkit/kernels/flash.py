@@ -1,11 +1,11 @@
-"""FlashAttention-3 and -4 where they are installed: the one place that looks for them (docs/flash-attention.md).
+"""Loads FlashAttention-3 and -4 if they are installed (docs/flash-attention.md).
 
 FlashAttention-3 (`flash_attn_interface`, arXiv 2407.08608) is built from its repository, for Hopper GPUs. The extra
 `flash-attn` is FlashAttention-4 (`flash_attn.cute`), for Hopper and Blackwell; it compiles a kernel at the first use of
-a head width. They take long chunks of a prompt, and in training the target's forward over packed rows.
+a head width. They compute long chunks of a prompt and, in training, the target's attention over packed rows.
 
-A prompt row's keys are summed in one split, in blocks at fixed places, so the cuts of a prompt into chunks change no
-bit of it. Values after the last key in its page are multiplied by zero: they must be finite.
+A prompt row's keys are summed in one split, in blocks at fixed positions, so the bits do not depend on where a prompt
+is cut into chunks. Values after the last key in its page are multiplied by zero: they must be finite.
 """
 
 import functools
@@ -73,11 +73,11 @@ def _version_4() -> Flash:
 
 
 def _first(found: Any) -> Tensor:
-    """The output of a function that may return the log of the softmax's sums too."""
+    """Returns the output of a function that may also return the log of the softmax's sums."""
     return found[0] if isinstance(found, tuple) else found
 
 
-# module -> how to load it, and the major capabilities it runs on; the faster comes first
+# module -> its loader, and the major capabilities it runs on; the faster module comes first
 VERSIONS: dict[str, tuple[Callable[[], Flash], tuple[int, ...]]] = {
     "flash_attn_interface": (_version_3, (9,)),
     "flash_attn.cute": (_version_4, (9, 10)),
@@ -86,22 +86,22 @@ VERSIONS: dict[str, tuple[Callable[[], Flash], tuple[int, ...]]] = {
 
 @functools.cache
 def load(module: str) -> Flash | None:
-    """FlashAttention of this module, or None; warns once if it is installed and cannot be loaded."""
+    """Returns this module's FlashAttention, or None; warns once if it is installed and cannot be loaded."""
     try:
         if importlib.util.find_spec(module) is None:
             return None
-    except (ModuleNotFoundError, ValueError):  # the package it would be in is not there
+    except (ModuleNotFoundError, ValueError):  # its package is not installed
         return None
     try:
         return VERSIONS[module][0]()
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        warnings.warn(f"{module} is installed and cannot be loaded ({error}); attention goes without it", stacklevel=2)
+        warnings.warn(f"{module} is installed but cannot be loaded ({error}); attention does not use it", stacklevel=2)
         return None
 
 
 @functools.cache
 def installed(device: torch.device) -> Flash | None:
-    """The FlashAttention that attention on this device goes through, or None."""
+    """Returns the FlashAttention for this device, or None."""
     if device.type != "cuda":
         return None
     major = torch.cuda.get_device_capability(device)[0]
@@ -114,7 +114,7 @@ def _computes(q: Tensor) -> bool:
 
 
 def fits(q: Tensor, lengths: Tensor, *, causal: bool, window: int) -> bool:
-    """Whether this is a long chunk of one prompt, and FlashAttention there to take it."""
+    """Returns whether this is a long chunk of one prompt that an installed FlashAttention can compute."""
     return (
         len(q) >= MIN_ROWS
         and len(lengths) == 1
@@ -126,7 +126,7 @@ def fits(q: Tensor, lengths: Tensor, *, causal: bool, window: int) -> bool:
 
 
 def launch(q: Tensor, cache: Tensor, lengths: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """Causal `block_attention` of the reference for one request, which `fits`."""
+    """Computes the causal `block_attention` of the reference for one request that `fits`."""
     flash = installed(q.device)
     assert flash is not None
     keys, values = cache.unflatten(1, (-1, page_size)).unbind()
@@ -136,13 +136,13 @@ def launch(q: Tensor, cache: Tensor, lengths: Tensor, page_table: Tensor, page_s
 def packed(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float | None, before: int | None
 ) -> Tensor | None:
-    """Causal attention [T, N, H] of documents within themselves, or None where none is installed that does it.
+    """Returns the causal attention [T, N, H] within documents, or None if no installed module computes it.
 
     Args:
         q: [T, N, H]; k and v: [T, G, H].
-        ends: int32 [documents + 1], where each begins, and T.
-        longest: tokens of the longest.
-        before: a token sees so many before itself; None: all of them.
+        ends: int32 [documents + 1], the start of each document, and T.
+        longest: tokens of the longest document.
+        before: number of earlier tokens that a token sees; None: all.
     """
     flash = installed(q.device) if _computes(q) else None
     return None if flash is None else flash.packed(q, k, v, ends, longest, scale, before)

@@ -1,4 +1,4 @@
-"""The operations on a GPU: which kernel runs for a dtype and a shape.
+"""The operations on a GPU, and the choice of a kernel for a dtype and a shape.
 
 | operation | up to MAX_ROWS rows | more |
 |---|---|---|
@@ -6,13 +6,13 @@
 | the same, targets in fp8 | Triton, with rows in fp8 | cuBLAS if it has them (blocks: on Hopper), else Triton |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
-| post-attention of a dense layer, convolutions too | a persistent launch (Gluon, Hopper, bf16) | those above |
+| post-attention of a dense layer, with convolutions | one persistent launch (Gluon, Hopper, bf16) | the rows above |
 | experts | Triton: up to 32 rows all with every expert, more gathered by expert | the same, partial sums rounded |
-| attention, of trees too | Gluon on Hopper, else Triton | FlashAttention for a long chunk of one prompt, if installed |
+| attention, also of trees | Gluon on Hopper, else Triton | FlashAttention, if installed, for one long chunk |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 
-A choice below MAX_ROWS rows depends on device, dtype and weights alone, so that results are batch-invariant; the head's
-two ways have the same bits.
+Up to MAX_ROWS rows the choice depends only on device, dtype and weights, so that results are batch-invariant; the two
+kernels of the head return the same bits.
 """
 
 from collections.abc import Sequence
@@ -60,9 +60,9 @@ from .triton.tree_results import expected_accepted, pack_tree_results
 from .triton.walk import sampled_walk, walk
 
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
-QUANTIZED_ROWS = 256  # at a time, of rows in fp8 times a head in fp8 with long sums
-LONG_SUM = 2048  # columns; with 4096 twice 128 rows take a fifth longer than 256, with 896 they are faster
-TOP_COLUMNS = 8 * TILE  # columns of a head with logits in memory at a time: those of 256 rows, 32 MiB, stay in L2
+QUANTIZED_ROWS = 256  # rows in fp8 that are multiplied with a head in fp8 at a time, if its sums are long
+LONG_SUM = 2048  # columns of a long sum; with 4096, two passes of 128 rows are 20 % slower than 256, with 896 faster
+TOP_COLUMNS = 8 * TILE  # columns with logits in memory at a time: 32 MiB for 256 rows, which fit into L2
 
 
 class Gemms(Protocol):
@@ -84,7 +84,7 @@ def _kernels(weight: Weight) -> tuple[Gemms, Format]:
 
 
 def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    """Multiplies x [M, K] with weight [N, K] transposed and adds bias [N]; returns [M, N] in x's dtype."""
     values = values_of(x)
     if by_cublas(values, weight):
         return _cublas_linear(values, weight, bias)
@@ -93,7 +93,7 @@ def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
+    """Returns `linear` as split-K partial sums, fp32 [P, M, N]; above MAX_ROWS rows as one, in x's dtype."""
     values = values_of(x)
     if by_cublas(values, weight):
         return _cublas_linear(values, weight, bias)[None]
@@ -102,9 +102,9 @@ def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Te
 
 
 def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
-    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
+    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
 
-    One scaled in blocks holds all gates, then all ups.
+    A block-scaled weight holds all gates, then all ups.
     """
     values = values_of(x)
     if by_cublas(values, weight):
@@ -114,7 +114,7 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
 
 
 def by_cublas(x: Tensor, weight: Weight) -> bool:
-    """Whether cuBLAS multiplies these; its choice of an algorithm depends on the number of rows."""
+    """Returns whether cuBLAS multiplies these; its choice of an algorithm depends on the number of rows."""
     if len(x) <= MAX_ROWS:
         return False
     return not format_of(weight).quantizes_rows or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
@@ -129,7 +129,7 @@ def _cublas_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Ten
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
-    """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    """Returns the column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     if _kernels(weight)[0] is not gemm:
         return linear(x, weight).argmax(-1)
     if multiplies(x, weight):
@@ -146,8 +146,8 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
 
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count]."""
-    if _kernels(weight)[0] is not gemm:  # heads seldom have such a format: all logits are in memory
+    """Returns the `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count]."""
+    if _kernels(weight)[0] is not gemm:  # rare for heads; all logits are in memory
         ordered = linear(x, weight).sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :count].float(), ordered.indices[:, :count]
     if len(x) > MAX_ROWS:
@@ -158,9 +158,9 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 
 
 def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    """As `linear_top`, of logits after `scale`, and the log-sum-exp of all of them, fp32 [M].
+    """Returns `linear_top` of logits after `scale`, and the log-sum-exp of all logits, fp32 [M].
 
-    A head in FP8 blocks has all logits in memory at once.
+    A block-scaled FP8 head has all logits in memory at once.
     """
     if _kernels(weight)[0] is not gemm:
         logits = linear(x, weight)
@@ -183,11 +183,11 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
 def _top_by_parts(
     x: Tensor, weight: Weight, count: int, scale: LogitScale | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`linear_top` of any number of rows, with a scale `linear_top_lse`, from logits of TOP_COLUMNS at a time."""
+    """Computes `linear_top`, or with a scale `linear_top_lse`, from the logits of TOP_COLUMNS columns at a time."""
     rows = quantize_rows(x) if multiplies(x, weight) else x
     tops = PartTops(len(x), len(weight), count, x.dtype, x.device, scale)
     for i, part in enumerate(weight.split(TOP_COLUMNS)):
-        tops.take(_logits(rows, part, x.dtype), i * TOP_COLUMNS)  # kept by no name, they make room for the next
+        tops.take(_logits(rows, part, x.dtype), i * TOP_COLUMNS)  # frees each part before the next
     return tops.merged()
 
 
@@ -198,7 +198,7 @@ def _logits(rows: Tensor | RowScaledFp8, weight: Weight, dtype: torch.dtype) -> 
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
-    """Whether the persistent kernel takes the stream x [M, D] and these matrices of a layer."""
+    """Returns whether the persistent kernel supports the stream x [M, D] and these matrices of a layer."""
     return all(weight is None or _kernels(weight)[0] is gemm for weight in weights) and fits(x, weights)
 
 
@@ -213,7 +213,7 @@ def block_attention(
     window: int = 0,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
+    """Returns the attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
     if counts is None and flash.fits(q, lengths, causal=causal, window=window):
         return flash.launch(q, cache, lengths, page_table, page_size)
     hopper = hopper_attention.launch if hopper_attention.fits(q, cache, page_size) else None
@@ -232,7 +232,7 @@ def tree_attention(
     paths: Tensor,
     window: int = 0,
 ) -> Tensor:
-    """Attention [M, N H] of rows of trees, q [M, N, H], over the pages in cache [2, slots, G, H]; see the reference."""
+    """Returns the attention [M, N H] of rows of trees over the pages in cache [2, slots, G, H]; see the reference."""
     fits, where = hopper_attention.fits(q, cache, page_size), (cache, lengths, page_table, page_size, rows)
     if keys_are_split(len(lengths), len(lengths)):
         return _tree_attention(q, *where, paths, window, hopper_tree_attention.launch if fits else None)
@@ -249,7 +249,7 @@ def chain_attention(
     longest: int,
     window: int = 0,
 ) -> Tensor:
-    """Attention [M, N H] of rows of chains, q [M, N, H], over pages in cache [2, slots, G, H]; see the reference."""
+    """Returns the attention [M, N H] of rows of chains over the pages in cache [2, slots, G, H]; see the reference."""
     hopper = hopper_attention.launch if hopper_attention.fits(q, cache, page_size) else None
     return attention.chain_attention(q, cache, lengths, page_table, page_size, rows, longest, window, hopper)
 
@@ -265,9 +265,9 @@ def delta_chunk(
     starts: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """The outputs [M, N H_v] of rows of prompts, which the memory takes in; see the reference.
+    """Returns the outputs [M, N H_v] of rows of prompts and updates the memory; see the reference.
 
-    In chunks of 64 rows, so that where a prompt is cut, at multiples of 64, changes no bit of it.
+    Computes chunks of 64 rows, so the bits do not depend on where a prompt is cut, at multiples of 64.
     """
     if qkv.dtype == torch.float32:
         return delta.delta_chunk(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
@@ -276,7 +276,7 @@ def delta_chunk(
 
 
 class Gpu(Reference):
-    """The operations with their kernels; one that is missing here runs its definition."""
+    """The operations with their kernels; an operation without one runs its definition."""
 
     linear = staticmethod(linear)
     linear_split_k = staticmethod(linear_split_k)

@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched."""
+"""Launch parameters of the Triton kernels, and the sizes that choose among kernels."""
 
 import functools
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_ROWS = 128  # rows of the GEMMs that kernels here compute; larger ones are cuBLAS's
-MOST_SPLIT = 8  # requests; more of them fill the device without splitting
-LONGEST_SPLIT = 64  # slots; a prefill fills it too
+MAX_ROWS = 128  # maximum rows of this project's GEMM kernels; cuBLAS computes larger ones
+MOST_SPLIT = 8  # maximum requests with split keys; more fill the device without splitting
+LONGEST_SPLIT = 64  # maximum slots with split keys; a prefill fills the device without splitting
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(slots=True)
 class DependentLaunches:
-    """Whether Triton kernels of a step may overlap where the device lets them. No result depends on it."""
+    """Whether Triton kernels of a step may overlap, on devices that support it. Results do not depend on it."""
 
     on: bool = True
 
@@ -24,18 +24,18 @@ dependent_launches = DependentLaunches()  # the setting of this process; capture
 
 
 def pdl(tensor: Tensor) -> dict[str, Any]:
-    """Keyword arguments of a launch: programmatic dependent launch where the device has it (sm_90 and later).
+    """Returns keyword arguments that enable programmatic dependent launch on devices that have it (sm_90 and later).
 
-    A kernel may then start while the one before it still runs, so it waits (`wait_for_previous`) before it touches
-    anything that another one reads or writes, and says when the next one may start (`start_next`), once its own loads
-    are under way. It waits in any case, whatever it has to do: only so the end of a launch is also that of all launches
-    before it. One launched without the attribute begins when all before it have ended.
+    A kernel may then start while the previous one still runs. So it waits (`wait_for_previous`) before it accesses
+    memory that another kernel reads or writes. It lets the next kernel start (`start_next`) after issuing its own
+    loads. Every kernel waits, even without work, so that the end of a launch implies the end of all earlier launches.
+    A launch without the attribute begins when all earlier launches have ended.
 
-    A kernel that lets the next one start before it has waited itself (attention, and `rope_write` where
-    `keys_are_split`) may have it run with those before itself. So only what is older than the last launch that starts
-    the next one after its wait may be touched before waiting. The norm that a pass begins with is such a launch: what
-    is older than a pass may be. A step in FP8 of one request took 2 to 6 % longer where GEMMs and norms did so too, and
-    had L2 load weights meanwhile (results/step_early_fp8_h100.json).
+    Attention, and `rope_write` where `keys_are_split`, start the next kernel before their own wait, so that kernel may
+    overlap with even earlier launches. Before its wait, it may only access data older than the last launch that starts
+    the next kernel after its wait. The norm at the beginning of a pass is such a launch, so data from earlier passes is
+    safe. When GEMMs and norms also started the next kernel early, to prefetch weights into L2, an FP8 step of one
+    request took 2 to 6 % longer (results/step_early_fp8_h100.json).
     """
     if dependent_launches.on and tensor.is_cuda and _has_pdl(tensor.device.index):
         return {"PDL": True, "launch_pdl": True}
@@ -43,9 +43,9 @@ def pdl(tensor: Tensor) -> dict[str, Any]:
 
 
 def keys_are_split(rows: int, batch: int) -> bool:
-    """Whether attention of so many rows, those of all `batch` requests, cuts the keys of each into splits.
+    """Returns whether attention of `rows` rows of `batch` requests splits the keys of each.
 
-    By the batch and not by the work: with a drafter and without, a request is to be summed in the same order.
+    This depends on the batch and not on the work, so that sums have the same order with and without a drafter.
     """
     return batch <= MOST_SPLIT and rows <= LONGEST_SPLIT * batch
 
@@ -61,19 +61,19 @@ def is_hopper(device: int) -> bool:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a thread block may take on this GPU."""
-    properties: Any = torch.cuda.get_device_properties(device)  # its types do not know all of it
+    """Returns the maximum shared memory of a thread block on this GPU, in bytes."""
+    properties: Any = torch.cuda.get_device_properties(device)  # the type stubs lack some attributes
     return properties.shared_memory_per_block_optin
 
 
 @functools.cache
 def multiprocessors(device: int | None) -> int:
-    """Returns their number on this GPU; a small one for None, where kernels are interpreted."""
+    """Returns the number of multiprocessors of this GPU; a small number for None, when kernels are interpreted."""
     return 4 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def padded(n: int) -> int:
-    """A side of a tile that holds n: matrix instructions take powers of two from 16 on."""
+    """Returns the tile size that holds n: matrix instructions need powers of two from 16 on."""
     return max(16, next_power_of_two(n))
 
 

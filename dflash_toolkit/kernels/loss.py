@@ -1,7 +1,7 @@
 """The loss through the frozen head: per-row losses and the gradient of the hidden states without full logits.
 
-On a GPU the logits of a chunk are in the head's dtype in a reused buffer, which a kernel turns into their gradient in
-place; else plain torch in fp32, which is the definition. The best tokens of a row are taken from the same logits.
+On a GPU the logits of a chunk are in the head's dtype in a reused buffer, and a kernel replaces them by their gradient.
+Elsewhere the definition runs, plain torch in fp32. The most probable tokens of a row come from the same logits.
 """
 
 from dataclasses import dataclass
@@ -20,26 +20,26 @@ class RowLoss:
 
     loss: Tensor  # [R] the mix, nats, fp32, differentiable with respect to the hidden states
     terms: RowTerms  # without gradient
-    candidates: Tensor | None = None  # [R, C] long, the tokens of the largest logits; None where none were asked for
-    unary: Tensor | None = None  # [R, C] fp32, their logits, differentiable as the loss is
+    candidates: Tensor | None = None  # [R, C] long, the tokens of the largest logits; None unless requested
+    unary: Tensor | None = None  # [R, C] fp32, their logits, differentiable like the loss
 
     @property
     def rank(self) -> Tensor:
-        """[R] int32, how many tokens the drafter puts before the label."""
+        """The number of tokens that the drafter ranks before the label, int32 [R]."""
         return self.terms.rank
 
     @property
     def correct(self) -> Tensor:
-        """[R] bool, whether the argmax is the label."""
+        """Whether the argmax is the label, bool [R]."""
         return self.terms.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """The target's prediction for each row, as the hidden states that the head makes logits of."""
+    """The target's prediction for each row, as the hidden states before the head."""
 
     hidden: Tensor  # [N, D] after the target's final norm
-    at: Tensor  # [R] long, which of the N predicts the token of a row; many rows may share one
+    at: Tensor  # [R] long, the state that predicts the token of each row; rows may share one
     scale: LogitScale = PLAIN  # applied after its head
 
 
@@ -58,7 +58,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         best: "_Best | None",
     ) -> tuple[Tensor | None, ...]:
         terms = RowTerms.empty(len(hidden), mix.distribution, hidden.device)
-        # the head has no gradient, so d_hidden can be made in the same pass, up to the row's incoming factor
+        # the head has no gradient, so the same pass computes d_hidden, except for the row's incoming factor
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         states = states if mix.distribution else None
         _chunks(hidden, weight, bias, labels, chunk, mix, states, scale, terms, d_hidden, best)
@@ -77,7 +77,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         d_hidden, weight, candidates = ctx.saved_tensors
         found = d_hidden * d_loss[:, None]
         if candidates is not None and d_unary is not None:
-            # each candidate's logit pulls along its row of the head: their weighted sum, without a copy of the rows
+            # adds the weighted sum of the candidates' rows of the head, without copying the rows
             factors = (d_unary * ctx.slope).to(weight.dtype)
             found = found + F.embedding_bag(candidates, weight, mode="sum", per_sample_weights=factors)
         return found.to(d_hidden.dtype), *[None] * 8
@@ -96,7 +96,7 @@ def _chunks(
     d_hidden: Tensor | None,
     best: "_Best | None",
 ) -> None:
-    """Fill `terms`, `d_hidden` and `best`, a chunk of rows at a time."""
+    """Fills `terms`, `d_hidden` and `best`, a chunk of rows at a time."""
     ops = ops_for(hidden.device)
     head = _Head(weight, bias, min(chunk, len(hidden)))
     target_head, target, at = head, None, None
@@ -121,10 +121,10 @@ def _chunks(
 
 
 class _Best:
-    """The tokens of the `count` largest logits of each row, and these logits as the head made them, in fp32.
+    """The tokens of the `count` largest logits of each row, and these logits, in fp32.
 
     Args:
-        inject: the label takes the last place where it is not among them.
+        inject: the label replaces the last token if it is not among them.
     """
 
     def __init__(self, rows: int, count: int, inject: bool, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class _Best:
 
 
 class _Head:
-    """Logits of up to so many rows, in one buffer: in the weight's dtype on a GPU, else fp32."""
+    """Computes the logits of up to `rows` rows in one buffer: in the weight's dtype on a GPU, else fp32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
         self._weight, self._bias = weight, bias
@@ -161,11 +161,11 @@ class _Head:
 
 
 class _Shared:
-    """The target's states that each chunk needs, each once.
+    """The target's states that each chunk needs, without duplicates.
 
-    Blocks overlap and are sorted by anchor, so a chunk of rows needs fewer predictions of the target than it has rows
-    (with three blocks for every 16 tokens and 15 slots, a third). The counts come to the host once for all
-    chunks, so that the chunks run without waiting.
+    Blocks overlap and are sorted by anchor, so a chunk needs fewer predictions of the target than it has rows (a third
+    with three blocks for every 16 tokens and 15 slots). The counts of all chunks are copied to the host at once, so
+    that the chunks run without waiting.
     """
 
     def __init__(self, states: TargetStates, chunk: int) -> None:
@@ -180,7 +180,7 @@ class _Shared:
         self.most = max((b - a for a, b in zip(self._bounds, self._bounds[1:], strict=False)), default=0)
 
     def of(self, number: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """Which states [U] chunk `number` needs, and which of those each of its `rows` takes."""
+        """Returns the states [U] that chunk `number` needs, and the index of each of its `rows` among them."""
         first, end = self._bounds[number : number + 2]
         return self._needed[first:end], self._inverse[rows] - first
 
@@ -197,28 +197,28 @@ def frozen_head_loss(
     candidates: int = 0,
     inject: bool = False,
 ) -> RowLoss:
-    """The loss of rows of hidden states under a frozen LM head, without ever holding the full logits.
+    """Computes the loss of hidden states under a frozen LM head, without holding all logits.
 
     Args:
         hidden: [R, D], rows that count (slot 0 and unsupervised slots already dropped).
         weight: [V, D], frozen; it gets no gradient.
         labels: [R] token ids.
-        chunk: number of rows with logits in memory at one time.
-        mix: which losses, and how much of each.
+        chunk: number of rows with logits in memory at a time.
+        mix: the weights of the losses.
         states: the target's predictions for the same rows; only the distribution losses need them.
         scale: applied after the drafter's head.
         bias: [V], the head's.
-        candidates: how many of the best tokens of each row are wanted with their logits.
-        inject: the label takes the last place where it is not among them.
+        candidates: number of most probable tokens of each row to return with their logits.
+        inject: the label replaces the last candidate if it is not among them.
 
     Returns:
-        `RowLoss`; weights are applied by the caller, so they may depend on the losses themselves (D-PACE).
+        `RowLoss`. The caller applies the weights of rows, so they may depend on the losses (D-PACE).
 
     Raises:
         ValueError: a distribution loss without `states`.
     """
     if mix.distribution and states is None:
-        raise ValueError("kl, tv, lk and lk_hybrid compare with the target's distribution: give its states")
+        raise ValueError("kl, tv, lk and lk_hybrid compare with the target's distribution; pass states")
     best = _Best(len(hidden), candidates, inject, hidden.device) if candidates else None
     loss, unary, tokens, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states, scale, bias, best)
     return RowLoss(loss, RowTerms(*terms), tokens, unary)

@@ -12,10 +12,10 @@ LEAST_ACCEPTANCE = 2.0**-100  # below it, -log(acceptance) is flat; fp32 still d
 class LossMix:
     """Weights of the terms of a row's loss, a weighted sum.
 
-    p is the target's distribution and q the drafter's, both softmax(logits / temperature); the acceptance
-    a = sum_v min(p_v, q_v) is the chance that exact sampled verification accepts a token drawn from q (Leviathan et
-    al., arXiv 2211.17192, theorem 3.5). The gradients are those with respect to the drafter's logits z;
-    [q < p] is 1 where q_v < p_v, which takes the side of p where they are equal.
+    p is the target's distribution and q the drafter's, both softmax(logits / temperature). The acceptance
+    a = sum_v min(p_v, q_v) is the probability that exact sampled verification accepts a token sampled from q (Leviathan
+    et al., arXiv 2211.17192, theorem 3.5). Gradients are with respect to the drafter's logits z; [q < p] is 1 where
+    q_v < p_v and 0 where they are equal.
 
     | term      | loss                             | T * d loss / d z_v                                      |
     |-----------|----------------------------------|---------------------------------------------------------|
@@ -25,9 +25,9 @@ class LossMix:
     | lk        | -log a                           | that of tv, divided by a                                |
     | lk_hybrid | l KL + (1 - l) TV, l = exp(-3 a) | the same mix of both; l carries no gradient             |
 
-    TV has hardly any gradient where p and q hardly overlap; the LK losses (Samarin et al., arXiv 2602.23881) fix that:
-    `lk` is their LK^alpha, cross-entropy where p is a point mass; `lk_hybrid` their LK^lambda with eta = 3 and, as the
-    trainers in use have it, l from each row's own acceptance.
+    TV has hardly any gradient where p and q hardly overlap; the LK losses (Samarin et al., arXiv 2602.23881) fix that.
+    `lk` is their LK^alpha, the cross-entropy if p is a point mass. `lk_hybrid` is their LK^lambda with eta = 3 and,
+    like in other trainers, l from each row's own acceptance.
     """
 
     ce: float = 1.0
@@ -35,7 +35,7 @@ class LossMix:
     tv: float = 0.0
     lk: float = 0.0
     lk_hybrid: float = 0.0
-    temperature: float = 1.0  # > 0; no factor T^2: a smaller gradient at a higher temperature is what the loss says
+    temperature: float = 1.0  # > 0; without a factor T^2, so a higher temperature gives a smaller gradient
 
     ETA = 3.0  # lk_hybrid's constant
 
@@ -45,14 +45,14 @@ class LossMix:
         return bool(self.kl or self.tv or self.lk or self.lk_hybrid)
 
     def slopes(self, acceptance: Tensor) -> tuple[Tensor, Tensor]:
-        """With which factors the gradients of KL and of TV enter a row's gradient; both like `acceptance`."""
+        """Returns the factors of the gradients of KL and of TV in a row's gradient, both shaped like `acceptance`."""
         share = torch.exp(-self.ETA * acceptance)
         kl = self.kl + self.lk_hybrid * share
         tv = self.tv + self.lk / acceptance.clamp(min=LEAST_ACCEPTANCE) + self.lk_hybrid * (1 - share)
         return kl, tv
 
     def value(self, terms: "RowTerms") -> Tensor:
-        """The loss [R]."""
+        """Returns the loss [R]."""
         loss = self.ce * terms.cross_entropy
         if terms.kl is not None and terms.acceptance is not None:
             a = terms.acceptance
@@ -78,8 +78,7 @@ class LogitScale:
         """Turns a head's products [R, V] into logits, in place and rounded to its dtype once.
 
         Returns:
-            d logits / d products if requested, in that dtype; 1 or the multiplier where it is the same
-            everywhere.
+            d logits / d products if requested, in that dtype; a number if it is the same everywhere.
         """
         if self.cap is None:
             if self.multiplier != 1.0:
@@ -103,13 +102,13 @@ class RowTerms:
     """The results of the kernels for each of R rows of the drafter's logits."""
 
     cross_entropy: Tensor  # [R] fp32, nats, at temperature 1
-    rank: Tensor  # [R] int32, how many tokens come before the label: 0 is the argmax; V if its logit is NaN
+    rank: Tensor  # [R] int32, number of tokens before the label: 0 is the argmax; V if its logit is NaN
     kl: Tensor | None = None  # [R] fp32, nats; None without the target's distribution
     acceptance: Tensor | None = None  # [R] fp32, in [0, 1]
 
     @classmethod
     def empty(cls, rows: int, distribution: bool, device: torch.device | str) -> "RowTerms":
-        """Room for the terms of so many rows."""
+        """Returns uninitialized terms of `rows` rows."""
 
         def of(dtype: torch.dtype) -> Tensor:
             return torch.empty(rows, dtype=dtype, device=device)
@@ -118,6 +117,6 @@ class RowTerms:
         return cls(of(torch.float32), of(torch.int32), *more)
 
     def __getitem__(self, rows: slice) -> "RowTerms":
-        """A view of some rows."""
+        """Returns a view of some rows."""
         more = (None if t is None else t[rows] for t in (self.kl, self.acceptance))
         return RowTerms(self.cross_entropy[rows], self.rank[rows], *more)

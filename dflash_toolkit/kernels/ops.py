@@ -1,4 +1,4 @@
-"""The operations of a decoding step and of the loss, and which implementation a device has."""
+"""The operations of a decoding step and of the loss, and the choice of their implementation for a device."""
 
 import torch
 
@@ -62,10 +62,10 @@ Ops = Reference  # the type of both
 
 
 def ops_for(device: torch.device) -> Ops:
-    """The operations on a device: kernels on a CUDA GPU, their definitions elsewhere.
+    """Returns the operations of a device: kernels on a CUDA GPU, their definitions elsewhere.
 
     Raises:
-        ModuleNotFoundError: a GPU and no triton.
+        ModuleNotFoundError: triton is not installed and the device is a GPU.
     """
     if device.type != "cuda":
         return Reference()
@@ -75,12 +75,12 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why the decoding step does not run on a device; the loss asks for less."""
+    """Returns why decoding steps do not run on a device, or None; the loss needs less."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{name} is too old for the runtime: it needs capability 8.0 or more"
+        return f"{name} is not supported by the runtime; it needs compute capability 8.0 or higher"
     try:
         ops_for(device)
     except ModuleNotFoundError:
@@ -90,14 +90,14 @@ def unsupported(device: torch.device) -> str | None:
     shared = shared_memory(device)
     if shared < SHARED_MEMORY:
         return (
-            f"{name} has {shared >> 10} KiB of shared memory for a thread block and the runtime's kernels need "
-            f"{SHARED_MEMORY >> 10} (A100, H100 and later of their kind have it)"
+            f"{name} has {shared >> 10} KiB of shared memory per thread block, and the runtime's kernels need "
+            f"{SHARED_MEMORY >> 10} (A100, H100 and later data-center GPUs have it)"
         )
     return None
 
 
 def unsupported_heads(device: torch.device, width: int, dtype: torch.dtype) -> str | None:
-    """Returns what the attention kernels lack on this device for heads this wide, None if nothing."""
+    """Returns the requirement of the attention kernels that this device lacks for this head width, or None."""
     if device.type != "cuda":
         return None
     from .launch import shared_memory

@@ -442,7 +442,7 @@ def fuses_conv_post_attention(
 def fused_conv_post_attention(
     x: Tensor,
     a: Tensor,
-    behind: Tensor,
+    after: Tensor,
     base: Tensor,
     o: Weight,
     post_norm: Tensor,
@@ -458,27 +458,27 @@ def fused_conv_post_attention(
     """`fused_post_attention` of a layer with convolutions around its sub-layers, see `block_conv`.
 
     Args:
-        behind: partial sums [P, M, T * (D / g)], the coefficients of the convolution after o.
+        after: partial sums [P, M, T * (D / g)], the coefficients of the convolution after o.
         base: [T, D], of that convolution.
         ffn: of the convolutions around the FFN the base [2, T, D] and the projection [2 * T * (D / g), D], whose rows
             are the coefficients before it, then those after it.
         following: those around the next layer's attention; None after the last layer.
 
     Returns:
-        The layer's output and its norm, both [M, D], and of the next layer the qkv without its bias and `behind`, or
+        The layer's output and its norm, both [M, D], and of the next layer the qkv without its bias and `after`, or
         None and None.
     """
     a = RowScaledFp8.of(a).dense(a.dtype) if is_row_scaled(o) else a
-    x, h = conv_add_rms_norm(x, linear_split_k(a, o), behind, base, block, post_norm, eps)
-    before, behind = linear_split_k(_operand(h, ffn[1]), ffn[1]).chunk(2, dim=2)
+    x, h = conv_add_rms_norm(x, linear_split_k(a, o), after, base, block, post_norm, eps)
+    before, after = linear_split_k(_operand(h, ffn[1]), ffn[1]).chunk(2, dim=2)
     inside = _operand(block_conv(h, before, ffn[0][0], block), gate_up)
     active = _operand(linear_swiglu(inside, gate_up), down)
-    x, h = conv_add_rms_norm(x, linear_split_k(active, down), behind, ffn[0][1], block, norm, eps)
+    x, h = conv_add_rms_norm(x, linear_split_k(active, down), after, ffn[0][1], block, norm, eps)
     if following is None or qkv is None:
         return x, h, None, None
-    before, behind = linear_split_k(_operand(h, following[1]), following[1]).chunk(2, dim=2)
+    before, after = linear_split_k(_operand(h, following[1]), following[1]).chunk(2, dim=2)
     inside = _operand(block_conv(h, before, following[0][0], block), qkv)
-    return x, h, linear_split_k(inside, qkv), behind
+    return x, h, linear_split_k(inside, qkv), after
 
 
 def top_experts(

@@ -71,7 +71,7 @@ def test_a_slot_of_a_causal_block_is_the_plain_step_at_its_position(monkeypatch:
 
 HOPPER = "hopper_attention_kernel"
 EARLY = (
-    "k = i + 4 < asked; _expect(k_bar, before + i + 4, k, HEAD); "
+    "k = i + 4 < loads; _expect(k_bar, before + i + 4, k, HEAD); "
     "_load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k)"
 )
 MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
@@ -86,24 +86,24 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
         "b_s, b_out = warpgroup_mma_wait": f"{EARLY}; b_s, b_out = warpgroup_mma_wait",
     }),
     "no bytes expected": ("_state", {"_expect(v_bar, before + i + 2, v_wanted, HEAD)": "pass"}),
-    "values loaded twice": ("_state", {"(i > 0) & (i + 2 < asked)": "i + 2 < asked"}),
+    "values loaded twice": ("_state", {"(i > 0) & (i + 2 < loads)": "i + 2 < loads"}),
     "a wait for the wrong phase": ("_wait", {"i // STAGES % 2": "(i // STAGES + 1) % 2"}),
     "NaN of unwritten slots": ("_state", {"b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))": "pass"}),
     "the wrong page": ("_state", {"start + (i + 5) * KEYS": "start + (i + 4) * KEYS"}),
-    "a page behind the table": ("_slot", {"gl.minimum(position // PAGE, columns - 1)": "position // PAGE"}),
+    "a page after the end of the table": ("_slot", {"gl.minimum(position // PAGE, columns - 1)": "position // PAGE"}),
 }  # fmt: skip
-BEHIND = "behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)"
-FOURTH = "slots + slot_3, column, asked > 3"
+SECOND_TILES = "second = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)"
+FOURTH = "slots + slot_3, column, loads > 3"
 PAIR_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {  # between the two splits of a program
-    "the rings begun anew by the second split": (HOPPER, {"stop, tiles, behind, 0,": "stop, 0, behind, 0,"}),
-    "the second split where the first begins": (HOPPER, {"stop, tiles, behind, 0,": "start, tiles, behind, 0,"}),
-    "the fourth values never expected": (HOPPER, {"_expect(v_bar, 3, asked > 3, HEAD)": "pass"}),
+    "the rings begun anew by the second split": (HOPPER, {"stop, tiles, second, 0,": "stop, 0, second, 0,"}),
+    "the second split where the first begins": (HOPPER, {"stop, tiles, second, 0,": "start, tiles, second, 0,"}),
+    "the fourth values never expected": (HOPPER, {"_expect(v_bar, 3, loads > 3, HEAD)": "pass"}),
     "the fourth values from the third's place": (HOPPER, {FOURTH: FOURTH.replace("slot_3", "slot_2")}),
-    "the fourth keys never expected": ("_state", {"_expect(k_bar, before + 3, asked > 3, HEAD)": "pass"}),
+    "the fourth keys never expected": ("_state", {"_expect(k_bar, before + 3, loads > 3, HEAD)": "pass"}),
     "more tiles than the first split has": ("_tiles", {"gl.minimum(stop, end)": "end"}),
     "the first split left out": (HOPPER, {"gl.fma(b_1, e_1, b_out * e_0)": "b_1"}),
-    "the second split left out": (HOPPER, {BEHIND: "pass"}),
-    "a long split for two": (HOPPER, {BEHIND: "behind = _tiles(stop, stop + SHORT, end)"}),
+    "the second split left out": (HOPPER, {SECOND_TILES: "pass"}),
+    "a long split for two": (HOPPER, {SECOND_TILES: "second = _tiles(stop, stop + SHORT, end)"}),
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Case:
     weights: dict[str, Any]
     x: Tensor
     a: Tensor
-    behind: Tensor
+    after: Tensor
     block: int
 
     @classmethod
@@ -61,16 +61,16 @@ class Case:
             weights = {name: narrow(name, value) for name, value in weights.items()}
         weights["base"] = torch.randn(taps, d).to(device, BF16)
         x, a = (torch.randn(rows, n).to(device, BF16) for n in (d, width))
-        behind = torch.randn(3, rows, 2 * side + 7, device=device)[:, :, side : 2 * side]
-        return cls(weights, x, a, behind, block)
+        after = torch.randn(3, rows, 2 * side + 7, device=device)[:, :, side : 2 * side]
+        return cls(weights, x, a, after, block)
 
     def launch(self, rows: slice = slice(None), **others: Any) -> tuple[Any, ...]:
-        given = self.weights | {"behind": self.behind[:, rows], "eps": EPS, "block": self.block} | others
+        given = self.weights | {"after": self.after[:, rows], "eps": EPS, "block": self.block} | others
         return gpu.fused_conv_post_attention(self.x[rows], self.a[rows], **given)
 
     def check(self, found: tuple[Any, ...]) -> None:
         """As exact as torch, every part."""
-        given = self.weights | {"x": self.x, "a": self.a, "behind": self.behind}
+        given = self.weights | {"x": self.x, "a": self.a, "after": self.after}
         torchs, exact = (
             reference.fused_conv_post_attention(**operands, eps=EPS, block=self.block)
             for operands in (given, {name: changed(value, double) for name, value in given.items()})
@@ -91,7 +91,7 @@ def streamed(patch: pytest.MonkeyPatch, programs: int) -> Interpreted:
 
 SMALL = ((128, 384, 256, 192), 2, 16, 3, 6)  # D, attention width, FFN, qkv; taps, channels of a group, block, rows
 CUTS: list[tuple[Any, int, dict[str, int]]] = [  # operands, programs, what is launched
-    (SMALL, 7, {"OWN_TILES": 1, "OWN_SPLITS": 1, "BEHIND_SPLITS": 3, "GROUP": 16, "BLOCK_C": 8}),
+    (SMALL, 7, {"OWN_TILES": 1, "OWN_SPLITS": 1, "AFTER_SPLITS": 3, "GROUP": 16, "BLOCK_C": 8}),
     (((128, 128, 128, 64), 1, 8, 1, 2), 5, {"TAPS": 1, "GROUP": 8}),
     (((384, 128, 640, 448), 3, 4, 4, 16), 18, {"OWN_TILES": 9, "OWN_SPLITS": 2, "BLOCK_C": 128}),  # 96 groups
     (((128, 128, 256, 64), 2, 64, 17, 17), 18, {"T": 32, "OWN_TILES": 1}),  # eight columns of coefficients

@@ -83,7 +83,7 @@ def test_a_chain_is_a_block(shape: tuple[Any, ...], window: int, short: int, mon
 
 CHAIN_MISTAKES = {
     "another request's rows": {"row = gl.load(starts_p + i_b)\n": "row = gl.load(starts_p)\n"},
-    "rows of the request behind": {"gl.load(starts_p + i_b + 1) - row": "S - row"},
+    "rows of the next request": {"gl.load(starts_p + i_b + 1) - row": "S - row"},
     "padding left as it is": {"if i_s == 0:": "if i_s < 0:"},
     "padding by the last request": {"i_x + G >= gl.num_programs(1)": "i_x + 2 * G >= gl.num_programs(1)"},
 }

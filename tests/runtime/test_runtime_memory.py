@@ -117,7 +117,7 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.Monk
     errors = pytest.importorskip("triton.runtime.errors")
 
     monkeypatch.setattr(memory, "workspace_of", raises(errors.OutOfResources(180480, 166912, "shared memory")))
-    with refused(r"heads of 128 in bfloat16 .*shared memory.*use dtype bfloat16 if") as caught:
+    with refused(r"heads of 128 in bfloat16 .*shared memory.*use dtype bfloat16, or") as caught:
         pages_of(OPTIONS)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(memory, "workspace_of", lambda *_: 1 // 0)
@@ -146,7 +146,7 @@ def test_weights_larger_than_the_gpu_are_refused_unread(monkeypatch: pytest.Monk
         if fits:
             check_weights("T", spec, torch.device("cuda"), torch.float32)
             continue
-        with refused(r"target T: its weights take .* of 24.0 GiB free.*take a smaller target"):
+        with refused(r"target T: its weights take .* of 24.0 GiB free"):
             check_weights("T", spec, torch.device("cuda"), torch.float32)
     for total, gpus in ((needed, 2), (needed // 2, 4), (needed // 8, 16)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, total=total: (0, total))
@@ -191,8 +191,8 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("capability", "shared", "line"),
     [
-        ((7, 5), 64, "Some GPU is too old for the runtime: it needs capability 8.0 or more"),
-        ((8, 9), 99, "Some GPU has 99 KiB of shared memory for a thread block and the runtime's kernels need 160"),
+        ((7, 5), 64, "Some GPU is not supported .* capability 8.0"),
+        ((8, 9), 99, "Some GPU has 99 KiB .* need 160"),
     ],
 )
 def test_a_gpu_that_cannot_run_the_kernels_is_refused(

@@ -14,39 +14,39 @@ LEAST = 1e-12  # lower bound of the largest value of a scaled group, so that no 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the matrices of a model are stored, loaded and multiplied. The defaults are those of a weight-only format.
+    """Defines how the matrices of a model are stored, loaded and multiplied. The defaults are a weight-only format.
 
     A format is a module of this package. `Gpu` maps its class to the GEMM kernels.
     """
 
     scale_suffix: str = ""  # suffix of the scales' tensor in a checkpoint
-    capability: tuple[int, int] = (8, 0)  # lowest one of a CUDA device that multiplies in this format
-    quantizes_rows: bool = False  # GEMMs of any number of rows quantize them
-    groups_rows: bool = False  # in groups of columns, which `QuantizedRows` hold
+    capability: tuple[int, int] = (8, 0)  # lowest capability of a CUDA device that multiplies in this format
+    quantizes_rows: bool = False  # GEMMs quantize their rows, whatever their number
+    groups_rows: bool = False  # they quantize groups of columns, see `QuantizedRows`
     row_scales: bool = False  # every row of a matrix has one scale
-    halves: bool = False  # a matrix for `linear_swiglu` holds all gates, then all ups, instead of taking turns
+    halves: bool = False  # a matrix for `linear_swiglu` holds all gates, then all ups; otherwise they alternate
 
     def empty(self, *shape: int, new: Callable[..., Tensor]) -> "Weight":
-        """An uninitialized matrix [N, K], or several [E, N, K]; `new` is torch.empty with a device and a dtype."""
+        """Returns an uninitialized matrix [N, K] or [E, N, K]; `new` is torch.empty with a device and a dtype."""
         raise NotImplementedError
 
     def operand(self, x: "Operand") -> "Operand":
-        """The form of the rows that its GEMM kernels accept."""
+        """Converts rows to the form that its GEMM kernels accept."""
         return x if self.groups_rows else values_of(x)
 
     def linear(self, x: Tensor, weight: "Weight", bias: Tensor | None = None) -> Tensor:
-        """The reference GEMM: x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+        """Computes the reference GEMM: x [M, K] times weight [N, K] transposed, plus bias [N], in x's dtype."""
         return F.linear(x, dequantized(weight, x.dtype), bias)
 
     def gate_up(self, weight: "Weight") -> "tuple[Weight, Weight]":
-        """Views of the gates and of the ups of a matrix [2 I, K] for `linear_swiglu`."""
+        """Returns views of the gates and of the ups of a matrix [2 I, K] for `linear_swiglu`."""
         if self.halves:
             gate, up = weight.split([len(weight) // 2] * 2)
             return gate, up
         return weight[0::2], weight[1::2]
 
     def tensors(self, name: str, weight: "Weight") -> dict[str, Tensor]:
-        """The tensors of a checkpoint that make up the matrix of this name."""
+        """Returns the checkpoint tensors of the matrix with this name."""
         data, scale = parts(weight)
         if scale is None:
             return {name: data}
@@ -56,7 +56,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix [N, K] with scales, each of one or more whole rows; or several matrices [E, N, K]."""
+    """A matrix [N, K], or several [E, N, K], with scales; whole rows can be split off as views."""
 
     data: Tensor
     scale: Tensor
@@ -66,15 +66,15 @@ class Quantized:
         raise NotImplementedError
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The values [N, K] in another dtype."""
+        """Returns the values [N, K] in another dtype."""
         raise NotImplementedError
 
     def __getitem__(self, at: int | slice) -> Self:
-        """One or more of several matrices, as a view."""
+        """Returns one or more of several matrices, as a view."""
         return replace(self, data=self.data[at], scale=self.scale[at])
 
     def split(self, rows: int | list[int]) -> list[Self]:
-        """Views of so many rows each, as `Tensor.split`; multiples of the rows that share a scale."""
+        """Splits by rows, like `Tensor.split`. Sizes must be multiples of the rows that share a scale."""
         shared = len(self.data) // len(self.scale)
         scales = [n // shared for n in rows] if isinstance(rows, list) else rows // shared
         each = zip(self.data.split(rows), self.scale.split(scales), strict=True)
@@ -90,7 +90,7 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Rows of a GEMM, and the same rows quantized for a block-scaled weight, see `quantize_groups`."""
+    """The rows of a GEMM, and the same rows quantized for a block-scaled weight, see `quantize_groups`."""
 
     values: Tensor  # [M, K]
     data: Tensor  # float8_e4m3fn [M, K]
@@ -100,20 +100,20 @@ class QuantizedRows:
         return len(self.values)
 
 
-Weight = Tensor | Quantized  # [N, K]; of a mixture of experts [E, N, K]
+Weight = Tensor | Quantized  # [N, K]; [E, N, K] for a mixture of experts
 Operand = Tensor | QuantizedRows  # [M, K]
 
 
 def parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """The stored values and, for a quantized weight, the scales."""
+    """Returns the stored values and, for a quantized weight, the scales."""
     return (weight, None) if isinstance(weight, Tensor) else (weight.data, weight.scale)
 
 
 def values_of(x: Operand) -> Tensor:
-    """The rows before quantization."""
+    """Returns the rows before quantization."""
     return x if isinstance(x, Tensor) else x.values
 
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The values [N, K]; a quantized weight is converted to `dtype`."""
+    """Returns the values [N, K]; a quantized weight is converted to `dtype`."""
     return weight if isinstance(weight, Tensor) else weight.dense(dtype)

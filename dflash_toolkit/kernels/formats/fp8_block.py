@@ -1,8 +1,8 @@
 """FP8 weights of checkpoints; their GEMMs also quantize the rows.
 
-FP8_BLOCK has one fp32 scale for every 128 rows and 128 columns (DeepSeek-V3, arXiv 2412.19437, section 3.3), and its
-rows one for every 128 columns. FP8_CHANNEL has one scale for each whole row, of the weights and of what they are
-multiplied with (FP8_DYNAMIC of compressed-tensors).
+FP8_BLOCK has one fp32 scale for every 128 rows and 128 columns (DeepSeek-V3, arXiv 2412.19437, section 3.3), and one
+for every 128 columns of a GEMM's rows. FP8_CHANNEL has one scale for each whole row of the weights and of the GEMM's
+rows (FP8_DYNAMIC of compressed-tensors).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 from .base import FP8_MAX, LEAST, Format, Quantized, Weight
 from .fp8_row import RowScaledFp8
 
-BLOCK = 128  # rows and columns that share a scale in a block-scaled weight; columns of a row of activations
+BLOCK = 128  # rows and columns of a block-scaled weight that share a scale; columns of activations that share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Fp8Block(Format):
     """A matrix is `BlockScaledFp8`."""
 
     def empty(self, *shape: int, new: Callable[..., Tensor]) -> "BlockScaledFp8":
-        """N and K must be multiples of 128."""
+        """Returns an uninitialized matrix; N and K must be multiples of 128."""
         *several, n, k = shape
         blocks = (n, 1) if self.row_scales else (n // BLOCK, k // BLOCK)
         data, scale = new(*shape, dtype=torch.float8_e4m3fn), new(*several, *blocks, dtype=torch.float32)
@@ -56,7 +56,7 @@ class BlockScaledFp8(Quantized):
 
     @classmethod
     def of(cls, matrix: Tensor, by_rows: bool = False) -> "BlockScaledFp8":
-        """Quantize a matrix [N, K] so that the largest value of each block is the largest of the format."""
+        """Quantizes a matrix [N, K] so that the largest value of each block is the largest of the format."""
         if by_rows:
             rows = RowScaledFp8.of(matrix)
             return cls(rows.data, rows.scale[:, None], by_rows=True)
@@ -65,7 +65,7 @@ class BlockScaledFp8(Quantized):
         return cls((tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn), scale)
 
     def row_scales(self) -> Tensor:
-        """The scales of every row, fp32 [N, K / 128]; `by_rows`: [N, 1]."""
+        """Returns the scales of every row, fp32 [N, K / 128]; `by_rows`: [N, 1]."""
         if self.by_rows:
             return self.scale
         return self.scale.repeat_interleave(BLOCK, 0)
@@ -76,7 +76,7 @@ class BlockScaledFp8(Quantized):
 
 
 def quantize_groups(rows: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Quantize rows [M, K] for a GEMM with a block-scaled weight, as DeepGEMM and vLLM do.
+    """Quantizes rows [M, K] for a GEMM with a block-scaled weight, as DeepGEMM and vLLM do.
 
     Returns:
         float8_e4m3fn [M, K], and the fp32 scales [M, K / columns] of its groups of columns. Each scale makes the
@@ -84,5 +84,5 @@ def quantize_groups(rows: Tensor, columns: int = BLOCK) -> tuple[Tensor, Tensor]
     """
     groups = rows.float().unflatten(1, (-1, columns))
     largest = groups.abs().amax(2, keepdim=True).clamp(min=LEAST)
-    most = largest.new_full((), FP8_MAX)  # a number instead is multiplied with a reciprocal, which rounds twice
+    most = largest.new_full((), FP8_MAX)  # dividing by a number would multiply by its reciprocal, which rounds twice
     return (groups * (most / largest)).flatten(1).to(torch.float8_e4m3fn), (largest / most)[..., 0]

@@ -1,6 +1,6 @@
-"""FP8 weights with one scale a row, multiplied with rows in 16 bits: copies that a drafter makes of its own matrices.
+"""FP8 weights with one scale per row, multiplied with rows in 16 bits: copies that a drafter makes of its own matrices.
 
-No checkpoint has this format. Kernels may quantize the rows too, as drafts need not be exact.
+No checkpoint has this format. Kernels may also quantize the rows, as drafts need not be exact.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .base import FP8_MAX, LEAST, Format, Quantized, Weight
 
-ROWS = 8192  # quantized at a time
+ROWS = 8192  # rows that are quantized at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class RowScaledFp8(Quantized):
 
     @classmethod
     def of(cls, matrix: Tensor) -> "RowScaledFp8":
-        """Quantize a matrix [N, K] so that the largest value of each row is the largest of the format."""
+        """Quantizes a matrix [N, K] so that the largest value of each row is the largest of the format."""
         scale = matrix.abs().amax(1).float().clamp(min=LEAST) / FP8_MAX
         data = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
         for rows, source, s in zip(data.split(ROWS), matrix.split(ROWS), scale.split(ROWS), strict=True):
-            rows.copy_(source.float() / s[:, None])  # some at a time: a head in fp32 is gigabytes
+            rows.copy_(source.float() / s[:, None])  # in parts, as a whole head in fp32 takes gigabytes
         return cls(data, scale)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -47,5 +47,5 @@ def is_row_scaled(weight: Weight) -> bool:
 
 
 def cast_fp8(rows: Tensor) -> Tensor:
-    """Rows in FP8 without a scale; values outside the format's range become its largest."""
+    """Casts rows to FP8 without a scale; values outside the format's range become its largest."""
     return rows.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

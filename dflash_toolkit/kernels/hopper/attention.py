@@ -1,13 +1,13 @@
 """The attention kernel of `attention.py` in Gluon for sm_90, for bf16 heads of 64 or 128 and pages of whole tiles.
 
-The same tiles, the same cuts along the keys and the same states of the splits. Keys and values come into shared memory
-by TMA, STAGES tiles ahead. While the softmax of a tile runs, the matrix units score the tile after it and add up the
-values of the one before (FlashAttention-3, arXiv 2407.08608, has the idea).
+It has the same tiles, cuts along the keys and states of the splits. TMA loads keys and values into shared memory,
+STAGES tiles ahead. While the softmax of a tile runs, the matrix units score the next tile and add up the values of the
+one before (the idea is from FlashAttention-3, arXiv 2407.08608).
 
-The launch before this one, `rope_write`, writes the queries and the block's keys and values, and lets this one start
-before it has waited itself. Data loaded before the wait has to be older than the last launch that lets others
-start only after its own wait: lengths, pages, what is known of the rows, and the keys and values of the context are,
-all of earlier passes, as the norm that a pass begins with is such a launch.
+The launch before this one, `rope_write`, writes the queries and the block's keys and values, and starts this one before
+its own wait. So data that is loaded before the wait here must be older than the last launch that starts the next one
+only after its wait. The norm at the beginning of a pass is such a launch, and earlier passes wrote the lengths, pages,
+row tables, and keys and values of the context.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,7 +30,7 @@ from ..launch import LOG2_E, is_hopper
 from ..tree import TreeRows
 from .grid import grid_launch, grid_wait
 
-ROWS = gl.constexpr(64)  # rows of a tile: those of the matrix instruction
+ROWS = gl.constexpr(64)  # rows of a tile and of the matrix instruction
 KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(3)  # tiles of keys and of values in shared memory: two programs still fit a multiprocessor
 
@@ -42,7 +42,7 @@ def _split_start(i_s, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.
 
 @gluon.jit
 def _prefetch_descriptor():
-    """Fetch the kernel's first argument, `cache_d`, which the first load would else wait for."""
+    """Prefetches the kernel's first argument, `cache_d`, so that the first load does not wait for it."""
     gl.inline_asm_elementwise(
         "prefetch.param.tensormap [hopper_attention_kernel_param_0]; mov.u32 $0, 0;",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
@@ -56,34 +56,34 @@ def _expect(bar, i, wanted, HEAD: gl.constexpr):
 
 @gluon.jit
 def _load(cache_d, ring, bar, i, slot, column, wanted):
-    """Ask for the program's tile i of keys or of values: KEYS slots of a KV head."""
+    """Starts the load of the program's tile i of keys or of values: KEYS slots of a KV head."""
     tma.async_copy_global_to_shared(cache_d, [slot, column], bar.index(i % STAGES), ring.index(i % STAGES), pred=wanted)
 
 
 @gluon.jit
 def _wait(bar, before, i, tiles):
-    """Until a split's tile i has come; or its last one, if that is before it. `before`: tiles of splits before it."""
+    """Waits for tile i of a split, or for its last tile if i is larger. `before`: tiles of earlier splits."""
     i = before + gl.minimum(i, tiles - 1)
     mbarrier.wait(bar.index(i % STAGES), i // STAGES % 2)
 
 
 @gluon.jit
 def _slot(p_pages, position, columns, PAGE: gl.constexpr):
-    """Where in the cache a position is; for one that is in no page of the table, somewhere."""
+    """Returns the cache slot of a position, or any slot if the position is after the end of the page table."""
     return gl.load(p_pages + gl.minimum(position // PAGE, columns - 1)) * PAGE + position % PAGE
 
 
 @gluon.jit
 def _tiles(start, stop, end):
-    """Tiles of the split start..stop before `end`; none if it begins after `end`."""
+    """Returns the number of tiles of the split start..stop before `end`; 0 if it begins after `end`."""
     return gl.maximum(gl.minimum(stop, end) - start + KEYS - 1, 0) // KEYS
 
 
 @gluon.jit
 def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
-    """A tile's probabilities, the state of its rows and what the sums so far are to be multiplied by.
+    """Returns a tile's probabilities, the state of its rows and the factor of the sums so far.
 
-    The fused multiplications are spelt out: this is compiled several times, and all copies have to round the same way.
+    The fused multiplications are written out, so that all compiled copies of this function round the same way.
     """
     if WINDOW > 0 or first + KEYS > full:
         o_t = first + gl.arange(0, KEYS, gl.SliceLayout(0, b_s.type.layout))
@@ -91,7 +91,7 @@ def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.con
         if tree is not None:
             ancestors, length, p_depths = tree
             o_place = o_t - length
-            bits = gl.minimum(gl.maximum(o_place - 1, 0), 63).to(gl.int64)  # the anchor's place is of no node
+            bits = gl.minimum(gl.maximum(o_place - 1, 0), 63).to(gl.int64)  # the anchor's place has no node
             visible = visible & ((o_place <= 0)[None, :] | ((ancestors[:, None] >> bits[None, :]) & 1 != 0))
             if WINDOW > 0:
                 depths = gl.load(p_depths + o_place, mask=(o_place > 0) & (o_t < end), other=0)
@@ -110,7 +110,7 @@ def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.con
 
 @gluon.jit
 def _expect_first(k_bar, v_bar, tiles, HEAD: gl.constexpr):
-    """Expect the first of so many tiles; then they can be asked for."""
+    """Announces the bytes of the first of `tiles` tiles to their barriers, before their loads start."""
     for i in gl.static_range(STAGES):
         _expect(k_bar, i, i < tiles, HEAD)
         _expect(v_bar, i, i < tiles, HEAD)
@@ -119,7 +119,7 @@ def _expect_first(k_bar, v_bar, tiles, HEAD: gl.constexpr):
 
 @gluon.jit
 def _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, first, tiles):
-    """Ask for those of the STAGES first tiles, which are at `places`, that are among first..tiles - 1."""
+    """Starts the loads of tiles first..tiles - 1 that are among the STAGES first ones, which are at `places`."""
     for i in gl.static_range(STAGES):
         wanted = (first <= i) & (i < tiles)
         _load(cache_d, k_s, k_bar, i, places[i], column, wanted)
@@ -129,15 +129,15 @@ def _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, first, t
 @gluon.jit
 def _state(
     cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-    start, before, tiles, asked, values, slot, next_slot, o_pos, tree, end, full, scale,
+    start, before, tiles, loads, values, slot, next_slot, o_pos, tree, end, full, scale,
     HEAD: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The softmax state of a tile's rows over a split's keys. The loads of its first tiles have started.
+    """Returns the softmax state of a tile's rows over a split's keys. The loads of its first tiles have started.
 
     Args:
         before: tiles of the program's split before it.
-        asked: tiles to ask for, those of the next split included if the program has that too; 0 if all have been.
-        values, slot, next_slot: where the tiles 2, 3 and 4 are, if they are to be asked for.
+        loads: tiles to load, those of the program's second split included; 0 if all loads have started.
+        values, slot, next_slot: places of the tiles 2, 3 and 4, if they are loaded.
         tree: as in `triton/attention.py`.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -154,9 +154,9 @@ def _state(
     b_s = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, [b_s])
     debug_barrier()  # all warps have read the keys of tile 0
-    _expect(k_bar, before + 3, asked > 3, HEAD)
+    _expect(k_bar, before + 3, loads > 3, HEAD)
     debug_barrier()
-    _load(cache_d, k_s, k_bar, before + 3, slot, column, asked > 3)
+    _load(cache_d, k_s, k_bar, before + 3, slot, column, loads > 3)
     _wait(k_bar, before, 1, tiles)
     for i in range(0, tiles - 1):
         b_k = k_s.index((before + i + 1) % STAGES)
@@ -167,12 +167,12 @@ def _state(
         b_new, b_m, b_l, old = _softmax(
             b_s, b_m, b_l, o_pos, tree, start + i * KEYS, end, full, scale, CAUSAL, WINDOW
         )  # fmt: skip
-        _wait(k_bar, before, i + 2, tiles)  # here: it keeps the compiler from moving the next line above the softmax
+        _wait(k_bar, before, i + 2, tiles)  # here, so that the compiler does not move the next line up
         b_s, b_out = warpgroup_mma_wait(0, [b_next, b_acc])
         b_out = b_out * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
         b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
         debug_barrier()  # all warps have read keys i + 1 and values i - 1
-        k_wanted, v_wanted = i + 4 < asked, (i > 0) & (i + 2 < asked)
+        k_wanted, v_wanted = i + 4 < loads, (i > 0) & (i + 2 < loads)
         _expect(k_bar, before + i + 4, k_wanted, HEAD)
         _expect(v_bar, before + i + 2, v_wanted, HEAD)
         debug_barrier()
@@ -188,10 +188,10 @@ def _state(
         fence_async_shared()
         debug_barrier()
     done = gl.maximum(i - 1, 0)
-    _wait(v_bar, before, done, tiles)  # loads may come in another order than they were asked for
+    _wait(v_bar, before, done, tiles)  # loads may arrive in another order
     b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
     b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, tree, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
-    _wait(v_bar, before, i, tiles)  # for the compiler again
+    _wait(v_bar, before, i, tiles)  # also for the compiler
     b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
     b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
     b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
@@ -200,7 +200,7 @@ def _state(
 
 @gluon.jit
 def _fold(m_0, l_0, m_1, l_1):
-    """Two states as one, as the merge kernel makes it, bit for bit: what to multiply their sums by, m and l."""
+    """Merges two states, bit for bit like the merge kernel. Returns the factors of their sums, m and l."""
     top = gl.maximum(m_0, m_1)
     base = gl.where(top == -float("inf"), 0.0, top)
     e_0, e_1 = gl.exp2(m_0 - base), gl.exp2(m_1 - base)
@@ -239,10 +239,10 @@ def hopper_attention_kernel(
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, PAIRS: gl.constexpr,
     RAGGED: gl.constexpr, TREE: gl.constexpr, COUNTED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Program (tile, request * G + KV head, split); the rest as `_attention_kernel`.
+    """Computes program (tile, request * G + KV head, split); the rest is as in `_attention_kernel`.
 
-    PAIRS: a program has two short splits, of up to two tiles each, and their state is that of the first.
-    cache_d: boxes [KEYS, HEAD] of the cache seen as [2 slots, G HEAD]: all keys, then all values.
+    PAIRS: a program has two short splits, of up to two tiles each; their merged state is stored as that of the first.
+    cache_d: boxes [KEYS, HEAD] of the cache viewed as [2 slots, G HEAD]: all keys, then all values.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
@@ -268,7 +268,7 @@ def hopper_attention_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_bar.index(i), count=1)
         mbarrier.init(v_bar.index(i), count=1)
-    fence_async_shared()  # loads come sooner behind this than it may take to be seen
+    fence_async_shared()  # makes the barriers visible to asynchronous loads
     debug_barrier()
     _prefetch_descriptor()
 
@@ -287,7 +287,7 @@ def hopper_attention_kernel(
         count = gl.load(starts_p + i_b + 1) - row
     else:
         row, count = i_b * S, S
-    slot_0 = _slot(p_pages, start, columns, PAGE)  # asked for before the length is known
+    slot_0 = _slot(p_pages, start, columns, PAGE)  # loaded before the length is known
     slot_1 = _slot(p_pages, start + KEYS, columns, PAGE)
     slot_2 = _slot(p_pages, start + 2 * KEYS, columns, PAGE)
     slot_3 = _slot(p_pages, start + 3 * KEYS, columns, PAGE)
@@ -300,21 +300,21 @@ def hopper_attention_kernel(
     tiles = _tiles(start, stop, end)
     if tiles == 0:
         return
-    behind = 0  # tiles of the second split
+    second = 0  # tiles of the second split
     if PAIRS:
-        behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
-    asked = tiles + behind
+        second = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
+    loads = tiles + second
     full = end  # a tile that ends by this position needs no mask
     if CAUSAL:
         full = gl.minimum(end, length + i_r * ROWS // GROUP + 1)
     if TREE:
         full = gl.minimum(end, length + 1)
-    old = gl.minimum(gl.maximum(length - start, 0) // KEYS, asked)  # tiles of the context alone
-    _expect_first(k_bar, v_bar, asked, HEAD)
+    old = gl.minimum(gl.maximum(length - start, 0) // KEYS, loads)  # tiles of the context alone
+    _expect_first(k_bar, v_bar, loads, HEAD)
     places = (slot_0, slot_1, slot_2)
     _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, 0, old)
     grid_wait()
-    _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, old, asked)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, old, loads)
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # slot-major: a slot's heads are adjacent
     o_slot = o_row // GROUP
@@ -337,16 +337,16 @@ def hopper_attention_kernel(
     m_row = o_slot < count
     b_m, b_l, b_out = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+        start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
     )  # fmt: skip
-    if PAIRS and behind > 0:  # Triton 3.6 fails on a branch that is never taken, unless a constexpr says so
+    if PAIRS and second > 0:  # PAIRS: Triton 3.6 fails on a branch that is never taken, unless it is a constexpr
         debug_barrier()  # all warps have read the values of tile 0
-        _expect(v_bar, 3, asked > 3, HEAD)
+        _expect(v_bar, 3, loads > 3, HEAD)
         debug_barrier()
-        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
+        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, loads > 3)
         m_1, l_1, b_1 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+            stop, tiles, second, 0, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
         )  # fmt: skip
         e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
         e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
@@ -368,7 +368,7 @@ def hopper_attention_kernel(
 
 
 def fits(q: Tensor, cache: Tensor, page_size: int) -> bool:
-    """Whether the kernel can run this: a Hopper GPU, bf16, a head width of 64 or 128, pages of whole tiles."""
+    """Returns whether the kernel can run this: a Hopper GPU, bf16, heads of 64 or 128, pages of whole tiles."""
     return (
         q.is_cuda
         and is_hopper(q.device.index)
@@ -399,14 +399,14 @@ def launch(
     counts: Tensor | None = None,
     ragged: tuple[TreeRows, int] | None = None,
 ) -> None:
-    """Attention into `out`, or (not `whole`) each split's state into `states` for the merge; what `fits`.
+    """Writes attention to `out`, or (not `whole`) each split's state to `states` for the merge. Needs `fits`.
 
     Args:
         states: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32; `ragged` m and l
             [M * G, splits, N / G] and acc [M * G, splits, N / G, H].
-        cuts: SHORT, SHORT_SPLITS and LONG, where the keys are cut.
+        cuts: SHORT, SHORT_SPLITS and LONG, the positions of the splits.
         pairs: a program has two short splits; their state is stored in the first one's place.
-        ragged: the rows, and how many a request has at most; unless `causal` they are of trees.
+        ragged: the rows, and the maximum of a request; unless `causal` they are rows of trees.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
     batch, group = len(lengths), heads // groups

@@ -1,8 +1,8 @@
-"""`layer.py` for a layer of DFlash 2: each of the two sub-layers has a convolution before it and one after it.
+"""The kernel of `layer.py` for a layer of DFlash 2, with a convolution before and after each of the two sub-layers.
 
 One more GEMM before each sub-layer computes the coefficients of both; it streams through the same ring buffers. Between
 the GEMMs a program handles one row, as for the norms. A convolution reads earlier rows of its block, which other
-programs have written; so there are four more barriers.
+programs have written, so there are four more barriers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -72,7 +72,7 @@ def _tap(
 
 @gluon.jit
 def _row(x_p, w_p, M, D: gl.constexpr, GROUP: gl.constexpr, BLOCK_C: gl.constexpr):
-    """This program's row of the residual stream and the norm's weight, asked for before they are needed."""
+    """Loads this program's row of the residual stream and the norm's weight before they are needed."""
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)  # the last programs have the fewest tiles
     o_d = _channels(GROUP, BLOCK_C)
     mask = (o_d < D) & (i_m < M)
@@ -85,10 +85,9 @@ def _leave(
     D: gl.constexpr, SPLITS: gl.constexpr, OWN_SPLITS: gl.constexpr, TAPS: gl.constexpr, GROUP: gl.constexpr,
     BLOCK_C: gl.constexpr, SCALED: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """One row: the convolution of the partial sums, the residual stream, its norm.
+    """Computes one row: the convolution of the partial sums, the residual stream, its norm.
 
-    SCALED: the sums are of rows [M] times scale, which are given back their size. NARROW: the norm goes to h, in fp8,
-    too.
+    SCALED: the sums are multiplied by the scales of the rows [M]. NARROW: the norm is also stored to h, in fp8.
     """
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)
     if i_m < M:
@@ -119,7 +118,7 @@ def _enter(
     wide_p, base_p, own_p, stride_split, stride_row, inside_p, M, block,
     D: gl.constexpr, OWN_SPLITS: gl.constexpr, TAPS: gl.constexpr, GROUP: gl.constexpr, BLOCK_C: gl.constexpr,
 ):  # fmt: skip
-    """One row of what a sub-layer gets: the convolution of normed rows."""
+    """Computes one row of a sub-layer's input: the convolution of normed rows."""
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)
     if i_m < M:
         o_d = _channels(GROUP, BLOCK_C)
@@ -136,16 +135,16 @@ def _enter(
 @gluon.jit
 def _compute(
     rings, ready, scales, x_p, post_p, next_p, part_p, sum_p, wide_p, h_p, inside_p, act_p, qkv_p, sync_p,
-    behind_p, mixer_base_p, own_p, ffn_base_p, next_own_p, next_base_p, M, block, split_behind, row_behind, eps,
+    after_p, mixer_base_p, own_p, ffn_base_p, next_own_p, next_base_p, M, block, split_after, row_after, eps,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
     TAPS: gl.constexpr, GROUP: gl.constexpr, BLOCK_C: gl.constexpr, OWN_TILES: gl.constexpr,
-    BEHIND_SPLITS: gl.constexpr, OWN_SPLITS: gl.constexpr,
+    AFTER_SPLITS: gl.constexpr, OWN_SPLITS: gl.constexpr,
     O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
     GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     SCALED: gl.constexpr, BARRIERS: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute; `ready` says of five GEMMs that all programs have written what they read."""
+    """The warps that compute; `ready` signals for five GEMMs that all programs have written their inputs."""
     o_tiles: gl.constexpr = D // BLOCK_N
     own_width: gl.constexpr = OWN_TILES * BLOCK_N
     side: gl.constexpr = TAPS * (D // GROUP)  # a row's coefficients after a sub-layer follow those before it
@@ -160,12 +159,12 @@ def _compute(
     b_x, b_w = _row(x_p, post_p, M, D, GROUP, BLOCK_C)
     join(sync_p, False)
     _leave(
-        b_x, b_w, part_p, scales[0], mixer_base_p, behind_p, split_behind, row_behind, sum_p, wide_p, h_p,
-        M, block, eps, D, O_SPLITS, BEHIND_SPLITS, TAPS, GROUP, BLOCK_C, SCALED, SCALED,
+        b_x, b_w, part_p, scales[0], mixer_base_p, after_p, split_after, row_after, sum_p, wide_p, h_p,
+        M, block, eps, D, O_SPLITS, AFTER_SPLITS, TAPS, GROUP, BLOCK_C, SCALED, SCALED,
     )  # fmt: skip
     join(sync_p + 1, True)
     mbarrier.arrive(ready.index(0), count=1)
-    if gl.program_id(0) == 0:  # and no program waits at it any more
+    if gl.program_id(0) == 0:  # no program waits at it any more
         gl.store(sync_p, 0)
     w_done, x_done = _gemm(
         rings, w_done, x_done, scales[2], own_p, M, OWN_TILES, OWN_SPLITS, D, 1,
@@ -188,7 +187,7 @@ def _compute(
         rings, w_done, x_done, scales[4], part_p, M, o_tiles, DOWN_SPLITS, FFN, 1,
         False, SCALED, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    b_x, b_w = _row(sum_p, next_p, M, D, GROUP, BLOCK_C)  # as this program itself has left it
+    b_x, b_w = _row(sum_p, next_p, M, D, GROUP, BLOCK_C)  # as this program stored it
     join(sync_p + 5, False)
     grid_launch()
     _leave(
@@ -246,7 +245,7 @@ def _stream_rows(
     GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
     T: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads rows, those of a GEMM once all programs have written them."""
+    """The warp that loads the rows of a GEMM, after all programs have written them."""
     x_s, full, free = rings[3], rings[4], rings[5]
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
@@ -272,31 +271,31 @@ def _stream_rows(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["M", "block", "split_behind", "row_behind"])
+@gluon.jit(do_not_specialize=["M", "block", "split_after", "row_after"])
 def conv_layer_kernel(
     o_d, own_d, gate_up_d, down_d, next_own_d, qkv_d, a_d, h_d, inside_d, act_d,
     a_scale_p, o_scale_p, own_scale_p, gate_up_scale_p, down_scale_p, next_own_scale_p, qkv_scale_p,
     x_p, post_p, next_p, part_p, sum_p, wide_p, h_p, inside_p, act_p, qkv_p, sync_p,
-    behind_p, mixer_base_p, own_p, ffn_base_p, next_own_p, next_base_p,
-    M, block, split_behind, row_behind, eps,
+    after_p, mixer_base_p, own_p, ffn_base_p, next_own_p, next_base_p,
+    M, block, split_after, row_after, eps,
     D: gl.constexpr, A: gl.constexpr, FFN: gl.constexpr, QKV: gl.constexpr,
     TAPS: gl.constexpr, GROUP: gl.constexpr, BLOCK_C: gl.constexpr, OWN_TILES: gl.constexpr,
-    BEHIND_SPLITS: gl.constexpr, OWN_SPLITS: gl.constexpr,
+    AFTER_SPLITS: gl.constexpr, OWN_SPLITS: gl.constexpr,
     O_SPLITS: gl.constexpr, DOWN_SPLITS: gl.constexpr, QKV_SPLITS: gl.constexpr,
     GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     SCALED: gl.constexpr, BARRIERS: gl.constexpr,
 ):  # fmt: skip
-    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm wide [M, D].
+    """Computes sum [M, D] and its norm wide [M, D] from a [M, A] and the residual stream x [M, D].
 
-    QKV > 0: and to the coefficients next_own of the next layer, fp32 [OWN_SPLITS, M, OWN_TILES * BLOCK_N], and to its
-    qkv, fp32 [QKV_SPLITS, M, QKV], both as partial sums.
+    QKV > 0: also computes partial sums of the next layer's coefficients next_own, fp32
+    [OWN_SPLITS, M, OWN_TILES * BLOCK_N], and of its qkv, fp32 [QKV_SPLITS, M, QKV].
     """
     scales = (
         a_scale_p, o_scale_p, own_scale_p, gate_up_scale_p, down_scale_p, next_own_scale_p, qkv_scale_p,
     )  # fmt: skip
     rings = make_rings(o_d, a_d, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K)
-    # one each, as in `layer_kernel`
+    # one barrier each, as in `layer_kernel`
     ready = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(5):
         mbarrier.init(ready.index(i), count=1)
@@ -304,8 +303,8 @@ def conv_layer_kernel(
         [
             (_compute, (
                 rings, ready, scales, x_p, post_p, next_p, part_p, sum_p, wide_p, h_p, inside_p, act_p, qkv_p, sync_p,
-                behind_p, mixer_base_p, own_p, ffn_base_p, next_own_p, next_base_p, M, block, split_behind, row_behind,
-                eps, D, A, FFN, QKV, TAPS, GROUP, BLOCK_C, OWN_TILES, BEHIND_SPLITS, OWN_SPLITS, O_SPLITS, DOWN_SPLITS,
+                after_p, mixer_base_p, own_p, ffn_base_p, next_own_p, next_base_p, M, block, split_after, row_after,
+                eps, D, A, FFN, QKV, TAPS, GROUP, BLOCK_C, OWN_TILES, AFTER_SPLITS, OWN_SPLITS, O_SPLITS, DOWN_SPLITS,
                 QKV_SPLITS, GATE_WIDE, QKV_WIDE, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K, SCALED, BARRIERS,
             )),
             (_stream_weights, (
@@ -318,34 +317,34 @@ def conv_layer_kernel(
             )),
         ],
         [1, 1],  # warps that load weights, and rows
-        [40, 40],  # and their registers
+        [40, 40],  # their registers
     )  # fmt: skip
 
 
 @functools.cache
 def _barriers(device: int) -> Tensor:
-    """As those of `layer.py`."""
+    """Returns counters like those of `layer.py`."""
     return torch.zeros(BARRIERS, dtype=torch.int32, device=torch.device("cuda", device))
 
 
 def conv_layer_fits(
     x: Tensor, weights: Sequence[Weight | None], convolutions: Sequence[tuple[Tensor, Weight] | None]
 ) -> bool:
-    """Whether x [M, D] times these can stream, see `fits`, and rows of these convolutions are rows of a program.
+    """Returns whether these matrices can stream, see `fits`, and a program can hold a row of these convolutions.
 
-    In bf16 what the last tile of coefficients has too much arrives as zeros; in fp8 its scales would not.
+    In bf16, the last tile of coefficients is padded with zeros; in fp8, its scales would not be.
     """
     there = [conv for conv in convolutions if conv is not None]
     group = 2 * there[0][0].shape[1] * x.shape[1] // len(there[0][1])
     whole = all(len(matrix) % BLOCK_N == 0 for _, matrix in there if is_row_scaled(matrix))
-    alike = {is_row_scaled(matrix) for _, matrix in there} == {is_row_scaled(m) for m in weights if m is not None}
-    return fits(x, weights) and whole and alike and group == next_power_of_two(group) and group <= 256
+    same_format = {is_row_scaled(matrix) for _, matrix in there} == {is_row_scaled(m) for m in weights if m is not None}
+    return fits(x, weights) and whole and same_format and group == next_power_of_two(group) and group <= 256
 
 
 def launch_conv_layer(
     x: Tensor,
     a: Tensor,
-    behind: Tensor,
+    after: Tensor,
     base: Tensor,
     o: Weight,
     post_norm: Tensor,
@@ -358,7 +357,7 @@ def launch_conv_layer(
     eps: float,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`fused_conv_post_attention` of what `conv_layer_fits`, as `launch_layer` does the plain one."""
+    """Computes `fused_conv_post_attention`, as `launch_layer` does without convolutions. Needs `conv_layer_fits`."""
     (m, d), width, width_ffn = x.shape, a.shape[1], len(gate_up) // 2
     device, k, quantized = x.device.index, block_k(o), is_row_scaled(o)
     programs = programs_of(device)
@@ -390,9 +389,9 @@ def launch_conv_layer(
         *(blocks_of(each, rows) for each in (operand, narrow, inside, active)),
         *scales,
         x, post_norm, norm, sums, total, wide, narrow, inside, active, sums if out is None else out, _barriers(device),
-        behind, base, own, ffn_base, next_own, next_base, m, block, behind.stride(0), behind.stride(1), eps,
+        after, base, own, ffn_base, next_own, next_base, m, block, after.stride(0), after.stride(1), eps,
         D=d, A=width, FFN=width_ffn, QKV=0 if qkv is None else len(qkv), TAPS=taps, GROUP=taps * d // side,
-        BLOCK_C=next_power_of_two(side // taps), OWN_TILES=own_tiles, BEHIND_SPLITS=len(behind), OWN_SPLITS=own_splits,
+        BLOCK_C=next_power_of_two(side // taps), OWN_TILES=own_tiles, AFTER_SPLITS=len(after), OWN_SPLITS=own_splits,
         O_SPLITS=o_splits, DOWN_SPLITS=down_splits, QKV_SPLITS=qkv_splits,
         GATE_WIDE=wide_of(len(gate_up) // BLOCK_N, 1, rows, programs),
         QKV_WIDE=1 if qkv is None else wide_of(len(qkv) // BLOCK_N, qkv_splits, rows, programs),

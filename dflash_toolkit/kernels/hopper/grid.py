@@ -7,10 +7,10 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def join(sync_p, FENCE: gl.constexpr):
-    """Wait until every program of the grid has come here; what each wrote before is then visible to all.
+    """Waits until every program of the grid arrives here. Earlier writes of each are then visible to all.
 
-    FENCE: to asynchronous loads too. All warps of the calling partition take part, which has a program's first threads;
-    hardware barrier 15 is theirs.
+    FENCE: also to asynchronous loads. All warps of the calling partition take part; it must have the program's first
+    threads, and it uses hardware barrier 15.
     """
     if FENCE:
         async_sees_memory()
@@ -62,7 +62,7 @@ def grid_launch():
 
 @gluon.jit
 def stamp(trace_p, phase: gl.constexpr, PHASES: gl.constexpr):
-    """The time in nanoseconds at which this program got here, into trace [programs, PHASES]; none if PHASES is 0."""
+    """Stores the time in ns at which this program got here to trace [programs, PHASES]; nothing if PHASES is 0."""
     if PHASES > 0:
         now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
         gl.store(trace_p + gl.program_id(0) * PHASES + phase, now)

@@ -1,4 +1,4 @@
-"""The head and its argmax in one persistent kernel (Gluon): no logit is stored, the weights stream without a pause."""
+"""The head and its argmax in one persistent kernel (Gluon); it stores no logits and streams weights without a pause."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -14,7 +14,7 @@ from .pipeline import BLOCK_N, WARPS, accumulate, block_k, blocks_of, make_rings
 
 @gluon.jit
 def _best(b_acc, best_p, index_p, tile, M, T: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The largest logit of a finished tile [BLOCK_N, T] and its column, for every row, into best, index [tiles, M]."""
+    """Stores every row's largest logit of a finished tile [BLOCK_N, T] and its column to best, index [tiles, M]."""
     layout: gl.constexpr = b_acc.type.layout
     o_n = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     o_m = gl.arange(0, T, gl.SliceLayout(0, layout))
@@ -67,7 +67,7 @@ def head_kernel(
     w_d, x_d, best_p, index_p, M, TILES: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr, T: gl.constexpr,
     SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The largest logit and its column among BLOCK_N columns: best, index [TILES, M]."""
+    """Computes the largest logit and its column among BLOCK_N columns: best, index [TILES, M]."""
     rings = make_rings(w_d, x_d, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K)
     gl.warp_specialize(
         [
@@ -83,7 +83,7 @@ def head_kernel(
 
 
 def launch_head(x: Tensor, weight: Tensor) -> Tensor:
-    """`linear_argmax` of x [M, K] and weight [N, K], which `fits`."""
+    """Computes `linear_argmax` of x [M, K] and weight [N, K]. Needs `fits`."""
     (m, k), n = x.shape, len(weight)
     programs = programs_of(x.device.index)
     rows = padded(m)

@@ -1,16 +1,16 @@
 """A decoder layer from its attention to the next layer's queries, keys and values, as one persistent kernel (Gluon).
 
 Four GEMMs stream their weights through a ring of shared memory: o, gate and up, down, and the next layer's qkv.
-Between them are two norms and five barriers over the whole grid. Weights depend on no other program, so the ring
-keeps filling with the next GEMM's while a program waits: launches, barriers and norms cost little of the time in
-which memory could deliver. One program runs on every multiprocessor, all at once; the warp that loads its rows waits
-at the barriers through `ready`.
+Between them are two norms and five barriers over the whole grid. Weights do not depend on other programs, so the ring
+fills with the next GEMM's weights while a program waits, and launches, barriers and norms hardly interrupt the loads.
+One program runs on every multiprocessor, all at once; the warp that loads its rows waits at the barriers through
+`ready`.
 
 A GEMM's tiles and splits are fixed by its (N, K), and every row count uses the same matrix instruction over K in
 the same order, so results are batch-invariant.
 
-With matrices in fp8 the rows are in fp8 too: the attention's each by its largest value, the others as they come, since
-a norm's are of the order of one (`LayerWeights.quantized` sees to that) and no program has an activated row as a whole.
+With matrices in fp8 the rows are also in fp8. Rows of attention are scaled by their largest value. The others are cast:
+rows after a norm are of the order of one (see `LayerWeights.quantized`), and no program has a whole activated row.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -43,7 +43,7 @@ from .pipeline import (
 
 FP8_LARGEST = gl.constexpr(FP8_MAX)
 BARRIERS = 5  # grid barriers of a layer
-PHASES = (  # the phase that ends at each stamp of a trace; a barrier ends when all programs have come to it
+PHASES = (  # the phase that ends at each stamp of a trace; a barrier ends when all programs have arrived
     "start", "o", "barrier", "norm", "barrier", "gate and up", "barrier", "down", "barrier", "norm", "barrier", "qkv",
 )  # fmt: skip
 
@@ -55,9 +55,9 @@ def _gemm(
     SCALED: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """One GEMM of what the rings bring, WIDE tiles side by side. Returns blocks of weights and of rows done.
+    """Computes one GEMM from the rings, WIDE tiles at a time. Returns the numbers of blocks of weights and of rows.
 
-    SWIGLU: to [M, N / 2] and SPLITS is 1; else to fp32 partial sums [SPLITS, M, N]. SCALED: times scale [N].
+    SWIGLU: stores [M, N / 2], and SPLITS is 1; else stores fp32 partial sums [SPLITS, M, N]. SCALED: times scale [N].
     """
     groups: gl.constexpr = TILES // WIDE
     N: gl.constexpr = TILES * BLOCK_N
@@ -65,7 +65,7 @@ def _gemm(
     o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout_of(T, BLOCK_K, gl.num_warps())))
     for item in range(gl.program_id(0), groups * SPLITS, gl.num_programs(0)):
         tile = (item % groups) * WIDE
-        if SCALED:  # loaded long before they are needed; after the last tile there may be none
+        if SCALED:  # loaded long before they are needed, with a mask after the last tile
             p_scale = scale_p + tile * BLOCK_N + o_n
             s_0 = gl.load(p_scale)
             s_1 = gl.load(p_scale + BLOCK_N, mask=o_n < (WIDE - 1) * BLOCK_N, other=0.0)
@@ -86,7 +86,7 @@ def _gemm(
 
 @gluon.jit
 def _cast(b, dtype: gl.constexpr):
-    """Values in the format of an operand; in fp8 none leaves it."""
+    """Casts values to an operand's format; in fp8, values outside its range become its largest."""
     if dtype == gl.float8e4nv:
         b = gl.minimum(gl.maximum(b.to(gl.float32), -FP8_LARGEST), FP8_LARGEST)
     return b.to(dtype)
@@ -94,7 +94,7 @@ def _cast(b, dtype: gl.constexpr):
 
 @gluon.jit
 def _store(b_acc, out_p, tile, M, N: gl.constexpr, SWIGLU: gl.constexpr, T: gl.constexpr, BLOCK_N: gl.constexpr):
-    """A finished tile [BLOCK_N, T] into the columns of out that are its own."""
+    """Stores a finished tile [BLOCK_N, T] to its columns of out."""
     if SWIGLU:
         wide: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
         half: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
@@ -115,7 +115,7 @@ def _store(b_acc, out_p, tile, M, N: gl.constexpr, SWIGLU: gl.constexpr, T: gl.c
 
 @gluon.jit
 def _row(x_p, w_p, M, D: gl.constexpr, BLOCK: gl.constexpr):
-    """This program's row of the residual stream and the norm's weight, asked for before they are needed."""
+    """Loads this program's row of the residual stream and the norm's weight before they are needed."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)  # the last programs have the fewest tiles
     o_d = gl.arange(0, BLOCK, layout)
@@ -128,9 +128,9 @@ def _norm(
     b_x, b_w, part_p, scale_p, sum_p, h_p, tap_p, stride_tap, M, eps,
     D: gl.constexpr, SPLITS: gl.constexpr, BLOCK: gl.constexpr, SCALED: gl.constexpr, TAP: gl.constexpr,
 ):  # fmt: skip
-    """One row of the residual stream: add the partial sums, store, norm; like `norm.py`.
+    """Computes one row of the residual stream: adds the partial sums, stores it, norms it; like `norm.py`.
 
-    SCALED: the sums are of rows [M] times scale, which are given back their size.
+    SCALED: the sums are multiplied by the scales of the rows [M].
     """
     layout: gl.constexpr = b_x.type.layout
     i_m = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -162,7 +162,7 @@ def _compute(
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     SCALED: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute; `ready` says of three GEMMs that all programs have written what they read."""
+    """The warps that compute; `ready` signals for three GEMMs that all programs have written their inputs."""
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
     stamp(trace_p, 0, PHASES)
@@ -182,7 +182,7 @@ def _compute(
     join(sync_p + 1, True)
     mbarrier.arrive(ready.index(0), count=1)
     stamp(trace_p, 4, PHASES)
-    if gl.program_id(0) == 0:  # and no program waits at it any more
+    if gl.program_id(0) == 0:  # no program waits at it any more
         gl.store(sync_p, 0)
     w_done, x_done = _gemm(
         rings, w_done, x_done, scales[2], act_p, M, 2 * FFN // BLOCK_N, 1, D, GATE_WIDE,
@@ -197,7 +197,7 @@ def _compute(
         False, SCALED, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     stamp(trace_p, 7, PHASES)
-    b_x, b_w = _row(sum_p, next_p, M, D, BLOCK_D)  # as this program itself has left it
+    b_x, b_w = _row(sum_p, next_p, M, D, BLOCK_D)  # as this program stored it
     join(sync_p + 3, False)
     stamp(trace_p, 8, PHASES)
     grid_launch()
@@ -249,7 +249,7 @@ def _stream_rows(
     GATE_WIDE: gl.constexpr, QKV_WIDE: gl.constexpr,
     T: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads rows, those of a GEMM once all programs have written them."""
+    """The warp that loads the rows of a GEMM, after all programs have written them."""
     x_s, full, free = rings[3], rings[4], rings[5]
     o_tiles: gl.constexpr = D // BLOCK_N
     grid_wait()
@@ -287,13 +287,13 @@ def layer_kernel(
     T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     SCALED: gl.constexpr, TAP: gl.constexpr, BARRIERS: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
-    """a [M, A] and the residual stream x [M, D] to sum [M, D] and its norm next_h [M, D].
+    """Computes sum [M, D] and its norm next_h [M, D] from a [M, A] and the residual stream x [M, D].
 
-    QKV > 0: next_h is h, and to qkv of it as partial sums, fp32 [QKV_SPLITS, M, QKV].
+    QKV > 0: next_h is h; also computes partial sums of its qkv, fp32 [QKV_SPLITS, M, QKV].
     """
     scales = (a_scale_p, o_scale_p, gate_up_scale_p, down_scale_p, qkv_scale_p)
     rings = make_rings(o_d, a_d, T, SLOTS, ROW_SLOTS, BLOCK_N, BLOCK_K)
-    # one each: a program without tiles may arrive at two before its rows' warp has looked at the first
+    # one barrier each: a program without tiles may arrive at two before the warp of its rows has read the first
     ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(3):
         mbarrier.init(ready.index(i), count=1)
@@ -314,24 +314,24 @@ def layer_kernel(
             )),
         ],
         [1, 1],  # warps that load weights, and rows
-        [40, 40],  # and their registers
+        [40, 40],  # their registers
     )  # fmt: skip
 
 
 @functools.cache
 def _barriers(device: int) -> Tensor:
-    """Counters of which a launch leaves the first at zero and resets the others; those of a device may not overlap."""
+    """Returns counters; a launch leaves the first at zero and resets the others. A device runs one launch at a time."""
     return torch.zeros(BARRIERS, dtype=torch.int32, device=torch.device("cuda", device))
 
 
 def splits_of(n: int, k: int, block: int, programs: int) -> int:
-    """Splits of a GEMM that a norm adds up: those that leave a program the fewest blocks, and at most one tile."""
+    """Returns the splits of a GEMM before a norm: those with the fewest blocks and at most one tile per program."""
     most = max(1, programs // -(-n // BLOCK_N))
     return min(range(1, min(most, 8) + 1), key=lambda s: steps_of(k, s, block))
 
 
 def even_splits_of(n: int, k: int, block: int, programs: int) -> int:
-    """Splits of a GEMM that the next kernel adds up: the fewest that leave the busiest program the fewest blocks."""
+    """Returns the splits of a GEMM before another kernel: the fewest with the fewest blocks in the busiest program."""
     tiles = -(-n // BLOCK_N)
     return min(range(1, 9), key=lambda s: -(-tiles * s // programs) * steps_of(k, s, block))
 
@@ -349,12 +349,12 @@ def launch_layer(
     tap: Tensor | None = None,
     trace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`fused_post_attention` of what `fits`, in one launch, and another to quantize `a` for matrices in fp8.
+    """Computes `fused_post_attention` in one launch, with another to quantize `a` for matrices in fp8. Needs `fits`.
 
-    The norm that comes back is in fp8 where it went into `qkv` in fp8.
+    If `qkv` is in fp8, the returned norm is also in fp8.
 
     Args:
-        trace: int64 [programs, len(PHASES)], receives when each program ended each phase, in ns; needs `qkv`.
+        trace: int64 [programs, len(PHASES)], receives the end of each phase of each program, in ns; needs `qkv`.
     """
     (m, d), width, ffn = x.shape, a.shape[1], len(gate_up) // 2
     device, block, quantized = x.device.index, block_k(o), is_row_scaled(o)

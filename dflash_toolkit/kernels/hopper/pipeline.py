@@ -1,11 +1,11 @@
 """GEMMs with operands in ring buffers of shared memory, for the persistent Gluon kernels.
 
-A program of such a kernel has a warp that loads weights, one that loads rows, and eight that compute. A ring buffer is
-a number of slots; one barrier of a slot signals that it is full, another that it is free. All warps take the blocks in
+A program of such a kernel has a warp that loads weights, one that loads rows, and eight that compute. A ring buffer has
+several slots; one barrier of a slot signals that it is full, another that it is free. All warps process the blocks in
 the same order: program i has the groups of tiles i, i + programs, ..., each along the whole K of its split, and at
 every step the weights of the group's tiles one after the other.
 
-A block is [64 weights or the rows, BLOCK_BYTES]: in fp8 it has twice as many columns as in bf16.
+A block is [64 weights or the rows, BLOCK_BYTES]. In fp8 it has twice as many columns as in bf16.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,30 +22,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..formats import Weight, is_row_scaled, parts
 from ..launch import MAX_ROWS, is_hopper, multiprocessors
 
-BLOCK_N = 64  # weight rows of a tile: the matrix instruction's
+BLOCK_N = 64  # weight rows of a tile and of the matrix instruction
 BLOCK_BYTES = gl.constexpr(256)  # bytes of a row of a block
 COLUMNS = 128  # columns of a block in bf16; in fp8 the last one may be half empty
-WARPS = 8  # that compute
-SHARED_BYTES = 208 * 1024  # bytes of the rings; some is left for turning a tile
+WARPS = 8  # warps that compute
+SHARED_BYTES = 208 * 1024  # bytes of the rings; the rest is for transposing a tile
 
 
 class Slots(NamedTuple):
-    """How many blocks of weights and of rows fit; no result depends on it."""
+    """The numbers of blocks of weights and of rows that fit; results do not depend on them."""
 
     weights: int
     rows: int
 
 
 def slots_of(rows: int) -> Slots:
-    """The rings for GEMMs of `rows` rows, a power of two."""
-    row_slots = 8 if rows < 64 else 4  # with three, a tile by itself waits for its rows
+    """Returns the sizes of the rings for GEMMs of `rows` rows, a power of two."""
+    row_slots = 8 if rows < 64 else 4  # with three, a single tile waits for its rows
     return Slots((SHARED_BYTES // BLOCK_BYTES.value - row_slots * rows) // BLOCK_N, row_slots)
 
 
 def wide_of(tiles: int, splits: int, rows: int, programs: int) -> int:
-    """How many tiles of a GEMM in `splits` a program takes side by side, with the same rows.
+    """Returns the number of tiles that a program computes at a time, with the same rows, for a GEMM in `splits`.
 
-    A tile by itself reads as many bytes of rows, from L2, as of weights at 64 rows, and twice as many at 128.
+    A single tile reads as many bytes of rows, from L2, as of weights at 64 rows, and twice as many at 128.
     """
     if rows < 64:
         return 1
@@ -54,14 +54,14 @@ def wide_of(tiles: int, splits: int, rows: int, programs: int) -> int:
 
 
 def block_k(matrix: Weight) -> int:
-    """Columns of a block of this matrix."""
+    """Returns the columns of a block of this matrix."""
     return BLOCK_BYTES.value // parts(matrix)[0].element_size()
 
 
 def fits(x: Tensor, matrices: Sequence[Weight | None]) -> bool:
-    """Whether x [M, K] times these can stream: a Hopper GPU, x in bf16, at most MAX_ROWS rows, whole tiles.
+    """Returns whether GEMMs of x [M, K] can stream these matrices, which are all in bf16 or all in fp8.
 
-    Either all of them are in bf16 or all in fp8.
+    They need a Hopper GPU, x in bf16, at most MAX_ROWS rows, and whole tiles.
     """
     return (
         x.is_cuda
@@ -74,12 +74,12 @@ def fits(x: Tensor, matrices: Sequence[Weight | None]) -> bool:
 
 
 def programs_of(device: int) -> int:
-    """One on every multiprocessor."""
+    """Returns the number of programs: one on every multiprocessor."""
     return multiprocessors(device)
 
 
 def blocks_of(matrix: Weight, rows: int) -> TensorDescriptor:
-    """A matrix [N, K] in blocks of so many rows, for asynchronous loads."""
+    """Returns a matrix [N, K] in blocks of `rows` rows, for asynchronous loads."""
     block, data = [rows, block_k(matrix)], parts(matrix)[0]
     element = gl.float8e4nv if data.dtype == torch.float8_e4m3fn else gl.bfloat16
     return TensorDescriptor.from_tensor(data, block, gl.NVMMASharedLayout.get_default_for(block, element))
@@ -87,13 +87,13 @@ def blocks_of(matrix: Weight, rows: int) -> TensorDescriptor:
 
 @gluon.constexpr_function
 def steps_of(k, splits, block):
-    """Blocks along K of every split."""
+    """Returns the number of blocks along K of every split."""
     return -(-k // (block * splits))
 
 
 @gluon.constexpr_function
 def layout_of(rows, block, warps):
-    """Returns the layout of a tile's sums [BLOCK_N, rows]: a warpgroup has its part of the rows."""
+    """Returns the layout of a tile's sums [BLOCK_N, rows]; each warpgroup has a part of the rows."""
     sides = warps // 4
     return gl.NVMMADistributedLayout([3, 0], [4, sides], [16, rows // sides, block // 8])  # 32 bytes along K
 
@@ -103,7 +103,7 @@ def make_rings(
     w_d, x_d, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """The rings of weights and of rows: blocks, full and free of the one, then of the other."""
+    """Allocates the rings of weights and of rows. Returns blocks, full and free barriers of each."""
     w_s = gl.allocate_shared_memory(w_d.dtype, [SLOTS, BLOCK_N, BLOCK_K], w_d.layout)
     x_s = gl.allocate_shared_memory(x_d.dtype, [ROW_SLOTS, T, BLOCK_K], x_d.layout)
     w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -124,10 +124,10 @@ def stream(
     d, ring, full, free, done, TILES: gl.constexpr, SPLITS: gl.constexpr, K: gl.constexpr, WIDE: gl.constexpr,
     WEIGHTS: gl.constexpr, SLOTS: gl.constexpr, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """Load what this program needs of a GEMM, block by block, as slots of the ring come free.
+    """Loads this program's blocks of a GEMM, one by one, when slots of the ring become free.
 
-    WEIGHTS: those of WIDE tiles in turn at every step along K; else the rows, the same ones for every tile. Columns of
-    the last split beyond K arrive as zeros.
+    WEIGHTS: loads the weights of WIDE tiles in turn at every step along K; else loads the rows, the same for every
+    tile. Columns after K in the last split are loaded as zeros.
     """
     groups: gl.constexpr = TILES // WIDE
     iters: gl.constexpr = steps_of(K, SPLITS, BLOCK_K)
@@ -146,7 +146,7 @@ def stream(
 
 @gluon.jit
 def _multiply(b_acc, rings, b_x, at, SLOTS: gl.constexpr):
-    """Add the product of the weights' ring's block `at` and b_x, and give the block's slot back."""
+    """Adds the product of b_x and block `at` of the ring of weights, and frees the block's slot."""
     w_s, w_full, w_free = rings[0], rings[1], rings[2]
     slot = at % SLOTS
     mbarrier.wait(w_full.index(slot), at // SLOTS % 2)
@@ -161,7 +161,7 @@ def accumulate(
     rings, w_done, x_done, ITERS: gl.constexpr, WIDE: gl.constexpr, T: gl.constexpr,
     SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
 ):  # fmt: skip
-    """A group's tiles [BLOCK_N, T] over ITERS blocks of K, in fp32; only the first WIDE (1 to 3) of the three count."""
+    """Sums a group's tiles [BLOCK_N, T] over ITERS blocks of K, in fp32. Returns three; the first WIDE are used."""
     x_s, x_full, x_free = rings[3], rings[4], rings[5]
     b_0 = gl.zeros([BLOCK_N, T], gl.float32, layout_of(T, BLOCK_K, gl.num_warps()))
     b_1, b_2 = b_0, b_0

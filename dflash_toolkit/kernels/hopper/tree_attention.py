@@ -1,7 +1,7 @@
-"""The kernels of `triton/tree_attention.py` in Gluon for sm_90, for what `hopper/attention.py` takes.
+"""The kernels of `triton/tree_attention.py` in Gluon for sm_90, for the inputs that `hopper/attention.py` supports.
 
-The whole tiles of the context are loaded as a block's are. The remaining keys of each row are gathered, key by key,
-into the places that a plain step gives them, and multiplied by the same instructions: so a row has that step's bits.
+The whole tiles of the context are loaded as for a block. The remaining keys of each row are gathered, one at a time, to
+the places of a plain step, and multiplied by the same instructions; so a row has the same bits as in a plain step.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -40,7 +40,7 @@ from .grid import grid_launch, grid_wait
 
 @gluon.jit
 def _prefetch_descriptor():
-    """Fetch the kernel's first argument, `cache_d`, which the first load would else wait for."""
+    """Prefetches the kernel's first argument, `cache_d`, so that the first load does not wait for it."""
     gl.inline_asm_elementwise(
         "prefetch.param.tensormap [hopper_prefix_kernel_param_0]; mov.u32 $0, 0;",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
@@ -54,12 +54,12 @@ def hopper_prefix_kernel(
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, PAIRS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Program (tile, request * G + KV head, split); the rest as `_prefix_kernel`.
+    """Computes program (tile, request * G + KV head, split); the rest is as in `_prefix_kernel`.
 
-    PAIRS: a program has two short splits, of up to two tiles each. Where no path reaches into them their state is that
-    of the first; else each keeps its own.
+    PAIRS: a program has two short splits, of up to two tiles each. If no path reaches into them, their merged state is
+    stored as that of the first; otherwise each is stored.
 
-    Everything but the queries is older than this pass: it is asked for before the wait, see `hopper/attention.py`.
+    Everything except the queries is older than this pass and is loaded before the wait, see `hopper/attention.py`.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
@@ -97,12 +97,12 @@ def hopper_prefix_kernel(
     tiles = _tiles(start, stop, end)
     if (tiles == 0) | (i_r * ROWS >= heads):
         return
-    behind = 0  # tiles of the second split
+    second = 0  # tiles of the second split
     if PAIRS:
-        behind = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
-    asked = tiles + behind
-    _expect_first(k_bar, v_bar, asked, HEAD)
-    _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, asked)
+        second = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
+    loads = tiles + second
+    _expect_first(k_bar, v_bar, loads, HEAD)
+    _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, loads)
     grid_wait()
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # the heads of a row are adjacent
@@ -116,20 +116,20 @@ def hopper_prefix_kernel(
     o_pos = length + gl.load(depths_p + row + o_row // GROUP, mask=o_row < heads, other=0)
     b_m, b_l, b_out = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-        start, 0, tiles, asked, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
+        start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_row = i_r * ROWS + gl.arange(0, ROWS, rows)
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
     o_part = (((row + o_row // GROUP).to(gl.int64) * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
-    if PAIRS and behind > 0:  # Triton 3.6 fails on a branch that is never taken, unless a constexpr says so
+    if PAIRS and second > 0:  # PAIRS: Triton 3.6 fails on a branch that is never taken, unless it is a constexpr
         debug_barrier()  # all warps have read the values of tile 0
-        _expect(v_bar, 3, asked > 3, HEAD)
+        _expect(v_bar, 3, loads > 3, HEAD)
         debug_barrier()
-        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, asked > 3)
+        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, loads > 3)
         m_1, l_1, b_1 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-            stop, tiles, behind, 0, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
+            stop, tiles, second, 0, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
         )  # fmt: skip
         if end >= stop + SHORT:
             e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
@@ -146,8 +146,8 @@ def hopper_prefix_kernel(
 
 @gluon.jit
 def _split_of(position, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr):
-    behind = position - SHORT * SHORT_SPLITS
-    return gl.where(behind < 0, position // SHORT, SHORT_SPLITS + behind // LONG)
+    past = position - SHORT * SHORT_SPLITS
+    return gl.where(past < 0, position // SHORT, SHORT_SPLITS + past // LONG)
 
 
 @gluon.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
@@ -157,7 +157,7 @@ def hopper_tail_kernel(
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Program (row * G + KV head, split from the one on where the whole tiles end); the rest as `_tail_kernel`."""
+    """Computes program (row * G + KV head, split, from the end of the whole tiles on), as `_tail_kernel` does."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -217,7 +217,7 @@ def hopper_tail_kernel(
         o_k = o_k.to(gl.int64)[:, None] * (G * HEAD) + o_h[None, :]
         b_k = gl.load(p_head + o_k, mask=m_t[:, None], other=0.0)
         b_v = gl.load(p_head + o_v, mask=m_t[:, None], other=0.0)
-        debug_barrier()  # all warps have read the tile before
+        debug_barrier()  # all warps have read the previous tile
         k_s.store(b_k)
         v_s.store(b_v)
         fence_async_shared()
@@ -252,12 +252,12 @@ def launch(
     window: int,
     pairs: bool,
 ) -> None:
-    """Each split's state into `states` for the merge; what `attention.fits`.
+    """Writes each split's state to `states` for the merge. Needs `attention.fits`.
 
     Args:
         states: m and l [M, G, splits, N / G], acc [M, G, splits, N / G, H], fp32.
-        tails: splits that a row may reach into from the last whole tile of its context.
-        tiles: of ROWS queries of a request and a KV head.
+        tails: maximum splits of a row after the last whole tile of its context.
+        tiles: number of tiles of ROWS queries of a request and a KV head.
         pairs: as for `attention.launch`, before the last whole tile of a request's context.
     """
     assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"

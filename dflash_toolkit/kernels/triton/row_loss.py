@@ -60,8 +60,8 @@ def _row_loss_kernel(
         mask = start + o_v < V
         b_x = tl.load(p_row + start + o_v, mask=mask, other=-float("inf")).to(tl.float32)
         # the first of equal logits comes first, as in argmax; a NaN comes before everything
-        b_behind = (b_x < at_label) | ((b_x == at_label) & (start + o_v >= label))
-        b_before += tl.where(mask & (b_behind == 0), 1, 0)
+        b_after = (b_x < at_label) | ((b_x == at_label) & (start + o_v >= label))
+        b_before += tl.where(mask & (b_after == 0), 1, 0)
         b_top, b_total = _add_to_softmax(b_top, b_total, b_x)
         if DISTRIBUTION:
             b_z = tl.load(p_target + start + o_v, mask=mask, other=-float("inf")).to(tl.float32)

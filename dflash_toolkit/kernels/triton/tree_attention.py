@@ -69,8 +69,8 @@ def _prefix_kernel(
 @triton.jit
 def _split_of(position, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
     """The split that a position is in."""
-    behind = position - SHORT * SHORT_SPLITS
-    return tl.where(behind < 0, position // SHORT, SHORT_SPLITS + behind // LONG)
+    past = position - SHORT * SHORT_SPLITS
+    return tl.where(past < 0, position // SHORT, SHORT_SPLITS + past // LONG)
 
 
 @triton.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
