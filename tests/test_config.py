@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_toolkit import __version__
 from dflash_toolkit.config import (
     UserError,
     from_mapping,
@@ -410,25 +409,12 @@ def test_an_old_name_works_with_a_notice(write: Callable[[str], str], capsys: py
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_says_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        importlib.import_module(COMMANDS[command]).main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"{command} {__version__}\n"
-
-
 # ---- running ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1), (3, 3)])
 def test_a_command_exits_with_what_its_body_returns(returned: int | None, code: int) -> None:
     assert run_command(lambda: returned) == code
-
-
-def test_a_user_error_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(lambda: parse("--target", "t", "stepps=3") and None) == 2
-    assert capsys.readouterr() == ("", "error: stepps: unknown key; did you mean `steps`?\n")
 
 
 def raises(error: BaseException) -> int:

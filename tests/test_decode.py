@@ -97,17 +97,6 @@ def test_the_draft_context_holds_only_committed_tokens(wrong: set[int]) -> None:
             torch.testing.assert_close(grown, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_rejected_tokens_leave_a_sliding_window_cache() -> None:
-    target = make_target("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
-    assert "sliding_attention" in target.config.layer_types
-    drafter = make_drafter(target)
-    truth = tuple(hf_greedy(target, PROMPT, 48, eos=(VOCAB,)))
-    with drafting(knows(truth, {3, 4, 11, 19, 20, 33})):
-        generation = generate(target, drafter, PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
-    assert generation.tokens == list(truth[:40])
-    assert max(step.accepted for step in generation.steps) == 7
-
-
 # ---- where an answer ends ------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from architectures import ARCHITECTURES
 from conftest import EOS, VOCAB, make_target, make_tokenizer
 from damage import damage
 from fp8_targets import in_fp8
-from layer_runs import count_runs
 from refusals import refusal
 from safetensors.torch import load_file, save_file
 
@@ -39,42 +38,6 @@ def tiny(kind: str = "llama", tied: bool = True) -> Target:
 
 
 # ---- taps ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("taps", [(0,), (4,), (1, 2, 3), (3, 0, 2)], ids=str)
-def test_a_tap_is_the_output_of_its_layer(kind: str, taps: tuple[int, ...]) -> None:
-    target = tiny(kind)
-    with torch.no_grad():
-        states = target.model(IDS, output_hidden_states=True).hidden_states
-    features = target.forward(IDS, taps=taps).features
-    assert torch.equal(features, torch.cat([states[tap + 1] for tap in taps], dim=-1)), "in the order of the taps"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_logits_no_layer_above_the_highest_tap_runs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target(kind)
-    full = target.forward(IDS, taps=(3, 1), logits="all")
-    ran = count_runs(target, monkeypatch)
-    early = target.forward(IDS, taps=(3, 1))
-    assert ran == [0, 1, 2, 3]
-    assert torch.equal(early.features, full.features)
-    assert early.logits is None
-    ran.clear()
-    target.forward(IDS, taps=(3, 1), logits="last")
-    assert ran == [0, 1, 2, 3, 4, 5], "logits need every layer"
-
-
-def test_logits_are_all_or_the_last_or_none() -> None:
-    target = tiny()
-    every = target.forward(IDS, logits="all")
-    with torch.no_grad():
-        assert torch.equal(every.logits, target.model(IDS).logits)
-    assert every.features is None
-    last = target.forward(IDS, logits="last").logits
-    assert last.shape == (2, 1, VOCAB)
-    torch.testing.assert_close(last, every.logits[:, -1:])
-    assert target.forward(IDS).logits is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -58,38 +58,6 @@ def test_chains_of_any_length_change_no_answer(params: SamplingParams) -> None:
     assert sum(len(got.steps) for got in answers) < 3 * 48 / 2
 
 
-@pytest.mark.parametrize("index", [2, 6, 11])
-def test_a_chain_ends_an_answer_where_plain_decoding_does(index: int) -> None:
-    target, drafter = pair()
-    (prompt,) = prompts_of(9)
-    text = generate(target, None, prompt, replace(GREEDY, max_tokens=16)).tokens
-    engine = make_engine(target, drafter, draft_tree=15)
-    knowing(engine, {tuple(prompt): text}, lambda position: False)
-    stops = SamplingParams(max_tokens=16, stop_token_ids=(text[index],))
-    ends = [stops, replace(GREEDY, max_tokens=index), replace(GREEDY, max_tokens=16)]
-    got = engine.generate([prompt] * 3, ends)
-    assert got[0].tokens == text[: text.index(text[index]) + 1] and got[0].finish_reason == "stop"
-    assert got[1].tokens == text[:index] and got[2].tokens == text
-    assert len(got[2].steps) == 2, "whole chains were taken"
-    assert engine.stats.cached_prompt_tokens == 2 * 8, "the others go on from what the first has left"
-
-
-def test_rows_without_a_request_change_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in steps that were captured for five requests and more rows than all their chains have."""
-    target, drafter = pair()
-    engine, prompts = make_engine(target, drafter, draft_tree=7, max_num_seqs=5, prefix_states=0), prompts_of(6, 19)
-    for memory in engine.runner._memories:
-        memory.state.fill_(float("nan"))
-    monkeypatch.setattr(engine.runner.context, "computed_rows", lambda count: 5)
-    engine.scheduler.choose_shape = lambda requests: StepShape(8, 48)
-    texts = plain(target, prompts, [GREEDY] * 2)
-    knowing(engine, texts, lambda position: position % 5 == 0)
-    assert [got.tokens for got in engine.generate(prompts, GREEDY)] == list(texts.values())
-    for memory in engine.runner._memories:
-        untouched = memory.state.isnan().flatten(1).all(1).tolist()
-        assert untouched[1:] == [False, False, True, True, True], "slot 0 belongs to no request"
-
-
 def test_recurrent_targets_use_chains_and_no_wider_trees() -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, draft_tree=63)

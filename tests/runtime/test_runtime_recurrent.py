@@ -24,6 +24,7 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import EngineOptions, Request, load_engine
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.prefill_job import PrefillJob
+from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.step_times import measure_steps
 from dflash_toolkit.runtime.weights import TargetWeights
 
@@ -55,19 +56,21 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int, params: S
     assert sum(len(g.steps) for g in drafted) < sum(len(g.steps) for g in plain) / 1.5
 
 
+@pytest.mark.parametrize("nodes", [0, 15], ids=["blocks", "chains"])
 @pytest.mark.parametrize("index", [2, 6, 11])
-def test_a_block_ends_an_answer_where_plain_decoding_does(index: int) -> None:
+def test_a_draft_ends_an_answer_where_plain_decoding_does(index: int, nodes: int) -> None:
     target, drafter = pair()
     (prompt,) = prompts_of(9)
     text = alone(target, None, prompt, SamplingParams(max_tokens=16, ignore_eos=True)).tokens
     params = SamplingParams(max_tokens=16, stop_token_ids=(text[index],))
-    engine = make_engine(target, drafter)
+    engine = make_engine(target, drafter, draft_tree=nodes)
     knowing(engine, {tuple(prompt): text}, lambda position: False)
     # the third takes over the row of one of the others
     ends = [params, SamplingParams(max_tokens=index, ignore_eos=True), SamplingParams(max_tokens=16, ignore_eos=True)]
     got = engine.generate([prompt] * 3, ends)
     assert got[0].tokens == text[: text.index(text[index]) + 1] and got[0].finish_reason == "stop"
     assert got[1].tokens == text[:index] and got[2].tokens == text
+    assert len(got[2].steps) == 2, "whole drafts were taken"
     assert engine.stats.cached_prompt_tokens == 2 * 8, "the others go on from what the first has left"
 
 
@@ -211,13 +214,22 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
             assert ours[2].isfinite().all() and ours[[0, 1, 3]].isnan().all()
 
 
-def test_padded_rows_of_a_step_touch_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", [0, 7], ids=["blocks", "chains"])
+def test_padded_rows_of_a_step_touch_no_state(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in steps that were captured for five requests, and more rows than all their chains have."""
     target, drafter = pair()
-    engine, prompts = make_engine(target, drafter, max_num_seqs=5, prefix_states=0), prompts_of(6, 19)
+    engine = make_engine(target, drafter, draft_tree=nodes, max_num_seqs=5, prefix_states=0)
+    prompts = prompts_of(6, 19)
     for memory in engine.runner._memories:
         memory.state.fill_(torch.nan)
-    monkeypatch.setattr(engine.runner.context, "computed_rows", lambda count: 5)  # as steps that were captured for five
-    check(engine, (target, drafter), prompts, SHORT)
+    monkeypatch.setattr(engine.runner.context, "computed_rows", lambda count: 5)
+    if nodes:
+        engine.scheduler.choose_shape = lambda requests: StepShape(8, 48)
+        texts = {tuple(prompt): alone(target, None, prompt, SHORT).tokens for prompt in prompts}
+        knowing(engine, texts, lambda position: position % 5 == 0)
+        assert [got.tokens for got in engine.generate(prompts, SHORT)] == list(texts.values())
+    else:
+        check(engine, (target, drafter), prompts, SHORT)
     for memory in engine.runner._memories:
         untouched = memory.state.isnan().flatten(1).all(1).tolist()
         assert untouched[1:] == [False, False, True, True, True], "slot 0 belongs to no request"

@@ -18,8 +18,6 @@ import pytest
 import torch
 from conftest import Clock, make_drafter, make_target
 from damage import damage
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from paths import ROOT
 from programs import DFLASH2, Program, altered, lines
 from programs import train_argv as argv
@@ -33,7 +31,7 @@ from dflash_toolkit.progress import Progress
 from dflash_toolkit.train import loop
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.loop import train
-from dflash_toolkit.train.optim.schedule import PackedSchedule, learning_rate_factor
+from dflash_toolkit.train.optim.schedule import learning_rate_factor
 from dflash_toolkit.train.run import report
 from dflash_toolkit.train.run.definition import WORK, Run
 from dflash_toolkit.train.run.metrics_log import MetricsLog
@@ -59,17 +57,6 @@ def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
         GOLDEN.write_text(json.dumps(golden | {weights: curve}, indent=1) + "\n")
         golden = json.loads(GOLDEN.read_text())
     assert curve == pytest.approx(golden[weights], rel=1e-4)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 100), st.integers(0, 5))
-def test_packs_hold_every_row_once_an_epoch_and_never_too_much(lengths: list[int], room: int, seed: int) -> None:
-    schedule = PackedSchedule(lengths, room, epochs=2, steps=0, seed=seed)
-    packs = [schedule.indices(step) for step in range(schedule.total)]
-    assert sorted(i for pack in packs for i in pack) == sorted([*range(len(lengths))] * 2)
-    assert all(len(pack) == 1 or sum(lengths[i] for i in pack) <= room for pack in packs)
-    again = PackedSchedule(lengths, room, epochs=1, steps=schedule.total, seed=seed)
-    assert [again.indices(step) for step in reversed(range(again.total))] == packs[::-1]
 
 
 def test_the_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
