@@ -43,12 +43,15 @@ from dflash_toolkit.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 TABLE = {  # modules and their tests, fastest first; none of them starts programs
-    "dflash_toolkit/decode.py": ["test_decode.py"],
-    "dflash_toolkit/generation.py": ["test_decode.py"],
-    "dflash_toolkit/sampling.py": ["test_decode.py", "kernels/test_kernels_sample.py"],
+    "dflash_toolkit/decode.py": [
+        "test_decode.py", "test_grammar.py", "models/test_architectures.py", "runtime/test_runtime_prompt_logprobs.py",
+    ],
+    "dflash_toolkit/generation.py": ["test_generation.py", "test_decode.py"],
+    "dflash_toolkit/sampling.py": ["test_sampling.py", "test_decode.py", "test_grammar.py"],
     "dflash_toolkit/kernels/reference.py": [
         "kernels/test_kernels_reference.py", "kernels/test_kernels_draws.py", "kernels/test_kernels_row_loss.py",
-        "runtime/test_runtime_engine.py",
+        "kernels/test_kernels_mask.py", "kernels/test_kernels_delta.py", "runtime/test_runtime_engine.py",
+        "runtime/test_runtime_recurrent.py", "runtime/test_runtime_dflash2.py",
     ],
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/wait_queue.py": ["runtime/test_runtime_wait_queue.py", "runtime/test_runtime_scheduler.py"],

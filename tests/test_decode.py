@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, VOCAB, Clock, make_dflash2, make_drafter, make_target
+from conftest import EOS, MASK, VOCAB, Clock, make_dflash2, make_drafter, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_drafts import PROMPT, SAMPLINGS, answer, check_books, drafting, knows, pair, planting
@@ -193,25 +193,6 @@ def test_acceptance_length_without_steps_is_none() -> None:
     assert generation.steps == [] and generation.acceptance_length is None
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"temperature": -0.1}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1},
-        {"min_p": -0.1}, {"min_p": 1.5}, {"max_tokens": 0},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_sampling_params_refuse_values_out_of_range(values: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"^{min(values)} is "):
-        SamplingParams(**values)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, -1, -(1 << 63)])
-def test_any_seed_is_a_signed_integer_of_64_bits_with_its_low_bits(seed: int) -> None:
-    found = decode.int64_seed(seed)
-    assert -(1 << 63) <= found < 1 << 63 and (found - seed) % (1 << 64) == 0
-
-
 # ---- sampling ------------------------------------------------------------------------------------------
 
 
@@ -290,18 +271,15 @@ def test_sampled_drafts_depend_on_seed_and_position() -> None:
 
     first = answer(3)
     check_books(first)
+    left = 20 - 1
+    for step in first.steps:
+        assert step.drafted == min(7, left - 1), "the bonus token needs no draft"
+        left -= len(step.tokens)
     assert (first.tokens, first.steps) == (answer(3).tokens, answer(3).steps)
     assert first.tokens != answer(4).tokens and first.steps != answer(3, "greedy").steps
     assert answer(3, helper=None).tokens == answer(3, "greedy").tokens, "without drafts there is one rule"
     ways = [answer(3, method, temperature=0.0) for method in ("greedy", "probabilistic")]
     assert ways[0].steps == ways[1].steps, "so there is at temperature 0"
-
-
-def test_penalties_and_biases_count_as_edited_logits() -> None:
-    assert not SamplingParams(temperature=1.0, top_p=0.5, top_k=3, min_p=0.1, seed=4).edits_logits
-    for one in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
-        assert SamplingParams(**one).edits_logits
-    assert SamplingParams(logit_bias=((5, 1.0),)).edits_logits and SamplingParams(min_tokens=1).edits_logits
 
 
 def test_no_token_ends_an_answer_that_is_too_short(target: Target, drafter: Drafter) -> None:
@@ -316,13 +294,6 @@ def test_no_token_ends_an_answer_that_is_too_short(target: Target, drafter: Draf
         SamplingParams(max_tokens=2, min_tokens=3)
     with pytest.raises(ValueError, match="min_tokens is set"):
         SamplingParams(min_tokens=3, grammar=Grammar("regex", "a+"))
-
-
-@pytest.mark.parametrize("bias", [math.inf, math.nan])
-def test_a_bias_that_no_softmax_survives_is_refused(bias: float) -> None:
-    with pytest.raises(ValueError, match="logit_bias of token 5"):
-        SamplingParams(logit_bias=((4, 1.0), (5, bias)))
-    SamplingParams(logit_bias=((5, -math.inf),))
 
 
 # ---- draft trees ---------------------------------------------------------------------------------------
@@ -503,3 +474,42 @@ def test_a_target_that_takes_no_tree_is_refused_in_one_line() -> None:
 def test_trees_hold_no_sampled_drafts() -> None:
     with pytest.raises(UserError, match="draft_sample_method greedy"):
         generate(*pair(), PROMPT, SamplingParams(temperature=1.0), "probabilistic", draft_tree=8)
+
+
+# ---- parts of a step -----------------------------------------------------------------------------------
+
+
+def test_a_block_is_the_anchor_and_masks(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = target.forward(torch.tensor([[1, 2, 3]]), taps=drafter.config.target_layer_ids).features
+    embed, blocks = target.embed, list[list[int]]()
+    monkeypatch.setattr(target, "embed", lambda ids: blocks.extend(ids.tolist()) or embed(ids))
+    with torch.inference_mode():
+        propose(target, drafter, drafter.context_kv(features, torch.arange(3)[None]), 5, 3)
+    assert blocks == [[5, *[MASK] * 7]]
+
+
+def test_each_row_is_edited_by_the_tokens_before_it() -> None:
+    """One row after another, one token after another."""
+    params = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=0.3, frequency_penalty=0.2, logit_bias=((4, 0.5), (5, -0.5)),
+        min_tokens=3, begin_suppress_tokens=(1, 2),
+    )  # fmt: skip
+    bias, stops, seen = dict(params.logit_bias), {0, 3, 9}, set()  # the vocabulary has no token 9
+    for seed in range(60):
+        dice = torch.Generator().manual_seed(seed)
+        logits = torch.randn(4, 8, generator=dice)
+        prompt, *parts = (torch.randint(8, (n,), generator=dice).tolist() for n in (3, seed % 3, 3))
+        answer, draft = parts
+        expected = []
+        for i, row in enumerate(logits.tolist()):
+            written = answer + draft[:i]
+            for token, value in enumerate(row):
+                if token in prompt + written:
+                    value = value / 2 if value > 0 else value * 2
+                value += bias.get(token, 0.0) - 0.3 * (token in written) - 0.2 * written.count(token)
+                banned = (token in stops and len(written) < 3) or (token in (1, 2) and not written)
+                row[token] = -math.inf if banned else value
+            expected.append(row.index(max(row)))
+        assert decode.choices(logits, prompt + answer, answer, draft, params, stops).tolist() == expected
+        seen |= {*expected}
+    assert seen == set(range(8))

@@ -34,6 +34,7 @@ from dflash_toolkit.kernels.reference import (
     filtered_probabilities,
     linear_top,
     penalized,
+    scored_tokens,
     walk,
 )
 from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
@@ -188,6 +189,20 @@ def test_filtered_probabilities_are_those_of_hugging_face(filters: dict[str, Any
     pairs += [(got.sort(-1).values, expected.sort(-1).values)] + [(got, expected)] * (filters["top_p"] == 1.0)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_without_filters_the_probabilities_are_the_softmax() -> None:
+    logits = torch.randn(3, 20)
+    torch.testing.assert_close(filtered_probabilities(logits, temperature=0.7), (logits / 0.7).softmax(-1))
+
+
+def test_scored_tokens_have_rank_and_best_tokens() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [5.0, 0.0, 1.0, 5.0]])
+    logprobs = logits.log_softmax(-1)
+    chosen, rank, *best = scored_tokens(logits, torch.tensor([3, 2]), 2).T
+    torch.testing.assert_close(chosen.float(), logprobs[[0, 1], [3, 2]])
+    assert rank.tolist() == [3, 3] and best[0].tolist()[0] == 1 and {*torch.stack(best[:2])[:, 1].tolist()} == {0, 3}
+    torch.testing.assert_close(torch.stack(best[2:], 1).float(), logprobs.topk(2).values)
 
 
 def test_top_p_keeps_tied_tokens_by_lowest_id() -> None:

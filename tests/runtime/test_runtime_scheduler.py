@@ -577,6 +577,17 @@ def test_more_pages_than_there_are_change_nothing() -> None:
     assert pool.allocate(4) is None and pool.available == 3
     with pytest.raises(ValueError, match="num_pages is 1"):
         PagePool(1, SIZE)
+    assert PagePool(2, SIZE).capacity == 1
+
+
+def test_released_pages_are_free_unless_they_are_known() -> None:
+    pool = PagePool(4, SIZE)
+    pages = pool.allocate(3)
+    assert pages is not None
+    pool.publish(range(SIZE), pages)
+    assert pool.match(range(SIZE), SIZE) == pages[:1]
+    assert pool.release(pages) == [pages[2], pages[1]], "the first is held by another request"
+    assert pool.release(pages[:1]) == [] and pool.available == 3
 
 
 def test_the_newest_request_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
