@@ -53,9 +53,9 @@ def run(config: DataConfig) -> None:
     where = ", ".join(config.endpoint) or str(resolve_device(config.device))
     print(f"{PROG}: target {config.target} on {where}; responses go to {config.output}", file=sys.stderr)
     output = Path(config.output)
-    own = {path.resolve() for path in (output, _prompts_file(output), _record_file(output))}
-    if clash := next((name for name in config.data if Path(Source(name).place).resolve() in own), None):
-        raise UserError(f"data {clash} is a file that this run would overwrite; choose another --output")
+    own = (output, _prompts_file(output), _record_file(output))
+    if clash := next((name for name in config.data if any(map(Source(name).includes, own))), None):
+        raise UserError(f"data {clash} holds a file that this run would overwrite; choose another --output")
     target_config = load_config(config.target)
     tokenizer = load_chat_tokenizer(config.target, config.sampler.thinking)
     length = min(config.prompts.max_length, context_limit(target_config))

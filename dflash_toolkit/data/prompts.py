@@ -11,13 +11,12 @@ from typing import Any
 
 from ..config import UserError
 from .benchmarks import BENCHMARKS, PLACEHOLDER, SPEED_BENCH
-from .conversations import BY_NAME, Message, Tool, all_turns, read_chat, split_messages
+from .conversations import BY_NAME, Conversation, Message, Tool, split_messages
 from .conversations import MALFORMED as MALFORMED
+from .conversations import read_chat as read_chat
 from .sources import UNREADABLE as UNREADABLE
-from .sources import Found, Malformed, Source
+from .sources import Malformed, Source
 from .sources import open_text as open_text
-
-CATEGORY_KEYS = ("category", "domain", "subject")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def read_prompts(
     """
     if not isinstance(source, Source):
         source = Source(str(source), form)
-    return [_parse(found, source) for found in itertools.islice(source.rows(split), limit)]
+    return [_prompt(found) for found in itertools.islice(source.read(split), limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,32 +137,13 @@ def read_prompt_sets(
     return {each.name: each.read(limit, split) for each in found}
 
 
-def _parse(found: Found, source: Source) -> Prompt:
-    place = f"{source.place}, {found.unit} {found.number}"
-    row = {"prompt": found.value} if isinstance(found.value, str) else found.value
-    if isinstance(row, Malformed):
-        raise UserError(f"{place}: {row.reason}")
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: expected a JSON object, got {type(row).__name__}")
-    try:
-        messages, tools = read_chat(row, source.applied)
-        later = all_turns(row, messages, source.applied)[1:]
-        if not all(isinstance(message["content"], str) for message in messages):
-            raise TypeError("prompt and answer must be text")
-    except (TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(f"{place}: malformed row ({error!r})") from error
-    except ValueError as error:
-        raise UserError(f"{place}: {error}") from error
-    asked, rest = split_messages(messages)
-    if not asked or not all(m["content"].strip() for m in asked if m["role"] == "user"):
-        raise UserError(f"{place}: the prompt is empty")
-    if any(message["content"].startswith(PLACEHOLDER) for turn in (asked, *later) for message in turn):
-        raise UserError(f"{place}: SPEED-Bench only refers to this prompt; give a file {SPEED_BENCH}")
-    default_id = f"{Path(source.place).name if source.is_file else source.place}/{found.number}"
-    names = (row.get("id"), row.get("task_id"), default_id)  # a null is no name
-    kinds = (row.get(key) for key in CATEGORY_KEYS)
-    kind = next((kind for kind in kinds if isinstance(kind, str) and kind), None)
-    return Prompt(str(next(name for name in names if name is not None)), tuple(asked), tuple(rest), tools, kind, later)
+def _prompt(found: Conversation | Malformed) -> Prompt:
+    if isinstance(found, Malformed):
+        raise UserError(f"{found.where}: {found.reason}")
+    if any(message["content"].startswith(PLACEHOLDER) for turn in found.turns for message in turn):
+        raise UserError(f"{found.id}: SPEED-Bench only refers to this prompt; give a file {SPEED_BENCH}")
+    _, rest = split_messages(list(found.recorded))
+    return Prompt(found.id, found.turns[0], tuple(rest), found.tools, found.category, found.turns[1:])
 
 
 # ---- chat templates ------------------------------------------------------------------------------------------

@@ -1,53 +1,90 @@
-"""Sources of prompts: local files of every usual kind, and Hugging Face datasets, which are streamed.
+"""Sources of conversations: local files, folders and patterns of them, and Hugging Face datasets."""
 
-JSON lines and text are read line by line and need no optional package; a JSON array is read whole. Parquet and datasets
-are streamed by `datasets`.
-"""
-
-import glob
-import gzip
+import fnmatch
 import hashlib
 import itertools
 import json
-import lzma
 import os
 import re
 import sys
-import tempfile
-import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ..config import UserError
 from ..fingerprint import files_digest
-from ..network import unreachable
 from .conversations import BY_NAME, FORM_CHOICES, FORMS, Conversation, conversation, likely_form
-
-UNREADABLE = (OSError, UnicodeDecodeError, lzma.LZMAError, zlib.error, EOFError)  # errors of reading `open_text`
-LINES = (".jsonl", ".ndjson", ".txt")
-FILES = (*LINES, ".json", ".parquet")
-PACKED = (".gz", ".xz")
+from .file_formats import UNREADABLE as UNREADABLE
+from .file_formats import Found, file_rows, kind_of, local_files, open_text, streamed
+from .file_formats import Malformed as Malformed
+from .file_formats import load_rows as load_rows
+from .messages import Message
+from .rows import WRAPPERS, batch_answer
 
 _printed: set[tuple[str, str]] = set()  # notices about sources that were printed, each once
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """A row that is not a conversation, and the reason."""
+class Batches:
+    """Answers of the batch output files among some files, for the questions of the input files, by `custom_id`."""
 
-    where: str
-    reason: str
+    def __init__(self, files: Sequence[Path] = ()) -> None:
+        self.answers: dict[str, Message] = {}
+        self.asked: set[str] = set()
+        for path in files if len(files) > 1 else ():
+            if path.is_file() and kind_of(path) in (".jsonl", ".ndjson"):
+                self._read(path)
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> "Batches":
+        """Returns the batches of all sources of a command."""
+        return cls([path for name in names for path in Source(name).files or ()])
+
+    def _read(self, path: Path) -> None:
+        try:
+            with open_text(path) as lines:
+                for line in lines:
+                    row = json.loads(line) if line.strip() else None
+                    if not isinstance(row, dict) or not isinstance(row.get("custom_id"), str):
+                        return  # no batch file
+                    if answer := batch_answer(row):
+                        self.answers |= {answer[0]: answer[1]} if answer[1] else {}
+                    elif any(name in row for name in WRAPPERS):
+                        self.asked.add(row["custom_id"])
+        except (*UNREADABLE, ValueError, RecursionError):
+            return  # reading the rows reports it
+
+    def joined(self, row: Any) -> Any:
+        """Returns a question with its answer, None for an answer whose question is in another file, else the row."""
+        name = row.get("custom_id") if isinstance(row, dict) else None
+        if not isinstance(name, str) or name not in self.asked:
+            return row
+        if batch_answer(row):
+            return None
+        return row | {"response": self.answers[name]} if name in self.answers else row
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One row as it is in its source."""
+class Unread:
+    """Counts the rows of a source, and how many of them have each column or key that was not read."""
 
-    number: int  # the line or row, from 1
-    unit: str  # line or row
-    value: Any  # or a `Malformed`, with an empty `where`
+    def __init__(self) -> None:
+        self.rows = 0
+        self._found: Counter[str] = Counter()
+
+    def add(self, keys: set[str]) -> None:
+        self.rows += 1
+        self._found.update(keys)
+
+    def __str__(self) -> str:
+        """Returns the columns and keys, those of as many rows together; empty if there are none."""
+        by_count: dict[int, list[str]] = {}
+        for key, count in self._found.items():
+            by_count.setdefault(count, []).append(key)
+        return ", ".join(
+            f"{', '.join(sorted(keys))} ({'all rows' if count == self.rows else f'{count} of {self.rows} rows'})"
+            for count, keys in sorted(by_count.items(), reverse=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +127,29 @@ class Source:
         return form if form in FORMS else None
 
     @property
+    def files(self) -> list[Path] | None:
+        """The local files that hold the rows, sorted; None for a dataset. Raises UserError if no file matches."""
+        return local_files(self.place)
+
+    @property
     def is_file(self) -> bool:
-        path = Path(self.place)
-        if os.path.isdir(path):
-            return False
-        named = kind_of(path) in FILES or path.is_absolute() or self.place.startswith(".") or self.place.count("/") > 1
-        return named or os.path.isfile(path)
+        """Whether the rows are in local files, and not in a dataset."""
+        return self.files is not None
 
     @property
     def short(self) -> str:
         """A short name for messages."""
         return self.label or (Path(self.place).name if self.is_file else self.place)
 
+    def includes(self, path: Path) -> bool:
+        """Whether a file is, or would be, one of this source."""
+        place, path = Path(self.place).resolve(), path.resolve()
+        return path == place or place in path.parents or fnmatch.fnmatch(str(path), str(place))
+
     def contents(self, split: str = "train") -> str:
-        """Returns the sha256 of a file, or a dataset's name and split. Raises UserError."""
-        return files_digest([self.place]) if self.is_file else f"{self.place}/{split}"
+        """Returns the sha256 of the files, or a dataset's name and split. Raises UserError."""
+        files = self.files
+        return f"{self.place}/{split}" if files is None else files_digest(list(map(str, files)))
 
     def digest(self, split: str = "train") -> str:
         """Returns a digest of the prompts of this source: contents, range and form. Raises UserError."""
@@ -114,40 +159,57 @@ class Source:
             return plain
         return hashlib.sha256(f"{plain}{part} {self.applied or ''}".encode()).hexdigest()
 
-    def read(self, split: str = "train", shuffle: int = 0, seed: int = 0) -> Iterator[Conversation | Malformed]:
-        """Yields every row in its order; rows of a dataset that is not a file in a random order by `seed`.
+    def read(
+        self, split: str = "train", shuffle: int = 0, seed: int = 0, batches: Batches | None = None
+    ) -> Iterator[Conversation | Malformed]:
+        """Yields every row in its order; rows of a dataset in a random order by `seed`.
+
+        Prints the applied template, and at the end the columns and keys of messages that were not read.
 
         Args:
             split: of a dataset.
             shuffle: rows of a dataset to buffer for shuffling; 0 keeps the order, and so does a range.
+            batches: of the files of all sources (default: of this one).
 
         Raises:
             UserError: no such file, dataset or rows, or it cannot be read.
         """
-        for found in self.rows(split, shuffle, seed):
-            where = self.where(found)
-            if isinstance(found.value, Malformed):
-                yield Malformed(where, found.value.reason)
-                continue
-            try:
-                yield conversation(found.value, where, self.applied)
-            except ValueError as error:
-                yield Malformed(where, str(error))
+        files, unread, form = self.files, Unread(), self.applied
+        file: Path | None = None
+        name, refused = self.place, False
+        batches = batches or Batches(files or ())
+        try:
+            for found in self._rows(files, split, shuffle, seed):
+                if (row := batches.joined(found.value)) is None:
+                    continue
+                if found.file != file:
+                    file, name = found.file, self._name(found.file)
+                try:
+                    if isinstance(row, Malformed):
+                        raise ValueError(row.reason)
+                    keys: set[str] = set()
+                    read = conversation(row, f"{name}/{found.number}", form, keys)
+                except ValueError as error:
+                    where = f"{file}, {found.unit} {found.number}" if file else f"{name}/{found.number}"
+                    refused = True  # a reader that stops here reports it
+                    yield Malformed(where, str(error))
+                    refused = False
+                    continue
+                unread.add(keys)
+                yield read
+        except GeneratorExit:
+            if not refused:
+                self._print_unread(unread)
+            raise
+        self._print_unread(unread)
 
-    def rows(self, split: str = "train", shuffle: int = 0, seed: int = 0) -> Iterator[Found]:
-        """Yields rows as they are in the source, for `read`; prints the applied template once on stderr."""
+    def _rows(self, files: list[Path] | None, split: str, shuffle: int, seed: int) -> Iterator[Found]:
+        """Yields rows as they are in the source."""
         rows: Iterator[Found]
-        path = Path(self.place)
-        if not self.is_file:
-            rows = _streamed(self.place, split, 0 if self.start or self.stop else shuffle, seed)
-        elif not os.path.exists(path):
-            raise UserError(f"{path}: no such file")
-        elif kind_of(path) == ".parquet":
-            rows = _parquet(path)
-        elif kind_of(path) == ".json":
-            rows = _array(path)
+        if files is None:
+            rows = streamed(self.place, split, 0 if self.start or self.stop else shuffle, seed)
         else:
-            rows = _lines(path)
+            rows = itertools.chain.from_iterable(map(file_rows, files))
         empty = True
         for found in itertools.islice(rows, self.start, self.stop):
             if empty:
@@ -158,11 +220,11 @@ class Source:
             where = f"no such rows; the range begins with row {self.start}" if self.start else "holds no prompts"
             raise UserError(f"{self.place}: {where}")
 
-    def where(self, found: Found) -> str:
-        """Returns the name of a row for messages."""
-        if not self.is_file:
-            return f"{self.place}/{found.number}"
-        return f"{Path(self.place).name}, {found.unit} {found.number}"
+    def _name(self, file: Path | None) -> str:
+        """Returns what names a row without an id of its own, with its number."""
+        if file is None:
+            return self.place
+        return str(file.relative_to(self.place)) if os.path.isdir(self.place) else file.name
 
     def _print_form(self, row: Any) -> None:
         """Prints which form is applied, or that none is although one may be expected."""
@@ -179,136 +241,15 @@ class Source:
             text = f"asked as its rows are; {ways} asks as the benchmark does"
         else:
             return
+        self._print(text)
+
+    def _print_unread(self, unread: Unread) -> None:
+        if text := str(unread):
+            self._print(f"not read: {text}")
+
+    def _print(self, text: str) -> None:
+        """Prints a notice about this source once, in one process."""
         line = f"{self.short}: {text}"
-        if (self.place, line) not in _printed and os.environ.get("RANK", "0") == "0":  # only one process prints
+        if (self.place, line) not in _printed and os.environ.get("RANK", "0") == "0":
             _printed.add((self.place, line))
             print(line, file=sys.stderr)
-
-
-def kind_of(path: Path) -> str:
-    """Returns the suffix for a file's format, without one for compression."""
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
-
-
-def _unreadable(name: str, error: Exception) -> UserError:
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    return UserError(f"{name}: cannot be read ({reason})")
-
-
-def _lines(path: Path) -> Iterator[Found]:
-    """One row a line: JSON, or in a .txt the prompt itself."""
-    try:
-        with open_text(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                if kind_of(path) == ".txt":
-                    yield Found(number, "line", line.rstrip("\n"))
-                    continue
-                try:
-                    yield Found(number, "line", json.loads(line))
-                except (ValueError, RecursionError) as error:
-                    yield Found(number, "line", Malformed("", f"not valid JSON ({error})"))
-    except UNREADABLE as error:
-        raise _unreadable(str(path), error) from error
-
-
-def _array(path: Path) -> Iterator[Found]:
-    """Yields rows of a JSON array, or of an object with one list; a file of JSON lines is read as such."""
-    try:
-        with open_text(path) as handle:
-            values = json.load(handle)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # a second value: JSON lines under another name
-            yield from _lines(path)
-            return
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-    except UNREADABLE as error:
-        raise _unreadable(str(path), error) from error
-    except (ValueError, RecursionError) as error:  # an endless number, or lists in lists
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-    if isinstance(values, dict):
-        lists = [value for value in values.values() if isinstance(value, list)]
-        try:
-            conversation(values, "")  # the file's only row
-            lists = [[values]]
-        except ValueError:
-            pass
-        if len(lists) != 1:
-            raise UserError(f"{path}: expected an array of rows, got an object")
-        values = lists[0]
-    if not isinstance(values, list):
-        raise UserError(f"{path}: expected an array of rows, got {type(values).__name__}")
-    for number, row in enumerate(values, 1):
-        yield Found(number, "row", row)
-
-
-def _parquet(path: Path) -> Iterator[Found]:
-    """Rows of a Parquet file as `datasets` streams them."""
-    # a link, since `datasets` may read a name as a pattern, a host or a chain of file systems; next to it is the cache
-    # that `datasets` makes without need
-    with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder) / "rows.parquet"
-        link.symlink_to(path.absolute())
-        name = glob.escape(str(link))
-        rows = load_rows(str(path), "parquet", data_files=name, split="train", streaming=True, cache_dir=folder)
-        yield from _numbered(rows, str(path))
-
-
-def _streamed(name: str, split: str, shuffle: int, seed: int) -> Iterator[Found]:
-    dataset, _, subset = name.partition(":")
-    rows = load_rows(name, dataset, subset or None, split=split, streaming=True)
-    if shuffle:
-        rows = rows.shuffle(seed=seed, buffer_size=shuffle)
-    yield from _numbered(rows, name)
-
-
-def _numbered(rows: Any, name: str) -> Iterator[Found]:
-    iterator = iter(rows)
-    number = 0
-    while True:
-        number += 1
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:  # the network, or a broken file
-            if unreachable(error):
-                raise UserError(
-                    f"{name}: row {number} cannot be fetched, the hub cannot be reached any more"
-                ) from error
-            raise _unreadable(name, error) from error
-        yield Found(number, "row", row)
-
-
-def load_rows(name: str, *args: Any, **options: Any) -> Any:
-    """Calls `datasets.load_dataset(*args, **options)`; errors name `name`. Raises UserError."""
-    local = "data_files" in options
-    try:
-        import datasets
-    except ImportError as error:
-        way_out = "" if local else ", or give a file"
-        raise UserError(f"reading {name} needs datasets: pip install 'dflash-toolkit[train]'{way_out}") from error
-    if local:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each opened file is reported to the network
-    try:
-        load: Callable[..., Any] = datasets.load_dataset
-        return load(*args, **options)
-    except Exception as error:  # the hub client raises a dozen kinds
-        if local:
-            raise _unreadable(name, error) from error
-        if unreachable(error):
-            raise UserError(
-                f"dataset {name} cannot be loaded without a network, and the hub cannot be reached; give a file"
-            ) from error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"dataset {name} cannot be loaded ({reason}); without a network give a file") from error
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def open_text(path: Path) -> TextIO:
-    """A text file, plain, .gz or .xz."""
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-    return openers.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")  # some editors write a byte order mark

@@ -11,8 +11,12 @@ from programs import assistant, user, write
 from tool_messages import CALL, RESULT
 
 from dflash_toolkit import UserError
-from dflash_toolkit.data.conversations import FORM_CHOICES, Conversation, conversation, split_messages
+from dflash_toolkit.data import rows
+from dflash_toolkit.data.conversations import Conversation, conversation, split_messages
+from dflash_toolkit.data.messages import REASONING
 from dflash_toolkit.data.prompts import read_prompts
+from dflash_toolkit.data.rows import ANSWERS, ASKED, CHATS, CONTEXT, FORMS, STRINGS, WRAPPERS
+from dflash_toolkit.data.sources import Source
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -61,6 +65,51 @@ SHAPES: dict[str, tuple[Any, list[list[dict[str, Any]]], str | None]] = {
     "text": ({"text": "a"}, [[user("a")]], None),
     "query and response": ({"query": "a", "response": "b"}, [[user("a")]], "b"),
     "input and output": ({"input": "a", "output": "b"}, [[user("a")]], "b"),
+    "WildChat": (
+        {"conversation": [user("a") | {"language": "English"}, assistant("b")], "model": "m"}, [[user("a")]], "b",
+    ),
+    "messages under another name": ({"log": [user("a"), assistant("b")], "text": "x"}, [[user("a")]], "b"),
+    "messages as text in a table": ({"messages": json.dumps([user("a"), assistant("b")])}, [[user("a")]], "b"),
+    "ultrachat": ({"data": ["a", "b", "c", "d"]}, [[user("a")], [user("c")]], "b"),
+    "Capybara": ({"conversation": [{"input": "a", "output": "b"}]}, [[user("a")]], "b"),
+    "dolly": ({"instruction": "a", "context": "x", "response": "b", "category": "c"}, [[user("a\n\nx")]], "b"),
+    "SQuAD": ({"question": "a", "context": "x", "answers": {"text": ["b"]}}, [[user("x\n\na")]], None),
+    "sql-create-context": ({"question": "a", "context": "x", "answer": "b"}, [[user("x\n\na")]], "b"),
+    "contexts": ({"question": "a", "contexts": ["x", "y"]}, [[user("x\n\ny\n\na")]], None),
+    "natural instructions": ({"definition": "x", "inputs": "a", "targets": "b"}, [[user("x\n\na")]], "b"),
+    "a history of pairs": (
+        {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "Be brief."},
+        [[SYSTEM, user("a")], [user("c")]], "b",
+    ),
+    "a history of messages": (
+        {"question": "c", "chat_history": [user("a"), assistant("b")]}, [[user("a")], [user("c")]], "b",
+    ),
+    "TRL": ({"prompt": [user("a")], "completion": [assistant("b")]}, [[user("a")]], "b"),
+    "TRL, preferences without a prompt": (
+        {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [[user("a")]], "b",
+    ),
+    "a batch's input": (
+        {"id": "f, line 1", "body": {"model": "m", "messages": [SYSTEM, user("a")]}}, [[SYSTEM, user("a")]], None,
+    ),
+    "a request with its response": (
+        {"request": {"messages": [user("a")]}, "response": {"choices": [{"message": assistant("b")}]}},
+        [[user("a")]], "b",
+    ),
+    "Gemini": (
+        {"systemInstruction": {"parts": [{"text": "Be brief."}]}, "contents": [
+            {"role": "user", "parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}]},
+        [[SYSTEM, user("a")]], "b",
+    ),
+    "OpenAI's Responses API": (
+        {"instructions": "Be brief.", "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+        [[SYSTEM, user("a")]], None,
+    ),
+    "Anthropic": (
+        {"params": {"system": "Be brief.", "messages": [user("a")]}}, [[SYSTEM, user("a")]], None,
+    ),
+    "a message of OpenAssistant": ({"text": "a", "role": "prompter", "parent_id": None}, [[user("a")]], None),
+    "columns with capitals": ({"Question": "a", "Response": "b"}, [[user("a")]], "b"),
+    "an answer that is a number": ({"prompt": "a", "response": 7}, [[user("a")]], None),
     "a bare string": ("a", [[user("a")]], None),
     "columns that are not filled": ({"messages": None, "question": None, "prompt": "a"}, [[user("a")]], None),
 }  # fmt: skip
@@ -75,20 +124,102 @@ def test_every_shape_becomes_the_turns_that_ask(
     assert (list(prompt.messages), prompt.answer) == (turns[0], answer)
 
 
-EMPTY = "a turn asks nothing"
+THOUGHT = assistant("b") | {"reasoning_content": "t"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        *(({"messages": [user("a"), assistant("b") | {name: "t"}]}, THOUGHT) for name in REASONING),
+        ({"messages": [user("a"), assistant("b") | {"reasoning": "t", "reasoning_content": "t"}]}, THOUGHT),
+        ({"messages": [user("a"), assistant([{"type": "thinking", "thinking": "t"}, {"text": "b"}])]}, THOUGHT),
+        (
+            {"contents": [user("a"), {"role": "model", "parts": [{"text": "t", "thought": True}, {"text": "b"}]}]},
+            THOUGHT,
+        ),
+        *(({"Question": "a", name: "t", "Response": "b"}, THOUGHT) for name in ("Complex_CoT", "reasoning")),
+        *(
+            ({"messages": [user("a"), assistant("b") | {key: value}]}, assistant("b") | {"weight": 0})
+            for key, value in (("weight", 0), ("train", False), ("loss", False))
+        ),
+        ({"messages": [user("a") | {"weight": 0}, assistant("b") | {"weight": 1}]}, assistant("b")),
+    ],
+    ids=str,
+)
+def test_reasoning_and_weights_of_every_name_are_kept(row: Any, expected: Any) -> None:
+    unread: set[str] = set()
+    assert conversation(row, "x", unread=unread).recorded == (user("a"), expected)
+    assert not unread
+
+
+def test_columns_and_keys_that_are_not_read_are_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[Any] = [
+        {"conversation": [user("a") | {"lang": "en"}, assistant("b")], "model": "m", "empty": [], "none": None},
+        {"prompt": "a", "model": "m", "Notes": 0},
+        {"prompt": "a", "model": "m", "rating": 5, "category": "c", "id": 7},
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    for _ in range(2):
+        list(Source(str(path)).read())
+    expected = "a.jsonl: not read: model (all rows), Notes, conversation[].lang, rating (1 of 3 rows)\n"
+    assert capsys.readouterr().err == expected
+    read_prompts(path, 1)
+    assert capsys.readouterr().err.endswith("not read: conversation[].lang, model (all rows)\n")
+
+
+HERMES = (
+    "You may call tools. <tools>[{'type': 'function', 'function': {'name': 'f'}}]</tools> As: <tool_call>x</tool_call>"
+)
+CALLED = assistant("so") | {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ('so <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', CALLED),
+        ("[f(x=1)]", CALLED | {"content": ""}),
+        ("[f(x=1, y=')'), a b()]", None),
+        ("<tool_call>not JSON</tool_call>", assistant("<tool_call>not JSON</tool_call>")),
+        ("[f(1)]", assistant("[f(1)]")),
+    ],
+)
+@pytest.mark.parametrize("system", [HERMES, "Call tools."])
+def test_calls_written_as_text_are_recorded_calls(text: str, call: Any, system: str) -> None:
+    result = "<tool_response>7</tool_response>"
+    turns = [("system", system), ("human", "a"), ("gpt", text), ("tool", result), ("gpt", "b")]
+    tools = {} if "<tools>" in system else {"tools": '[{"name": "f"}]'}
+    found = conversation({"conversations": [{"from": role, "value": value} for role, value in turns]} | tools, "x")
+    assert found.tools == ({"type": "function", "function": {"name": "f"}},)
+    first, (recorded, answer) = found.turns
+    assert [m["role"] for m in first] == ["system", "user"] and "<tool" not in first[0]["content"]
+    assert answer == {"role": "tool", "content": "7"} and recorded == (call or recorded)
+    if call is None:
+        assert [each["function"]["name"] for each in recorded["tool_calls"]] == ["f", "a b"]
+
+
+def test_text_about_calls_in_a_chat_without_tools_is_unchanged() -> None:
+    chat = [user("a"), assistant('<tool_call>{"name": "f"}</tool_call>')]
+    assert conversation({"messages": chat}, "x").recorded == tuple(chat)
+
+
+BEGINS = "a conversation that begins with the assistant"
+EMPTY, BLANK = "an empty conversation", "an empty question"
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
         ([1], "expected an? (JSON )?object, got list"),
-        ({"reply": "a"}, "none of messages, conversations, turns, question, prompt, problem, instruction, text, "),
+        (
+            {"reply": "a"},
+            "none of messages, conversations, conversation, turns, question, prompt, problem",
+        ),
         ({"prompt": None}, "none of messages"),
         ({"messages": None}, "none of messages"),
         *(({key: 5}, "malformed row") for key in ("prompt", "text", "question", "instruction")),
         ({"instruction": "a", "input": 4}, "malformed row"),
-        *(({"turns": wrong}, "malformed row") for wrong in ([], "abc", [None])),
-        *(({"messages": wrong}, "malformed row") for wrong in ("abc", ["a"], [{"role": "user"}])),
+        *(({"turns": wrong}, "malformed row") for wrong in ("abc", [None])),
+        *(({"messages": wrong}, "malformed row") for wrong in ("abc", [3], [{"role": "user"}])),
         ({"messages": [user("a") | {"content": [{"type": "text"}]}]}, "malformed row"),
         ({"messages": [user("a") | {"content": 3}]}, "malformed row .*content must be text"),
         ({"prompt": "a", "system": 3}, "malformed row .*system must be text"),
@@ -96,10 +227,23 @@ EMPTY = "a turn asks nothing"
         *(({"prompt": "a", "tools": [w]}, "tools must be a list of JSON objects") for w in (3, {"type": "web_search"})),
         ({"messages": [user("a"), {"role": "critic", "content": "b"}]}, "role 'critic' is not one of"),
         ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"name": 3}]}]}, "a tool call needs a name"),
-        *(({"messages": wrong}, EMPTY) for wrong in ([], [assistant("a"), user("b")], [user("  ")])),
-        ({"prompt": " \n"}, EMPTY),
-        ({"turns": [" "]}, EMPTY),
-        ({"instruction": "", "input": ""}, EMPTY),
+        *(({key: []}, EMPTY) for key in ("messages", "conversations", "turns", "data")),
+        *(({"messages": [*before, assistant("a"), user("b")]}, BEGINS) for before in ([], [SYSTEM])),
+        ({"messages": [user("a"), assistant("b"), assistant("c"), user("d")]}, "two turns of the assistant in a row"),
+        ({"messages": [user("  ")]}, BLANK),
+        ({"prompt": " \n"}, BLANK),
+        ({"turns": [" "]}, BLANK),
+        ({"turns": ["a", ""]}, BLANK),
+        ({"instruction": "", "input": ""}, BLANK),
+        *(({"messages": [wrong]}, "a conversation without a question") for wrong in (SYSTEM, RESULT)),
+        (
+            {"text": "a", "role": "assistant", "parent_id": "x"},
+            "one message of the role 'assistant'",
+        ),
+        (
+            {"id": "b1", "custom_id": "q", "response": {"body": {"choices": [{"message": assistant("a")}]}}},
+            "an output row of a batch without its question; give the batch's input file too",
+        ),
     ],
     ids=str,
 )
@@ -108,48 +252,63 @@ def test_a_malformed_row_is_named_with_its_line(row: Any, reason: str, tmp_path:
         conversation(row, "x")
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"prompt": "fine"}}\n\n{json.dumps(row)}')
-    reason = "the prompt is empty" if reason == EMPTY else reason
     with pytest.raises(UserError, match=rf"^\S+a.jsonl, line 3: {reason}.*$"):
         read_prompts(path)
 
 
-def test_data_reads_later_turns_and_prompts_read_answers(tmp_path: Path) -> None:
-    for row in ({"turns": ["a", ""]}, {"messages": [SYSTEM]}, {"messages": [RESULT]}):
-        with pytest.raises(ValueError, match=EMPTY):
-            conversation(row, "x")
-    row = {"prompt": "a", "response": 7}
-    assert conversation(row, "x").asked == "a"
-    with pytest.raises(UserError, match="line 1: malformed row"):
-        read_prompts(write(tmp_path / "a.jsonl", [row]))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-KEYS = [
-    "problem", "answer", "solution", "completion", "code",
-    "messages", "turns", "question", "prompt", "entry_point", "text", "test_list", "instruction", "input",
-    "output", "response", "id", "conversations", "system", "tools", "query",
+NAMES = [
+    *CHATS, *STRINGS, *ASKED, *ANSWERS, *CONTEXT, *rows.SYSTEM, *WRAPPERS, "entry_point", "test_list", "id", "tools",
+    "code", "contents", "custom_id", "choices", "rejected", "chosen", "other", "Question",
 ]  # fmt: skip
+INNER = [
+    "role",
+    "from",
+    "content",
+    "value",
+    "parts",
+    "text",
+    "type",
+    "tool_calls",
+    "name",
+    "weight",
+    "reasoning",
+    "body",
+]
+WORD = st.sampled_from(["user", "assistant", "gpt", "tool", "a", "", "[1", "<tool_call>{}</tool_call>", "[f()]"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | WORD,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*INNER, *NAMES]), inner, max_size=3),
+    max_leaves=6,
+)
+TURN = st.fixed_dictionaries({"role": WORD, "content": JSON}, optional={"weight": JSON, "reasoning": JSON, "odd": JSON})
 
 
-@given(row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), form=st.sampled_from(FORM_CHOICES))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    row=st.dictionaries(st.sampled_from(NAMES), JSON | st.lists(TURN, max_size=3), max_size=4),
+    form=st.sampled_from([None, *FORMS]),
+)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @pytest.mark.slow
-def test_any_row_is_a_prompt_or_a_user_error(
-    row: dict[str, Any], form: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_row_is_a_conversation_or_a_reason(row: dict[str, Any], form: str | None) -> None:
+    unread: set[str] = set()
     try:
-        (prompt,) = read_prompts(write(tmp_path_factory.getbasetemp() / "row.jsonl", [row]), form=form)
-    except UserError:
+        found = conversation(row, "x", form, unread)
+    except ValueError as error:
+        assert str(error)
         return
-    assert prompt.messages and all(isinstance(m["content"], str) for m in prompt.messages)
-    assert prompt.answer is None or isinstance(prompt.answer, str)
+    assert found.turns and all(isinstance(m["content"], str) for turn in found.turns for m in turn)
+    assert all(isinstance(message["content"], str) for message in found.recorded)
+    gone = {key: value for key, value in row.items() if key not in unread and value not in (None, "", [], {})}
+    without = conversation(gone, "x", form)
+    assert (without.turns, without.recorded, without.tools) == (found.turns, found.recorded, found.tools)
+    for key in gone:  # what is not reported is read: without it the row is another, or none
+        less = {name: value for name, value in gone.items() if name != key}
+        try:
+            other = conversation(less, "x", form)
+        except ValueError:
+            continue
+        mine, theirs = ((c.turns, c.recorded, c.tools, c.id, c.category) for c in (found, other))
+        assert mine != theirs or key in ("system", "tools"), key
 
 
 def test_split_messages_cuts_before_the_first_answer() -> None:

@@ -1,5 +1,6 @@
 """dflash-data reads every usual format of row and file."""
 
+import bz2
 import gzip
 import json
 import lzma
@@ -17,7 +18,7 @@ from dflash_toolkit import UserError
 from dflash_toolkit.config import parse_cli
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import read_prompt_sets, read_prompts
-from dflash_toolkit.data.sources import Malformed, Source
+from dflash_toolkit.data.sources import Batches, Malformed, Source
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.data_cli import DataConfig
@@ -25,6 +26,11 @@ from dflash_toolkit.train.data_cli import DataConfig
 # ---- files -----------------------------------------------------------------------------------------------------
 
 ROWS = [{"prompt": "first"}, {"id": "b", "prompt": "second"}]
+
+
+def zstd(content: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    return bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
 
 
 def make(path: Path) -> Path:
@@ -35,8 +41,9 @@ def make(path: Path) -> Path:
             datasets.Dataset.from_list([{"id": None, **row} for row in ROWS]).to_parquet(file)
         return path
     lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-    texts = {".jsonl": lines, ".ndjson": lines, ".txt": "first\n\nsecond\n", ".json": json.dumps(ROWS)}
-    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    texts = {".jsonl": lines, ".ndjson": lines, ".txt": "first\n\nsecond\n", ".json": json.dumps(ROWS),
+             ".csv": "id,prompt\n,first\nb,\"second\"\n", ".tsv": "id\tprompt\n\tfirst\nb\tsecond\n"}  # fmt: skip
+    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": zstd}.get(path.suffix, bytes)
     path.write_bytes(pack(texts[next(s for s in path.suffixes if s in texts)].encode()))
     return path
 
@@ -46,7 +53,11 @@ def asked(name: object, *args: object) -> list[str]:
     return [found.asked for found in Source(str(name)).read(*args) if isinstance(found, Conversation)]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "a.json.gz", "a.txt", "a.parquet"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "a.jsonl.zst", "a.json", "a.json.gz", "a.txt", "a.parquet",
+     "a.csv", "a.csv.gz", "a.tsv", "a.tsv.zst"],
+)  # fmt: skip
 def test_every_file_format_gives_prompts_in_order(name: str, tmp_path: Path) -> None:
     path = make(tmp_path / name)
     assert asked(path) == ["first", "second"] and len(Source(str(path)).digest("train")) == 64
@@ -77,11 +88,70 @@ def test_a_malformed_row_is_named_by_its_line_and_the_others_are_read(tmp_path: 
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n\n{nope\n{"reply": 1}\n{"prompt": "b"}\n')
     first, broken, odd, last = Source(str(tmp_path / "a.jsonl")).read()
     assert isinstance(first, Conversation) and isinstance(last, Conversation)
-    assert isinstance(broken, Malformed) and broken.where == "a.jsonl, line 3" and "not valid JSON" in broken.reason
-    assert isinstance(odd, Malformed) and odd.where == "a.jsonl, line 4"
+    assert (
+        isinstance(broken, Malformed)
+        and broken.where.endswith("/a.jsonl, line 3")
+        and "not valid JSON" in broken.reason
+    )
+    assert isinstance(odd, Malformed) and odd.where.endswith("/a.jsonl, line 4")
     (tmp_path / "a.json").write_text('[{"prompt": "a"}, 3]')
     _, odd = Source(str(tmp_path / "a.json")).read()
-    assert isinstance(odd, Malformed) and odd.where == "a.json, row 2"
+    assert isinstance(odd, Malformed) and odd.where.endswith("/a.json, row 2")
+
+
+def test_a_table_is_read_by_the_columns_of_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffQuestion;Answer\n"two\nlines; ""x""";b\n\nc;d;e\n;f\n', encoding="utf-8")
+    first, wide, empty = Source(str(path)).read()
+    assert isinstance(first, Conversation) and first.asked == 'two\nlines; "x"' and first.recorded[1]["content"] == "b"
+    assert isinstance(wide, Malformed) and wide.reason == "more cells than the header has columns"
+    assert isinstance(empty, Malformed) and empty.where == f"{path}, row 4"
+
+
+def test_a_folder_and_a_pattern_are_read_in_order_of_names(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    for name in ("b/2.jsonl.gz", "a.csv", "b/1.txt", ".hidden/c.jsonl", "notes.md"):
+        (logs / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == "notes.md":
+            (logs / name).write_text("no rows")
+        else:
+            make(logs / name)
+    found = list(Source(str(logs)).read())
+    assert [each.id for each in found if isinstance(each, Conversation)] == [
+        "a.csv/1", "b", "b/1.txt/1", "b/1.txt/3", "b/2.jsonl.gz/1", "b",
+    ]  # fmt: skip
+    assert asked(f"{logs}/b/*.jsonl*") == asked(f"{logs}/**/2*") == ["first", "second"]
+    assert asked(f"x={logs}/*/[12]*[1:3]") == ["second", "first"], "a range counts the rows of all files"
+    assert Source(str(logs)).digest() != Source(f"{logs}/b/*").digest()
+    with pytest.raises(UserError, match=r"logs/\*\.parquet: no such file, and none matches the pattern"):
+        asked(f"{logs}/*.parquet")
+
+
+def test_a_folder_whose_names_declare_splits_is_a_dataset(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for name in ("train.jsonl", "test.jsonl"):
+        write(tmp_path / name, says(name))
+    assert asked(tmp_path, "train") == ["train.jsonl"] and asked(tmp_path, "test") == ["test.jsonl"]
+
+
+def test_a_batch_output_is_joined_to_its_input_by_custom_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = "/v1/chat/completions"
+    questions = [{"custom_id": x, "url": chat, "body": {"model": "m", "messages": [user(x)]}} for x in "abc"]
+    body = {"choices": [{"message": {"role": "assistant", "content": "yes"}}]}
+    answers = [{"id": "1", "custom_id": x, "response": {"status_code": 200, "body": body}, "error": None} for x in "ca"]
+    failed = {"id": "2", "custom_id": "b", "response": None, "error": {"code": "expired"}}
+    inputs = write(tmp_path / "in.jsonl", questions)
+    outputs = write(tmp_path / "out.jsonl", [*answers, failed])
+    found = list(Source(f"{tmp_path}/*.jsonl").read())
+    assert [each.asked for each in found if isinstance(each, Conversation)] == ["a", "b", "c"] == [*"abc"][: len(found)]
+    replies = [each.recorded[1:] for each in found if isinstance(each, Conversation)]
+    assert [bool(reply) for reply in replies] == [True, False, True] and replies[0][0]["content"] == "yes"
+    assert "body.model, method" not in (said := capsys.readouterr().err) and "body.model, url (all rows)" in said
+    together = Batches.of([str(outputs), str(inputs)])
+    assert list(Source(str(outputs)).read(batches=together)) == []
+    assert len(list(Source(str(inputs)).read(batches=together))) == 3
+    (*_, alone) = Source(str(outputs)).read()
+    assert isinstance(alone, Malformed) and "give the batch's input file too" in alone.reason
 
 
 ODD_NAMES = ["a[1]*?.jsonl", "a[1]*?.parquet", "b c#1%20.jsonl", "a[1].jsonl.gz", "a\\b.jsonl.xz", "c::d.jsonl"]

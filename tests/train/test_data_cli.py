@@ -48,7 +48,7 @@ def test_a_row_has_the_greedy_response_and_its_origin(runtime: str, target: Targ
         ids = asked(target, f"ask {i} of it")
         answer = generate(target, None, ids, SamplingParams(max_tokens=12))
         assert row | {
-            "index": i, "sample": 0, "part": 0, "parts": 1, "id": f"p.jsonl, line {i + 1}",
+            "index": i, "sample": 0, "part": 0, "parts": 1, "id": f"p.jsonl/{i + 1}",
             "tokens": ids + answer.tokens, "prompt_tokens": len(ids), "spans": [[len(ids), len(ids + answer.tokens)]],
             "finish_reason": answer.finish_reason, "target": str(dflash_data.target),
             "template_hash": template_digest(target.tokenizer),

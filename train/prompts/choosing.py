@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation
-from dflash_toolkit.data.sources import Malformed, Source
+from dflash_toolkit.data.sources import Batches, Malformed, Source
 from dflash_toolkit.files import unwritable
 from dflash_toolkit.options import PromptOptions
 from dflash_toolkit.progress import Progress
@@ -105,9 +105,10 @@ def chosen(path: Path) -> Iterator[Chosen]:
 
 def _read(wanted: Wanted, counts: Counter[str]) -> Iterator[dict[str, Any]]:
     """Yields every conversation of the sources as a JSON value."""
+    batches = Batches.of(wanted.names)
     for place, name in enumerate(wanted.names):
         source = Source(name, wanted.options.form)
-        for found in source.read(wanted.options.split, wanted.shuffle, wanted.seed):
+        for found in source.read(wanted.options.split, wanted.shuffle, wanted.seed, batches):
             if isinstance(found, Malformed):
                 if source.is_file and wanted.options.strict:
                     raise UserError(f"{found.where}: {found.reason}; prompts.strict=false skips such rows")
