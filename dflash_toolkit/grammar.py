@@ -10,29 +10,20 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .json_schema import DEEPEST, Rewritten, UnsupportedSchema
 from .sampling import Grammar, GrammarError
+from .string_pattern import StringPattern
 
 LONGEST = 256 << 10  # characters of a grammar
 CACHED = 256 << 20  # bytes of compiled grammars to keep
-DEEPEST = 64  # levels of a JSON schema
-FORMATS = {
-    "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
-    "uri-template", "json-pointer", "relative-json-pointer",
-}  # fmt: skip
-# keywords of a JSON schema that xgrammar ignores
-IGNORED = {
-    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "contentSchema",
-    "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
-}  # fmt: skip
-DATA = {"const", "enum", "default", "examples"}  # keywords of a JSON schema with data, not schemas
-NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # keywords with schemas by name
+MOST_SPACE = 32  # characters of white space between two parts of JSON
 
 
 def words_of(vocabulary: int) -> int:
@@ -223,22 +214,14 @@ def read(grammar: Grammar) -> Any:
         raise GrammarError(f"the {grammar.name} has {len(grammar.text)} characters; at most {LONGEST} are read")
     if "\0" in grammar.text:
         raise GrammarError(f"the {grammar.name} holds a NUL character")
-    if grammar.kind in ("json", "structural_tag"):
-        try:
-            asked = json.loads(grammar.text)
-        except RecursionError as error:
-            raise GrammarError(f"the {grammar.name} is more than {DEEPEST} levels deep") from error
-        except ValueError as error:
-            raise GrammarError(f"the {grammar.name} is no JSON ({error})") from error
-        for schema in [asked] if grammar.kind == "json" else _schemas_of(asked):
-            if reason := _not_supported(schema, "", 0):
-                raise GrammarError(f"the {grammar.name} cannot be used: {reason}")
     reader = _xgrammar().Grammar
+    if grammar.kind in ("json", "structural_tag"):
+        text, patterns = _rewritten(grammar)
+        with _said_in_one_line(grammar):
+            return _tightened(
+                (reader.from_json_schema if grammar.kind == "json" else reader.from_structural_tag)(text), patterns
+            )
     with _said_in_one_line(grammar):
-        if grammar.kind == "json":
-            return _without_control_characters(reader.from_json_schema(grammar.text))
-        if grammar.kind == "structural_tag":
-            return _without_control_characters(reader.from_structural_tag(grammar.text))
         if grammar.kind == "regex":
             return reader.from_regex(grammar.text)
         if grammar.kind == "choice":
@@ -247,60 +230,49 @@ def read(grammar: Grammar) -> Any:
         return (reader.from_ebnf if "::=" in grammar.text else reader.from_lark)(grammar.text)
 
 
-def _schemas_of(tag: Any) -> Iterator[Any]:
-    """Yields the JSON schemas in a structural tag."""
-    for key, value in tag.items() if isinstance(tag, dict) else enumerate(tag) if isinstance(tag, list) else ():
-        if key == "json_schema":
-            yield value
-        else:
-            yield from _schemas_of(value)
+def _rewritten(grammar: Grammar) -> tuple[str, dict[str, StringPattern]]:
+    """Returns the text of a grammar with its JSON schemas as xgrammar follows them, and their patterns."""
+    patterns: dict[str, StringPattern] = {}
 
+    def follow(schema: Any) -> Any:
+        found = Rewritten(schema, len(patterns))
+        if found.schema is False:
+            raise UnsupportedSchema("it allows no value")
+        patterns.update(found.patterns)
+        return found.schema
 
-def _not_supported(schema: Any, place: str, depth: int) -> str | None:
-    """Returns what xgrammar would ignore in a schema, or take very long for; None if there is nothing."""
-    if depth > DEEPEST:
-        return f"it is more than {DEEPEST} levels deep"
-    if isinstance(schema, list):
-        return next((r for i, s in enumerate(schema) if (r := _not_supported(s, f"{place}/{i}", depth + 1))), None)
-    if not isinstance(schema, dict):
-        return None
-    where = f" (at {place})" if place else ""
-    for key in schema:
-        if key in IGNORED:
-            return f"{key!r} is not supported{where}"
-    if len(schema.get("allOf") or ()) > 1:
-        return f"'allOf' of several schemas is not supported{where}"
-    if not str(schema.get("$ref", "#")).startswith("#"):
-        return f"'$ref' to another document is not supported{where}"
-    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
-        return f"the format {schema['format']!r} is not supported{where}"
-    if ("pattern" in schema or "format" in schema) and ("minLength" in schema or "maxLength" in schema):
-        return f"a length with 'pattern' or 'format' is not supported{where}"
-    if "multipleOf" in schema and not (schema.get("type") == "integer" and schema["multipleOf"] in range(1, 1025)):
-        return f"'multipleOf' of {schema['multipleOf']!r} is not supported, of integers 1..1024 is{where}"
-    patterns = schema.get("patternProperties") or {}
-    if len(patterns) > 1 or (patterns and "properties" in schema):
-        return f"'patternProperties' with other properties is not supported{where}"
-    others = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
-    if "propertyNames" in schema and any(isinstance(schema.get(key), dict) for key in others):
-        return f"'propertyNames' with other properties is not supported{where}"
-    for key, value in schema.items():
-        inner = value.values() if key in NAMED and isinstance(value, dict) else [value]
-        names = value if key in NAMED and isinstance(value, dict) else [""]
-        for name, one in zip(names, inner, strict=True):
-            if key not in DATA and (r := _not_supported(one, f"{place}/{key}{name and '/'}{name}", depth + 1)):
-                return r
-    return None
+    def inside(tag: Any) -> Any:
+        if isinstance(tag, dict):
+            return {key: follow(each) if key == "json_schema" else inside(each) for key, each in tag.items()}
+        return [inside(each) for each in tag] if isinstance(tag, list) else tag
+
+    try:
+        asked = json.loads(grammar.text)
+        return json.dumps(follow(asked) if grammar.kind == "json" else inside(asked)), patterns
+    except RecursionError as error:
+        raise GrammarError(f"the {grammar.name} is more than {DEEPEST} levels deep") from error
+    except UnsupportedSchema as error:
+        raise GrammarError(f"the {grammar.name} cannot be used: {error}") from error
+    except ValueError as error:
+        raise GrammarError(f"the {grammar.name} is no JSON ({error})") from error
 
 
 # the rule of one character of a string of limited length; xgrammar allows control characters in it
-CHARACTER = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+CHARACTER = re.compile(r'^([\w-]+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+SPACE = r"[ \n\r\t]*"
+# the rules of a further property's name; with an escape it could repeat the name of another property
+NAME = re.compile(r"^[\w-]*_addl_key\w* ::= .*$", re.MULTILINE)
+ESCAPE = r' | ("\\" basic_escape basic_string_sub)'
+PATTERN = re.compile(r'^([\w-]+) ::= Regex\("(\^pattern-\d+\$)", json_string=true\)$', re.MULTILINE)
 
 
-def _without_control_characters(grammar: Any) -> Any:
-    """Returns xgrammar's grammar of a JSON schema, without control characters in strings."""
-    written, changed = CHARACTER.subn(lambda rule: f'{rule[1]}(([^\\0-\\x1f\\"\\\\]))', str(grammar))
-    return _xgrammar().Grammar.from_ebnf(written) if changed else grammar
+def _tightened(grammar: Any, patterns: Mapping[str, StringPattern]) -> Any:
+    """Returns xgrammar's grammar of JSON schemas with what these forbid: its rules as text, some of them changed."""
+    text = CHARACTER.sub(lambda rule: f'{rule[1]}(([^\\0-\\x1f\\"\\\\]))', str(grammar))
+    text = text.replace(SPACE, f"{SPACE[:-1]}{{0,{MOST_SPACE}}}")
+    text = NAME.sub(lambda rule: rule[0].replace(ESCAPE, ""), text)
+    text = PATTERN.sub(lambda rule: "\n".join(patterns[rule[2]].rules(rule[1])), text)
+    return _xgrammar().Grammar.from_ebnf(text)
 
 
 @contextlib.contextmanager

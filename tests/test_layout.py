@@ -26,7 +26,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"generation", "models.quantized", "openai_http", "sampling"},
+    {"generation", "models.quantized", "openai_http", "sampling", "string_pattern"},
     {
         "checkpoint",
         "models.cache",
@@ -37,7 +37,7 @@ LEVELS = [
         "models.spec",
         "models.structure",
     },
-    {"calibration", "draft_tree", "fingerprint", "stop_tokens"},
+    {"calibration", "draft_tree", "fingerprint", "json_schema", "stop_tokens"},
     {"data", "files", "models", "models.dflash", "models.target", "tracking"},
     {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # the backbone finds them by name
     {"confidence", "decode", "record"},
