@@ -12,7 +12,7 @@ seen; that is about the density of the paper's recipe.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +21,7 @@ from dflash_toolkit.config import UserError, from_mapping, option, options
 from dflash_toolkit.models.dflash.architecture import DraftArchitecture, all_sizes, asked_by, kinds, of_kind
 from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WIDTH_FOR_PARTS, WINDOW
 from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
+from dflash_toolkit.sampling import COLDEST, HOTTEST
 
 RUNTIMES = ("auto", "engine", "reference")
 BATCH_SIZE = "prompts answered at a time (default: as many as the GPU's memory holds, at most 256; 32 on a CPU)"
@@ -28,10 +29,25 @@ GREEDY_FIRST = "make the first of several responses greedy, at any temperature"
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # tokens of a step on a GPU (default)
 MOST_GIB = 2**20  # no machine has more memory
+OWN = "self:"  # of a source: the target writes the prompts itself
 EPOCHS = 6  # passes over the data with one response to every prompt
 
 
 C = TypeVar("C")
+
+
+def own_count(name: str) -> int | None:
+    """Returns N of a source `self:N`; None for any other source."""
+    number = name.removeprefix(OWN)
+    return int(number) if number != name and number.isdecimal() else None
+
+
+def count_in(names: Sequence[str]) -> int:
+    """Returns N of the source `self:N`, 0 without one. Raises ValueError for more than one, or for N = 0."""
+    found = [count for name in names if (count := own_count(name)) is not None]
+    if len(found) > 1 or 0 in found:
+        raise ValueError(f"data has {len(found)} sources {OWN}N; give one, with N >= 1")
+    return sum(found)
 
 
 def _samples_in(file: str) -> int:
@@ -134,6 +150,33 @@ class DataOptions(PromptOptions):
         PromptOptions.__post_init__(self)
         if self.held_out < 0:
             raise ValueError(f"held_out is {self.held_out}; it must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SynthesisOptions:
+    """How the target writes prompts itself (--data self:N)."""
+
+    topics: str | None = option(
+        None,
+        "file with a topic on each line; prompts are about these, through the system message (default: system messages "
+        "for mathematics, code, writing, advice and other fields)",
+        metavar="PATH",
+        flag="topics",
+    )
+    turns: int = option(1, "most user turns of a conversation; the target answers between them")
+    script: str | None = option(
+        None, "keep only prompts in this script, as Unicode names it: latin, cyrillic, cjk, ... (default: any)"
+    )
+    temperature: float = option(1.0, "temperature of prompts")
+    max_tokens: int = option(512, "longest prompt, in tokens; longer ones are left out")
+
+    def __post_init__(self) -> None:
+        if self.turns < 1:
+            raise ValueError(f"synthesis.turns is {self.turns}; it must be >= 1")
+        if self.max_tokens < 8:
+            raise ValueError(f"synthesis.max_tokens is {self.max_tokens}; it must be >= 8")
+        if not COLDEST <= self.temperature <= HOTTEST:
+            raise ValueError(f"synthesis.temperature is {self.temperature}; it must be in [{COLDEST}, {HOTTEST}]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -430,7 +473,8 @@ class TrainConfig(ModelOptions):
     data: tuple[str, ...] = option(
         (),
         "sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] takes "
-        "rows a to b-1, and gsm8k=SOURCE uses that benchmark's prompt template (default: prompts.dataset)",
+        "rows a to b-1, gsm8k=SOURCE uses that benchmark's prompt template, and self:N lets the target write N prompts "
+        "itself (default: prompts.dataset)",
         common=True,
         metavar="SOURCE",
     )
@@ -466,6 +510,7 @@ class TrainConfig(ModelOptions):
     )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
+    synthesis: SynthesisOptions = options(SynthesisOptions)
     responses: ResponseOptions = options(ResponseOptions)
     loss: LossOptions = options(LossOptions)
     optim: OptimOptions = options(OptimOptions)
@@ -475,6 +520,8 @@ class TrainConfig(ModelOptions):
         ModelOptions.__post_init__(self)
         if self.data and self.response_files:
             raise ValueError("data and responses are given; the responses hold their prompts, so give one of them")
+        if count_in(self.data) and not self.responses.regenerate:
+            raise ValueError("data has self:N, prompts without responses; leave out responses.regenerate=false")
         if self.run.zero and self.run.fsdp:
             raise ValueError(f"run.fsdp=true and run.zero={self.run.zero} are both given; a drafter is sharded by one")
         if self.run.zero and self.optim.ema:

@@ -4,15 +4,19 @@ Next to FILE.jsonl (`responses/file.py` describes its rows) it writes FILE.promp
 FILE.run.json, the options. `data_run.py` does the work and imports torch; this file does not.
 """
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_toolkit.config import option, options, parse_cli, run_command
+from dflash_toolkit.config import UserError, option, options, parse_cli, run_command
 from dflash_toolkit.options import ModelOptions, PromptOptions
 
-from .config import BATCH_SIZE, RUNTIMES, SamplesOptions
+from .config import BATCH_SIZE, OWN, RUNTIMES, SamplesOptions, SynthesisOptions, count_in
+from .distributed.launch import launch
+from .distributed.ranks import speaks, without_local_rank
 
 PROG = "dflash-data"
 DESCRIPTION = """\
@@ -74,10 +78,15 @@ class DataConfig(ModelOptions):
         **{f"sampler.{name}": name for name in SAMPLING},
     }
     data: tuple[str, ...] = option(
+        (),
         help="sources of prompts: JSONL, JSON, Parquet or text files, or datasets as DATASET[:SUBSET]; SOURCE[a:b] "
-        "takes rows a to b-1, and gsm8k=SOURCE uses that benchmark's prompt template",
+        "takes rows a to b-1, and gsm8k=SOURCE uses that benchmark's prompt template (required, unless "
+        "--synthesize-prompts is given)",
         common=True,
         metavar="SOURCE",
+    )
+    synthesize_prompts: int = option(
+        0, "number of prompts that the target writes itself, in addition to those of --data; 0 writes none", common=True
     )
     output: str = option(
         help="file for the responses, FILE.jsonl; responses that it already has are kept", common=True, metavar="PATH"
@@ -93,19 +102,27 @@ class DataConfig(ModelOptions):
         "runtime that writes the responses; auto is the engine if it supports the target, vllm must be installed",
         choices=(*RUNTIMES, "vllm"),
     )
-    gpus: int = option(1, "GPUs that share the target, with --runtime vllm")
+    gpus: int = option(
+        1, "GPUs of this machine that share the prompts, each with the whole target; with --runtime vllm they share "
+        "the target", common=True
+    )  # fmt: skip
     drafter: str | None = option(
         None, "drafter that speeds up the engine; responses stay the same (default: none)", metavar="PATH"
     )
     batch_size: int | None = option(None, BATCH_SIZE.replace("32 on", "64 with --endpoint, 32 on"), common=True)
     prompts: DataPromptOptions = options(DataPromptOptions)
+    synthesis: SynthesisOptions = options(SynthesisOptions)
     sampler: SamplerOptions = options(SamplerOptions, flat=True)
     server: ServerOptions = options(ServerOptions)
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        if not self.data:
-            raise ValueError("data is empty; give at least one source")
+        if self.synthesize_prompts < 0:
+            raise ValueError(f"synthesize_prompts is {self.synthesize_prompts}; it must be >= 0")
+        if not self.sources:
+            raise ValueError("data is empty; give at least one source, or --synthesize-prompts N")
+        if count_in(self.sources) and self.endpoint:
+            raise ValueError("endpoint excludes synthesize_prompts: servers do not continue a user's turn")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
         if self.endpoint and (self.batch_size or 0) > MOST_THREADS:
@@ -131,18 +148,32 @@ class DataConfig(ModelOptions):
             raise ValueError("runtime reference excludes drafter; it decodes without one")
         if self.runtime == "vllm" and self.drafter:
             raise ValueError("runtime vllm excludes drafter; start 'vllm serve' with it and give --endpoint")
-        if self.gpus < 1 or (self.gpus > 1 and self.runtime != "vllm"):
-            raise ValueError(f"gpus is {self.gpus}; it must be >= 1, and above 1 only with runtime vllm")
+        if self.gpus < 1 or (self.gpus > 1 and self.endpoint):
+            raise ValueError(f"gpus is {self.gpus}; it must be >= 1, and 1 with endpoint")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of prompts, with `self:N` for prompts that the target writes."""
+        return (*([f"{OWN}{self.synthesize_prompts}"] if self.synthesize_prompts else []), *self.data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Exit codes: 0 done, 2 an error (one line), 130 interrupted (run again to resume)."""
 
-    def command() -> None:
-        config = parse_cli(DataConfig, argv, PROG, DESCRIPTION, EXAMPLE)
-        from .data_run import run
+    def command() -> int | None:
+        try:
+            words = without_local_rank(sys.argv[1:] if argv is None else list(argv))
+            config = parse_cli(DataConfig, words, PROG, DESCRIPTION, EXAMPLE)
+            if config.gpus > 1 and config.runtime != "vllm" and "WORLD_SIZE" not in os.environ:
+                return launch("dflash_toolkit.train.data_cli", words, config.gpus)
+            from .data_run import run
 
-        run(config)
+            run(config)
+        except UserError:
+            if not speaks():
+                raise SystemExit(2) from None
+            raise
+        return None
 
     return run_command(command)
 

@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,19 @@ from dflash_toolkit.sampling import SamplingParams
 from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.threads import use_threads
 
+from .config import count_in
 from .data_cli import PROG, DataConfig
+from .distributed.parallel import Processes
 from .prompts.choosing import Wanted, choose, chosen, left_out
 from .prompts.dedup import Duplicates
+from .prompts.own import OwnPrompts, own_file, with_own_file, write_own
 from .responses.backends import open_decoder
 from .responses.batch_size import ON_SERVER, SIZES
 from .responses.conversation import load_chat_tokenizer
 from .responses.endpoint import EndpointBackend
 from .responses.file import of_another_run, resume
 from .responses.generate import SAID, ResponsePlan, Tally, limit_of, reasons, respond
+from .responses.shares import join_shares, share_file, share_files
 from .responses.vllm_backend import VllmBackend, import_vllm
 from .run.provenance import target_digest
 from .run.resume_point import first_difference
@@ -47,60 +52,81 @@ ANSWERING = ("runtime", "model")  # keys of the record that are known once a bac
 
 
 def run(config: DataConfig) -> None:
-    """Reads prompts, lets the target respond and writes the responses; resumes a run that was stopped."""
+    """Reads prompts, lets the target respond and writes the responses; resumes a run that was stopped.
+
+    Several processes (torchrun, --gpus) share the prompts. Each appends to a file of its own, and the first one joins
+    the files, sorted by prompt, sample and part.
+    """
     use_threads(config.threads)
     disable_library_bars()
-    where = ", ".join(config.endpoint) or str(resolve_device(config.device))
-    print(f"{PROG}: target {config.target} on {where}; responses go to {config.output}", file=sys.stderr)
+    with Processes.started(config.device) as processes, contextlib.ExitStack() as held:
+        where = ", ".join(config.endpoint) or str(resolve_device(processes.device))
+        where += f", {processes.world} processes" if processes.world > 1 else ""
+        if processes.main:
+            print(f"{PROG}: target {config.target} on {where}; responses go to {config.output}", file=sys.stderr)
+        config = replace(config, device=processes.device)
+        target_config = processes.barrier(load_config, config.target)
+        tokenizer = processes.barrier(load_chat_tokenizer, config.target, config.sampler.thinking)
+        begun = processes.broadcast(processes.rank_zero(_begin, config, target_config, tokenizer, held))
+        if begun is not None:
+            _respond(config, *begun, tokenizer, target_config, processes)
+        if processes.main:
+            print(shlex.join(["dflash-train", "--target", config.target, "--responses", config.output]))
+
+
+def _begin(
+    config: DataConfig, target_config: Any, tokenizer: Any, held: contextlib.ExitStack
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Locks the output and chooses the prompts.
+
+    Returns:
+        the record, and the backend of an earlier run with these options; None if that run has finished.
+
+    Raises:
+        UserError: as `run`.
+    """
     output = Path(config.output)
-    own = (output, _prompts_file(output), _record_file(output))
+    own = (output, _prompts_file(output), _record_file(output), own_file(output))
     if clash := next((name for name in config.data if any(map(Source(name).includes, own))), None):
         raise UserError(f"data {clash} holds a file that this run would overwrite; choose another --output")
-    target_config = load_config(config.target)
-    tokenizer = load_chat_tokenizer(config.target, config.sampler.thinking)
-    length = min(config.prompts.max_length, context_limit(target_config))
-    record = {
-        "target": config.target,
-        "target_digest": target_digest(config.target),
-        "vocab_size": int(target_config.vocab_size),
-        "template_hash": template_digest(tokenizer),
-        "prompts": to_mapping(config.prompts) | {"max_length": length},
-        "sampler": to_mapping(config.sampler),
-        "data": {name: Source(name, config.prompts.form).digest(config.prompts.split) for name in config.data},
-    }
+    length = _length(config, target_config)
+    digest, template = target_digest(config.target), template_digest(tokenizer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output {output}: {output.parent} cannot be created ({error.strerror})") from error
-    with _alone(output):
-        begun = _begun(output, record)
-        if ended := begun.get("finished"):
-            print(f"{output} is complete: {ended}", file=sys.stderr)
-            _next(config)
-            return
+    held.enter_context(_alone(output))
+    names = with_own_file(config.sources, own_file(output))
+    if count := count_in(config.sources):
         _check(config, target_config)
-        prompts = _prompts_file(output)
-        if not prompts.exists():
-            _choose(config, prompts)
-        write_json(_record_file(output), record | begun)
-        backend = _backend(config, tokenizer, target_config, length)
-        try:
-            answering = _answering(config, backend)
-            if begun and (difference := first_difference(begun, answering)):
-                raise of_another_run(output, difference)
-            record |= answering
-            write_json(_record_file(output), record)
-            summary, speed = _answer(config, record, tokenizer, backend, prompts, output, length)
-        finally:
-            backend.close()
-        write_json(_record_file(output), record | {"speed": speed, "finished": summary})
-    print(f"{output}: {summary}", file=sys.stderr)
-    _next(config)
+        plan = OwnPrompts(
+            target=config.target, digest=digest, template=template, tokenizer=tokenizer, count=count,
+            seed=config.sampler.seed, similarity=config.prompts.similarity, max_length=length, options=config.synthesis,
+        )  # fmt: skip
+        write_own(plan, own_file(output), lambda: _backend(config, tokenizer, target_config, length))
+    record = {
+        "target": config.target,
+        "target_digest": digest,
+        "vocab_size": int(target_config.vocab_size),
+        "template_hash": template,
+        "prompts": to_mapping(config.prompts) | {"max_length": length},
+        "sampler": to_mapping(config.sampler),
+        "data": {name: Source(name, config.prompts.form).digest(config.prompts.split) for name in names},
+    }
+    begun = _begun(output, record)
+    if ended := begun.get("finished"):
+        print(f"{output} is complete: {ended}", file=sys.stderr)
+        return None
+    _check(config, target_config)
+    if not _prompts_file(output).exists():
+        _choose(config, names, _prompts_file(output))
+    write_json(_record_file(output), record | begun)
+    return record, begun
 
 
-def _next(config: DataConfig) -> None:
-    """Prints the command that uses the responses."""
-    print(shlex.join(["dflash-train", "--target", config.target, "--responses", config.output]))
+def _length(config: DataConfig, target_config: Any) -> int:
+    """Returns the most tokens of prompt and response together."""
+    return min(config.prompts.max_length, context_limit(target_config))
 
 
 def _check(config: DataConfig, target_config: Any) -> None:
@@ -187,10 +213,10 @@ def _alone(output: Path) -> Iterator[None]:
 # ---- prompts -------------------------------------------------------------------------------------------------
 
 
-def _choose(config: DataConfig, path: Path) -> None:
+def _choose(config: DataConfig, names: tuple[str, ...], path: Path) -> None:
     """Reads the sources into a file of distinct prompts. Raises UserError."""
     options = config.prompts
-    wanted = Wanted(names=config.data, options=options, seed=config.sampler.seed, shuffle=options.shuffle)
+    wanted = Wanted(names=names, options=options, seed=config.sampler.seed, shuffle=options.shuffle)
     counts = choose(wanted, path, Duplicates(options.similarity))
     print(f"{counts['prompts']} prompts; left out: {left_out(counts)}", file=sys.stderr)
 
@@ -198,33 +224,66 @@ def _choose(config: DataConfig, path: Path) -> None:
 # ---- responses -----------------------------------------------------------------------------------------------
 
 
-def _answer(
+def _respond(
     config: DataConfig,
     record: dict[str, Any],
+    begun: dict[str, Any],
     tokenizer: Any,
-    backend: Decoder,
-    prompts: Path,
-    output: Path,
-    length: int,
-) -> tuple[str, dict[str, Any]]:
-    """Writes the responses that `output` lacks; returns a summary in words, and the speed."""
-    sampler = config.sampler
-    done, rows, tokens, found = resume(output)
-    total = sampler.samples * sum(1 for _ in chosen(prompts))
+    target_config: Any,
+    processes: Processes,
+) -> None:
+    """Writes the responses that are missing, the share of each process, and completes the record."""
+    output, sampler, length = Path(config.output), config.sampler, _length(config, target_config)
+    found = processes.broadcast(processes.rank_zero(_found, output))
+    assert found is not None
+    done, tally = found
+    total = sampler.samples * sum(1 for _ in chosen(_prompts_file(output)))
     plan = ResponsePlan(
         tokenizer=tokenizer, params=_params(config, record["vocab_size"]), length=length, thinking=sampler.thinking,
-        seed=sampler.seed,
-        samples=sampler.samples, greedy_first=sampler.greedy_first,
+        seed=sampler.seed, samples=sampler.samples, greedy_first=sampler.greedy_first,
     )  # fmt: skip
-    written = (total - rows) * min(sampler.max_tokens, config.prompts.max_length) * ANSWER_BYTES
-    print(disk_line({"responses": written}, output.parent, "lower prompts.max_prompts or max_tokens"), file=sys.stderr)
-    tally = Tally(rows, tokens, left_out=found)
-    tally.add(respond(backend, plan, prompts, output, {key: record[key] for key in SAID}, done, total))
+    written = (total - tally.rows) * min(sampler.max_tokens, config.prompts.max_length) * ANSWER_BYTES
+    if processes.main:
+        way_out = "lower prompts.max_prompts or max_tokens"
+        print(disk_line({"responses": written}, output.parent, way_out), file=sys.stderr)
+    backend = processes.barrier(_backend, config, tokenizer, target_config, length)
+    try:
+        answering = _answering(config, backend)
+        if begun and (difference := first_difference(begun, answering)):
+            raise processes.mistake(str(of_another_run(output, difference)))
+        record |= answering
+        processes.rank_zero(write_json, _record_file(output), record)
+        common = {key: record[key] for key in SAID}
+        own = share_file(output, processes.rank)
+        given = backend, plan, _prompts_file(output), own, common, done, total, processes.rank, processes.world
+        tallies = processes.all_gather(processes.barrier(respond, *given))
+    finally:
+        backend.close()
+    for each in tallies:
+        tally.add(each)
+    processes.rank_zero(_end, config, record, tally, total, limit_of(config.prompts.max_length, length))
+
+
+def _found(output: Path) -> tuple[set[tuple[int, int]], Tally]:
+    """Returns the responses that are there, as (index, sample), and their counts."""
+    done, tally = set[tuple[int, int]](), Tally()
+    for file in share_files(output):
+        complete, rows, tokens, left_out = resume(file)
+        done |= complete
+        tally.add(Tally(rows, tokens, left_out=left_out))
+    return done, tally
+
+
+def _end(config: DataConfig, record: dict[str, Any], tally: Tally, total: int, limit: str) -> None:
+    """Joins the files of all processes and completes the record."""
+    output = Path(config.output)
     print(tally.speed_in_words, file=sys.stderr)
-    limit = limit_of(config.prompts.max_length, length)
     if not tally.rows:
         raise UserError(f"none of {total} responses can be trained on: {reasons(tally.dropped, limit)}")
-    return tally.in_words(limit), tally.speed
+    join_shares(output)
+    summary = tally.in_words(limit)
+    write_json(_record_file(output), record | {"speed": tally.speed, "finished": summary})
+    print(f"{output}: {summary}", file=sys.stderr)
 
 
 def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int) -> Decoder:

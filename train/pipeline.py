@@ -5,36 +5,42 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_toolkit import Drafter, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.config import to_mapping
+from dflash_toolkit.evaluation.measure.decoders import Decoder
 from dflash_toolkit.files import finite, locked, read_json, write_json
+from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.dflash.speculators import save_speculators
-from dflash_toolkit.models.target import resolve_device
+from dflash_toolkit.models.target import context_limit, load_config, resolve_device
 from dflash_toolkit.progress import disable_library_bars
 from dflash_toolkit.record import RECORD_KEY, export_record, target_signature
 from dflash_toolkit.threads import use_threads
 from dflash_toolkit.tracking import log_in
 
-from .config import TrainConfig
+from .config import TrainConfig, count_in
 from .distributed.parallel import Processes
 from .features.served import ServedTarget, layer_ids
 from .loop import train
 from .objective.loss import use_flex
 from .optim.schedule import packing
 from .prompts.dataset import described
+from .prompts.own import OwnPrompts, own_file, with_own_file, write_own
 from .prompts.split import data_digest
+from .responses.backends import open_decoder
 from .responses.build_corpus import CORPUS
 from .responses.collect import discard, gathered
+from .responses.conversation import load_chat_tokenizer
 from .responses.corpus import Corpus
 from .run.definition import Export, Outcome, Run
 from .run.estimate import estimate_here
 from .run.metrics_log import WANDB_OPTION
 from .run.prepare import Prepared, prepare
-from .run.provenance import fingerprint, measured, now, origin, result
+from .run.provenance import fingerprint, measured, now, origin, result, target_digest
 from .run.publish import OTHER_ROLES, make_repository, upload, write_cards
 
 
@@ -52,6 +58,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
         place = str(resolve_device(processes.device))
         place += f", {processes.world} processes" if processes.world > 1 else ""
         _say(processes, f"dflash-train: target {config.target} on {place}; the drafter goes to {config.output_dir}")
+        config = _with_own_prompts(config, given, processes)
         digest = processes.broadcast(processes.rank_zero(data_digest, config))
         prepared = processes.barrier(prepare, config, given, digest)
         if config.push_to_hub:
@@ -73,6 +80,40 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
                 discard(prepared.work)
             raise
         _train(prepared, answered, processes)
+
+
+def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Processes) -> TrainConfig:
+    """Lets the target write the prompts of `self:N`; returns the configuration with their file.
+
+    The first process and its peers write them: prompts are short.
+    """
+    count, path = count_in(config.data), own_file(Path(config.output_dir))
+    if not count:
+        return config
+    config = replace(config, data=with_own_file(config.data, path))
+    if not path.exists():
+        processes.barrier(prepare, config, given, "")  # mistakes show before the target writes
+
+    def write() -> None:
+        tokenizer = load_chat_tokenizer(config.target, config.responses.thinking)
+        plan = OwnPrompts(
+            target=config.target, digest=target_digest(config.target), template=template_digest(tokenizer),
+            tokenizer=tokenizer, count=count, seed=config.run.seed, similarity=config.prompts.similarity,
+            max_length=min(config.prompts.max_length, context_limit(load_config(config.target))),
+            options=config.synthesis,
+        )  # fmt: skip
+
+        def decoder() -> Decoder:
+            return open_decoder(
+                config.target, runtime=config.responses.runtime, device=processes.device, dtype=config.dtype,
+                batch=config.responses.batch_size, context=plan.max_length, tokens=config.synthesis.max_tokens,
+                mesh=processes.peers.mesh,
+            )  # fmt: skip
+
+        write_own(plan, path, decoder, processes.peers.main)
+
+    processes.first_group(write)
+    return config
 
 
 def _say_what_it_takes(config: TrainConfig, processes: Processes) -> None:

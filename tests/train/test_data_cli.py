@@ -225,7 +225,7 @@ def last_word(value: object) -> str:
         (["--runtime", "sglang"], "not one of auto, engine, reference, vllm"),
         (["--runtime", "vllm", "--drafter", "x"], "runtime vllm excludes drafter"),
         (["--runtime", "reference", "--drafter", "/no/such"], "runtime reference excludes drafter"),
-        (["--gpus", "2"], "gpus is 2"),
+        (["--gpus", "2", "--endpoint", "http://127.0.0.1:9"], "gpus is 2"),
         (["--endpoint", "http://127.0.0.1:9", "--runtime", "engine"], "endpoint excludes"),
         (["--endpoint", "ftp://x"], "'ftp://x' is no address"),
         (["--data", "/no/such.jsonl"], "/no/such.jsonl"),

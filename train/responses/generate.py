@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from dflash_toolkit.evaluation.measure.decoders import Decoder
+from dflash_toolkit.evaluation.measure.decoders import Chat, Decoder, Response
 from dflash_toolkit.files import append_lines
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.sampling import SamplingParams
@@ -19,6 +19,7 @@ from .conversation import TOO_LONG, LiveConversation
 from .file import lines_of
 
 SAID = ("target", "target_digest", "vocab_size", "template_hash", "sampler")  # fields of the record in every row
+T = TypeVar("T", bound="Talk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +63,25 @@ def seed_of(seed: int, index: int, sample: int = 0) -> int:
     return zlib.crc32(f"{seed}/{index}/{sample}".encode()) >> 1
 
 
-def submit_all(backend: Decoder, conversations: Iterable[LiveConversation]) -> Iterator[LiveConversation]:
+class Talk(Protocol):
+    """A conversation with a target: a request at a time, until it has ended."""
+
+    @property
+    def request(self) -> tuple[list[int], SamplingParams] | None: ...
+
+    @property
+    def chat(self) -> Chat: ...
+
+    def on_response(self, answer: Response) -> None: ...
+
+
+def submit_all(backend: Decoder, conversations: Iterable[T]) -> Iterator[T]:
     """Yields every conversation when it ends, as many at a time as the backend uses.
 
     Raises:
         UserError: as the backend.
     """
-    waiting, running = enumerate(conversations), dict[int, LiveConversation]()
+    waiting, running = enumerate(conversations), dict[int, T]()
     while True:
         while len(running) < backend.width and (found := next(waiting, None)):
             key, conversation = found
@@ -170,7 +183,7 @@ def respond(
             tally.rows += len(conversation.parts)
             tally.tokens += sum(part.row.response_tokens for part in conversation.parts)
             note = f"{tally.dropped.total()} dropped" if tally.dropped else None
-            progress.advance(1, conversation.response_tokens, note)
+            progress.advance(world, world * conversation.response_tokens, note)  # others are about as far
             tally.decoded += conversation.response_tokens
             tally.seconds = time.perf_counter() - began
     return tally

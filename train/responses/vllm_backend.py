@@ -56,7 +56,7 @@ class VllmBackend:
         wanted = self._vllm.SamplingParams(
             temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p,
             seed=int64_seed(params.seed) if params.temperature > 0 else None, max_tokens=params.max_tokens,
-            stop_token_ids=self._stops, detokenize=False,
+            stop_token_ids=[*self._stops, *params.stop_token_ids], detokenize=False,
             logit_bias=server_bias(params) or None,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip

@@ -29,7 +29,7 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
 
-from ..config import PACK_TOKENS, TrainConfig
+from ..config import PACK_TOKENS, TrainConfig, own_count
 from ..optim.optimizers import uses_muon
 from ..prompts.dataset import ROWS as DATASET_ROWS
 from ..responses.batch_size import ON_CPU, SIZES
@@ -464,6 +464,8 @@ def _prompts_of(config: TrainConfig) -> tuple[int, int]:
 
 def _lines(name: str, config: TrainConfig) -> int | None:
     """Returns the lines of a local JSONL or text file; None if that needs reading it all."""
+    if count := own_count(name):
+        return count
     source = Source(name, config.prompts.form)
     path = Path(source.place)
     if not (source.is_file and path.is_file()):

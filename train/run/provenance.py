@@ -74,6 +74,7 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
     places = (
         "output",
         "data",
+        "synthesis",
         "held_out",
         "response_files",
         "trust_responses",

@@ -78,9 +78,18 @@ def test_a_large_batch_is_refilled_several_rows_at_a_time() -> None:
     assert all(count != 1 for count in added), "two rows share a prefill"
 
 
-def test_greedy_responses_come_before_sampled_ones(dflash_data: Program) -> None:
-    dflash_data("samples=3", "--greedy-first", "temperature=1.5", "--batch-size", 1)
-    assert [row["sample"] for row in dflash_data.rows()] == [0] * 9 + [1] * 9 + [2] * 9
+def test_greedy_responses_come_before_sampled_ones(dflash_data: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    temperatures, submit = [], EngineDecoder.submit
+
+    def noted(decoder: EngineDecoder, key: int, prompt: list[int], params: SamplingParams, *rest: Any) -> None:
+        temperatures.append(params.temperature)
+        submit(decoder, key, prompt, params, *rest)
+
+    monkeypatch.setattr(EngineDecoder, "submit", noted)
+    dflash_data("samples=3", "--greedy-first", "temperature=1.5")
+    assert temperatures == [0.0] * 9 + [1.5] * 18
+    keys = [(row["index"], row["sample"]) for row in dflash_data.rows()]
+    assert keys == [(index, sample) for index in range(9) for sample in range(3)]
 
 
 def test_the_record_has_the_tokens_per_second(dflash_data: Program, tmp_path: Path) -> None:
