@@ -14,6 +14,7 @@ from .benchmarks import BENCHMARKS, PLACEHOLDER, SPEED_BENCH
 from .conversations import BY_NAME, Conversation, Message, Tool, split_messages
 from .conversations import MALFORMED as MALFORMED
 from .conversations import read_chat as read_chat
+from .messages import REASONING
 from .sources import UNREADABLE as UNREADABLE
 from .sources import Malformed, Source
 from .sources import open_text as open_text
@@ -227,7 +228,9 @@ def apply_template(
         raise UserError("the target's tokenizer has no chat template; use an instruction-tuned target")
 
     def render(messages: list[Message], tools: list[Tool], **options: Any) -> Any:
-        return tokenizer.apply_chat_template(messages, tools=tools or None, **options, **variables)
+        thoughts = ((message, message.get("reasoning_content")) for message in messages)
+        named = [message | dict.fromkeys(REASONING, text) if text else message for message, text in thoughts]
+        return tokenizer.apply_chat_template(named, tools=tools or None, **options, **variables)
 
     try:
         kind = _kind(tokenizer, messages, variables, tools)
@@ -248,17 +251,26 @@ def _kind(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, A
     To find out takes up to four renderings, which are slow for a long chat.
     """
     kinds = frozenset((m.get("role"), bool(m.get("content")), bool(m.get("tool_calls"))) for m in messages)
-    return hash((str(tokenizer.chat_template), kinds, bool(tools), repr(sorted(variables.items()))))
+    thought = bool(messages and messages[-1].get("reasoning_content"))
+    return hash((str(tokenizer.chat_template), kinds, thought, bool(tools), repr(sorted(variables.items()))))
 
 
 def _lost(render: Callable[..., str], messages: list[Message], tools: list[Tool]) -> str | None:
-    """Returns what a template does not show: one that was written without tools ignores them without an error."""
-    if not tools and not any("tool_calls" in message or message["role"] == "tool" for message in messages):
+    """Returns what a template does not show: one that was written without tools ignores them without an error.
+
+    Templates may leave out the reasoning of earlier turns, but not of the last.
+    """
+    thought = bool(messages and messages[-1].get("reasoning_content", "").strip())
+    called = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if not (tools or called or thought):
         return None
     whole = render(messages, tools)
     no_calls = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
     no_results = [message for message in messages if message["role"] != "tool"]
     without = {"tools": (messages, []), "tool calls": (no_calls, tools), "tool results": (no_results, tools)}
+    if thought:
+        no_thought = {key: value for key, value in messages[-1].items() if key != "reasoning_content"}
+        without["reasoning"] = ([*messages[:-1], no_thought], tools)
     for part, (fewer, fewer_tools) in without.items():
         if (fewer, fewer_tools) == (messages, tools):
             continue

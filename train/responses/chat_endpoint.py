@@ -25,6 +25,7 @@ def _sent(messages: list[Message]) -> list[Message]:
     """Converts a template's messages to the API's form, with arguments as text."""
     sent = []
     for message in messages:
+        message = {key: value for key, value in message.items() if key != "weight"}
         if "tool_calls" in message:
             calls = []
             for call in message["tool_calls"]:
@@ -74,14 +75,9 @@ def rendered_message(
     """
     given = {"role": "assistant", "content": message.get("content") or "", "tool_calls": message.get("tool_calls")}
     try:
-        (said,) = read_chat({"messages": [given]})[0]
-        answer = rendered_response(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
-        if reasoning := _reasoning(message):
-            said |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates use one name or the other
-            thought = rendered_response(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
-            answer = None if thought == answer and reasoning.strip() else thought  # dropped the reasoning
-        return answer
-    except (*MALFORMED, UserError):  # arguments of a call that are not JSON, a template without tools
+        (said,) = read_chat({"messages": [given | {"reasoning": _reasoning(message)}]})[0]
+        return rendered_response(tokenizer, prompt, [*chat.messages, said], chat.tools, stop_ids, thinking)
+    except (*MALFORMED, UserError):  # arguments of a call that are not JSON, a template without tools or reasoning
         return None
 
 

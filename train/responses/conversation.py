@@ -167,7 +167,7 @@ def recorded_rows(
 
     A template with generation tags renders the conversation once and marks the assistant's tokens. With other templates
     each turn's prompt must begin the rendered turn token for token; the rest is the response, and turns are joined as
-    in `LiveConversation`. Every response ends after its first stop token.
+    in `LiveConversation`. Every response ends after its first stop token. Turns with `weight` 0 are only context.
 
     Args:
         messages: read up to the last assistant turn.
@@ -176,9 +176,12 @@ def recorded_rows(
     left_out: Counter[str] = Counter()
     rows: list[Row] = []
     messages = with_call_ids(messages)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [i for i in answers if messages[i].get("weight") != 0]
+    if answers and not turns:
+        return [], Counter({"with weight 0 only": 1})
     try:
-        if turns and _has_generation_tags(tokenizer, tools):
+        if turns == answers != [] and _has_generation_tags(tokenizer, tools):
             tokens, spans = _masked(tokenizer, messages[: turns[-1] + 1], thinking, tools)
             if not spans:
                 return [], Counter({"without a token in generation tags": 1})
@@ -187,14 +190,27 @@ def recorded_rows(
         for i in turns:
             prompt = encode_chat(tokenizer, messages[:i], thinking, tools)
             answer = rendered_response(tokenizer, prompt, messages[: i + 1], tools, stop_ids, thinking)
+            if answer is None:  # maybe a reply without the thoughts that the template's prompt begins
+                prompt = _before_thoughts(tokenizer, prompt)
+                answer = rendered_response(tokenizer, prompt, messages[: i + 1], tools, stop_ids, thinking)
             if answer is None:
                 left_out["that do not follow their prompt token for token"] += 1
                 continue
             row, goes_on = continued(rows[-1] if rows else None, 0, prompt, answer)
             rows[len(rows) - goes_on :] = [row]
-    except UserError:
-        left_out[REFUSED] += 1
+    except UserError as error:
+        lost = str(error).partition("it leaves out ")[2]
+        left_out[f"{REFUSED}, which leaves out {lost}" if lost else REFUSED] += 1
     return rows, left_out
+
+
+def _before_thoughts(tokenizer: Any, prompt: list[int]) -> list[int]:
+    """Returns a prompt without the `<think>` that a chat template writes at its end, if it does."""
+    opened = tokenizer("<think>", add_special_tokens=False).input_ids
+    for end in range(len(prompt), len(prompt) - 3, -1):  # line breaks may follow
+        if prompt[end - len(opened) : end] == opened and not tokenizer.decode(prompt[end:]).strip():
+            return prompt[: end - len(opened)]
+    return prompt
 
 
 def rendered_response(
