@@ -1,20 +1,20 @@
-"""Runs the Gluon kernels' own Python bodies on a CPU, for the tests; Triton's interpreter does not know Gluon.
+"""Runs the Python bodies of Gluon kernels on a CPU, for the tests; Triton's interpreter does not support Gluon.
 
-What is modelled is what goes wrong in asynchronous code:
+It models the sources of errors in asynchronous code:
 - All programs of a grid and all partitions of `warp_specialize` are threads. One runs at a time; at every operation
   that another one could notice, a seeded generator chooses the next. If none can continue, that is a fault.
 - An mbarrier has its phase, the arrivals still missing and the bytes still missing, as in the PTX manual; `expect` is
   `mbarrier.arrive.expect_tx`, as Triton compiles it. Waiting for a parity ends when the current phase has the other.
 - A TMA load comes late and in any order, reads global memory when it comes, and fills with zeros what is outside of
-  the tensor. Shared memory holds NaN before its first load, and again from when a load is asked for until it comes.
-- An asynchronous product reads its operands at any time between its issue and the wait for it: what changes in between
-  counts as NaN. Products are of bf16 or fp8, exact (in fp64), and added to fp32 block by block along K.
+  the tensor. Shared memory holds NaN before its first load, and again from the start of a load until it arrives.
+- An asynchronous product reads its operands at any time between its issue and the wait for it; values that change in
+  between count as NaN. Products are of bf16 or fp8, exact (in fp64), and added to fp32 block by block along K.
 - An access outside of a tensor that no mask hides is a fault, and so is a load without a wait for it.
 
 Not modelled: layouts, registers, when writes become visible (hence fences), barriers among the warps of a partition,
-the overflow of scalars, programs that start before the launch before has ended, speed. Of inline assembly, the barrier
-of the grid acts on the counter that it is given, the clock counts steps, the rest does nothing. Maxima pass NaN on,
-unlike Triton's.
+the overflow of scalars, programs that start before the previous launch has ended, speed. Inline assembly is ignored,
+except that the barrier of the grid acts on its counter and the clock counts steps. Maxima propagate NaN, unlike
+Triton's.
 """
 
 import heapq

@@ -24,14 +24,14 @@ def broken(patch: pytest.MonkeyPatch, module: ModuleType, name: str, changes: di
 
 
 def complaint(kernel: Interpreted, attempt: Callable[[], None]) -> str:
-    """Of the first order in which the attempt ends in a fault or a wrong result; any other error is a test's own."""
+    """Returns the first fault or wrong result of the attempt in any order; other errors are raised."""
     for seed in range(40):
         kernel.seed = seed
         try:
             attempt()
         except (Fault, AssertionError) as found:
             return f"{type(found).__name__}: {found}"
-    pytest.fail("no order has shown anything")
+    pytest.fail("no order found the mistake")
 
 
 Mistake = tuple[ModuleType, str, dict[str, str]]  # where, in which function, and what becomes of its text

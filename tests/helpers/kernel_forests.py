@@ -42,7 +42,7 @@ class Forest:
         return gpu.tree_attention(self.q, *where, self.rows, self.trees.paths, window)
 
     def attend_chains(self, window: int = 0) -> Tensor:
-        """Of trees in which no node has a sibling."""
+        """Returns the attention of trees in which no node has a sibling."""
         pages, longest = self.pages, min(self.trees.paths.shape[1:])
         where = (pages.cache, pages.lengths, pages.table, pages.size)
         return gpu.chain_attention(self.q, *where, self.rows, longest, window)
@@ -53,7 +53,7 @@ class Forest:
         return definition.tree_attention(self.q.to(dtype), *where, self.rows, self.trees.paths, window)
 
     def plain(self, row: int, window: int = 0) -> Tensor:
-        """The same token in a plain step, after the path to it in consecutive positions."""
+        """Returns the attention of a row's token in a plain step, after its path at consecutive positions."""
         pages, request, depth = self.pages, int(self.rows.requests[row]), int(self.rows.depths[row])
         one = pages.one(request)
         places = self.trees.paths[request, row - int(self.rows.starts[request]), : depth + 1].long()

@@ -58,7 +58,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 # Triton's interpreter rounds 124.3 to 64 and not to 128 (the carry into the exponent is lost), so there rows hold
-# what the format has already, and rounding itself is for the GPU
+# values that the format has, and rounding itself is tested on the GPU
 FP8_KINDS = [
     "in the format",
     pytest.param("any", marks=pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding loses carries")),

@@ -19,11 +19,11 @@ from dflash_toolkit.kernels.triton import attention
 
 @pytest.fixture(autouse=True)
 def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: short splits, as the interpreter is slow and no rule depends on their sizes; and products column
-    by column of K, as those of numpy depend on where in a tile a row stands."""
+    """Without a GPU, uses short splits, as the interpreter is slow and no rule depends on their sizes, and sums
+    products column by column of K, as numpy's products depend on a row's place in a tile."""
     if DEVICE == "cuda":
         return
-    for name, tokens in (("SHORT", 32), ("SHORT_SPLITS", 4), ("LONG", 64)):  # of 32 tokens up to 128, then of 64
+    for name, tokens in (("SHORT", 32), ("SHORT_SPLITS", 4), ("LONG", 64)):  # splits of 32 tokens up to 128, then of 64
         monkeypatch.setattr(attention, name, type(getattr(attention, name))(tokens))
     monkeypatch.setattr(attention, "CUTS", ((32, 3),))
 

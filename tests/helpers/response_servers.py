@@ -53,7 +53,7 @@ def only_chat(reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> Callable[[d
 
 
 def ask_chat(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer: Any = WORDS, **more: Any) -> Response:
-    """The answer to a chat whose server replies so."""
+    """Returns the answer to a chat when the server sends `reply`."""
     fake.reply = only_chat(lambda body: (200, reply))
     with contextlib.closing(backend(fake, **more)) as one:
         one._tokenizer = tokenizer

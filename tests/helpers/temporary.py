@@ -11,9 +11,9 @@ PREFIX = "dflash-tests-"
 
 
 def own_folder() -> str:
-    """A folder that goes with this process; processes of the tests leave there what they leave.
+    """Returns a temporary folder that is deleted with this process; processes of the tests write there.
 
-    Those of suites that were killed go now. What torch has compiled stays in its usual place for the next suite.
+    Deletes the folders of killed suites. Code that torch has compiled stays in its usual place for the next suite.
     """
     common = tempfile.gettempdir()
     for folder in Path(common).glob(f"{PREFIX}*-*"):

@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it makes anew for every operation of a kernel, or makes in vain.
+"""Triton's interpreter without objects that it creates again for every operation of a kernel, or never uses.
 
-Its products are sums in fp64, rounded once. In fp32 their bits would be those of the kernel that BLAS has for a shape
-and a processor, and those of a row could depend on how many there are.
+Its products are sums in fp64, rounded once. In fp32 their bits would depend on the BLAS kernel for a shape and a
+processor, and a row's bits could depend on the number of rows.
 """
 
 import functools

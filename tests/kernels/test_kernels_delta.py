@@ -132,7 +132,7 @@ def test_a_step_leaves_outputs_and_memory_as_defined(sizes: tuple[int, ...], dty
     memory.window.normal_()
     for stay, counts in STEPS:
         expected = copied(memory)
-        memory.inputs[3] = memory.gates[3] = memory.state[3] = math.nan  # of another request
+        memory.inputs[3] = memory.gates[3] = memory.state[3] = math.nan  # another request's
         rows = own.rows(3, ROWS)
         for i, count in enumerate(counts):
             rows.view(3, ROWS, -1)[i, count:] = math.nan
@@ -191,7 +191,7 @@ def test_chains_are_blocks_of_as_many_rows_of_each_request() -> None:
     steps = [((0, 0, 0), (5, 1, 3)), ((5, 1, 2), (1, 4, 2)), ((1, 0, 1), (2, 1, 5))]
     for padding, (stay, counts) in enumerate(steps):
         for memory in (ragged, padded):
-            memory.inputs[3] = memory.gates[3] = memory.state[3] = math.nan  # of another request
+            memory.inputs[3] = memory.gates[3] = memory.state[3] = math.nan  # another request's
         block = own.rows(3, ROWS).view(3, ROWS, -1)
         every = torch.full((padding, block.shape[2]), math.nan, dtype=dtype, device=DEVICE)
         rows = torch.cat([*(each[:n] for each, n in zip(block, counts, strict=True)), every])
@@ -272,20 +272,20 @@ def exact_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor) ->
     return torch.stack(found, dim=1), state
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_the_rule_in_chunks_is_that_of_one_row_after_another(alike: bool) -> None:
-    """Alike: keys of one direction, all of which is written, so that powers of the triangle are huge."""
+@pytest.mark.parametrize("parallel", [False, True])
+def test_delta_rule_in_chunks_equals_one_row_at_a_time(parallel: bool) -> None:
+    """`parallel` keys have one direction and are written whole, so that powers of the triangle are huge."""
     sizes = (2, 200, 16, 48, 128) if DEVICE == "cuda" else (2, 83, 1, 2, 12)
     batch, rows, groups, heads, width = sizes
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     q, k = (torch.randn(batch, rows, groups, width, device=DEVICE) for _ in range(2))
-    if alike:
+    if parallel:
         k = k[:, :1] + 0.01 * k
     q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
     v = torch.randn(batch, rows, heads, width, device=DEVICE).to(dtype)
     gates = torch.rand(2, batch, rows, heads, device=DEVICE)
-    gates[0] *= -0.001 if alike else -1.0
-    gates[1] += alike * (1.0 - gates[1])
+    gates[0] *= -0.001 if parallel else -1.0
+    gates[1] += parallel * (1.0 - gates[1])
     state = torch.randn(4, heads, width, width, device=DEVICE)
     outputs, after = exact_rule(
         q, k, v, gates, state[[3, 1]] * torch.tensor([1.0, 0.0], device=DEVICE).view(2, 1, 1, 1)

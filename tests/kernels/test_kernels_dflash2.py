@@ -191,7 +191,7 @@ def test_of_tied_logits_the_lowest_columns_come_first(sign: int, m: int, dtype: 
     # small integers: the logits are exact, so that many columns tie, within a tile and across tiles
     x = guarded(torch.randint(1, 3, (m, 40)).to(dtype))
     weight = guarded(sign * torch.randint(1, 3, (30, 40)).to(dtype).repeat(11, 1))
-    weight[100:103] = 0  # of both signs, which are one value
+    weight[100:103] = 0  # zeros of both signs, which are equal
     weight[101] = -weight[101]
     values, ids = linear.linear_top(x, weight, 32)
     logits = (x.double() @ weight.double().T).tolist()
@@ -252,7 +252,7 @@ def test_of_many_rows_the_top_is_that_of_parts_of_columns(m: int, n: int, count:
     # small integers: the logits are exact, so that many columns tie, within a part and across parts
     x = guarded(torch.randint(-2, 3, (m, 40)).to(dtype))
     weight = guarded(torch.randint(-2, 3, (n, 40)).to(dtype))
-    weight[n // 2] = 0  # of both signs, which are one value
+    weight[n // 2] = 0  # zeros of both signs, which are equal
     weight[n // 2 + 1] = -weight[n // 2]
     exact = (reference.linear_top(x.double(), weight.double(), count), gpu.linear_top(x, weight, count))
     for expected, found in zip(*exact, strict=True):

@@ -25,7 +25,7 @@ ON_GPU = [(128, 8, 2048, 768), (257, 9, 2048, 512)] if DEVICE == "cuda" else [] 
 
 
 def routed(m: int, experts: int, top: int, dtype: torch.dtype, shared: bool = False) -> tuple[Tensor, Tensor]:
-    """Weights and experts [M, top] as a router gives them; with `shared` the last expert is everybody's."""
+    """Returns weights and experts [M, top] like a router; with `shared`, every row has the last expert."""
     logits = randn(1, m, experts)
     return reference.top_experts(logits, dtype, top - shared, normalized=True, shared=shared)
 
@@ -73,7 +73,7 @@ def test_experts_in_fp8_are_those_of_the_definition(m: int, by_rows: bool) -> No
 
 @pytest.mark.parametrize("m", [20, 70])
 def test_experts_with_no_rows_or_all_rows_are_exact(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LONG", 32)  # an expert of everybody has two programs
+    monkeypatch.setattr(kernels, "LONG", 32)  # an expert of all rows has two programs
     inputs = operands(m, (6, 2, 32, 16), torch.float32)
     experts = torch.tensor([[4, 1]], dtype=torch.int32, device=DEVICE).repeat(m, 1)
     weights = torch.rand(m, 2, device=DEVICE)

@@ -39,7 +39,7 @@ def test_rows_are_quantized_as_weights_are(m: int, k: int, kind: str) -> None:
     found, expected = fp8.quantize_rows(x), RowScaledFp8.of(x)
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
     exact, error = x.double(), (found.dense(torch.float64) - x.double()).abs()
-    # what is too small for a normal number of the format has its spacing there
+    # values below the normal numbers of the format have its spacing there
     tiny = found.scale.double()[:, None] * 2.0**-10
     assert (error <= ROUNDING * exact.abs() * 1.001 + tiny).all()
     assert (found.data.float().abs().amax(1)[1:] == FP8_MAX).all()

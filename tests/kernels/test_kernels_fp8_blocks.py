@@ -27,7 +27,7 @@ from dflash_toolkit.kernels.triton import fp8_blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
-DTYPE = torch.bfloat16  # of rows, which the kernels quantize
+DTYPE = torch.bfloat16  # dtype of the rows, which the kernels quantize
 ROUNDING = 2.0**-4  # half the distance of adjacent values in e4m3, of the smaller one
 
 
@@ -61,7 +61,7 @@ def test_block_scaled_weight_is_close_and_splits_into_views() -> None:
     weight = BlockScaledFp8.of(matrix)
     assert (weight.scale.shape, len(weight), weight.nbytes) == ((4, 3), 512, 512 * 384 + 4 * 12)
     largest = matrix.abs().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax((1, 3))
-    largest = largest.repeat_interleave(BLOCK, 0)  # of every row's blocks
+    largest = largest.repeat_interleave(BLOCK, 0)  # for every row
     error = (weight.dense(torch.float32) - matrix).abs()
     smallest = (largest / FP8_MAX * 2.0**-10).repeat_interleave(BLOCK, 1)
     assert (error <= ROUNDING * matrix.abs() + smallest).all()
@@ -137,8 +137,8 @@ def test_block_scaled_gemm_is_batch_invariant(kind: str, n: int, k: int) -> None
 
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 384), (130, 256)])
 def test_norms_quantize_for_the_next_gemm(m: int, k: int) -> None:
-    """What a norm hands on is, bit for bit, what the GEMM would have made of its rows."""
-    dtype = DTYPE if DEVICE == "cuda" else torch.float16  # of bf16 the interpreter's products are wrong
+    """A norm quantizes rows bit for bit like the GEMM would."""
+    dtype = DTYPE if DEVICE == "cuda" else torch.float16  # the interpreter multiplies bf16 wrongly
     x, gate = (torch.randn(m, k, device=DEVICE).to(dtype) for _ in range(2))
     parts, weight = torch.randn(2, m, k, device=DEVICE), torch.randn(k, device=DEVICE).to(dtype)
     x[0, :BLOCK], parts[:, 0, :BLOCK] = 0, 0
@@ -173,7 +173,7 @@ def test_quantized_rows_are_multiplied_as_those_that_gemms_quantize(m: int) -> N
             for weight in (blocks, by_rows):
                 assert torch.equal(function(rows, weight), function(x, weight))
         assert torch.equal(operations.linear_swiglu(rows, blocks), operations.linear_swiglu(x, blocks))
-    if DEVICE == "cuda":  # of bf16 the interpreter's products are wrong
+    if DEVICE == "cuda":  # the interpreter multiplies bf16 wrongly
         assert torch.equal(gpu.linear_split_k(rows, dense), gpu.linear_split_k(x, dense))
 
 
@@ -235,7 +235,7 @@ def test_blocks_may_be_whole_rows(m: int) -> None:
 
 @pytest.mark.parametrize("m", [129, 132])
 def test_cublas_gets_scales_as_it_reads_them(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is handed over passes torch's checks for a GPU, and read as cuBLAS documents it is the product."""
+    """The arguments pass torch's checks for a GPU and, read as cuBLAS documents, give the product."""
     n, k = 256, 512
     x, weight, bias = rows_of("in the format", m, k), weight_of(n, k), torch.randn(n, device=DEVICE).to(DTYPE)
     recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128

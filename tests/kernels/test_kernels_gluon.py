@@ -1,8 +1,8 @@
 """The Gluon kernels on a CPU: their own Python in `gluon_interpreter.py`, launched by their own host functions.
 
-In float64 against their definitions, with loads, products and programs in several orders; and that mistakes of the kind
-that a GPU forgives most of the time are found. What no interpreter shows, test_kernels_layer.py tries on a GPU. The
-attention kernel has test_kernels_gluon_attention.py.
+Compares them in float64 with their definitions, with loads, products and programs in several orders. Checks that it
+finds mistakes that a GPU usually hides. test_kernels_layer.py runs on a GPU; test_kernels_gluon_attention.py tests the
+attention kernel.
 """
 
 import re

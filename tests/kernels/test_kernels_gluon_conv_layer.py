@@ -31,7 +31,7 @@ def double(value: Any) -> Any:
 
 
 def narrow(name: str, value: Any) -> Any:
-    """Matrices in fp8; so are the projections of convolutions, whose base stays."""
+    """Quantizes matrices and the projections of convolutions to fp8, but not the base of convolutions."""
     if isinstance(value, tuple):
         return value[0], RowScaledFp8.of(value[1])
     return RowScaledFp8.of(value) if name in ("o", "gate_up", "down", "qkv") else value
@@ -110,7 +110,7 @@ def test_a_layer_is_as_exact_as_torch(cut: Any, quantized: bool, monkeypatch: py
     case.check(found)
     second = slice(case.block, 2 * case.block) if len(case.x) > case.block else slice(0, case.block)
     for one, many in zip(case.launch(second), found, strict=True):
-        assert torch.equal(one, many[..., second, :]), "whatever blocks are beside it"
+        assert torch.equal(one, many[..., second, :]), "other blocks do not matter"
 
 
 @interpreted

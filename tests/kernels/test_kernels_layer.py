@@ -91,7 +91,7 @@ def test_where_the_kernel_does_not_fit_every_operation_is_a_launch(
     config = LlamaConfig(hidden_size=128, num_hidden_layers=2, rms_norm_eps=EPS)
     spec = ModelSpec.of_target(config)
 
-    def behind(ops: Ops, dtype: torch.dtype, tap: Tensor | None = None) -> tuple[Any, ...]:
+    def run(ops: Ops, dtype: torch.dtype, tap: Tensor | None = None) -> tuple[Any, ...]:
         w = {name: t.to(dtype) for name, t in weights.items()}
         o_bias = None if bias is None else bias.to(dtype)
         mixer = AttentionWeights(w["qkv"], None, None, None, w["o"], o_bias)
@@ -101,8 +101,8 @@ def test_where_the_kernel_does_not_fit_every_operation_is_a_launch(
         assert begun is not None
         return total, normed, begun[0]
 
-    found = behind(gpu, torch.float32, tap[:, 100:228])
-    assert_close(found, behind(reference, torch.float32), behind(reference, torch.float64))
+    found = run(gpu, torch.float32, tap[:, 100:228])
+    assert_close(found, run(reference, torch.float32), run(reference, torch.float64))
     assert torch.equal(tap[:, 100:228], found[0]) and bool(tap[:, :100].isnan().all())
 
 
@@ -157,7 +157,7 @@ def test_fused_layer_has_the_bits_of_separate_gemms() -> None:
 @pytest.mark.parametrize(("columns", "k"), [(151_936, 1024), (64, 128), (192, 256), (64 * 401, 896)], ids=str)
 def test_a_streamed_head_finds_what_its_tiles_find(columns: int, k: int) -> None:
     weight = torch.randn(columns, k, device="cuda").bfloat16()
-    weight[columns // 2] = weight[columns // 3]  # a tie for whoever looks for that row
+    weight[columns // 2] = weight[columns // 3]  # a tie between two columns
     for rows in ROWS:
         x = torch.randn(rows, k, device="cuda").bfloat16()
         x[rows // 2] = 4 * weight[columns // 3]

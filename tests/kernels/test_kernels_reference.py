@@ -317,9 +317,9 @@ def shares(parts: st.SearchStrategy[int]) -> st.SearchStrategy[list[int]]:
 
 
 def outcomes(p: list[int], q: list[int], order: list[int], taken: int | None) -> list[int]:
-    """What comes of draft `taken`, None for none, at every cell of one random number beside the least of the other.
+    """Returns the tokens for a draft `taken`, or for none, over a grid of the two random numbers.
 
-    The first `CELLS` are over the number that accepts, the others over the one that draws, where nothing is accepted.
+    The first `CELLS` vary the number that accepts; the others vary the number that samples, and nothing is accepted.
     """
     middle = (torch.arange(CELLS, dtype=torch.float64) + 0.5) / CELLS
     none = torch.full_like(middle, 1.0 - 2.0**-53)
@@ -339,10 +339,9 @@ def outcomes(p: list[int], q: list[int], order: list[int], taken: int | None) ->
 @given(p=shares(st.integers(0, 4)), q=shares(st.integers(1, 3)), order=st.permutations([1, 2, 3]))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_accepted_and_resampled_tokens_follow_the_target(p: list[int], q: list[int], order: list[int]) -> None:
-    """In fractions, of all that can come of each draft: the sum over drafts is p, and the overlap of p and q accepted.
+    """In exact fractions over all outcomes: the sum over drafts is p, and the accepted share is the overlap of p and q.
 
-    A rule that is told no q, or one that draws from p with the draft taken out, accepts another share or sums to
-    another distribution.
+    A rule that ignores q, or samples from p without the draft, accepts another share or has another distribution.
     """
     total, accepted = [Fraction(0)] * 5, Fraction(0)
     for d in order:
@@ -392,15 +391,15 @@ def test_block_conv_matches_the_network_and_sums_partials(taps: int) -> None:
         network.base_kernel.normal_()
         expected = network(x, lambda inside: inside + other, None).flatten(0, 1)
         u, dynamic, base = x.flatten(0, 1), network.kernel_projection(x).flatten(0, 1), network.base_kernel
-        before, behind = dynamic.chunk(2, dim=1)
+        before, after = dynamic.chunk(2, dim=1)
         y = block_conv(u, before, base[0], 5) + other.flatten(0, 1)
-        torch.testing.assert_close(block_conv(y, behind, base[1], 5), expected)
-        halves = torch.stack([y - 1, torch.ones_like(y)]), torch.stack([behind / 2] * 2)
+        torch.testing.assert_close(block_conv(y, after, base[1], 5), expected)
+        halves = torch.stack([y - 1, torch.ones_like(y)]), torch.stack([after / 2] * 2)
         torch.testing.assert_close(block_conv(*halves, base[1], 5), expected)
         norm, tap = torch.randn(12), torch.empty(15, 12)
         found = conv_add_rms_norm(u, *halves, base[1], 5, norm, 1e-6, tap)
         torch.testing.assert_close((*found, tap), (*add_rms_norm(u, expected[None], norm, 1e-6), u + expected))
-    assert block_conv(y.bfloat16(), behind.bfloat16(), base[1].bfloat16(), 5).dtype == torch.bfloat16
+    assert block_conv(y.bfloat16(), after.bfloat16(), base[1].bfloat16(), 5).dtype == torch.bfloat16
 
 
 def test_linear_top_sorts_by_logit_then_lowest_column() -> None:

@@ -85,7 +85,7 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
 
 @pytest.mark.parametrize(("parts", "case", "dtype"), in_turn([(3, WRITES[1]), (1, WRITES[2])]), ids=str)
 def test_heads_may_turn_in_part_and_have_gates(parts: int, case: Write, dtype: torch.dtype) -> None:
-    """As those of Qwen3.5, whose norms have weights in fp32, too."""
+    """Like heads of Qwen3.5, with norm weights in fp32."""
     block, group, groups, width, contexts, size = case
     heads, rows, turning = group * groups, len(contexts) * block, width // 4
     pages = make_pages(contexts, block, size, groups, width, dtype)

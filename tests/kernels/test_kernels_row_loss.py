@@ -88,7 +88,7 @@ CASES = [
     pytest.param(151_936, 2.0, torch.bfloat16, id="a real vocabulary"),
     pytest.param(33, 1.0, torch.float32, id="less than a block"),
     pytest.param(1, 1.0, torch.float32, id="one token"),
-    pytest.param(257, 30.0, torch.float64, id="float64"),  # of the definition only
+    pytest.param(257, 30.0, torch.float64, id="float64"),  # only for the definition
 ]
 
 
@@ -142,7 +142,7 @@ def test_rank_counts_tokens_before_the_label_with_ties_by_id(implementation) -> 
     terms = unwritten(5, CROSS_ENTROPY)
     labels = torch.tensor([4100, 8200, 3, 17, 4100], device=DEVICE)
     implementation.row_loss_(logits, labels, terms, CROSS_ENTROPY, gradient=False)
-    # a NaN is before everything, as argmax has it, and the label that is NaN behind everything: never a right answer
+    # a NaN ranks first, as for argmax, and a label that is NaN ranks last, so it is never correct
     assert terms.rank.tolist() == [1, 2, 3 + 3, 1, 9000]
 
 

@@ -38,7 +38,7 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def arguments(logits: Tensor, rows: list[tuple[float, float, int, float, float]]) -> Arguments:
-    """Of rows (temperature, top-p, top-k, min-p, uniform)."""
+    """Returns the arguments for rows (temperature, top-p, top-k, min-p, uniform)."""
     dtypes = (torch.float32, torch.float32, torch.int64, torch.float32, torch.float64)
     columns = zip(zip(*rows, strict=True), dtypes, strict=True)
     return logits.to(DEVICE), *(torch.tensor(values, dtype=dtype, device=DEVICE) for values, dtype in columns)

@@ -41,8 +41,8 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     # the end of a launch is that of all before it only if it waits (launch.py), whatever it does before
     assert [name for name, report in found.items() if report["overlaps"] and not report["waits"]] == []
     assert {report["kernel"] for report in found.values() if report["overlaps"] and report["before"]} == BEFORE_THE_WAIT
-    # what is older than a pass is read before the wait (hopper/attention.py), which is safe as long as there are
-    # launches between two passes that start the next one only after their own wait
+    # data older than a pass is read before the wait (hopper/attention.py); this is safe if a launch between two passes
+    # starts the next one only after its own wait
     starts: dict[str, set[str]] = {"early": set(), "late": set()}
     for report in found.values():
         if report["starts_next"]:
@@ -58,8 +58,8 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     assert [name for name, width in widths.items() if attention[name] > shared_bytes(width, 2, *CUTS[0])] == []
 
 
-# of head width, bytes a number, keys and stages the bytes that Triton 3.7 gave the kernel, free or causal, whichever
-# is more: fp32 and wide heads take a minute to compile
+# (head width, bytes per number, keys, stages): shared memory of the kernel in Triton 3.7, the larger of causal and not
+# causal; stored because fp32 and wide heads take a minute to compile
 COMPILED = {
     (64, 4, 64, 3): 98304, (128, 4, 64, 3): 180480, (128, 4, 64, 2): 114944, (256, 4, 64, 2): 213248,
     (256, 4, 32, 2): 139520, (64, 2, 64, 3): 57344, (128, 2, 64, 3): 114688, (256, 2, 64, 3): 229376,

@@ -1,4 +1,4 @@
-"""What draft trees need of a step: kernels against their definitions, on the GPU or in Triton's interpreter."""
+"""Kernels of draft trees equal their definitions, on the GPU or in Triton's interpreter."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ FORESTS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, 
     ((30, 130, 63), 4, 9, 30, 64, 1, 7, 40, 0),  # a path that reaches into the next split; two tiles of rows
     ((127, 95), 16, 20, 40, 32, 1, 3, 128, 50),
     ((64, 0, 31, 32, 33, 5, 96, 170), 15, 30, 64, 32, 2, 2, 16, 20),
-    ((130,), 15, 63, 70, 64, 1, 1, 256, 0),  # padding behind it
+    ((130,), 15, 63, 70, 64, 1, 1, 256, 0),  # followed by padding
 ]
 
 
@@ -79,7 +79,7 @@ CHAINS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, w
     ((127, 95), 16, 16, 20, 32, 1, 3, 128, 50),
     ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 5, 40, 16, 1, 2, 64, 0),  # in one pass
     ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20),
-    ((64, 3, 31, 32, 33, 5, 96, 1, 17), 3, 8, 70, 64, 1, 1, 256, 0),  # padding behind it
+    ((64, 3, 31, 32, 33, 5, 96, 1, 17), 3, 8, 70, 64, 1, 1, 256, 0),  # followed by padding
     ((130,), 3, 3, 90, 64, 1, 1, 24, 0),  # padding, more than a tile
 ]
 
@@ -260,8 +260,8 @@ def test_trees_and_their_cut_are_those_of_the_definition(
     trees, expected = tree_build.grow_trees(*arguments), definition.grow_trees(*arguments)
     for name in ("tokens", "parents", "depths", "log_probs", "ancestors"):
         assert torch.equal(getattr(trees, name), getattr(expected, name)), name
-    behind = torch.arange(slots + 1, device=DEVICE) <= torch.nn.functional.pad(expected.depths, (1, 0))[..., None]
-    assert torch.equal(trees.paths * behind, expected.paths * behind)
+    used = torch.arange(slots + 1, device=DEVICE) <= torch.nn.functional.pad(expected.depths, (1, 0))[..., None]
+    assert torch.equal(trees.paths * used, expected.paths * used)
     for b, limit in enumerate(limits):  # and those of the readable decoder
         if limit:
             lattice = torch.full((slots, count, count), -math.inf, device=DEVICE)
@@ -350,12 +350,12 @@ def test_accepted_tree_rows_match_the_definition_and_are_moved(
         assert torch.equal(moved[:, :, at[max(count, 1) :]], cache[:, :, at[max(count, 1) :]])
 
 
-# ---- what a step tells -----------------------------------------------------------------------------
+# ---- the result of a step -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels of `tree_results` are to fill holds a number that nothing should be."""
+    """Fills the output buffers of `tree_results` with a number that no result has."""
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape, -77, **how))
 
 
@@ -391,11 +391,11 @@ def test_what_trees_promise_is_as_exact_as_the_definition(
     assert_as_exact_as_torch(found, definition.expected_accepted(trees, values, *asked), exact, slack)
 
 
-TOLD = [(1, 1, 8, 2, 40), (3, 7, 20, 40, 129), (8, 15, 64, 128, 16), (33, 5, 12, 80, 70)]  # B, K, N, M, D
+RESULTS = [(1, 1, 8, 2, 40), (3, 7, 20, 40, 129), (8, 15, 64, 128, 16), (33, 5, 12, 80, 70)]  # B, K, N, M, D
 
 
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize(("batch", "slots", "nodes", "rows", "width", "dtype"), in_turn(TOLD))
+@pytest.mark.parametrize(("batch", "slots", "nodes", "rows", "width", "dtype"), in_turn(RESULTS))
 def test_packed_tree_results_match_the_definition(
     batch: int, slots: int, nodes: int, rows: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -409,12 +409,12 @@ def test_packed_tree_results_match_the_definition(
     )
     promise, wide = randn(3, 5), randn(rows, width + 3).to(dtype)
     hidden = wide[:, :width]
-    wide[:, width:] = math.nan  # of other columns
+    wide[:, width:] = math.nan  # other columns
     for broken in ((), (path[-1, 0],), (-1,), range(rows)):  # none, an anchor, a leaf or padding, all
         for row in broken:
             hidden[row, width // 2] = (math.nan, math.inf, -math.inf, torch.finfo(dtype).max)[int(row) % 4]
-        told = tree_rows, hidden, tokens, counts, path, promise
-        found, expected = tree_results.pack_tree_results(*told), definition.pack_tree_results(*told)
+        result = tree_rows, hidden, tokens, counts, path, promise
+        found, expected = tree_results.pack_tree_results(*result), definition.pack_tree_results(*result)
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 

@@ -82,7 +82,7 @@ def test_a_request_without_drafts_rules_out_chains() -> None:
     assert choose(2, chains=False) == StepShape(4, 16), "drafts that are NaN promise nothing"
 
 
-def test_times_of_a_cross_tell_those_of_all_trees() -> None:
+def test_times_of_a_cross_determine_all_tree_times() -> None:
     whole = table((1, 8, 256), 0.05, 0.02)
     shapes = tree_shapes((1, 8, 256), BLOCKS)
     assert len(shapes) == len(set(shapes)) == 4 + 3 + 6 + 3
@@ -182,8 +182,9 @@ class World:
         return Promise(self.requests, self.requests, found)
 
     def run(self, choose: BudgetChooser, steps: int) -> tuple[float, dict[StepShape, float], dict[StepShape, int]]:
-        """Tokens a second, those of every choice had it been made at all steps, and how often each was made.
-        Results are read two steps late, and tell of promises where steps were over trees."""
+        """Returns tokens per second, those of every fixed choice, and how often each choice was made.
+
+        Results are read two steps late, and those of steps over trees have promises."""
         tokens = seconds = 0.0
         every = [StepShape(1), *map(StepShape, DRAFTED)]
         every += [StepShape(block, rows) for block in DRAFTED for rows in row_buckets(self.requests)]
@@ -209,7 +210,7 @@ class World:
         return tokens / seconds, rates, made
 
 
-SLACK = 0.05  # of a long run: a choice changes for 2 %, and what is not known is tried
+SLACK = 0.05  # share of a long run: a choice changes only for a gain of 2 %, and unknown choices are tried
 
 
 @pytest.mark.slow

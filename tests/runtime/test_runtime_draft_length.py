@@ -60,8 +60,10 @@ def test_the_first_drafts_of_all_are_short_and_awaited() -> None:
     unknown: dict[str, Any] = {"tried": False, "known": False}
     assert choose(requests(0.9, 0.9, **unknown)) == 4
     assert choose(requests(0.9, 0.9, **unknown, in_flight=(4,))) == 1
-    assert choose(requests(0.9, 0.9, **unknown, in_flight=(1,))) == 4, "who drafted gave way, or was cancelled"
-    assert choose(requests(0.9, 0.9, tried=False, in_flight=(16,))) == 16, "those of others were judged"
+    assert choose(requests(0.9, 0.9, **unknown, in_flight=(1,))) == 4, (
+        "the request with drafts was preempted or cancelled"
+    )
+    assert choose(requests(0.9, 0.9, tried=False, in_flight=(16,))) == 16, "drafts of other requests were verified"
 
 
 def test_what_is_known_of_others_is_known() -> None:
@@ -95,7 +97,7 @@ def test_a_plain_batch_tries_sooner_the_more_of_it_is_new(new: int, old: int, st
     assert [choose(batch) for _ in range(steps)] == [1] * (steps - 1) + [4]
 
 
-# ms of a step of Qwen3-8B on an H200 by batch and block; blocks that were not measured lie between
+# ms of a step of Qwen3-8B on an H200 by batch and block; blocks that were not measured are interpolated
 STEP_MS = {
     1: {1: 4.27, 2: 5.2, 4: 5.25, 8: 5.3, 16: 5.31},
     8: {1: 4.58, 2: 5.6, 4: 5.8, 8: 6.1, 16: 6.94},

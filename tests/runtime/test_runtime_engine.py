@@ -149,7 +149,7 @@ def test_an_answer_is_part_of_the_prefix_of_the_next_turn() -> None:
     (prompt, more), engine = prompts_of(10, 6), make_engine(*pair())
     first = engine.generate([prompt], SamplingParams(max_tokens=15, ignore_eos=True))[0]
     check(engine, pair(), [prompt + first.tokens + more], SamplingParams(max_tokens=15))
-    assert engine.stats.cached_prompt_tokens == 24  # of 24 written tokens, in pages of 4
+    assert engine.stats.cached_prompt_tokens == 24  # 24 tokens were written, in pages of 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
@@ -206,7 +206,7 @@ def test_random_arrivals_and_cancels_change_no_answer(
 @pytest.mark.slow
 def test_synthetic_acceptance_is_as_long_as_asked(synthetic: dict[str, float], expected: float) -> None:
     engine = make_engine(*pair(), synthetic=SyntheticAcceptance(**synthetic), kv_cache_tokens=2000)
-    tokens = 200 if expected > 1 else 40  # without chance fewer tell
+    tokens = 200 if expected > 1 else 40  # fewer suffice without randomness
     answers = engine.generate(prompts_of(*[5] * 8), SamplingParams(max_tokens=tokens, ignore_eos=True))
     length = sum(len(g.tokens) - 1 for g in answers) / sum(len(g.steps) for g in answers)
     assert length == pytest.approx(expected, rel=0.08)

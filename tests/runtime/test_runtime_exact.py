@@ -1,4 +1,4 @@
-"""What the runtime draws, in batches and from drafts, is what the target alone would: counted, not token by token."""
+"""Sampled tokens follow the target's distribution, in batches and with drafts. Compares counts, not single tokens."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""What people serve: every family of targets in 16 bits and in FP8 under all that a server meets, and drafters as they
-are published, from files to answers."""
+"""Every family of targets, in 16 bits and in FP8, under all events in a server, and published drafters from files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +37,9 @@ def test_fp8_answers_equal_transformers_under_load(name: str, tmp_path: Path) ->
 
 
 def check_whatever_happens(target: Target) -> int:
-    """Ragged prompts that begin alike, short of pages, drafts of which most are accepted; one is cancelled, and others
-    end by their limit and by a token inside a block. How many answers go on otherwise behind a near tie."""
+    """Runs ragged prompts with a common prefix, too few pages and mostly accepted drafts; one request is cancelled, and
+    others end at their limit or at a token inside a block. Returns the number of answers that differ after a near tie.
+    """
     drafter = make_drafter(target, taps=1)
     shared, *tails = prompts_of(12, 3, 17, 5, 9, 2)
     prompts = [prompts_of(1, seed=8)[0], *(shared + tail for tail in tails)]

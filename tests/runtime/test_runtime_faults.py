@@ -66,7 +66,7 @@ def test_a_request_that_makes_the_device_raise_ends_alone(
     real = getattr(runner, place)
 
     def raising(first: Any, *rest: Any) -> Any:
-        found = real(first, *rest)  # what was done before it raised must not be seen
+        found = real(first, *rest)  # side effects before the exception must not matter
         asked = [first.ids] if place == "prefill" else [r.prompt_ids for r in (first if place == "decode" else rest)
                                                     if isinstance(r, Request)]  # fmt: skip
         if any(BAD in ids for ids in asked):
@@ -132,7 +132,9 @@ def test_a_request_with_nan_ends_alone_and_leaves_no_nan(
         assert isinstance(requests[i].error, NotFiniteError) and not requests[i].tokens
     assert "NaN or infinity" in caplog.text
     for stack in (engine.runner.verifier.stack, engine.runner.proposer.stack):
-        assert stack.cache[:, :, engine.runner.page_size :].isfinite().all(), "pages are clean for who comes next"
+        assert stack.cache[:, :, engine.runner.page_size :].isfinite().all(), (
+            "pages are clean for the next request"
+        )
     check(models, run(engine, prompts[::2], params[::2]), [])
     engine.runner.target.embedding[BAD] = 0.0
 
@@ -154,8 +156,8 @@ def test_transient_nan_ends_no_request(models: tuple[Target, Drafter]) -> None:
 
 @pytest.mark.parametrize("nodes", [0, 6])
 def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter], nodes: int) -> None:
-    """It makes all of its block NaN, of which nothing is taken; then there is a step without. A tree may stay sound
-    beside it, but its pages do not."""
+    """It makes its whole block NaN, so nothing is accepted, and a step without drafts follows. Other nodes of a tree
+    may stay finite, but the pages do not."""
     engine = make_engine(*models, draft_tree=nodes)
     engine.runner.target.embedding[BAD] = math.nan
     drafts = 0
@@ -185,17 +187,17 @@ def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter], n
 def test_nan_in_a_rejected_draft_is_cleaned_away(models: tuple[Target, Drafter]) -> None:
     """It is after the answer, where a kernel may multiply it by zero."""
     engine = make_engine(*models)
-    real, cache, spoilt = engine.runner.read, engine.runner.verifier.stack.cache, []
+    real, cache, poisoned = engine.runner.read, engine.runner.verifier.stack.cache, []
 
     def read(pending: Any) -> list[Committed]:
         found = real(pending)
         for row, request in enumerate(engine.scheduler.running):
-            if len(request.tokens) == 7 and request.pages[-1] not in spoilt:
-                spoilt.append(request.pages[-1])
+            if len(request.tokens) == 7 and request.pages[-1] not in poisoned:
+                poisoned.append(request.pages[-1])
                 cache[:, :, engine.runner.page_size * request.pages[-1] + 3] = math.nan
                 found[row] = replace(found[row], poisons=True)
         return found
 
     engine.runner.read = read  # type: ignore[method-assign]
     check(models, run(engine, prompts_of(9, 15), [LONG] * 2), [])
-    assert spoilt and cache.isfinite().all() and not engine.stats.preemptions
+    assert poisoned and cache.isfinite().all() and not engine.stats.preemptions

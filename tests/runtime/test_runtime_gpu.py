@@ -74,7 +74,7 @@ def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list
         return Draft(torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts))
 
     def children(last: Tensor, rows: Any, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Of three candidates one is right, as a rule; which one goes by the position."""
+        """Returns three candidates, usually with one right one at a place that depends on the position."""
         positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
         right = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))[..., None]
         wrong = (right + torch.arange(1, 4, device="cuda")) % VOCAB
@@ -113,7 +113,7 @@ def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, 
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5"])  # of the last chains alone
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5"])  # qwen3_5: chains only
 def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
     prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
@@ -235,7 +235,7 @@ def test_launches_that_overlap_change_no_bit_of_a_pass(
             stack.forward(x, rows)  # compiles
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                # what is allocated later is cut from small pieces or from a large one
+                # later allocations come from small blocks or from a large one
                 sizes = [1 << 20] * 32 + [64 << 20]
                 poison = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in sizes]
                 places = [(t.data_ptr(), n) for t, n in zip(poison, sizes, strict=True)]
@@ -296,7 +296,7 @@ def test_a_drafter_changes_no_answer_in_any_batch_bucket(draft_dtype: str, dflas
 
 
 @pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
-@pytest.mark.parametrize("block", [2, 8, 16])  # of 16 requests: 32 and 128 rows in one kernel a layer, 256 in more
+@pytest.mark.parametrize("block", [2, 8, 16])  # with 16 requests: 32 and 128 rows in one kernel per layer, 256 in more
 def test_drafts_in_fp8_are_nearly_those_of_full_precision(
     block: int, dflash2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,7 +481,7 @@ def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytes
 
 class Eagerly:
     def replay(self) -> None:
-        """What a graph would do has been done."""
+        """Does nothing: the capture has already run the pass."""
 
 
 def test_prompt_scores_equal_hugging_face_and_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,6 +722,6 @@ def test_block_products_are_exact_to_bf16_and_batch_invariant(n: int, k: int, by
         for count in (129, 130, 131, 256, 300):
             assert gpu.by_cublas(x[:count], weight) == (by_rows or k % 512 == 0)
             torch.cuda.empty_cache()
-            torch.full((1 << 28,), 255, dtype=torch.uint8, device="cuda")  # what is not written is NaN in every format
+            torch.full((1 << 28,), 255, dtype=torch.uint8, device="cuda")  # unwritten memory is NaN in every format
             found = operation(x[:count], weight)
             assert rel(found[0] if split else found, exact[:count]) < limit, count

@@ -166,8 +166,8 @@ def test_a_grammar_changes_no_bit_of_other_requests() -> None:
         SamplingParams(max_tokens=20, logprobs=5, temperature=1.0),
     ]
     alone = make_engine(target, drafter).generate(prompts[:2], params)
-    beside = make_engine(target, drafter).generate(prompts, [*params, params_of(CASES["schema"][0])])
-    for one, other in zip(alone, beside, strict=False):
+    together = make_engine(target, drafter).generate(prompts, [*params, params_of(CASES["schema"][0])])
+    for one, other in zip(alone, together, strict=False):
         assert same(one, other) and one.logprobs == other.logprobs
 
 

@@ -17,9 +17,9 @@ PROMPTS = prompts_of(4, 19, 7, 26, 11, 5, 9)
 
 
 def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as on a GPU: padded to buckets, from places that stay, in memory that all graphs share."""
+    """Runs steps as on a GPU: padded to buckets, with fixed addresses, in memory that all graphs share."""
     runner = engine.runner
-    shared: list[torch.Tensor] = []  # what graphs returned, unless it is always at the same place
+    shared: list[torch.Tensor] = []  # results of graphs without an address of their own
 
     def capture(run: Callable[[], Any]) -> tuple[Any, Any]:
         first = run()  # as a capture does first
@@ -36,10 +36,10 @@ def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(part: Any, eager: Callable[[Any], Any]) -> Any:
         graph, result = runner.graphs.graph(part, eager)
-        for spoilt in shared:
-            spoilt.fill_(-(1 << 40))
+        for result_of_other in shared:
+            result_of_other.fill_(-(1 << 40))
         graph.replay()
-        # what ends a step goes to the host before anything else runs
+        # the result of a step is copied to the host before anything else runs
         return result if result is None or part.kind == "choose" else result.clone()
 
     monkeypatch.setattr(runner.graphs, "capture", capture)

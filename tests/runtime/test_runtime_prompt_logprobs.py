@@ -67,11 +67,11 @@ def test_a_prompt_without_an_answer_may_fill_the_context() -> None:
 def test_scores_change_no_bit_of_other_requests() -> None:
     others = [SamplingParams(max_tokens=12, logprobs=2, temperature=1.0, seed=3), SamplingParams(max_tokens=9)]
 
-    def beside(neighbours: SamplingParams) -> list[Generation]:
+    def batched_with(scored: SamplingParams) -> list[Generation]:
         engine = make_engine(*pair(), prefix_cache=False)
-        return engine.generate(prompts_of(30, 21, 9, 44), [others[0], neighbours, others[1], neighbours])
+        return engine.generate(prompts_of(30, 21, 9, 44), [others[0], scored, others[1], scored])
 
-    for got, expected in zip(beside(ASKED), beside(replace(ASKED, prompt_logprobs=None)), strict=True):
+    for got, expected in zip(batched_with(ASKED), batched_with(replace(ASKED, prompt_logprobs=None)), strict=True):
         assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
 
 

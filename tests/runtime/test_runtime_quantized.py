@@ -17,7 +17,7 @@ from dflash_toolkit.runtime.stack import Stack
 
 
 def test_an_fp8_drafter_is_close_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes: list[bool] = []  # of the drafter: whether in eight bits
+    passes: list[bool] = []  # whether each pass of the drafter runs in eight bits
     forward = Stack.forward
 
     def noted(stack: Stack, x: Tensor, *rest: Any) -> Tensor:

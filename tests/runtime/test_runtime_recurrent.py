@@ -33,7 +33,7 @@ LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=18)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])  # of qwen3_5 are the events below
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])  # the tests below use qwen3_5
 def test_ragged_batches_are_what_generate_and_hugging_face_write(kind: str) -> None:
     """Prompts shorter than the convolution, and such as are cut into several chunks."""
     target, drafter = pair(kind)

@@ -284,11 +284,13 @@ def test_prompts_of_up_to_eight_requests_are_never_batched() -> None:
 
 
 def test_a_common_prefix_is_computed_once() -> None:
-    alike = [request_of([1, 2, 3, 4, 5, 6 + i], 3) for i in range(3)]
-    apart = [request_of([1 + i, 2, 3, 4, 5, 6], 3) for i in range(2)]
-    assert in_one_pass(*alike, prefix_cache=True).called("prefill_batch") == [(2, 2)], "of those that found them"
-    assert [request.cached_tokens for request in alike] == [0, 4, 4]
-    assert in_one_pass(*apart, prefix_cache=True).called("prefill_batch") == [(6, 6)]
+    common = [request_of([1, 2, 3, 4, 5, 6 + i], 3) for i in range(3)]
+    different = [request_of([1 + i, 2, 3, 4, 5, 6], 3) for i in range(2)]
+    assert in_one_pass(*common, prefix_cache=True).called("prefill_batch") == [(2, 2)], (
+        "the two requests that found the prefix"
+    )
+    assert [request.cached_tokens for request in common] == [0, 4, 4]
+    assert in_one_pass(*different, prefix_cache=True).called("prefill_batch") == [(6, 6)]
 
 
 def test_requests_of_a_failed_pass_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +310,7 @@ def test_requests_of_a_failed_pass_are_prefilled_alone(monkeypatch: pytest.Monke
     requests = [request_of([i] * 3, 3) for i in range(3)]
     device = in_one_pass(*requests)
     assert failed == [3] and len(device.called("prefill")) == 3
-    assert sum(charged) == 9 * 9 + 3 * 3, "those who are decoded, and each of these once"
+    assert sum(charged) == 9 * 9 + 3 * 3, "decoding requests, and each of the three once"
     assert {requests for requests, *_ in device.called("decode")} <= {9, 12}, "no step without the others"
 
 
@@ -395,21 +397,21 @@ def test_an_end_is_reported_if_its_row_cannot_be_removed() -> None:
     assert not failures and reported == request.tokens == truth(request.prompt_ids, 6)
 
 
-@pytest.mark.parametrize(("who", "whom"), [*itertools.permutations(range(3), 2)])
-def test_a_request_cancelled_during_recovery_is_released(who: int, whom: int) -> None:
+@pytest.mark.parametrize(("reported", "cancelled"), [*itertools.permutations(range(3), 2)])
+def test_a_request_cancelled_during_recovery_is_released(reported: int, cancelled: int) -> None:
     device, failures = TableDevice(1), ["decode"]
     requests = [request_of([10 + i] * 3, 12) for i in range(3)]
 
     def report(request: Request, step: Step | None) -> None:
-        if not failures and len(scheduler.running) == 1 and request is requests[who]:
-            scheduler.cancel(requests[whom])
+        if not failures and len(scheduler.running) == 1 and request is requests[reported]:
+            scheduler.cancel(requests[cancelled])
 
     scheduler = scheduled(device, *requests, report=report)
     while not all(len(request.tokens) > 2 for request in requests):
         scheduler.advance()
     failing(device, failures)
     drain(scheduler)
-    assert [r.tokens == truth(r.prompt_ids, 12) for r in requests] == [i != whom for i in range(3)]
+    assert [r.tokens == truth(r.prompt_ids, 12) for r in requests] == [i != cancelled for i in range(3)]
     assert scheduler.table.pool.available == scheduler.table.pool.capacity and not any(r.error for r in requests)
 
 
@@ -454,7 +456,7 @@ def failing(device: TableDevice, names: list[str]) -> None:
 
 
 def test_a_failed_copy_of_states_ends_one_request() -> None:
-    """Of a request that was computed alone before, as a pass with it failed."""
+    """The request was computed alone before, as a pass with it had failed."""
     device, pool = TableDevice(1), PagePool(2000, SIZE, range(40, 80))
     device.recurrent, device.prefill_limits = True, PREFILL_LIMITS
     first = request_of([1, 2, 3, 4, 5], 3)
@@ -464,14 +466,14 @@ def test_a_failed_copy_of_states_ends_one_request() -> None:
     )
     while not (first.finished and len(scheduler.running) == 9):
         scheduler.advance()
-    again, beside = request_of([1, 2, 3, 4, 5, 6, 7], 3), request_of([30, 31], 3)
+    again, other = request_of([1, 2, 3, 4, 5, 6, 7], 3), request_of([30, 31], 3)
     again.prefilled_alone = True
     failing(device, failures := ["copy_states"])
-    for request in (beside, again):
+    for request in (other, again):
         scheduler.add(request)
     drain(scheduler)
     assert not failures and again.error and scheduler.preemptions == 0
-    assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in (first, beside, *others))
+    assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in (first, other, *others))
 
 
 def test_states_with_a_failed_copy_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def test_reported_nodes_are_those_that_were_accepted() -> None:
 
 
 def test_pages_after_trees_hold_what_a_prefill_writes() -> None:
-    """Keys and values of the target: accepted nodes stand at their positions, nothing else does."""
+    """The target's keys and values of accepted nodes are at their positions, and no others are."""
     target, drafter = pair()
     prompts = prompts_of(4, 19)
     engine = make_engine(target, drafter, draft_tree=30, prefix_cache=True)
