@@ -39,14 +39,14 @@ def without_output(argv: Sequence[str]) -> list[str]:
 
 
 def without_folders(argument: str) -> str:
-    """The command as others may read it: absolute paths are cut to their last part."""
+    """Returns the command with absolute paths cut to their last part, for publication."""
     return re.sub(r"(^|=)/(?:[^/]*/)*", r"\1", argument)
 
 
 def captured(work: Callable[..., Any], *args: Any) -> torch.cuda.CUDAGraph:
-    """`work(*args)` as a CUDA graph that has run once."""
+    """Captures `work(*args)` as a CUDA graph, after running it once."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # what it reads is still being filled there
+    stream.wait_stream(torch.cuda.current_stream())  # that stream may still write the inputs
     with torch.cuda.stream(stream):
         work(*args)  # compiles
     torch.cuda.synchronize()
@@ -69,22 +69,22 @@ def _installed(name: str) -> bool:
 
 
 class StepEngine(Protocol):
-    """What decodes requests, all of them a step further at a time."""
+    """An engine that decodes requests; each step advances all of them."""
 
     def submit(self, prompt: list[int]) -> Any:
-        """A request, with `tokens` and `finished`."""
+        """Returns a request, with `tokens` and `finished`."""
 
     def step(self) -> bool:
-        """Whether there may be more to do."""
+        """Runs a step; returns whether there may be more to do."""
 
 
 def decode_load(
     engine: StepEngine, prompts: Sequence[list[int]], at_a_time: int
 ) -> tuple[dict[str, float], list[list[int]]]:
-    """Decode all prompts, so many at a time; who ends makes room for the next.
+    """Decodes all prompts, `at_a_time` at once; a finished request makes room for the next.
 
     Returns:
-        Tokens a second and seconds up to where no more are left to follow, the longest step in ms; and all answers.
+        Tokens per second and seconds until fewer than `at_a_time` are left, the longest step in ms; and all answers.
     """
     waiting, running, done = iter(prompts), list[Any](), list[Any]()
     counted, seconds, longest = 0, 0.0, 0.0
@@ -94,7 +94,7 @@ def decode_load(
         for prompt in itertools.islice(waiting, at_a_time - len(running)):
             running.append(engine.submit(prompt))
             done.append(running[-1])
-        if len(running) < at_a_time and not seconds:  # the last ones are fewer than were asked for
+        if len(running) < at_a_time and not seconds:  # fewer requests are left
             seconds, counted = time.perf_counter() - began, sum(len(request.tokens) for request in done)
         if not running:
             break
@@ -102,13 +102,13 @@ def decode_load(
         engine.step()
         longest = max(longest, time.perf_counter() - at)
     while engine.step():
-        pass  # what ran ahead of the last answer
+        pass  # steps that were still in flight
     figures = {"tokens_per_second": round(counted / seconds, 1), "seconds": round(seconds, 3)}
     return figures | {"longest_step_ms": round(1e3 * longest, 2)}, [request.tokens for request in done]
 
 
 def fastest(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Of equal loads the fastest, with the tokens a second of all: whatever else the machine does only adds time."""
+    """Returns the fastest of equal runs, with all their tokens per second: other load on the machine only adds time."""
     best = max(runs, key=lambda figures: figures["tokens_per_second"])
     return best | {"every_tokens_per_second": [figures["tokens_per_second"] for figures in runs]}
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("layer", "attention", "rope", "step", "sample", "row_loss", "linear", "fp8", "graphs", "engine")
 KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error")
-LAST = re.compile(r"^(?!=+ ERROR SUMMARY).* in [\d.]+s", re.MULTILINE)  # what pytest ends with
+LAST = re.compile(r"^(?!=+ ERROR SUMMARY).* in [\d.]+s", re.MULTILINE)  # pytest's last line
 OUTCOME = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 

@@ -108,8 +108,8 @@ class Fault:
     column: int
     before: str
     after: str
-    source: str  # of the whole module with it
-    lines: range  # of its statement; the head of it, if it has a body
+    source: str  # the whole module with the change
+    lines: range  # lines of the changed statement; without its body if it has one
 
 
 def faults(source: str) -> list[Fault]:
@@ -232,11 +232,11 @@ def sample(module: str, source: str, limit: int, seed: int) -> list[Fault]:
 
 @dataclass
 class Result:
-    """What became of a fault."""
+    """The outcome of a fault."""
 
     module: str
     line: int
-    column: int  # of several alike in a line
+    column: int  # distinguishes equal faults of a line
     before: str
     after: str
     outcome: str  # caught, loops or survived
@@ -261,11 +261,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Test:
-    """What a test does with a module that has no fault."""
+    """A test's use of a module without a fault."""
 
-    name: str  # pytest's
-    seconds: float  # of the processor
-    lines: frozenset[int]  # of the module, its fixtures' among them
+    name: str  # pytest's name
+    seconds: float  # processor time
+    lines: frozenset[int]  # executed lines of the module, also by its fixtures
 
     @property
     def file(self) -> str:
@@ -369,7 +369,7 @@ class Unchanged:
 
 
 def _forked(work: Callable[[], object]) -> tuple[Any, int]:
-    """What `work` says in a fork of this process, and its wait status; None when it ends before it says anything."""
+    """Runs `work` in a fork. Returns its result, or None if it ends without one, and its wait status."""
     reader, writer = os.pipe()
     Path("tmp").mkdir()
     gc.freeze()  # pytest collects several times at its end: not what is imported here
@@ -399,7 +399,7 @@ def _forked(work: Callable[[], object]) -> tuple[Any, int]:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)  # what its tests have started
+        os.killpg(child, signal.SIGKILL)  # processes that its tests have started
     shutil.rmtree("tmp", ignore_errors=True)
     return pickle.loads(answer) if answer else None, status
 
@@ -466,7 +466,7 @@ def _work(root: Path, place: Path, jobs: list[Job], seed: int, least_s: float, q
         except UserError as error:
             queue.put(error)
             return
-        for name in known.modules:  # what every fork would import again
+        for name in known.modules:  # otherwise every fork would import them again
             top = name.partition(".")[0]
             if top not in own and name not in sys.modules and not top.startswith(("_", "test")):
                 with contextlib.suppress(Exception):

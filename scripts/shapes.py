@@ -23,9 +23,9 @@ from dflash_toolkit.models.quantized import FORM
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 
-STD = 0.02  # of matrices
-FP8_STD = 64.0  # of random numbers in fp8, whose scales give them that of other matrices
-ROUTED_STD = 32.0  # of embeddings where tokens choose experts
+STD = 0.02  # standard deviation of matrices
+FP8_STD = 64.0  # standard deviation of fp8 values; their scales make it STD
+ROUTED_STD = 32.0  # standard deviation of embeddings if tokens choose experts
 
 
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:
@@ -148,7 +148,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
 
 
 def named_shape(name: str) -> PreTrainedConfig:
-    """The configuration of a named shape; with `-fp8` behind the name, in fp8 blocks. Raises UserError for others."""
+    """Returns the configuration of a named shape, in fp8 blocks if the name ends in `-fp8`. Raises UserError."""
     dense = name.removesuffix("-fp8")
     if dense not in SHAPES:
         raise UserError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}, and the same with -fp8")
@@ -159,10 +159,10 @@ def named_shape(name: str) -> PreTrainedConfig:
 
 
 def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0) -> TargetWeights:
-    """Random weights of a shape, for benchmarks: normal(0, STD) matrices, unit norms, zero biases.
+    """Returns random weights of a shape, for benchmarks: normal(0, STD) matrices, unit norms, zero biases.
 
-    Of a mixture of experts embeddings are so large that a row stays its own token's. Else random layers make all rows
-    behind one context alike, which then choose the same experts; so they choose as if each drew its own.
+    A mixture of experts has large embeddings, so that rows keep differing between tokens and choose experts
+    independently. Otherwise random layers would make all rows after one context equal, and all would choose the same.
     """
     weights = TargetWeights.empty(spec, device, dtype)
     _randomise(weights.parameter_views(stacked=True).items(), device, seed)

@@ -93,7 +93,7 @@ class Server:
         return max(self.below(), key=lambda pid: _status(pid, "VmRSS"))
 
     def figures(self) -> dict[str, int]:
-        """What it holds of the system."""
+        """Returns the memory and files that the server holds."""
         pids = [self.process.pid, self.engine()]
         return {
             "front_rss_mib": _status(pids[0], "VmRSS") // 1024,
@@ -288,7 +288,7 @@ def metric(text: str, name: str) -> float:
 
 
 async def settled(client: httpx.AsyncClient) -> dict[str, float]:
-    """What the server says it holds, once it has had time to let go."""
+    """Returns the resources that the server reports once it is idle."""
     of_vllm = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     names = ("dflash_requests_open", *(f"vllm:{name}" for name in of_vllm))
     for _ in range(100):

@@ -59,7 +59,7 @@ def resident() -> int:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """What a process does with a corpus at its start."""
+    """Measures the time and memory of opening a corpus."""
     before, began = resident(), time.perf_counter()
     rows = Corpus.open(folder).cut(1500).with_anchors()
     counted = {"rows": len(rows), "tokens": int(rows.lengths.sum()), "answer_tokens": rows.response_tokens}

@@ -208,7 +208,7 @@ class Requests:
                 counts[bad] += len(request.tokens) - count
                 self._engine.cancel(request)
             while self._engine.step():
-                pass  # what ran ahead of the first end
+                pass  # steps that were still in flight
         good, bad = counts
         each = {"tokens_per_second": (good + bad) / took, "seconds": took}
         each |= {"of_each": good / took / (at_a_time - failing)} if at_a_time > failing else {}

@@ -58,7 +58,7 @@ READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another 
 
 
 class Run(NamedTuple):
-    """What one batch of requests took."""
+    """Times of one batch of requests."""
 
     seconds: float
     answers: list[Generation]
@@ -147,8 +147,8 @@ def measure(
 
 
 def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
-    """What one step must move: the weights, of experts as many as its rows have if all are as likely, and recurrent
-    states, which are read and written."""
+    """Returns the bytes that one step must move: the weights, with the expected number of experts of its rows if all
+    are equally likely, and recurrent states, which are read and written."""
 
     def of_layer(w: LayerWeights) -> int:
         ffn = w.ffn.gate_up.nbytes + w.ffn.down.nbytes
@@ -172,15 +172,15 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
     return total
 
 
-GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's, which takes more rows than ours
-PARTS = {  # of a step, by what its kernels are called; norms are in the kernels of the GEMMs
+GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's kernels, for more rows than ours support
+PARTS = {  # parts of a step by names of kernels; norms are in the kernels of the GEMMs
     "delta nets": ("_delta_inputs", "_delta_rule", "_gated_rms_norm", "_gate_heads"),
     "experts": ("_experts_kernel", "_group_rows_kernel"),
     "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
     "gemms": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
 }
 END, CONTEXT = "_accept_kernel", "_context_write_kernel"
-TOP = "_tile_top_kernel"  # of the logits of a part of a head, whose GEMM is before it
+TOP = "_tile_top_kernel"  # top logits of a part of a head; the part's GEMM is before it
 CHOSEN = ("reduce_kernel", "_walk_kernel")  # an argmax, ours and PyTorch's; a selector's walk
 
 
@@ -192,20 +192,20 @@ def _head_start(kernels: list[tuple[float, str]], argmax: int, before: int) -> i
     """Returns the first kernel of the head that ends with that choice, in a step that begins after `before`."""
     names = [name for _, name in kernels]
     parted = (i for i in range(argmax - 1, before, -1) if _part(names[i]) != "rest" and "splitKreduce" not in names[i])
-    last = next(parted, before)  # of a part: a layer's norm, or the head's own GEMM
+    last = next(parted, before)  # the last kernel of a part: a layer's norm, or the head's own GEMM
     if not any(key in names[last] for key in GEMM):
         return last + 1
     return _head_start(kernels, last, before) if TOP in names[last - 1] else last
 
 
 def attribute(kernels: list[tuple[float, str]]) -> dict[str, float]:
-    """Microseconds of a step by part, from (end in us, name) of the kernels of several steps, in the order of ends.
+    """Returns the microseconds of a step by part, from (end in us, name) of kernels in the order of their ends.
 
-    Every kernel waits for the one before it, but starts while that one ends; so each is charged from there to its own
-    end. A step ends with its acceptance; the context's keys and values, which the next step begins with, are `context`,
-    and what comes then, up to the first of two heads, is `draft`. What precedes the first acceptance is left out.
-    A head is everything after the last layer, up to a choice: our own kernels, or a GEMM and PyTorch's argmax of it,
-    or GEMMs of parts of the head and the top logits of each.
+    Kernels overlap at their start, so each is charged from the end of the previous one to its own end. A step ends with
+    its acceptance and begins with the context's keys and values, part `context`. The kernels after it, up to the first
+    of two heads, are `draft`. Kernels before the first acceptance are skipped. A head is everything after the last
+    layer, up to a choice: our own kernels, or a GEMM and PyTorch's argmax, or GEMMs of parts of the head and their top
+    logits.
     """
     ends = [i for i, (_, name) in enumerate(kernels) if END in name]
     found: dict[str, float] = {}
@@ -314,7 +314,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
 def measured(
     args: argparse.Namespace, engine: Engine, target: TargetWeights, batch: int, block: int, prompt: int
 ) -> dict[str, Any]:
-    """What one batch takes, and where the time goes."""
+    """Returns the times of one batch and of the parts of its steps."""
     counts = (prompt, batch, args.short, args.long, args.repeats)
     row = measure(engine, *counts, args.first, args.zero_acceptance, args.logprobs)
     row |= {"kv_cache_tokens": engine.pool.capacity * engine.options.page_size, "preemptions": engine.stats.preemptions}

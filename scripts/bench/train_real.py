@@ -71,7 +71,7 @@ from scripts.measure import setting, without_folders
 # a 0.5B target on one large GPU; options of the command line override these
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
             "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
-OPTIONS = ("drafter", "prompts", "loss", "optim", "run")  # what else there is, this program sees to itself
+OPTIONS = ("drafter", "prompts", "loss", "optim", "run")  # sections of the configuration that the command line may set
 WARM_UP_STEPS = 3  # compile what the run needs
 Sets = dict[str, list[EncodedPrompt]]
 CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")
@@ -103,7 +103,7 @@ class Journal:
                 raise UserError(f"{path.parent} is of another command; choose another --output or remove it")
 
     def stage(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `work` finds out, with its seconds; from before if it was done."""
+        """Returns the figures of `work` and its seconds; reuses those of an earlier run."""
         if name not in self._kept:
             began = time.perf_counter()
             figures = work()
@@ -209,7 +209,7 @@ def read_rows(files: Sequence[str], target: Target) -> list[Row]:
 
 
 class Lab:
-    """What the runs share: the target, the rows, and the features while they tap the same layers."""
+    """Holds the objects that runs share: the target, the rows, and the features of the same tapped layers."""
 
     def __init__(self, target: Target, rows: list[Row], held_out: list[Row], work: Path) -> None:
         self.target, self.rows, self.held_out, self._work = target, rows, held_out, work
@@ -381,10 +381,10 @@ def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tu
 
 
 def hold_out(rows: list[Row], prompts: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on, and the first row of each of so many prompts, all of whose rows are kept out.
+    """Returns the training rows, and the first row of each of `prompts` held-out prompts.
 
     Raises:
-        UserError: there are not more prompts than that.
+        UserError: there are too few prompts.
     """
     prompts_of = [tokens_digest(row.tokens[: row.prompt_tokens]) for row in rows]
     by_prompt = dict(zip(reversed(prompts_of), reversed(rows), strict=True))
@@ -477,7 +477,7 @@ def teacher_forced_length(
             features, count or config.loss.anchors, config.drafter.block_size, drafter.config.mask_token_id,
             rng_for(0, 2, step), fixed=bool(tokens),
         )  # fmt: skip
-        # with gradients, which nobody uses: so the step that was compiled for training serves here too
+        # computes unused gradients, so that the step that was compiled for training also runs here
         result = compute_loss(drafter, target, features, blocks, config, flex)
         valid = int(blocks.valid.sum())
         length += valid * float(result.acceptance_length.detach())

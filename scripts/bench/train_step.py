@@ -55,15 +55,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {}, "dflash2": {"kind": "dflash2"}, "convolution": {"kind": "dflash2", "selector_rank": 0},
     "selector": {"kind": "dflash2", "conv_kernel_size": 0},
 }  # fmt: skip
-BLOCKS = 2048  # of a micro step, where --batch does not say otherwise
+BLOCKS = 2048  # blocks of a micro step unless --batch is given
 SHARDED = {
     "": {}, "fsdp": {"fsdp": True}, "fsdp-keep": {"fsdp": True, "fsdp_reshard_after_forward": False},
     **{f"zero{stage}": {"zero": stage} for stage in (1, 2, 3)},
 }  # fmt: skip
 WAYS = ("adamw", "adamw+fsdp", "muon", "muon+fsdp", "adamw+fsdp-keep", "adamw+zero2", "muon+zero2", "adamw+zero1",
         "muon+zero1", "adamw+zero3", "muon+zero3")  # fmt: skip  # stage 3 cannot be undone in a process
-LIMIT_S = 180  # for one way; past it something hangs
-LEFT_BEHIND = 0.5 * 2**30  # bytes of a way before, with which the next one's memory is not measured
+LIMIT_S = 180  # maximum seconds of one way of training; longer runs hang
+MAX_LEFTOVER = 0.5 * 2**30  # bytes of the previous way; with more, the memory of the next one is not measured
 JOURNAL, UNTIL = "BENCH_TRAIN_JOURNAL", "BENCH_TRAIN_UNTIL"  # environment of the processes that are started again
 
 
@@ -142,7 +142,7 @@ class Bench:
         self._clock("optimizer" if parts else None, since)
 
     def flops(self) -> float:
-        """Of the drafter, a micro step, on average over those seen."""
+        """Returns the drafter's FLOP per micro step, averaged over the steps so far."""
         each = [
             drafter_step_flops(
                 self.shape, self.batch * self.args.length, int(blocks.valid.sum()) * blocks.size,
@@ -184,7 +184,7 @@ class Bench:
             "mfu_without_optimizer": flops / parts["drafter"] / (self.args.peak_tflops * 1e12),
             "target_share": share,
             "parts_ms": {name: 1e3 * value for name, value in parts.items()},
-            "peak_gib": peak and max(self.processes.all_gather(peak)),  # of a GPU
+            "peak_gib": peak and max(self.processes.all_gather(peak)),  # per GPU
         }
 
 
@@ -254,7 +254,7 @@ def measure_ways(args: argparse.Namespace, target: Target, processes: Processes,
     before = free(device)
     for at, way in enumerate(left(args, journal)):
         late = time.time() > float(os.environ[UNTIL])
-        if any(processes.all_gather(late or (at > 0 and free(device) > before + LEFT_BEHIND))):
+        if any(processes.all_gather(late or (at > 0 and free(device) > before + MAX_LEFTOVER))):
             return
         args.optimizer, _, args.shard = way.partition("+")
         torch.compiler.reset()

@@ -1,9 +1,9 @@
-"""The whole way on a CPU, with real weights: fetch a target, train a drafter for it, measure it, serve it.
+"""Runs the whole toolkit on a CPU with real weights: fetches a target, trains a drafter for it, measures it, serves it.
 
     make demo        (or: python scripts/demo/demo.py, in an environment with the `demo` and `dev` extras)
 
-Every stage is one of the toolkit's own commands, printed before it runs. A stage whose result is already there is
-skipped and one that was interrupted resumes, so `Ctrl-C` and a second run go on where the first stopped.
+Every stage is one of the toolkit's own commands, printed before it runs. Finished stages are skipped and interrupted
+ones resume, so you can stop the demo with `Ctrl-C` and run it again.
 """
 
 import argparse

@@ -60,7 +60,7 @@ def sglang_parser() -> Callable[[list[str]], Any]:
 
 def main(engine: str) -> None:
     parse = {"vllm": vllm_parser, "sglang": sglang_parser}[engine]()
-    out, sys.stdout = sys.stdout, sys.stderr  # what they log
+    out, sys.stdout = sys.stdout, sys.stderr  # for their logs
     results = [parse(words) for words in json.load(sys.stdin)]
     json.dump(results, out, default=str)
 

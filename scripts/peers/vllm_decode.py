@@ -52,28 +52,28 @@ from scripts.measure import setting, without_folders
 
 WARM_UP = 3  # untimed requests
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-COMPARED = ("tau_pooled", "tokens_per_second", "plain_tokens_per_second")  # of our report
+COMPARED = ("tau_pooled", "tokens_per_second", "plain_tokens_per_second")  # fields of our report
 Sets = dict[str, list[EncodedPrompt]]
 
 
 class Work(NamedTuple):
-    """What one engine is to do."""
+    """The work of one engine."""
 
-    options: dict[str, Any]  # of vllm.LLM
-    sampling: dict[str, Any]  # of vllm.SamplingParams
+    options: dict[str, Any]  # arguments of vllm.LLM
+    sampling: dict[str, Any]  # arguments of vllm.SamplingParams
     sets: dict[str, list[list[int]]]
 
 
 class Answer(NamedTuple):
     """One answer, of either side."""
 
-    sha256: str  # as reports have it
+    sha256: str  # as in reports
     tokens: int
-    steps: int  # that verified a block
+    steps: int  # steps that verified a block
 
 
 class Counts(NamedTuple):
-    """What vLLM did with one set."""
+    """vLLM's counts for one set."""
 
     requests: int
     tokens: int  # generated: first and stop tokens included
@@ -84,18 +84,18 @@ class Counts(NamedTuple):
     answers: list[Answer]  # none without a drafter
 
 
-OnSet = Callable[[dict[str, Counts], dict[str, Any]], object]  # with what `decode` returns, of the sets up to now
+OnSet = Callable[[dict[str, Counts], dict[str, Any]], object]  # called with the results of `decode` for the sets so far
 
 
 class Ours(NamedTuple):
-    """What our engine measured: figures by set, and what its reports say of how, if they are there."""
+    """Our engine's measurements: figures by set, and its reports if there are any."""
 
-    run: str | None  # of bench/train_real.py
+    run: str | None  # name of the run of bench/train_real.py
     sets: dict[str, dict[str, Any]]
     reports: list[dict[str, Any]]
 
     def answers(self, name: str) -> list[Answer]:
-        """Of a set; none if no report has them."""
+        """Returns the answers of a set; none if no report has them."""
         rows = [row for report in self.reports for row in report["sets"].get(name, {}).get("per_request", [])]
         return [Answer(row["answer_sha256"], row["tokens"], row["steps"]) for row in rows if "answer_sha256" in row]
 
@@ -229,7 +229,7 @@ def decode(work: Work, on_set: OnSet | None = None) -> tuple[dict[str, Counts], 
 
 
 def figures(counts: Counts, ours: Mapping[str, Any] | None = None, answers: Sequence[Answer] = ()) -> dict[str, Any]:
-    """What the result file has of one set; `ours` and `answers` are what our engine made of it."""
+    """Returns the entry of one set in the result file; `ours` and `answers` are our engine's results."""
     committed = counts.tokens - counts.requests  # the first token of an answer comes from the prefill
     found: dict[str, Any] = {key: value for key, value in counts._asdict().items() if value is not None}
     del found["answers"]

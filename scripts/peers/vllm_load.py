@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("pairs", type=Path, nargs="+")
     args = parser.parse_args()
-    out, sys.stdout = sys.stdout, sys.stderr  # what it logs
+    out, sys.stdout = sys.stdout, sys.stderr  # for its logs
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # as on a GPU: the other one refuses DFlash 2
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform

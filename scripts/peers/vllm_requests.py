@@ -42,11 +42,11 @@ COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens
 
 
 class Work(NamedTuple):
-    """What one engine is to do."""
+    """The work of one engine."""
 
     k: int
-    options: dict[str, Any]  # of vllm.LLM
-    sampling: dict[str, Any]  # of vllm.SamplingParams
+    options: dict[str, Any]  # arguments of vllm.LLM
+    sampling: dict[str, Any]  # arguments of vllm.SamplingParams
     loads: list[tuple[str, int, list[list[int]]]]  # set, requests at a time, prompts
     repeats: int
     after: Path | None

@@ -11,10 +11,10 @@ import torch
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator, RoutingStrategy
 
-NAME = "own_experts"  # in VLLM_MOE_ROUTING_SIMULATION_STRATEGY
+NAME = "own_experts"  # value of VLLM_MOE_ROUTING_SIMULATION_STRATEGY
 OFFSETS = 4096  # places in the table where a layer's rows may begin
-STRIDE = 1021  # between those of two layers, more than the rows of a step
-ROWS = 16384 + 1024  # of the largest prefill, and some
+STRIDE = 1021  # distance between the places of two layers, more than the rows of a step
+ROWS = 16384 + 1024  # rows of the largest prefill, with some in reserve
 
 
 class OwnExperts(RoutingStrategy):
@@ -31,7 +31,7 @@ class OwnExperts(RoutingStrategy):
         top_k: int,
         indices_type: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [M, top_k] and experts [M, top_k] of rows [M, D], whose own logits are [M, E]."""
+        """Returns weights [M, top_k] and experts [M, top_k] of rows [M, D] with logits [M, E]."""
         rows, experts = router_logits.shape
         if self._logits is None:
             dice = torch.Generator(router_logits.device).manual_seed(0)

@@ -40,7 +40,7 @@ from scripts.shapes import named_shape
 
 CONTEXT = 8192
 UNQUANTIZED = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")  # as published
-ROUTING = "own_experts"  # of vllm_routing.py
+ROUTING = "own_experts"  # defined in vllm_routing.py
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
 
 
@@ -49,22 +49,22 @@ class Run(NamedTuple):
 
     seconds: float
     tokens: int
-    steps: float  # of a request
-    accepted: float  # drafted tokens that vLLM counts as accepted, of a request
+    steps: float  # per request
+    accepted: float  # drafted tokens per request that vLLM counts as accepted
 
 
 class Work(NamedTuple):
-    """What one engine is to do."""
+    """The work of one engine."""
 
-    options: dict[str, Any]  # of vllm.LLM
+    options: dict[str, Any]  # arguments of vllm.LLM
     vocabulary: int
     batches: Sequence[int]
     prompt: int
     short: int
     long: int
     repeats: int
-    name: str  # of the engine in the result
-    result: dict[str, Any]  # as far as it goes
+    name: str  # the engine's name in the result
+    result: dict[str, Any]  # the result so far
     output: Path
 
 
@@ -180,7 +180,7 @@ def measure(work: Work) -> dict[str, Any]:
             short, long = ([run(batch, tokens) for _ in range(work.repeats)] for tokens in (work.short, work.long))
             found["rows"].append({"batch": batch, "prompt": work.prompt} | figures(batch, short, long))
             print(found["rows"][-1], file=sys.stderr, flush=True)
-            write_json(work.output, work.result)  # whatever becomes of the next row
+            write_json(work.output, work.result)  # kept even if the next row fails
     finally:
         llm.llm_engine.engine_core.shutdown()  # a process that this one would wait for
     return work.result

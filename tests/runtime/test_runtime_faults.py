@@ -132,9 +132,7 @@ def test_a_request_with_nan_ends_alone_and_leaves_no_nan(
         assert isinstance(requests[i].error, NotFiniteError) and not requests[i].tokens
     assert "NaN or infinity" in caplog.text
     for stack in (engine.runner.verifier.stack, engine.runner.proposer.stack):
-        assert stack.cache[:, :, engine.runner.page_size :].isfinite().all(), (
-            "pages are clean for the next request"
-        )
+        assert stack.cache[:, :, engine.runner.page_size :].isfinite().all(), "pages are clean for the next request"
     check(models, run(engine, prompts[::2], params[::2]), [])
     engine.runner.target.embedding[BAD] = 0.0
 

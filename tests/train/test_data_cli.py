@@ -130,7 +130,7 @@ def test_kill_9_again_and_again_loses_and_doubles_nothing(dflash_data: Program, 
     write(tmp_path / "p.jsonl", says(*(f"ask {i} of it" for i in range(14))))
     sampled, output = ("temperature=1.2", "samples=2", "--batch-size", "4"), dflash_data.output
     dflash_data(*sampled, output="whole.jsonl")
-    for answers in (3, 17):  # of 28
+    for answers in (3, 17):  # answers out of 28
         running = forked.start("dflash_toolkit.train.data_cli", dflash_data.words(*sampled), until=(output, answers))
         forked.wait_stopped(running)
         running.kill()

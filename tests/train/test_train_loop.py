@@ -102,7 +102,7 @@ def start(arguments: list[str]) -> subprocess.Popen[bytes]:
 
 
 def kill_after(count: int, pid: int, metrics: Path) -> None:
-    """SIGKILL for a process on a GPU once metrics.jsonl has so many lines."""
+    """Kills a process on a GPU with SIGKILL when metrics.jsonl has the given number of lines."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= count:
@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_ends_at_once(dflash_train: Program, monkeypatch: pytest
 
 
 def run_killed_after(count: int, arguments: list[str], path: Path) -> None:
-    """A real process, killed with SIGKILL once `path` has so many lines."""
+    """Runs a real process and kills it with SIGKILL when `path` has the given number of lines."""
     process = forked.start("dflash_toolkit.train.cli", arguments, until=(path, count))
     forked.wait_stopped(process)
     process.kill()

@@ -241,7 +241,7 @@ def test_accumulated_micro_steps_are_one_large_step(tmp_path: Path) -> None:
     target, curves, trained = make_target(), [], []
     for batch, accumulate in ((12, 1), (3, 4)):  # a step has all twelve rows either way
         optim = OptimOptions(optimizer="adamw", steps=3, learning_rate=3e-3, batch_size=batch, accumulate=accumulate)
-        # an anchor wherever there can be one, so that no draw differs
+        # an anchor at every possible position, so that no random choice differs
         asked = replace(config(), loss=LossOptions(anchors=64), optim=optim)
         run = run_of(asked, target, rows(12), tmp_path / str(batch))
         train(run)

@@ -45,7 +45,7 @@ def stepped(optimizer: Optimizers, weights: nn.Module, steps: range) -> None:
 
 
 def _process(rank: int, world: int, folder: Path, first: int) -> None:
-    """Goes on from the file of step `first`, for two steps."""
+    """Continues from the file of step `first`, for two steps."""
     dist.init_process_group("gloo")
     weights = module()
     optimizer = make_optimizer(

@@ -19,7 +19,7 @@ from dflash_toolkit.train.run.definition import Run
 
 
 def a_schedule(lengths: list[int], room: int, *more: Any) -> Schedule | PackedSchedule:
-    """Packs of so many tokens; with none, batches of three rows."""
+    """Returns a schedule with packs of the given number of tokens, or with batches of three rows."""
     return PackedSchedule(lengths, room, *more) if room else Schedule(len(lengths), 3, *more)
 
 
@@ -79,7 +79,7 @@ def test_after_other_groups_every_row_is_still_seen_once_an_epoch(
         assert schedule.epoch(stop) == pytest.approx(met.total() / len(lengths))
         turn, history = stop, schedule.history(stop)
         again = a_schedule(lengths, room, 4, 0, 5, group, history)
-        assert again.total == schedule.total, "the same group goes on as if nothing had been"
+        assert again.total == schedule.total, "the same group continues unchanged"
         assert taken(again, range(turn, again.total)) == taken(schedule, range(turn, schedule.total))
     assert turn == schedule.total and set(met.values()) == {4}
     longer = a_schedule(lengths, room, 6, 0, 5, 3, history)
@@ -107,7 +107,7 @@ def test_the_learning_rate_is_continuous_over_a_changed_plan(
     def interrupted(*args: Any) -> Any:
         nonlocal begun
         begun += 1
-        if begun == 17:  # of 32 micro batches
+        if begun == 17:  # 17 of 32 micro batches
             raise KeyboardInterrupt
         return real(*args)
 

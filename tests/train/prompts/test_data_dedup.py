@@ -1,4 +1,4 @@
-"""Which prompts count as the same."""
+"""Prompts that differ in nothing essential are duplicates."""
 
 import random
 from collections.abc import Collection

@@ -102,7 +102,7 @@ def test_a_model_name_is_trusted_without_a_list_of_models(listing: int, models: 
 
 
 def heard_by_one(fake: Fake, count: int) -> list[list[int]]:
-    """The tokens of so many answers, one after the other."""
+    """Returns the tokens of several answers, one after the other."""
     heard = []
     with closing(backend(fake)) as one:
         for key in range(count):

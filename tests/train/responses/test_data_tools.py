@@ -189,7 +189,7 @@ def test_a_template_without_tools_is_one_counted_reason(dflash_data: Program, tm
     assert "; dropped 1 refused by the chat template; left out of others: 1 later turns refused by" in said
     found = dflash_data.rows()
     kept = [row["left_out"] for row in found if "left_out" in row]
-    assert kept == [["later turns refused by the chat template"]], "a run that goes on counts it again"
+    assert kept == [["later turns refused by the chat template"]], "a resumed run counts it again"
     first = sorted(row["messages"][0]["content"] for row in found)  # in the order in which they ended
     assert first == ["a", "ask"], "before the call it could be asked"
 

@@ -133,7 +133,7 @@ def test_dflash_data_gets_responses_from_vllm(
         sampled = ("temperature=0.8", "top_k=9", "top_p=0.9", "samples=2")
         dflash_data("--endpoint", server, *sampled, output="s.jsonl")
     first = found.pop(("ids", "completions"))
-    assert all(rows == first for rows in found.values()), "whichever way it is asked"
+    assert all(rows == first for rows in found.values()), "both ways give the same rows"
     assert {row["finish_reason"] for row in first} >= {"length"} and any(len(row["spans"]) == 2 for row in first)
     assert len(dflash_data.rows("s.jsonl")) >= 12
 

@@ -147,7 +147,7 @@ def test_a_harmful_selector_is_not_exported(
     if refused:
         with pytest.raises(UserError, match=r"3.000 tokens per step, 3.550 without it"):
             run()
-        made, weights = run(export_selector="always")["exported"]  # the same run goes on
+        made, weights = run(export_selector="always")["exported"]  # the same run continues
     else:
         made, weights = run()["exported"]
     assert made.evaluation and made.without_selector and made.without_selector.tokens == alone
@@ -273,7 +273,7 @@ def test_a_rate_is_led_to_the_longer_plan_s_in_a_line() -> None:
     there = plain[68]
     assert led[:8] == pytest.approx([0.01 + (there - 0.01) * (i + 1) / 8 for i in range(8)]) and led[8:] == plain[68:80]
     short = [joined_factor(step, 62, 0.1, None, 60, 0.01) for step in (60, 61)]
-    assert 0.01 > short[0] > short[1] >= 0, "two steps more go on falling"
+    assert 0.01 > short[0] > short[1] >= 0, "the loss keeps falling for two more steps"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_a_longer_plan_continues_with_its_own_rate(
     assert trained(tmp_path, longer)[0].steps == 36
     rates = [rate / 3e-3 for rate in lines(tmp_path, "learning_rate")]
     assert len(rates) == 36 and rates[23] < 0.02
-    if not longer.optim.minutes:  # where no time passes while a process compiles
+    if not longer.optim.minutes:  # compilation takes no steps
         plain = [learning_rate_factor(step, 36, 0.1) for step in range(36)]
         ramp = [rates[23] + (plain[28] - rates[23]) * (i + 1) / 4 for i in range(4)]
         assert rates[24:28] == pytest.approx(ramp, rel=0.01) and rates[28:] == pytest.approx(plain[28:], abs=1e-3)
@@ -343,7 +343,7 @@ def test_background_saves_hold_the_step_of_their_start(
         return real_copy(value, device)
 
     def saved(state: ResumePoint, path: Path) -> None:
-        assert further.wait(60), "training did not go on"
+        assert further.wait(60), "training did not continue"
         written.append(state.step)
         assert all(map(torch.equal, state.drafter.values(), taken[len(written) - 1]))
         real_save(state, path)

@@ -49,7 +49,7 @@ def test_rates_exclude_pauses_and_mfu_uses_peak_flops(clock: Clock, monkeypatch:
     assert rates["mfu"] == pytest.approx(2 * 5e9 / 2 / 1e12)
     assert rates["data_share"] == 1.5 / 2
     clock.now += 1
-    assert speed.take(5e9)["mfu"] == 0, "begun anew"
+    assert speed.take(5e9)["mfu"] == 0, "restarted"
 
 
 def test_on_a_cpu_memory_is_the_largest_that_was_resident() -> None:

@@ -316,7 +316,7 @@ def test_a_run_on_a_target_in_fp8(device: str, target_dir: Path, dflash_train: P
     dflash_train.target = path
     dflash_train("optim.steps=2", "drafter.head_dim=16", f"device={device}")  # the least that FlexAttention takes
     further = ("--init-from", dflash_train.output, "optim.steps=1", f"device={device}")
-    dflash_train(*further, output="further")  # it goes on from a drafter, too
+    dflash_train(*further, output="further")  # also continues from a drafter
 
 
 @pytest.mark.parametrize("with_drafter", [False, True])
