@@ -46,7 +46,7 @@ class Found:
 
     number: int  # the line or row of its file, from 1
     unit: str  # line or row
-    value: Any  # what the source holds, or a `Malformed` with an empty `where`
+    value: Any  # the row as stored, or a `Malformed` with an empty `where`
     file: Path | None = None
 
 
@@ -157,7 +157,7 @@ def _array(path: Path) -> Iterator[Found]:
 
 
 def _table(path: Path) -> Iterator[Found]:
-    """Rows of a CSV or TSV file, whose first line names the columns; empty cells are left out."""
+    """Yields the rows of a CSV or TSV file; its first line names the columns. Skips empty cells."""
     csv.field_size_limit(sys.maxsize)
     try:
         with open_text(path, newline="") as handle:

@@ -302,7 +302,7 @@ def test_a_longer_plan_continues_with_its_own_rate(
     assert trained(tmp_path, longer)[0].steps == 36
     rates = [rate / 3e-3 for rate in lines(tmp_path, "learning_rate")]
     assert len(rates) == 36 and rates[23] < 0.02
-    if not longer.optim.minutes:  # compilation takes no steps
+    if not longer.optim.minutes:  # a plan in steps does not depend on compile time
         plain = [learning_rate_factor(step, 36, 0.1) for step in range(36)]
         ramp = [rates[23] + (plain[28] - rates[23]) * (i + 1) / 4 for i in range(4)]
         assert rates[24:28] == pytest.approx(ramp, rel=0.01) and rates[28:] == pytest.approx(plain[28:], abs=1e-3)
