@@ -26,7 +26,7 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 LITERAL = re.compile(r"\.tell\(|\\[nt]|stands? (?:in )?for|(?i:stand[-_]?in)")  # file.tell(), escapes, ordinary phrases
 PHRASE = re.compile(
     r"\b(?:in vain|anew|so many|takes? in|go(?:es)? on|wherever|whichever)\b"
-    r"|(?:\"\"\"|# |(?<=\. ))(?:Of|Such|Those|What|Whatever|Where|Which)(?= )|(?:\"\"\"|# )That(?= )",
+    r"|(?:\"\"\"|(?<!#)# |(?<=\. ))(?:Of|Such|Those|What|Whatever|Where|Which)(?= )|(?:\"\"\"|# )That(?= )",
     re.IGNORECASE,
 )
 

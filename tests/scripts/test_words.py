@@ -16,6 +16,7 @@ from scripts import words
         ('"""What a request asks for."""\n', ['"""What']),
         ("Drafting in vain. Of these, one\n", ["in vain", "Of"]),
         ("n = 1  # that of so many rows. Where it goes on anew\n", ["# that", "so many", "Where", "goes on", "anew"]),
+        ("## What limits it?\n\n## Where bits differ\n", []),
         ("Returns the rows that it takes. That depends on where they are. A value goes into it\n", []),
         ("position = file.tell()\n_pad stands for 'none'; intelligent beliefs\n", []),
         ('print("done\\nwho")\n', ["who"]),
