@@ -7,6 +7,7 @@ from .config import option
 from .data.conversations import BY_NAME, FORM_CHOICES
 from .data.prompts import Prompt, PromptSet, parse_prompt_sets, read_prompt_sets
 from .sampling import DraftSampleMethod, SamplingParams
+from .templates import FORMATS
 from .threads import check_threads
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -29,6 +30,36 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_threads(self.threads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateOptions(ModelOptions):
+    """The target, and how prompts are rendered for it."""
+
+    chat_template: str | None = option(
+        None, "file with a chat template in Jinja (default: the target's own template)", metavar="PATH"
+    )
+    prompt_format: str = option(
+        "chat",
+        "rendering of prompts: chat uses the chat template, text completes them as they are, for base models",
+        FORMATS,
+    )
+
+    def __post_init__(self) -> None:
+        ModelOptions.__post_init__(self)
+        if self.chat_template and self.prompt_format == "text":
+            raise ValueError("prompt_format is text, which uses no template; remove chat_template")
+
+    @property
+    def rendering(self) -> dict[str, str | None]:
+        """The arguments of `choose_template`."""
+        return {"chat_template": self.chat_template, "prompt_format": self.prompt_format}
+
+    @property
+    def rendering_words(self) -> list[str]:
+        """The options on a command line, without defaults."""
+        words = ["--prompt-format", self.prompt_format] if self.prompt_format != "chat" else []
+        return [*words, *(["--chat-template", self.chat_template] if self.chat_template else [])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

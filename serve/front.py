@@ -42,12 +42,7 @@ class Front:
         load_config(config.target)  # first, for its error if there is no such target
         self._config, self._keys = config, keys
         self._defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
-        self._tokenizer = load_tokenizer(config.target)
-        if config.chat_template is not None:
-            try:
-                self._tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"chat_template {config.chat_template}: cannot be read ({error})") from error
+        self._tokenizer = load_tokenizer(config.target, chat_template=config.chat_template)
 
     def server(
         self, path: Path, info: Info, number: int, ready: Callable[[], None], drain: Callable[[], None] = lambda: None

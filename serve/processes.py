@@ -244,7 +244,8 @@ def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
 
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line
-    engine, _ = load_engine(config.target, config.drafter, config.device, config.dtype, config.runtime)
+    model = config.target, config.drafter, config.device, config.dtype
+    engine, _ = load_engine(*model, config.runtime, config.chat_template)
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
     loop = EngineLoop(engine, path, channel.socket)

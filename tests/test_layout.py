@@ -37,7 +37,7 @@ LEVELS = [
         "models.spec",
         "models.structure",
     },
-    {"calibration", "draft_tree", "fingerprint", "json_schema", "stop_tokens"},
+    {"calibration", "draft_tree", "fingerprint", "json_schema", "stop_tokens", "templates"},
     {"data", "files", "models", "models.dflash", "models.target", "tracking"},
     {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # the backbone finds them by name
     {"confidence", "decode", "record"},

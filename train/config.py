@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from dflash_toolkit.config import UserError, from_mapping, option, options
 from dflash_toolkit.models.dflash.architecture import DraftArchitecture, all_sizes, asked_by, kinds, of_kind
 from dflash_toolkit.models.dflash.shape import BLOCK_SIZE, WIDTH_FOR_PARTS, WINDOW
-from dflash_toolkit.options import ModelOptions, PromptOptions, SamplingOptions
+from dflash_toolkit.options import PromptOptions, SamplingOptions, TemplateOptions
 from dflash_toolkit.sampling import COLDEST, HOTTEST
 
 RUNTIMES = ("auto", "engine", "reference")
@@ -459,7 +459,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig(ModelOptions):
+class TrainConfig(TemplateOptions):
     """One training run."""
 
     renamed: ClassVar[dict[str, Any]] = {
@@ -517,11 +517,13 @@ class TrainConfig(ModelOptions):
     run: RunOptions = options(RunOptions)
 
     def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
+        TemplateOptions.__post_init__(self)
         if self.data and self.response_files:
             raise ValueError("data and responses are given; the responses hold their prompts, so give one of them")
         if count_in(self.data) and not self.responses.regenerate:
             raise ValueError("data has self:N, prompts without responses; leave out responses.regenerate=false")
+        if count_in(self.data) and self.prompt_format == "text":
+            raise ValueError("prompt_format text excludes data self:N, which needs a chat template")
         if self.run.zero and self.run.fsdp:
             raise ValueError(f"run.fsdp=true and run.zero={self.run.zero} are both given; a drafter is sharded by one")
         if self.run.zero and self.optim.ema:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command
-from dflash_toolkit.options import ModelOptions, PromptOptions
+from dflash_toolkit.options import PromptOptions, TemplateOptions
 
 from .config import BATCH_SIZE, OWN, RUNTIMES, SamplesOptions, SynthesisOptions, count_in
 from .distributed.launch import launch
@@ -69,7 +69,7 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig(ModelOptions):
+class DataConfig(TemplateOptions):
     """One run of `dflash-data`."""
 
     renamed: ClassVar[dict[str, Any]] = {
@@ -116,13 +116,17 @@ class DataConfig(ModelOptions):
     server: ServerOptions = options(ServerOptions)
 
     def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
+        TemplateOptions.__post_init__(self)
+        if self.prompt_format == "text" and self.server.api == "chat":
+            raise ValueError("prompt_format is text, which the chat API cannot complete; remove server.api")
         if self.synthesize_prompts < 0:
             raise ValueError(f"synthesize_prompts is {self.synthesize_prompts}; it must be >= 0")
         if not self.sources:
             raise ValueError("data is empty; give at least one source, or --synthesize-prompts N")
         if count_in(self.sources) and self.endpoint:
             raise ValueError("endpoint excludes synthesize_prompts: servers do not continue a user's turn")
+        if count_in(self.sources) and self.prompt_format == "text":
+            raise ValueError("prompt_format text excludes synthesize_prompts, which needs a chat template")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; it must be >= 1")
         if self.endpoint and (self.batch_size or 0) > MOST_THREADS:

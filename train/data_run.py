@@ -66,12 +66,13 @@ def run(config: DataConfig) -> None:
             print(f"{PROG}: target {config.target} on {where}; responses go to {config.output}", file=sys.stderr)
         config = replace(config, device=processes.device)
         target_config = processes.barrier(load_config, config.target)
-        tokenizer = processes.barrier(load_chat_tokenizer, config.target, config.sampler.thinking)
+        tokenizer = processes.barrier(load_chat_tokenizer, config.target, config.sampler.thinking, config.rendering)
         begun = processes.broadcast(processes.rank_zero(_begin, config, target_config, tokenizer, held))
         if begun is not None:
             _respond(config, *begun, tokenizer, target_config, processes)
         if processes.main:
-            print(shlex.join(["dflash-train", "--target", config.target, "--responses", config.output]))
+            words = ["dflash-train", "--target", config.target, "--responses", config.output, *config.rendering_words]
+            print(shlex.join(words))
 
 
 def _begin(
@@ -290,7 +291,7 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
     if not config.endpoint and config.runtime != "vllm":
         return open_decoder(
             config.target, runtime=config.runtime, drafter=config.drafter, device=config.device, dtype=config.dtype,
-            batch=config.batch_size, context=length, tokens=config.sampler.max_tokens,
+            batch=config.batch_size, context=length, tokens=config.sampler.max_tokens, tokenizer=tokenizer,
         )  # fmt: skip
     stops = stop_tokens(target_config, load_generation_config(config.target), tokenizer)
     if not config.endpoint:
@@ -301,6 +302,7 @@ def _backend(config: DataConfig, tokenizer: Any, target_config: Any, length: int
         )  # fmt: skip
     return EndpointBackend(
         config.endpoint, tokenizer, stops, vocab_size=int(target_config.vocab_size), model=config.server.model,
-        api=config.server.api, thinking=config.sampler.thinking, concurrency=config.batch_size or ON_SERVER,
+        api="completions" if config.prompt_format == "text" else config.server.api,
+        thinking=config.sampler.thinking, concurrency=config.batch_size or ON_SERVER,
         timeout_s=config.server.timeout, retries=config.server.retries,
     )  # fmt: skip

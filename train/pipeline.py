@@ -95,7 +95,7 @@ def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Proc
         processes.barrier(prepare, config, given, "")  # mistakes show before the target writes
 
     def write() -> None:
-        tokenizer = load_chat_tokenizer(config.target, config.responses.thinking)
+        tokenizer = load_chat_tokenizer(config.target, config.responses.thinking, config.rendering)
         plan = OwnPrompts(
             target=config.target, digest=target_digest(config.target), template=template_digest(tokenizer),
             tokenizer=tokenizer, count=count, seed=config.run.seed, similarity=config.prompts.similarity,
@@ -107,7 +107,7 @@ def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Proc
             return open_decoder(
                 config.target, runtime=config.responses.runtime, device=processes.device, dtype=config.dtype,
                 batch=config.responses.batch_size, context=plan.max_length, tokens=config.synthesis.max_tokens,
-                mesh=processes.peers.mesh,
+                mesh=processes.peers.mesh, tokenizer=tokenizer,
             )  # fmt: skip
 
         write_own(plan, path, decoder, processes.peers.main)
@@ -165,6 +165,7 @@ def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Targ
         target = ServedTarget(config.target, url, taps, processes.device, config.dtype)
     else:
         target = Target.load(config.target, processes.device, config.dtype, processes.peers.mesh)
+    target.tokenizer = run.tokenizer  # with the template of the options
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
     packed, _ = packing(config, target.device)
     rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
@@ -200,8 +201,9 @@ def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answe
     for line in _said(output, outcome, by_clock=config.optim.minutes > 0):
         print(line, file=sys.stderr)
     pair = ["--target", config.target, "--drafter", str(output)]
-    print(shlex.join(["dflash-eval", *pair, "--prompts", "gsm8k", "mt_bench"]))
-    print(shlex.join(["dflash-serve", *pair]))
+    print(shlex.join(["dflash-eval", *pair, "--prompts", "gsm8k", "mt_bench", *config.rendering_words]))
+    template = ["--chat-template", config.chat_template] if config.chat_template else []
+    print(shlex.join(["dflash-serve", *pair, *template]))
     print(serving_commands(config.target, str(output), to_mapping(read_config(output)), record["architecture"]))
     if config.push_to_hub:
         _push(output, config.push_to_hub)

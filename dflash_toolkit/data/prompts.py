@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from ..templates import encode_text, is_text
 from .benchmarks import BENCHMARKS, PLACEHOLDER, SPEED_BENCH
 from .conversations import BY_NAME, Conversation, Message, Tool, split_messages
 from .conversations import MALFORMED as MALFORMED
@@ -173,6 +174,8 @@ def encode_chat(
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses these messages or leaves their tools out.
     """
+    if is_text(tokenizer):
+        return encode_text(tokenizer, messages, tools)
     given = {} if thinking is None else {"enable_thinking": thinking}
     given |= variables or {}
     return list(apply_template(tokenizer, messages, given, tools, add_generation_prompt=ask, return_dict=False))
@@ -225,7 +228,10 @@ def apply_template(
 ) -> Any:
     """`tokenizer.apply_chat_template`. Raises as `encode_chat` does."""
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError("the target's tokenizer has no chat template; use an instruction-tuned target")
+        raise UserError(
+            "the target's tokenizer has no chat template; give one with --chat-template FILE, or complete prompts as "
+            "they are: --prompt-format text, and /v1/completions of a server"
+        )
 
     def render(messages: list[Message], tools: list[Tool], **options: Any) -> Any:
         thoughts = ((message, message.get("reasoning_content")) for message in messages)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ..config import UserError, option, options, parse_cli, run_command
 from ..models.published import hint_for
-from ..options import PROMPT_SETS, THINKING, ModelOptions, PromptSetOptions
+from ..options import PROMPT_SETS, THINKING, PromptSetOptions, TemplateOptions
 from ..preflight import check_new_folder
 from ..sampling import SamplingParams
 
@@ -35,7 +35,7 @@ class DoctorPrompts(PromptSetOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorConfig(ModelOptions):
+class DoctorConfig(TemplateOptions):
     """The options of `dflash-doctor`."""
 
     renamed: ClassVar[dict[str, Any]] = {"max_new_tokens": "max_tokens"}
@@ -53,7 +53,7 @@ class DoctorConfig(ModelOptions):
     thinking: bool | None = option(None, f"{THINKING} (default: the template's own)", common=True)
 
     def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
+        TemplateOptions.__post_init__(self)
         if not self.drafter:
             raise ValueError(f"drafter is missing; give --drafter{hint_for(self.target)}")
         if self.max_tokens < 8:

@@ -78,7 +78,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     prompts = _prompts(config)
     target_config = load_config(config.target)
     check_target(config.target)
-    tokenizer = load_tokenizer(config.target)
+    tokenizer = load_tokenizer(config.target, **config.rendering)
     case = Case.read(config.drafter, target_config, tokenizer, config.thinking)
     # reading all weights is slow, so only if there is a record to compare with
     digest = model_digest(config.target) if case.record and case.provenance.get("target_digest") else None

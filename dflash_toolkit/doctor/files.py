@@ -27,6 +27,7 @@ from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.rope import RopeScaling, full_rope
 from ..record import RECORD_KEY, SCHEMA, seal
 from ..stop_tokens import stop_tokens
+from ..templates import is_text
 from .finding import Finding
 
 INITIAL_STD = 0.02  # every matrix before training (Qwen3's, and this project's)
@@ -338,6 +339,8 @@ def check_template(case: Case) -> list[Finding]:
     found = []
     if recorded is not None and recorded != present:
         remedy = "serve with the tokenizer and chat template of training, or train again with the present ones"
+        if (case.provenance.get("prompt_format") == "text") != is_text(case.tokenizer):
+            remedy = "it was trained with another --prompt-format: examine it with that, and serve such prompts"
         measured = f"trained on template {str(recorded)[:12]}, the tokenizer now has {present[:12]}"
         found.append(Finding("template", "fault", measured, remedy, {"recorded": recorded, "present": present}))
     if any(answers.get("regenerate") is False for answers in case.answered_by):

@@ -14,7 +14,15 @@ from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import Message, Prompt, encode_chat, warn_of_thinking
 from ..files import locked
 from ..models.published import hint_for
-from ..options import DRAFT_TREE, MOST_TREE_NODES, THINKING, AnswerOptions, DraftOptions, ModelOptions, PromptSetOptions
+from ..options import (
+    DRAFT_TREE,
+    MOST_TREE_NODES,
+    THINKING,
+    AnswerOptions,
+    DraftOptions,
+    PromptSetOptions,
+    TemplateOptions,
+)
 from ..preflight import check_new_folder, check_target
 from ..progress import disable_library_bars
 from ..sampling import DraftSampleMethod
@@ -159,7 +167,7 @@ class PublishOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalConfig(ModelOptions):
+class EvalConfig(TemplateOptions):
     """The options of `dflash-eval`."""
 
     drafter: str | None = option(
@@ -192,7 +200,9 @@ class EvalConfig(ModelOptions):
     publish: PublishOptions = options(PublishOptions, flat=True)
 
     def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
+        TemplateOptions.__post_init__(self)
+        if self.prompt_format == "text" and self.sampling.multi_turn:
+            raise ValueError("multi_turn is on, but prompt_format text completes one prompt; remove one of them")
         if self.protocol is not None:
             self._follow(self.protocol)
         if not self.sets.prompts:
@@ -359,14 +369,16 @@ def _only_run(output: Path) -> Iterator[None]:
 
 def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
     """Returns the pair to measure, and whether to decode plainly as well."""
+    from ..models.target import load_tokenizer
     from .measure.endpoint import EndpointPair
 
     server = config.server
     if server.endpoint is None:
         return _load(config), config.baseline
     pair = EndpointPair(
-        config.target, server.endpoint, server.served_model_name, server.plain_endpoint, server.max_concurrency
-    )
+        config.target, server.endpoint, server.served_model_name, server.plain_endpoint, server.max_concurrency,
+        load_tokenizer(config.target, **config.rendering),
+    )  # fmt: skip
     if config.baseline and not pair.decodes_plainly:
         print("speed-up, identity and regret are not measured; add --plain-endpoint to measure them", file=sys.stderr)
     return pair, config.baseline and pair.decodes_plainly
@@ -374,7 +386,7 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
 
 def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import load_drafter
-    from ..models.target import Target
+    from ..models.target import Target, load_tokenizer
     from .measure.decoders import EnginePair, ReferencePair, suggest_reference
 
     assert config.drafter is not None
@@ -388,16 +400,23 @@ def _load(config: EvalConfig) -> "Pair":
             raise UserError(str(error)) from error
     refused, method = None, cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
     trees = config.draft.tree_nodes, config.draft.draft_tree_width
-    modules = Target.load(config.target, config.device, config.dtype) if config.recall else None
+    tokenizer = load_tokenizer(config.target, **config.rendering)
+
+    def reference() -> Target:
+        loaded = Target.load(config.target, config.device, config.dtype)
+        loaded.tokenizer = tokenizer
+        return loaded
+
+    modules = reference() if config.recall else None
     if config.runtime != "reference":
         try:
             how = config.device, config.dtype, config.draft.draft_dtype, method, *trees
-            return EnginePair.load(modules or config.target, drafter, *how, share=config.recall)
+            return EnginePair.load(modules or config.target, drafter, *how, share=config.recall, tokenizer=tokenizer)
         except UnsupportedModel as error:
             if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # not supported by the reference
                 raise
             refused = str(error.__cause__ or error)  # without the advice to use the reference
-    target = modules or Target.load(config.target, config.device, config.dtype)
+    target = modules or reference()
     pair = ReferencePair(target, drafter, method, *trees)
     if refused is not None:
         print(f"using the reference, because the engine does not support this: {refused}", file=sys.stderr)

@@ -33,6 +33,7 @@ from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
 from ..network import unreachable
 from ..stop_tokens import stop_tokens
+from ..templates import choose_template
 from . import packed
 from .cache import BatchCache, TargetCache
 from .restrictions import Restrictions, restrictions
@@ -145,12 +146,13 @@ def check_architecture(name: str) -> None:
     Structure.of_model(model, name)
 
 
-def load_tokenizer(name: str) -> Any:
-    """Returns the target's tokenizer. Raises UserError."""
+def load_tokenizer(name: str, **rendering: Any) -> Any:
+    """Returns the target's tokenizer, with a template chosen by `choose_template(**rendering)`. Raises UserError."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        found = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # as above; the tokenizers library has no error class for a bad tokenizer.json
         raise UserError(f"target {name}: cannot load its tokenizer ({_one_line(error)})") from error
+    return choose_template(found, **rendering)
 
 
 def load_generation_config(name: str | Path) -> GenerationConfig | None:

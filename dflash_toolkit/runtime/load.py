@@ -41,6 +41,7 @@ def load_engine(
     device: str = "auto",
     dtype: str = "auto",
     options: EngineOptions | None = None,
+    chat_template: str | None = None,
 ) -> "tuple[Engine, Any]":
     """Loads a target and its drafter, and returns an engine and the target's tokenizer.
 
@@ -49,6 +50,7 @@ def load_engine(
         drafter: the same for the drafter; None decodes plainly.
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is bfloat16 on a GPU and float32 on a CPU.
+        chat_template: a file, whose end of a response ends answers; None is the target's own template.
 
     Raises:
         UserError: no such model, a target or GPU that the engine does not support, too little memory.
@@ -62,7 +64,7 @@ def load_engine(
     from ..models.target import load_config, load_tokenizer
 
     load_config(target)  # reports first if there is no such target
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(target, chat_template=chat_template)
     parts = load_parts(target, drafter, device, dtype, options, tokenizer=tokenizer)
     return parts.engine(options, tokenizer), tokenizer
 

@@ -210,7 +210,7 @@ REFUSES = "the chat template refuses these messages"
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (None, "no chat template; use an instruction-tuned target"),
+        (None, "no chat template; give one with --chat-template FILE"),
         ("{{ raise_exception('roles must alternate') }}", REFUSES),
         ("{% if %}", REFUSES),
     ],

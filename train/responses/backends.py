@@ -1,7 +1,7 @@
 """Decoders of responses: the runtime's engine, or the reference if the engine cannot compute the target."""
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_toolkit.config import UnsupportedModel, UserError
 from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, unbatchable_reason
@@ -32,6 +32,7 @@ def open_decoder(
     context: int,
     tokens: int | None = None,
     mesh: "DeviceMesh | None" = None,
+    tokenizer: Any = None,
 ) -> Decoder:
     """Loads a target for decoding.
 
@@ -41,6 +42,7 @@ def open_decoder(
         batch: concurrent responses; None: as many as the memory holds, see `sizes_that_fit`.
         context: prompt and response together, in tokens.
         tokens: limit of a response (default: the context).
+        tokenizer: the target's, with the template of prompts, whose end of a response ends answers (default: loaded).
         mesh: processes that decode together with a sharded target, with the reference.
 
     Raises:
@@ -50,12 +52,13 @@ def open_decoder(
     refused = None
     if runtime != "reference" and mesh is None:
         try:
-            return _engine(target, drafter, device, dtype, batch, context, tokens or context)
+            return _engine(target, drafter, device, dtype, batch, context, tokens or context, tokenizer)
         except UnsupportedModel as error:
             if runtime == "engine":
                 raise
             refused = str(error)  # the error would keep loaded weights alive
     loaded, batch = Target.load(target, device, dtype, mesh), batch or ON_CPU
+    loaded.tokenizer = tokenizer or loaded.tokenizer
     why = unbatchable_reason(loaded)
     if refused is not None:
         how = f"{batch} prompts at a time" if why is None else f"one prompt at a time ({why})"
@@ -72,11 +75,12 @@ def _engine(
     batch: int | None,
     context: int,
     tokens: int,
+    tokenizer: Any,
 ) -> EngineDecoder:
     if isinstance(drafter, str):  # before the target, which takes longest
         where = use_device(device)
         drafter = read_drafter(drafter, load_config(target), where, resolve_dtype(dtype, where))
-    parts = load_parts(target, drafter, device, dtype)
+    parts = load_parts(target, drafter, device, dtype, tokenizer=tokenizer)
     limit = min(context, parts.target.spec.context_limit)
     for size in [batch] if batch else sizes_that_fit(parts, tokens):
         trees = None if size <= MOST_WITH_TREES else 0

@@ -157,6 +157,7 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
         tokens=config.responses.max_tokens,
         drafter=copy.deepcopy(run.start.drafter) if run.start and config.responses.draft else None,
         mesh=processes.peers.mesh,
+        tokenizer=run.tokenizer,
     )
     own = {"vocab_size": run.shape.vocab_size, "sampler": to_mapping(config.responses)}
     common = {key: own.get(key, record.get(key)) for key in SAID}

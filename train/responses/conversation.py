@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,9 +236,9 @@ def _end(tokens: Sequence[int], start: int, end: int, stop_ids: Collection[int])
     return next((at + 1 for at in range(start, end) if tokens[at] in stop_ids), end)
 
 
-def load_chat_tokenizer(target: str, thinking: bool | None) -> Any:
-    """Loads a target's tokenizer. Raises UserError if it has no chat template, or lacks this thinking mode."""
-    tokenizer = load_tokenizer(target)
+def load_chat_tokenizer(target: str, thinking: bool | None, rendering: Mapping[str, Any]) -> Any:
+    """Loads a target's tokenizer, see `load_tokenizer`. Raises UserError if it has no chat template."""
+    tokenizer = load_tokenizer(target, **rendering)
     encode_chat(tokenizer, [{"role": "user", "content": "?"}], thinking)
     warn_of_thinking(tokenizer, thinking)
     return tokenizer

@@ -418,7 +418,7 @@ def thinks(config: TrainConfig) -> bool:
     if config.responses.thinking is not None:
         return config.responses.thinking
     try:
-        return "enable_thinking" in template_variables(load_tokenizer(config.target))
+        return "enable_thinking" in template_variables(load_tokenizer(config.target, **config.rendering))
     except UserError:
         return False
 

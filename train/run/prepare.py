@@ -59,7 +59,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     limit = limit_of(config.prompts.max_length, context)
     length = min(config.prompts.max_length, context)  # no response is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
-    tokenizer = load_chat_tokenizer(config.target, config.responses.thinking)
+    tokenizer = load_chat_tokenizer(config.target, config.responses.thinking, config.rendering)
     start = None
     if config.init_from:
         start = load_start(config.init_from, target_config, config.drafter, given, output, config.run.seed)

@@ -78,6 +78,8 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         "held_out",
         "response_files",
         "trust_responses",
+        "chat_template",  # its digest is `template_hash`
+        "prompt_format",
         "init_from",
         "push_to_hub",
         "device",
@@ -105,6 +107,7 @@ def origin(record: dict[str, Any]) -> dict[str, Any]:
         "target": record["target"],
         "target_digest": record["target_digest"],
         "template_hash": record["template_hash"],
+        "prompt_format": record["config"]["prompt_format"],
         "data_hash": record["data_hash"],
         "answers": record["samplers"],
     }

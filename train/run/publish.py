@@ -51,6 +51,7 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         size=(folder / "model.safetensors").stat().st_size,
         measured=measured,
         serving=serving_commands(target, name, shape, record.get("architecture", "")),
+        rendering=_rendering(config_of(record)),
         temperatures=sorted({temperature for sampler in record["samplers"] for temperature in _temperatures(sampler)}),
         prompts=[described(name) for name in _datasets(config_of(record))],
         start=record.get("start", {}).get("drafter"),
@@ -64,6 +65,15 @@ def _template() -> jinja2.Template:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.get_template("card.md.jinja")
+
+
+def _rendering(config: dict[str, Any]) -> str:
+    """Returns how the prompts of training were rendered, if not by the target's chat template."""
+    if config.get("prompt_format") == "text":
+        return "Prompts were completed as they are, without a chat template: serve it for /v1/completions."
+    if template := config.get("chat_template"):
+        return f"Prompts were rendered by the chat template `{Path(template).name}`: serve it with --chat-template."
+    return ""
 
 
 def _temperatures(sampler: dict[str, Any]) -> set[float]:

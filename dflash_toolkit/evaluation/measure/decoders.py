@@ -433,14 +433,15 @@ class EnginePair(Pair):
         draft_tree: int = 0,
         draft_tree_width: int | None = None,
         share: bool = False,
+        tokenizer: Any = None,
     ) -> "EnginePair":
         """Loads as `load_parts` does and raises what it raises; moves `drafter` to the device."""
         if isinstance(target, str):
-            name, config, tokenizer = target, load_config(target), load_tokenizer(target)
+            name, config, tokenizer = target, load_config(target), tokenizer or load_tokenizer(target)
         else:
             name, config, tokenizer = target.name, target.config, target.tokenizer
         with suggest_reference():
-            parts = load_parts(target, drafter, device, dtype, share=share)
+            parts = load_parts(target, drafter, device, dtype, share=share, tokenizer=tokenizer)
         tensors = parts.target.parameter_views(stacked=True)  # by module names, as in the reference
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
         pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, draft_tree, draft_tree_width)

@@ -169,6 +169,7 @@ class EndpointPair(Pair):
         target: its tokenizer is used, and its config if the server does not report the context length.
         plain: another server of the target, without a drafter; not needed for dflash-serve.
         concurrency: number of concurrent requests of a report.
+        tokenizer: the target's, with the template of prompts (default: loaded).
 
     Raises:
         UserError: a server does not answer, or does not report drafts, or not per request although `concurrency` is
@@ -178,11 +179,17 @@ class EndpointPair(Pair):
     name = "endpoint"
 
     def __init__(
-        self, target: str, url: str, model: str | None = None, plain: str | None = None, concurrency: int = 1
+        self,
+        target: str,
+        url: str,
+        model: str | None = None,
+        plain: str | None = None,
+        concurrency: int = 1,
+        tokenizer: Any = None,
     ) -> None:
         self._server = Server(url, model)
         self._reports_drafts = False  # in responses, not only in /metrics
-        self.tokenizer = load_tokenizer(target)
+        self.tokenizer = tokenizer or load_tokenizer(target)
         config = load_config(target)
         self.context_limit = min(self._server.max_model_len or 1 << 62, context_limit(config))
         self.vocabulary = config.get_text_config(decoder=True).vocab_size

@@ -428,7 +428,8 @@ def serving_command(noted: Mapping[str, Any], arguments: Mapping[str, Any], *, d
     for name in ("device", "dtype", "draft_dtype"):
         if arguments.get(name, "auto") != "auto":
             words += [f"--{name.replace('_', '-')}", str(arguments[name])]
-    return words
+    template = arguments.get("chat_template")
+    return [*words, *(["--chat-template", str(template)] if template else [])]
 
 
 def _describe(pair: Pair, setting: Setting, baseline: bool) -> dict[str, Any]:

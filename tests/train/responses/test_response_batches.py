@@ -106,9 +106,9 @@ def test_the_drafter_of_init_from_writes_the_same_responses(
 ) -> None:
     loaded, given = backends.load_parts, []
 
-    def load_parts(target: str | Target, drafter: Any, *rest: Any) -> Parts:
+    def load_parts(target: str | Target, drafter: Any, *rest: Any, **more: Any) -> Parts:
         given.append(drafter)
-        return loaded(target, drafter, *rest)
+        return loaded(target, drafter, *rest, **more)
 
     monkeypatch.setattr(backends, "load_parts", load_parts)
     dflash_train("optim.steps=1", output="fresh")

@@ -327,7 +327,7 @@ def test_the_reference_reports_an_unused_drafter(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def cannot(*_: Any) -> None:
+    def cannot(*_: Any, **__: Any) -> None:
         raise UnsupportedModel("of another kind")
 
     monkeypatch.setattr(backends, "load_parts", cannot)
