@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .paged import PagedKV
+
 # rows of a prompt's chunk; below this, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
 MIN_ROWS = 513
 
@@ -113,24 +115,24 @@ def _computes(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in (64, 128)
 
 
-def fits(q: Tensor, lengths: Tensor, *, causal: bool, window: int) -> bool:
+def fits(q: Tensor, kv: PagedKV, *, causal: bool) -> bool:
     """Returns whether this is a long chunk of one prompt that an installed FlashAttention can compute."""
     return (
         len(q) >= MIN_ROWS
-        and len(lengths) == 1
+        and len(kv.lengths) == 1
         and causal
-        and not window
+        and kv.plain
         and _computes(q)
         and installed(q.device) is not None
     )
 
 
-def launch(q: Tensor, cache: Tensor, lengths: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+def launch(q: Tensor, kv: PagedKV) -> Tensor:
     """Computes the causal `block_attention` of the reference for one request that `fits`."""
     flash = installed(q.device)
     assert flash is not None
-    keys, values = cache.unflatten(1, (-1, page_size)).unbind()
-    return flash.paged(q, keys, values, lengths + len(q), page_table).flatten(1)
+    keys, values = kv.cache.unflatten(1, (-1, kv.size)).unbind()
+    return flash.paged(q, keys, values, kv.lengths + len(q), kv.table).flatten(1)
 
 
 def packed(

@@ -38,6 +38,7 @@ from .hopper.pipeline import fits
 from .launch import MAX_ROWS, keys_are_split
 from .loss_terms import LogitScale
 from .ops import Reference
+from .paged import PagedKV
 from .tree import TreeRows
 from .triton import attention, delta, fp8_blocks
 from .triton import delta_chunk as chunked
@@ -202,56 +203,26 @@ def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     return all(weight is None or _kernels(weight)[0] is gemm for weight in weights) and fits(x, weights)
 
 
-def block_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    *,
-    causal: bool,
-    window: int = 0,
-    counts: Tensor | None = None,
-) -> Tensor:
+def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | None = None) -> Tensor:
     """Returns the attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
-    if counts is None and flash.fits(q, lengths, causal=causal, window=window):
-        return flash.launch(q, cache, lengths, page_table, page_size)
-    hopper = hopper_attention.launch if hopper_attention.fits(q, cache, page_size) else None
-    return attention.block_attention(
-        q, cache, lengths, page_table, page_size, causal=causal, window=window, counts=counts, hopper=hopper
-    )
+    if counts is None and flash.fits(q, kv, causal=causal):
+        return flash.launch(q, kv)
+    hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
+    return attention.block_attention(q, kv, causal=causal, counts=counts, hopper=hopper)
 
 
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    rows: TreeRows,
-    paths: Tensor,
-    window: int = 0,
-) -> Tensor:
+def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Tensor:
     """Returns the attention [M, N H] of rows of trees over the pages in cache [2, slots, G, H]; see the reference."""
-    fits, where = hopper_attention.fits(q, cache, page_size), (cache, lengths, page_table, page_size, rows)
-    if keys_are_split(len(lengths), len(lengths)):
-        return _tree_attention(q, *where, paths, window, hopper_tree_attention.launch if fits else None)
-    return attention.masked_attention(q, *where, paths.shape[1], window, hopper_attention.launch if fits else None)
+    fits, batch = hopper_attention.fits(q, kv), len(kv.lengths)
+    if keys_are_split(batch, batch):
+        return _tree_attention(q, kv, rows, paths, hopper_tree_attention.launch if fits else None)
+    return attention.masked_attention(q, kv, rows, paths.shape[1], hopper_attention.launch if fits else None)
 
 
-def chain_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    rows: TreeRows,
-    longest: int,
-    window: int = 0,
-) -> Tensor:
+def chain_attention(q: Tensor, kv: PagedKV, rows: TreeRows, longest: int) -> Tensor:
     """Returns the attention [M, N H] of rows of chains over the pages in cache [2, slots, G, H]; see the reference."""
-    hopper = hopper_attention.launch if hopper_attention.fits(q, cache, page_size) else None
-    return attention.chain_attention(q, cache, lengths, page_table, page_size, rows, longest, window, hopper)
+    hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
+    return attention.chain_attention(q, kv, rows, longest, hopper)
 
 
 def delta_chunk(

@@ -18,8 +18,11 @@ from .formats import (
     values_of,
 )
 from .loss_terms import LossMix, RowTerms
+from .reference_attention import block_attention as block_attention
+from .reference_attention import chain_attention as chain_attention
+from .reference_attention import slots_of as slots_of
+from .reference_attention import tree_attention as tree_attention
 from .reference_tree import accept_trees as accept_trees
-from .reference_tree import chain_attention as chain_attention
 from .reference_tree import cut_trees as cut_trees
 from .reference_tree import draft_children as draft_children
 from .reference_tree import expected_accepted as expected_accepted
@@ -27,7 +30,6 @@ from .reference_tree import grow_trees as grow_trees
 from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
 from .reference_tree import pack_tree_results as pack_tree_results
-from .reference_tree import tree_attention as tree_attention
 from .tree import TreeRows
 
 
@@ -382,11 +384,6 @@ def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
-def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """Cache slots [B, S] of positions [B, S]: `page_table[b, position // page_size]` is the page that holds it."""
-    return page_table.gather(1, (positions // page_size).long()).long() * page_size + positions % page_size
-
-
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     """Whether there is a `fused_post_attention` for the stream x [M, D] and these matrices: here for all."""
     return True
@@ -590,46 +587,6 @@ def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
     columns = 2 * x.shape[1]
     gates = partial_sums[..., :columns].float().sum(0).to(x.dtype).unflatten(1, (-1, 2, head_dim))[:, :, 1]
     return x * gates.flatten(1).sigmoid()
-
-
-def block_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    *,
-    causal: bool,
-    window: int = 0,
-    counts: Tensor | None = None,
-) -> Tensor:
-    """Attention of a block over its request's pages, the block's own keys included.
-
-    Args:
-        q: [M, N, H]; row b * S + k is slot k of request b, at position lengths[b] + k.
-        cache: [2, slots, G, H]; keys and values of positions 0..lengths[b] + S - 1 are there.
-        causal: slot k sees the positions up to its own (verify); else the whole block (draft).
-        window: a key at a distance of `window` positions or more is not seen; 0 is no window.
-        counts: int32 [B]; rows k >= counts[b] are padding; no row sees their keys. None: there are none.
-
-    Returns:
-        [M, N * H] in q's dtype.
-    """
-    block = len(q) // len(lengths)
-    reach = int(lengths.max()) + block
-    keys = torch.arange(reach, device=q.device).expand(len(lengths), -1)  # [B, T]
-    end = lengths + (block if counts is None else counts)
-    inside = keys < end[:, None]  # pages are written up to here; after that they may hold anything, even NaN
-    slots = slots_of(torch.where(inside, keys, 0), page_table, page_size)
-    k, v = (cache[i][slots].masked_fill(~inside[..., None, None], 0.0).transpose(1, 2) for i in (0, 1))  # [B, G, T, H]
-    distance = (lengths[:, None] + torch.arange(block, device=q.device))[:, :, None] - keys[:, None]  # [B, S, T]
-    visible = inside[:, None] & (distance >= 0) if causal else inside[:, None].expand_as(distance)
-    if window:
-        visible = visible & (distance.abs() < window)
-    out = F.scaled_dot_product_attention(
-        q.unflatten(0, (-1, block)).transpose(1, 2), k, v, attn_mask=visible[:, None], enable_gqa=True
-    )
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def context_write(

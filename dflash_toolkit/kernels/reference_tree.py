@@ -195,63 +195,6 @@ def expected_accepted(
     return torch.stack([chains, *(nodes[:, end] for end in ends)], dim=1)
 
 
-def tree_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    rows: TreeRows,
-    paths: Tensor,
-    window: int = 0,
-) -> Tensor:
-    """Attention of the rows of trees: each sees its request's context, the nodes on the path to it, and itself.
-
-    A row's result is that of `block_attention` for the same token after the same tokens.
-
-    Args:
-        q: [M, N, H].
-        cache: [2, slots, G, H]; keys and values of positions 0..lengths[b] - 1 and of the rows are there.
-        lengths: int32 [B], tokens before the anchors.
-        paths: int32 [B, N + 1, K + 1], see `Trees`.
-        window: a key at a distance of `window` positions or more is not seen; 0 is no window.
-
-    Returns:
-        [M, N * H] in q's dtype; padding is zero.
-    """
-    out = q.new_zeros(len(q), q.shape[1] * q.shape[2])
-    for row, (b, depth) in enumerate(zip(rows.requests.tolist(), rows.depths.tolist(), strict=True)):
-        if b < 0:
-            continue
-        length, place = int(lengths[b]), row - int(rows.starts[b])
-        at = torch.cat([torch.arange(length, device=q.device), length + paths[b, place, : depth + 1]])
-        slots = page_table[b, at // page_size].long() * page_size + at % page_size
-        if window:
-            slots = slots[-window:]
-        k, v = (kept[slots].transpose(0, 1)[None] for kept in cache)
-        out[row] = F.scaled_dot_product_attention(q[row, :, None][None], k, v, enable_gqa=True).flatten()
-    return out
-
-
-def chain_attention(
-    q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    rows: TreeRows,
-    longest: int,
-    window: int = 0,
-) -> Tensor:
-    """`tree_attention` of trees in which no node has a sibling: a request's rows are a block of their own number.
-
-    Args:
-        longest: rows that a request has at most.
-    """
-    paths = torch.arange(longest, device=q.device).expand(len(lengths), longest, longest)
-    return tree_attention(q, cache, lengths, page_table, page_size, rows, paths, window)
-
-
 def accept_trees(
     rows: TreeRows,
     choice: Tensor,

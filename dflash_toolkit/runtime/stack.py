@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.delta import DeltaMemory
 from ..kernels.formats import Operand, format_of, values_of
 from ..kernels.ops import Ops
+from ..kernels.paged import PagedKV
 from ..kernels.tree import TreeRows
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 from .weights import (
@@ -82,19 +83,18 @@ class Attention:
         w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
         qkv, cache = (projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, self.rope), self.cache
+        kv = PagedKV(cache, lengths, pages, size, spec.window)
         if (tree := rows.tree) is not None:
             assert rows.paths is not None and spec.causal
             q = ops.rope_write(*qkv, tree.positions, pages, cache, size, gated=spec.gated, at=tree.slots)
             if rows.chains:
                 longest = min(rows.paths.shape[1:])
-                mixed = ops.chain_attention(q, cache, lengths, pages, size, tree, longest, spec.window)
+                mixed = ops.chain_attention(q, kv, tree, longest)
             else:
-                mixed = ops.tree_attention(q, cache, lengths, pages, size, tree, rows.paths, spec.window)
+                mixed = ops.tree_attention(q, kv, tree, rows.paths)
         else:
             q = ops.rope_write(*qkv, lengths, pages, cache, size, counts, gated=spec.gated)
-            mixed = ops.block_attention(
-                q, cache, lengths, pages, size, causal=spec.causal, window=spec.window, counts=counts
-            )
+            mixed = ops.block_attention(q, kv, causal=spec.causal, counts=counts)
         return ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
 
     def output(self, mixed: Operand) -> Tensor:

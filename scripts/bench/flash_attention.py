@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import flash, gpu
+from dflash_toolkit.kernels.paged import PagedKV
 from dflash_toolkit.models import packed
 from dflash_toolkit.models.spec import AttentionSpec, ModelSpec
 from dflash_toolkit.runtime.timing import median_seconds
@@ -68,7 +69,7 @@ def prefill(mixer: AttentionSpec, before: int, chunk: int) -> dict[str, Any]:
     cache = random(2, (count + 1) * PAGE, mixer.num_kv_heads, mixer.head_dim)
     table = 1 + torch.randperm(count, device="cuda", dtype=torch.int32)[None]
     q = random(chunk, mixer.num_heads, mixer.head_dim)
-    lengths = torch.tensor([before], device="cuda", dtype=torch.int32)
+    kv = PagedKV(cache, torch.tensor([before], device="cuda", dtype=torch.int32), table, PAGE)
 
     def torchs() -> Tensor:
         k, v = gathered(cache, table[0], length).transpose(1, 2).unbind()
@@ -77,10 +78,10 @@ def prefill(mixer: AttentionSpec, before: int, chunk: int) -> dict[str, Any]:
         return out[0].transpose(0, 1).flatten(1)
 
     def ours() -> Tensor:
-        return gpu.block_attention(q, cache, lengths, table, PAGE, causal=True)
+        return gpu.block_attention(q, kv, causal=True)
 
     def flashs() -> Tensor:
-        return flash.launch(q, cache, lengths, table, PAGE)
+        return flash.launch(q, kv)
 
     ways = {"ours": with_version(None, ours), "torch": torchs}
     ways |= {name: with_version(version, flashs) for name, version in installed().items()}

@@ -9,7 +9,7 @@ from kernel_pages import Pages, attend, make_pages
 from torch import Tensor
 
 from dflash_toolkit.kernels import gpu
-from dflash_toolkit.kernels import reference_tree as definition
+from dflash_toolkit.kernels import reference as definition
 from dflash_toolkit.kernels.tree import TreeRows, Trees
 
 
@@ -37,20 +37,15 @@ class Forest:
     q: Tensor  # [M, N, H]
 
     def attend(self, window: int = 0) -> Tensor:
-        pages = self.pages
-        where = (pages.cache, pages.lengths, pages.table, pages.size)
-        return gpu.tree_attention(self.q, *where, self.rows, self.trees.paths, window)
+        return gpu.tree_attention(self.q, self.pages.kv(window), self.rows, self.trees.paths)
 
     def attend_chains(self, window: int = 0) -> Tensor:
         """Returns the attention of trees in which no node has a sibling."""
-        pages, longest = self.pages, min(self.trees.paths.shape[1:])
-        where = (pages.cache, pages.lengths, pages.table, pages.size)
-        return gpu.chain_attention(self.q, *where, self.rows, longest, window)
+        return gpu.chain_attention(self.q, self.pages.kv(window), self.rows, min(self.trees.paths.shape[1:]))
 
     def defined(self, dtype: torch.dtype, window: int = 0) -> Tensor:
-        pages = self.pages
-        where = (pages.cache.to(dtype), pages.lengths, pages.table, pages.size)
-        return definition.tree_attention(self.q.to(dtype), *where, self.rows, self.trees.paths, window)
+        kv = self.pages.kv(window, dtype)
+        return definition.tree_attention(self.q.to(dtype), kv, self.rows, self.trees.paths)
 
     def plain(self, row: int, window: int = 0) -> Tensor:
         """Returns the attention of a row's token in a plain step, after its path at consecutive positions."""

@@ -14,6 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _conver
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
+from dflash_toolkit.kernels.paged import PagedKV
 from dflash_toolkit.kernels.triton import attention
 
 
@@ -55,6 +56,9 @@ class Pages:
         positions = self.lengths[:, None] + torch.arange(block, device=DEVICE)
         return reference.slots_of(positions, self.table, self.size)
 
+    def kv(self, window: int = 0, dtype: torch.dtype | None = None) -> PagedKV:
+        return PagedKV(self.cache.to(dtype or self.cache.dtype), self.lengths, self.table, self.size, window)
+
     def one(self, request: int, advance: int = 0) -> "Pages":
         """The batch of one request, `advance` tokens later."""
         at = slice(request, request + 1)
@@ -77,18 +81,18 @@ def make_pages(
 
 def attend(q: Tensor, pages: Pages, *, causal: bool, window: int = 0, counts: Any = None, **passes: bool) -> Tensor:
     """`passes`: `whole` for one pass over the keys, `pairs` for two splits a program."""
-    hopper = attention_hopper.launch if attention_hopper.fits(q, pages.cache, pages.size) else None
-    where, ways = (pages.cache, pages.lengths, pages.table, pages.size), {"whole": False, "pairs": False} | passes
-    return attention._attention(q, *where, causal, window, *ways.values(), counts, hopper)
+    kv, ways = pages.kv(window), {"whole": False, "pairs": False} | passes
+    hopper = attention_hopper.launch if attention_hopper.fits(q, kv) else None
+    return attention._attention(q, kv, causal, *ways.values(), counts, hopper)
 
 
-def defined(q: Tensor, cache: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
-    return reference.block_attention(q, cache, pages.lengths, pages.table, pages.size, causal=causal, window=window)
+def defined(q: Tensor, pages: Pages, *, causal: bool, window: int = 0) -> Tensor:
+    return reference.block_attention(q, pages.kv(window, q.dtype), causal=causal)
 
 
 def check_attention(q: Tensor, pages: Pages, found: Tensor, *, causal: bool, window: int = 0) -> None:
-    exact = defined(q.double(), pages.cache.double(), pages, causal=causal, window=window)
-    assert_as_exact_as_torch(found, defined(q, pages.cache, pages, causal=causal, window=window), exact)
+    exact = defined(q.double(), pages, causal=causal, window=window)
+    assert_as_exact_as_torch(found, defined(q, pages, causal=causal, window=window), exact)
 
 
 def check_slots(q: Tensor, pages: Pages, slots: Iterable[int], **how: Any) -> Tensor:
@@ -119,5 +123,5 @@ def check_padding(width: int, dtype: torch.dtype) -> None:
             found = attend(q, pages, whole=whole, **padded)
             assert found.isfinite().all()
             assert torch.equal(found[:count], attend(q[:count], pages, causal=True, whole=whole))
-        defined = reference.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, **padded)
+        defined = reference.block_attention(q, pages.kv(), **padded)
         torch.testing.assert_close(found, defined, rtol=1e-2, atol=1e-2)

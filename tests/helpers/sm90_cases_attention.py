@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dflash_toolkit.kernels.hopper import attention as hopper
 from dflash_toolkit.kernels.hopper import tree_attention as hopper_tree
+from dflash_toolkit.kernels.paged import PagedKV
 from dflash_toolkit.kernels.tree import TreeRows
 from dflash_toolkit.kernels.triton.attention import block_attention, chain_attention, masked_attention
 from dflash_toolkit.kernels.triton.tree_attention import tree_attention
@@ -18,20 +19,19 @@ def integers(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
-def operands(head: int, batch: int, rows: int, pages: int) -> tuple[Tensor, ...]:
-    """Queries, cache, lengths and page table."""
+def operands(head: int, batch: int, rows: int, pages: int, window: int) -> tuple[Tensor, PagedKV]:
     groups, group = HEADS[head]
     cache = torch.empty(2, 64 * 999, groups, head, dtype=torch.bfloat16, device="meta")
     q = torch.empty(rows, groups * group, head, dtype=torch.bfloat16, device="meta")
-    return q, cache, integers(batch), integers(batch, pages)
+    return q, PagedKV(cache, integers(batch), integers(batch, pages), 64, window)
 
 
 def blocks(
     head: int, batch: int, *, slots: int = 16, causal: bool = False, window: int = 0, padded: bool = False
 ) -> Callable[[], object]:
-    arguments = (*operands(head, batch, slots * batch, 33), 64)
+    q, kv = operands(head, batch, slots * batch, 33, window)
     counts = integers(batch) if padded else None
-    return lambda: block_attention(*arguments, causal=causal, window=window, counts=counts, hopper=hopper.launch)
+    return lambda: block_attention(q, kv, causal=causal, counts=counts, hopper=hopper.launch)
 
 
 def rows_of(batch: int, m: int) -> TreeRows:
@@ -39,21 +39,21 @@ def rows_of(batch: int, m: int) -> TreeRows:
 
 
 def chains(head: int, batch: int, window: int = 0) -> Callable[[], object]:
-    q, *others = operands(head, batch, 10 * batch, 33)
+    q, kv = operands(head, batch, 10 * batch, 33, window)
     rows = rows_of(batch, len(q))
-    return lambda: chain_attention(q, *others, 64, rows, 16, window, hopper.launch)
+    return lambda: chain_attention(q, kv, rows, 16, hopper.launch)
 
 
 def trees(head: int, batch: int, window: int = 0, pages: int = 33) -> Callable[[], object]:
-    q, *others = operands(head, batch, 40 * batch, pages)
+    q, kv = operands(head, batch, 40 * batch, pages, window)
     rows = rows_of(batch, len(q))
-    return lambda: tree_attention(q, *others, 64, rows, integers(batch, 41, 16), window, hopper_tree.launch)
+    return lambda: tree_attention(q, kv, rows, integers(batch, 41, 16), hopper_tree.launch)
 
 
 def masked(head: int, batch: int, window: int = 0) -> Callable[[], object]:
-    q, *others = operands(head, batch, 40 * batch, 33)
+    q, kv = operands(head, batch, 40 * batch, 33, window)
     rows = rows_of(batch, len(q))
-    return lambda: masked_attention(q, *others, 64, rows, 64, window, hopper.launch)
+    return lambda: masked_attention(q, kv, rows, 64, hopper.launch)
 
 
 CASES = {  # one request splits keys, eight use pairs of splits, more do not split at all

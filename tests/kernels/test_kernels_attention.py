@@ -17,6 +17,7 @@ from kernel_pages import Pages, attend, check_attention, check_invariant, check_
 
 from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
+from dflash_toolkit.kernels.paged import PagedKV
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ def ragged(batch: int) -> tuple[int, ...]:
 def asked(pages: Pages, rows: int, group: int) -> Tensor:
     """Queries, of a kind that the kernel takes."""
     q = randn(rows, pages.cache.shape[2] * group, pages.cache.shape[3], dtype=BF16)
-    assert attention_hopper.fits(q, pages.cache, pages.size)
+    assert attention_hopper.fits(q, pages.kv())
     return q
 
 
@@ -89,7 +90,7 @@ def test_a_captured_graph_follows_the_lengths(batch: int) -> None:
     q = asked(pages, batch * 4, 4)
 
     def step() -> Tensor:
-        return gpu.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
+        return gpu.block_attention(q, pages.kv(), causal=True)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -110,7 +111,7 @@ def test_under_load_where_tiles_arrive_in_any_order(monkeypatch: pytest.MonkeyPa
     q = torch.randn(batch * block, 32, 128, device="cuda", dtype=BF16)
 
     def outputs() -> Tensor:
-        return torch.stack([gpu.block_attention(q, c, lengths, table, size, causal=False) for c in caches])
+        return torch.stack([gpu.block_attention(q, PagedKV(c, lengths, table, size), causal=False) for c in caches])
 
     runs = [outputs() for _ in range(5)]
     monkeypatch.setattr(attention_hopper, "fits", lambda *_: False)

@@ -18,6 +18,7 @@ from kernel_inputs import assert_as_exact_as_torch, randn
 from kernel_pages import make_pages
 
 from dflash_toolkit.kernels import flash, gpu, reference
+from dflash_toolkit.kernels.paged import PagedKV
 from dflash_toolkit.models import packed
 
 SIZE = 64  # page size
@@ -71,8 +72,8 @@ def test_version_3_is_asked_for_the_reference(context: int, monkeypatch: pytest.
     monkeypatch.setattr(flash, "installed", lambda _: version)
     pages = make_pages((context,), 40, SIZE, 2, 16, torch.float32)
     q = randn(40, 6, 16)
-    found = flash.launch(q, pages.cache, pages.lengths, pages.table, SIZE)
-    expected = reference.block_attention(q, pages.cache, pages.lengths, pages.table, SIZE, causal=True)
+    found = flash.launch(q, pages.kv())
+    expected = reference.block_attention(q, pages.kv(), causal=True)
     torch.testing.assert_close(found, expected)
 
 
@@ -140,7 +141,7 @@ def test_without_any_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     assert [flash.load(module) for module in flash.VERSIONS] == [None, None]
     q, kv = torch.zeros(600, 4, 64, dtype=BF16), torch.zeros(600, 2, 64, dtype=BF16)
-    assert not flash.fits(q, torch.zeros(1), causal=True, window=0)
+    assert not flash.fits(q, PagedKV(q, torch.zeros(1), q, SIZE), causal=True)
     assert flash.packed(q, kv, kv, torch.tensor([0, 600], dtype=torch.int32), 600, None, None) is None
 
 
@@ -156,15 +157,12 @@ def test_long_chunk_is_exact_and_independent_of_its_cuts(
     q = randn(total, groups * group, width, dtype=BF16)
 
     def chunk(first: int, end: int) -> Tensor:
-        lengths = torch.tensor([first], dtype=torch.int32, device="cuda")
-        assert flash.fits(q[first:end], lengths, causal=True, window=0)
-        return gpu.block_attention(q[first:end], pages.cache, lengths, pages.table, SIZE, causal=True)
+        kv = pages.one(0, first).kv()
+        assert flash.fits(q[first:end], kv, causal=True)
+        return gpu.block_attention(q[first:end], kv, causal=True)
 
     whole = chunk(0, total)
-    exact, torchs = (
-        reference.block_attention(q.to(t), pages.cache.to(t), pages.lengths, pages.table, SIZE, causal=True)
-        for t in (torch.float64, BF16)
-    )
+    exact, torchs = (reference.block_attention(q.to(t), pages.kv(dtype=t), causal=True) for t in (torch.float64, BF16))
     assert_as_exact_as_torch(whole, torchs, exact)
     for cuts in ((0, 513, 1100, 3000), (0, 1024, 2048, 3000), (0, 2000, 3000)):
         parts = [chunk(a, b) for a, b in itertools.pairwise(cuts)]

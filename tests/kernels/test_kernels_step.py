@@ -62,7 +62,7 @@ def test_sum_order_depends_on_the_batch_not_the_block_length(
     real = attention._attention
 
     def attend(*args: Any) -> Tensor:
-        whole, pairs = args[7:9]
+        whole, pairs = args[3:5]
         ways.append("whole" if whole else "in pairs" if pairs else "split")  # `whole` before all
         return real(*args)
 
@@ -70,7 +70,7 @@ def test_sum_order_depends_on_the_batch_not_the_block_length(
     monkeypatch.setattr(attention, "multiprocessors", lambda _: 8 if way == "in pairs" else 132)
     pages = make_pages((5,) * batch, block, 16, 2, 16)
     q = randn(batch * block, 2 * 3, 16)
-    found = attention.block_attention(q, pages.cache, pages.lengths, pages.table, pages.size, causal=True)
+    found = attention.block_attention(q, pages.kv(), causal=True)
     check_attention(q, pages, found, causal=True)
     assert ways == [way]
 

@@ -17,7 +17,7 @@ from kernel_pages import attend, make_pages
 
 from dflash_toolkit.draft_tree import best_first
 from dflash_toolkit.kernels import gpu, reference
-from dflash_toolkit.kernels import reference_tree as definition
+from dflash_toolkit.kernels import reference as definition
 from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.kernels.loss_terms import LogitScale
 from dflash_toolkit.kernels.tree import TreeRows, Trees
@@ -98,8 +98,7 @@ def test_chains_are_blocks_of_as_many_rows_of_each_request(shape: tuple[Any, ...
         block, one = forest.q[starts[b] : starts[b + 1]], forest.pages.one(b)
         alone = attend(block, one, causal=True, window=window, whole=len(starts) > 9)
         assert torch.equal(found[starts[b] : starts[b + 1]], alone), b
-    pages, longest = forest.pages, min(forest.trees.paths.shape[1:])
-    where = (pages.cache, pages.lengths, pages.table, pages.size, forest.rows, longest, window)
+    where = forest.pages.kv(window), forest.rows, min(forest.trees.paths.shape[1:])
     assert torch.equal(definition.chain_attention(forest.q, *where), forest.defined(dtype, window))
 
 

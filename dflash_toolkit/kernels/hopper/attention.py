@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
 from ..launch import LOG2_E, is_hopper
+from ..paged import PagedKV
 from ..tree import TreeRows
 from .grid import grid_launch, grid_wait
 
@@ -367,33 +368,29 @@ def hopper_attention_kernel(
         gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_row[:, None])
 
 
-def fits(q: Tensor, cache: Tensor, page_size: int) -> bool:
+def fits(q: Tensor, kv: PagedKV) -> bool:
     """Returns whether the kernel can run this: a Hopper GPU, bf16, heads of 64 or 128, pages of whole tiles."""
     return (
         q.is_cuda
         and is_hopper(q.device.index)
-        and q.dtype == cache.dtype == torch.bfloat16
+        and q.dtype == kv.cache.dtype == torch.bfloat16
         and q.shape[2] in (64, 128)
-        and page_size % KEYS.value == 0
+        and kv.size % KEYS.value == 0
         and q.is_contiguous()
-        and cache.is_contiguous()
-        and cache.data_ptr() % 16 == 0
+        and kv.cache.is_contiguous()
+        and kv.cache.data_ptr() % 16 == 0
     )
 
 
 def launch(
     q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    kv: PagedKV,
     out: Tensor,
     states: tuple[Tensor, Tensor, Tensor],
     splits: int,
     cuts: dict[str, int],
     *,
     causal: bool,
-    window: int,
     whole: bool,
     pairs: bool,
     counts: Tensor | None = None,
@@ -408,8 +405,8 @@ def launch(
         pairs: a program has two short splits; their state is stored in the first one's place.
         ragged: the rows, and the maximum of a request; unless `causal` they are rows of trees.
     """
-    (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
-    batch, group = len(lengths), heads // groups
+    (m, heads, width), (_, slots, groups, _) = q.shape, kv.cache.shape
+    lengths, batch, group = kv.lengths, len(kv.lengths), heads // groups
     rows, block = ragged or (None, m // batch)
     requests = batch if rows is None else batch + 1
     of_rows = (lengths,) * 3 if rows is None else (rows.starts, rows.depths, rows.ancestors)
@@ -418,11 +415,11 @@ def launch(
     box = [KEYS.value, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     hopper_attention_kernel[(-(-block * group // ROWS.value), requests * groups, programs)](
-        TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
-        q, lengths, lengths if counts is None else counts, *of_rows, page_table, out, *states,
-        block if rows is None else m, page_table.shape[1], page_table.stride(0), slots,
+        TensorDescriptor.from_tensor(kv.cache.view(2 * slots, groups * width), box, layout),
+        q, lengths, lengths if counts is None else counts, *of_rows, kv.table, out, *states,
+        block if rows is None else m, kv.table.shape[1], kv.table.stride(0), slots,
         width**-0.5 * LOG2_E, splits,
-        G=groups, GROUP=group, HEAD=width, PAGE=page_size, WHOLE=whole, PAIRS=pairs, RAGGED=rows is not None,
-        TREE=rows is not None and not causal, COUNTED=counts is not None, CAUSAL=causal, WINDOW=window, **cuts,
+        G=groups, GROUP=group, HEAD=width, PAGE=kv.size, WHOLE=whole, PAIRS=pairs, RAGGED=rows is not None,
+        TREE=rows is not None and not causal, COUNTED=counts is not None, CAUSAL=causal, WINDOW=kv.window, **cuts,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
 from ..launch import LOG2_E
+from ..paged import PagedKV
 from ..tree import TreeRows
 from .attention import (
     KEYS,
@@ -237,10 +238,7 @@ def hopper_tail_kernel(
 
 def launch(
     q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    kv: PagedKV,
     rows: TreeRows,
     paths: Tensor,
     states: tuple[Tensor, Tensor, Tensor],
@@ -249,32 +247,32 @@ def launch(
     tiles: int,
     cuts: dict[str, int],
     *,
-    window: int,
     pairs: bool,
 ) -> None:
     """Writes each split's state to `states` for the merge. Needs `attention.fits`.
 
     Args:
-        states: m and l [M, G, splits, N / G], acc [M, G, splits, N / G, H], fp32.
+        states: m and l [M * G, splits, N / G], acc [M * G, splits, N / G, H], fp32.
         tails: maximum splits of a row after the last whole tile of its context.
         tiles: number of tiles of ROWS queries of a request and a KV head.
         pairs: as for `attention.launch`, before the last whole tile of a request's context.
     """
     assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"
     programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
-    (_, slots, groups, width), group, batch = cache.shape, q.shape[1] // cache.shape[2], len(lengths)
+    (_, slots, groups, width), batch = kv.cache.shape, len(kv.lengths)
+    group = q.shape[1] // groups
     box = [KEYS.value, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     scale = width**-0.5 * LOG2_E
-    shape = {"G": groups, "GROUP": group, "HEAD": width, "PAGE": page_size, "WINDOW": window, **cuts}
+    shape = {"G": groups, "GROUP": group, "HEAD": width, "PAGE": kv.size, "WINDOW": kv.window, **cuts}
     hopper_prefix_kernel[(tiles, batch * groups, programs)](
-        TensorDescriptor.from_tensor(cache.view(2 * slots, groups * width), box, layout),
-        q, lengths, rows.starts, rows.depths, page_table, *states,
-        page_table.shape[1], page_table.stride(0), slots, scale, splits,
+        TensorDescriptor.from_tensor(kv.cache.view(2 * slots, groups * width), box, layout),
+        q, kv.lengths, rows.starts, rows.depths, kv.table, *states,
+        kv.table.shape[1], kv.table.stride(0), slots, scale, splits,
         **shape, PAIRS=pairs, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     hopper_tail_kernel[(len(q) * groups, tails)](
-        q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, *states,
-        page_table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
+        q, kv.cache, kv.lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, *states,
+        kv.table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
         **shape, num_warps=4, launch_pdl=True,
     )  # fmt: skip

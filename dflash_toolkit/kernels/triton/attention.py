@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
+from ..paged import PagedKV
 from ..tree import TreeRows
 
 ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions accept
@@ -298,13 +299,9 @@ def _merge_kernel(
 
 def block_attention(
     q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    kv: PagedKV,
     *,
     causal: bool,
-    window: int = 0,
     counts: Tensor | None = None,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
@@ -313,41 +310,33 @@ def block_attention(
     `hopper` launches the first kernel instead of this module's. On a GPU `lengths`, `counts`, `page_table` and the
     context in the pages are read while the launch before still runs.
     """
-    whole = not keys_are_split(len(q), len(lengths))
-    pairs = FEW * _tiles(q, cache, lengths) > multiprocessors(q.device.index)
-    return _attention(q, cache, lengths, page_table, page_size, causal, window, whole, pairs, counts, hopper)
+    whole = not keys_are_split(len(q), len(kv.lengths))
+    pairs = FEW * _tiles(q, kv) > multiprocessors(q.device.index)
+    return _attention(q, kv, causal, whole, pairs, counts, hopper)
 
 
 def chain_attention(
     q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    kv: PagedKV,
     rows: TreeRows,
     longest: int,
-    window: int = 0,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
     """Attention [M, N H] of the rows' queries [M, N, H], chains of up to `longest` rows each; see the reference.
 
     On a GPU what `block_attention` reads early is, and so are `rows`.
     """
-    whole = not keys_are_split(len(lengths), len(lengths))
-    pairs = FEW * _tiles(q, cache, lengths) > multiprocessors(q.device.index)
-    ragged = rows, min(longest, len(q) - len(lengths) + 1)
-    return _attention(q, cache, lengths, page_table, page_size, True, window, whole, pairs, None, hopper, ragged)
+    whole = not keys_are_split(len(kv.lengths), len(kv.lengths))
+    pairs = FEW * _tiles(q, kv) > multiprocessors(q.device.index)
+    ragged = rows, min(longest, len(q) - len(kv.lengths) + 1)
+    return _attention(q, kv, True, whole, pairs, None, hopper, ragged)
 
 
 def masked_attention(
     q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    kv: PagedKV,
     rows: TreeRows,
     longest: int,
-    window: int = 0,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
     """Attention [M, N H] of the rows' queries [M, N, H], trees of up to `longest` rows each; see the reference.
@@ -355,24 +344,20 @@ def masked_attention(
     In one pass over the keys in place, with a mask of ancestors: so a row is not summed in the order of the
     same token decoded plainly. No request's rows depend on another's.
     """
-    ragged = rows, min(longest, len(q) - len(lengths) + 1)
-    return _attention(q, cache, lengths, page_table, page_size, False, window, True, False, None, hopper, ragged)
+    ragged = rows, min(longest, len(q) - len(kv.lengths) + 1)
+    return _attention(q, kv, False, True, False, None, hopper, ragged)
 
 
-def _tiles(q: Tensor, cache: Tensor, lengths: Tensor) -> int:
+def _tiles(q: Tensor, kv: PagedKV) -> int:
     """How many there are: each is up to ROWS of the queries of a request that share a KV head."""
-    batch, groups = len(lengths), cache.shape[2]
+    batch, groups = len(kv.lengths), kv.cache.shape[2]
     return batch * groups * -(-len(q) * q.shape[1] // (batch * groups * ROWS))
 
 
 def _attention(
     q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    kv: PagedKV,
     causal: bool,
-    window: int,
     whole: bool,
     pairs: bool = False,
     counts: Tensor | None = None,
@@ -385,12 +370,12 @@ def _attention(
     the same bits. `ragged`: the rows, and how many a request has at most; unless `causal` they are of trees, and
     `whole`.
     """
-    (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
-    batch, group = len(lengths), heads // groups
+    (m, heads, width), (_, slots, groups, _) = q.shape, kv.cache.shape
+    lengths, batch, group = kv.lengths, len(kv.lengths), heads // groups
     rows, block = ragged or (None, m // batch)
     tiles = -(-block * group // ROWS)
     programs = (batch if rows is None else batch + 1) * groups * tiles
-    splits = 1 if whole else splits_of(page_table.shape[1] * page_size)
+    splits = 1 if whole else splits_of(kv.table.shape[1] * kv.size)
     head = padded(width)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
 
@@ -406,33 +391,52 @@ def _attention(
     pairs = pairs and hopper is not None and not whole
     if hopper is not None:
         hopper(
-            q, cache, lengths, page_table, page_size, out, (b_m, b_l, b_acc), splits, cuts,
-            causal=causal, window=window, whole=whole, pairs=pairs, counts=counts, ragged=ragged,
+            q, kv, out, (b_m, b_l, b_acc), splits, cuts,
+            causal=causal, whole=whole, pairs=pairs, counts=counts, ragged=ragged,
         )  # fmt: skip
     else:
         keys, stages = CUTS[0]
         if q.is_cuda:
             keys, stages = cut_for(width, q.element_size(), shared_memory(q.device))
         _attention_kernel[(programs, splits)](
-            q, cache, lengths, given, *of_rows, page_table, out, b_m, b_l, b_acc,
-            block if rows is None else m, groups, width, group, tiles, page_table.stride(0), slots,
+            q, kv.cache, lengths, given, *of_rows, kv.table, out, b_m, b_l, b_acc,
+            block if rows is None else m, groups, width, group, tiles, kv.table.stride(0), slots,
             width**-0.5 * LOG2_E, splits,
-            ROWS=ROWS, KEYS=min(keys, page_size), PAGE=page_size, WHOLE=whole, RAGGED=rows is not None,
-            TREE=rows is not None and not causal, CAUSAL=causal, WINDOW=window, EVEN_H=head == width,
+            ROWS=ROWS, KEYS=min(keys, kv.size), PAGE=kv.size, WHOLE=whole, RAGGED=rows is not None,
+            TREE=rows is not None and not causal, CAUSAL=causal, WINDOW=kv.window, EVEN_H=head == width,
             COUNTED=counts is not None, num_warps=warps_for(head), num_stages=stages, **shared, **pdl(q),
         )  # fmt: skip
     if whole:
         return out
-    shared |= {"MERGE_SPLITS": MERGE_SPLITS, "PATHS": 0, "num_warps": 1, **pdl(q)}
-    if rows is None:
-        _merge_kernel[(programs, min(ROWS, block * group))](
-            b_m, b_l, b_acc, lengths, given, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
-            ROWS=ROWS, COUNTED=counts is not None, CAUSAL=causal, **shared,
-        )  # fmt: skip
-    else:  # every row as a request of one token
-        at = rows.positions
-        _merge_kernel[(m * groups, group)](
-            b_m, b_l, b_acc, at, at, at, out, 1, groups, width, group, 1, splits, int(pairs),
-            ROWS=group, COUNTED=False, CAUSAL=False, **shared,
-        )  # fmt: skip
+    if rows is not None:
+        return merge_rows((b_m, b_l, b_acc), kv, rows, out, pairs, cuts)
+    _merge_kernel[(programs, min(ROWS, block * group))](
+        b_m, b_l, b_acc, lengths, given, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
+        ROWS=ROWS, MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, PATHS=0, num_warps=1,
+        **shared, **pdl(q),
+    )  # fmt: skip
+    return out
+
+
+def merge_rows(
+    states: tuple[Tensor, Tensor, Tensor],
+    kv: PagedKV,
+    rows: TreeRows,
+    out: Tensor,
+    pairs: bool,
+    cuts: dict[str, int],
+    paths: int = 0,
+) -> Tensor:
+    """Merges the splits of every row, as of a request of one token, into `out` [M, N H].
+
+    Args:
+        states: m and l [M * G, splits, N / G], acc [M * G, splits, N / G, padded H].
+        paths: as `PATHS` of the kernel.
+    """
+    (programs, splits, group, head), at, width = states[2].shape, rows.positions, kv.cache.shape[3]
+    _merge_kernel[(programs, group)](
+        *states, at, at, rows.depths, out, 1, programs // len(out), width, group, 1, splits, int(pairs),
+        HEAD=head, ROWS=group, MERGE_SPLITS=MERGE_SPLITS, COUNTED=False, CAUSAL=False, PATHS=paths, num_warps=1,
+        **cuts, **pdl(out),
+    )  # fmt: skip
     return out

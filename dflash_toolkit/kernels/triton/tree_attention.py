@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
+from ..paged import PagedKV
 from ..tree import TreeRows
 from . import attention
 from .attention import _split_start, _split_state
@@ -150,61 +151,50 @@ def _tail_kernel(
 
 def tree_attention(
     q: Tensor,
-    cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor,
-    page_size: int,
+    kv: PagedKV,
     rows: TreeRows,
     paths: Tensor,
-    window: int = 0,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
     """Attention [M, N H] of the rows' queries [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
 
     Of as many requests as have their keys split. `hopper` launches the first two kernels instead of this module's.
     """
-    (m, heads, width), (_, slots, groups, _) = q.shape, cache.shape
-    batch, group = len(lengths), heads // groups
+    (m, heads, width), (_, slots, groups, _) = q.shape, kv.cache.shape
+    lengths, batch, group = kv.lengths, len(kv.lengths), heads // groups
     assert keys_are_split(batch, batch)
     longest = min(paths.shape[1], m - batch + 1)  # rows of a request
     tiles = -(-longest * group // attention.ROWS)
     cuts = {"SHORT": attention.SHORT.value, "SHORT_SPLITS": attention.SHORT_SPLITS.value, "LONG": attention.LONG.value}
-    splits = attention.splits_of(page_table.shape[1] * page_size)
+    splits = attention.splits_of(kv.table.shape[1] * kv.size)
     tails = 2 + max(0, paths.shape[2] - 2) // cuts["SHORT"]  # splits that a path may reach into
     head, keys = padded(width), attention.CUTS[0][0]
     # as `block_attention` of as many rows
     used = batch * groups * -(-m * group // (batch * attention.ROWS))
     pairs = hopper is not None and attention.FEW * used > multiprocessors(q.device.index)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
-    b_m, b_l = (torch.empty(m, groups, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
-    b_acc = torch.empty(m, groups, splits, group, head, dtype=torch.float32, device=q.device)
+    b_m, b_l = (torch.empty(m * groups, splits, group, dtype=torch.float32, device=q.device) for _ in range(2))
+    b_acc = torch.empty(m * groups, splits, group, head, dtype=torch.float32, device=q.device)
     if hopper is not None:
         hopper(
-            q, cache, lengths, page_table, page_size, rows, paths, (b_m, b_l, b_acc), splits, tails, tiles, cuts,
-            window=window, pairs=pairs,
+            q, kv, rows, paths, (b_m, b_l, b_acc), splits, tails, tiles, cuts, pairs=pairs,
         )  # fmt: skip
     else:
         stages = attention.CUTS[0][1]
         if q.is_cuda:
             keys, stages = attention.cut_for(width, q.element_size(), shared_memory(q.device))
         shared = {
-            "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, page_size), "PAGE": page_size, "WINDOW": window,
+            "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, kv.size), "PAGE": kv.size, "WINDOW": kv.window,
             "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
         }  # fmt: skip
         scale = width**-0.5 * LOG2_E
         _prefix_kernel[(batch * groups * tiles, splits)](
-            q, cache, lengths, rows.starts, rows.depths, page_table, b_m, b_l, b_acc,
-            groups, width, group, tiles, page_table.stride(0), slots, scale, splits, num_stages=stages, **shared,
+            q, kv.cache, lengths, rows.starts, rows.depths, kv.table, b_m, b_l, b_acc,
+            groups, width, group, tiles, kv.table.stride(0), slots, scale, splits, num_stages=stages, **shared,
         )  # fmt: skip
         _tail_kernel[(m * groups, tails)](
-            q, cache, lengths, rows.starts, rows.requests, rows.depths, paths, page_table, b_m, b_l, b_acc,
-            groups, width, group, page_table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
+            q, kv.cache, lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, b_m, b_l, b_acc,
+            groups, width, group, kv.table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
             num_stages=1, **shared,
         )  # fmt: skip
-    attention._merge_kernel[(m * groups, group)](  # every row as a request of one token
-        b_m, b_l, b_acc, rows.positions, rows.positions, rows.depths, out,
-        1, groups, width, group, 1, splits, int(pairs),
-        HEAD=head, ROWS=group, MERGE_SPLITS=attention.MERGE_SPLITS, COUNTED=False, CAUSAL=False,
-        PATHS=min(keys, page_size), num_warps=1, **cuts, **pdl(q),
-    )  # fmt: skip
-    return out
+    return attention.merge_rows((b_m, b_l, b_acc), kv, rows, out, pairs, cuts, min(keys, kv.size))
