@@ -127,7 +127,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=int, default=1, help="responses per prompt: one greedy, the others sampled")
     add("--temperature", type=float, default=1.0, help="temperature of sampled responses")
     add("--answer-tokens", type=int, default=512, help="length limit of responses")
-    add("--batch", type=int, default=128, help="responses written concurrently")
+    add("--batch", type=int, help="responses written concurrently (default: what the memory holds)")
     add("--minutes", type=float, nargs="+", default=[8.0], help="minutes of training, one run each")
     add("--variant", nargs="+", action="append", default=[], metavar="NAME [key=value ...]")
     add("--held-out", type=int, help="prompts kept out of training (default: 256 with variants, else 0)")

@@ -82,6 +82,9 @@ class EngineDecoder:
     """Decodes with continuous batching on the engine that `dflash-serve` runs.
 
     A large batch is refilled by several prompts at a time: they share one prefill pass, which reads the weights once.
+
+    Attributes:
+        refill: free rows that wait for each other.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -90,7 +93,7 @@ class EngineDecoder:
         self._running: dict[int, Request] = {}
         self._finished: deque[Response] = deque()
         self._rows = engine.options.max_num_seqs or 1
-        self._refill = max(1, min(MOST_REFILLED, self._rows // ROWS_PER_REFILLED))
+        self.refill = max(1, min(MOST_REFILLED, self._rows // ROWS_PER_REFILLED))
         self.width = 2 * self._rows  # so a finished request can be replaced at once
 
     def submit(
@@ -114,7 +117,7 @@ class EngineDecoder:
     def _refill_batch(self) -> None:
         assert self._engine is not None
         free = self._rows - len(self._running)
-        if free < self._refill and self._running:
+        if free < self.refill and self._running:
             return
         while self._waiting and free > 0:
             key, request = self._waiting.popleft()
