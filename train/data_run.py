@@ -23,6 +23,7 @@ from dflash_toolkit.models.target import (
     load_generation_config,
     resolve_device,
     resolve_dtype,
+    warn_of_penalty,
 )
 from dflash_toolkit.openai_http import find_models
 from dflash_toolkit.preflight import ANSWER_BYTES, check_target, disk_line
@@ -64,6 +65,7 @@ def run(config: DataConfig) -> None:
         where += f", {processes.world} processes" if processes.world > 1 else ""
         if processes.main:
             print(f"{PROG}: target {config.target} on {where}; responses go to {config.output}", file=sys.stderr)
+            warn_of_penalty(config.target)
         config = replace(config, device=processes.device)
         target_config = processes.barrier(load_config, config.target)
         tokenizer = processes.barrier(load_chat_tokenizer, config.target, config.sampler.thinking, config.rendering)

@@ -386,7 +386,7 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
 
 def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import load_drafter
-    from ..models.target import Target, load_tokenizer
+    from ..models.target import Target, load_tokenizer, warn_of_penalty
     from .measure.decoders import EnginePair, ReferencePair, suggest_reference
 
     assert config.drafter is not None
@@ -401,6 +401,7 @@ def _load(config: EvalConfig) -> "Pair":
     refused, method = None, cast(DraftSampleMethod, config.draft.draft_sample_method)  # one of its choices
     trees = config.draft.tree_nodes, config.draft.draft_tree_width
     tokenizer = load_tokenizer(config.target, **config.rendering)
+    warn_of_penalty(config.target)
 
     def reference() -> Target:
         loaded = Target.load(config.target, config.device, config.dtype)

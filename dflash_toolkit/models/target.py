@@ -174,6 +174,17 @@ def load_generation_config(name: str | Path) -> GenerationConfig | None:
     return found
 
 
+def warn_of_penalty(name: str) -> None:
+    """Warns on stderr if generation_config.json has a repetition penalty: only dflash-serve applies it."""
+    penalty = getattr(load_generation_config(name), "repetition_penalty", None)
+    if penalty not in (None, 1.0):
+        print(
+            f"warning: the target's generation_config.json sets repetition_penalty {penalty}, which is not applied "
+            f"here; dflash-serve applies it, unless it is given --sampling-defaults openai",
+            file=sys.stderr,
+        )
+
+
 def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[str, Any]:
     """Returns the quantization of a checkpoint in FP8 with the request to dequantize its weights at loading, also if
     there is a GPU.

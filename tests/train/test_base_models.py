@@ -18,6 +18,7 @@ from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.serve.cli import main as serve
 from dflash_toolkit.train.responses.conversation import recorded_rows
+from dflash_toolkit.train.responses.corpus import Corpus
 
 TEXT = ("--prompt-format", "text")
 
@@ -60,6 +61,23 @@ def test_plain_text_goes_through_data_train_eval_and_serve(
         assert answer.usage.prompt_tokens == len(tokenizer.encode(text))
         first = next(row["tokens"][row["prompt_tokens"] :] for row in dflash_data.rows() if row["index"] == 0)
         assert answer.choices[0].text == tokenizer.decode(first, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("regenerate", [True, False])
+def test_training_completes_or_reads_plain_text(
+    base: Path, short_run: Program, tmp_path: Path, regenerate: bool
+) -> None:
+    rows = [{"prompt": f"number {i} is", "completion": f" {i}, and then {i + 1}"} for i in range(8)]
+    data = write(tmp_path / "texts.jsonl", rows)
+    short_run("--target", base, *TEXT, "--data", data, f"responses.regenerate={str(regenerate).lower()}")
+    corpus = Corpus.open(short_run.output / "work/corpus")
+    tokenizer = load_tokenizer(str(base))
+    prompts = {tuple(tokenizer.encode(row["prompt"])) for row in rows}
+    found = [
+        (tuple(row.tokens[: row.prompt_tokens]), tokenizer.decode(row.tokens[row.prompt_tokens :])) for row in corpus
+    ]
+    assert found and {prompt for prompt, _ in found} <= prompts
+    assert all(text.startswith(" ") and "and then" in text for _, text in found) != regenerate
 
 
 def test_a_template_file_equals_the_target_s_own(base: Path, dflash_data: Program, tmp_path: Path) -> None:

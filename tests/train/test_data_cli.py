@@ -279,13 +279,19 @@ def test_malformed_rows_are_counted_with_strict_false(dflash_data: Program, prom
     assert "2 prompts; left out: 0 near duplicates, 2 malformed rows" in said
 
 
+def test_a_repetition_penalty_is_reported_as_not_applied(dflash_data: Program, tmp_path: Path) -> None:
+    penalised = altered(dflash_data.target, tmp_path / "t", generation_config={"repetition_penalty": 1.3})
+    said = [line for line in dflash_data("--target", penalised) if "repetition_penalty 1.3" in line]
+    assert len(said) == 1 and said[0].startswith("warning:") and "--sampling-defaults openai" in said[0]
+
+
 @pytest.mark.parametrize("name", ["a.prompts.jsonl", "a.jsonl", "a.run.json"])
 def test_a_source_is_never_a_file_that_the_run_writes(
     name: str, dflash_data: Program, prompts: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / name
     source.write_bytes(prompts.read_bytes())
-    assert "is a file that this run would overwrite" in dflash_data.refuses("--data", source)
+    assert "holds a file that this run would overwrite" in dflash_data.refuses("--data", source)
     assert source.read_bytes() == prompts.read_bytes() and len(list(tmp_path.iterdir())) == 2
 
 

@@ -10,11 +10,12 @@ from dflash_toolkit.fingerprint import drafter_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.dflash.speculators import check_form
-from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device
+from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device, warn_of_penalty
 from dflash_toolkit.preflight import check_target, make_folder
 from dflash_toolkit.tracking import import_wandb
 
 from ..config import TrainConfig, check_effects
+from ..distributed.ranks import speaks
 from ..distributed.zero import import_deepspeed
 from ..optim.optimizers import peak_rate, uses_muon
 from ..optim.schedule import packing
@@ -60,6 +61,8 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     length = min(config.prompts.max_length, context)  # no response is longer
     config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_chat_tokenizer(config.target, config.responses.thinking, config.rendering)
+    if speaks():
+        warn_of_penalty(config.target)
     start = None
     if config.init_from:
         start = load_start(config.init_from, target_config, config.drafter, given, output, config.run.seed)
