@@ -56,10 +56,14 @@ TABLE = {  # modules and their tests, fastest first; none of them starts program
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/wait_queue.py": ["runtime/test_runtime_wait_queue.py", "runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/exact.py": ["runtime/test_runtime_budget.py", "runtime/test_runtime_scheduler.py"],
-    "dflash_toolkit/runtime/prompts.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py"],
-    "dflash_toolkit/runtime/recovery.py": ["runtime/test_runtime_scheduler.py", "runtime/test_runtime_faults.py"],
+    "dflash_toolkit/runtime/prompts.py": [
+        "runtime/test_runtime_recovery.py", "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py",
+    ],
+    "dflash_toolkit/runtime/recovery.py": [
+        "runtime/test_runtime_recovery.py", "runtime/test_runtime_scheduler.py", "runtime/test_runtime_faults.py",
+    ],
     "dflash_toolkit/runtime/recurrent.py": [
-        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_recurrent.py",
+        "runtime/test_runtime_recovery.py", "runtime/test_runtime_scheduler.py", "runtime/test_runtime_recurrent.py",
     ],
     "dflash_toolkit/runtime/request_table.py": [
         "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py", "runtime/test_runtime_engine.py",

@@ -1,5 +1,6 @@
 """A scheduler's device that is a table: it remembers which token each slot of each page holds."""
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -173,3 +174,16 @@ def scheduled(device: TableDevice, *requests: Request, pool: Any = 200, block: i
 def drain(scheduler: Scheduler) -> None:
     while not scheduler.idle:
         scheduler.advance()
+
+
+def failing(device: TableDevice, names: list[str]) -> None:
+    """Let calls raise, each once and in this order; all others go well."""
+
+    def calls(name: str, real: Any, *args: Any) -> Any:
+        if names and names[0] == name:
+            names.pop(0)
+            raise RuntimeError(f"{name} fails once")
+        return real(*args)
+
+    for name in {*names}:
+        setattr(device, name, functools.partial(calls, name, getattr(device, name)))

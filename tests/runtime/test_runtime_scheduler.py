@@ -1,7 +1,6 @@
 """No order of events loses a page or a token. The device is a table."""
 
 import contextlib
-import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_device import BLOCK, PLACES, SHAPES, SIZE, TREES, TableDevice, drain, request_of, scheduled, truth
+from table_device import BLOCK, PLACES, SHAPES, SIZE, TREES, TableDevice, drain, failing, request_of, scheduled, truth
 
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import prompts as module
@@ -291,6 +290,8 @@ def test_a_common_prefix_is_computed_once() -> None:
     )
     assert [request.cached_tokens for request in common] == [0, 4, 4]
     assert in_one_pass(*different, prefix_cache=True).called("prefill_batch") == [(6, 6)]
+    whole, more = request_of([1, 2, 3, 4], 3), request_of([1, 2, 3, 4, 5], 3)
+    assert in_one_pass(whole, more, prefix_cache=True).called("prefill_batch") == [] and more.cached_tokens == 4
 
 
 def test_requests_of_a_failed_pass_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,19 +443,6 @@ def test_a_row_that_cannot_be_removed_fails_no_ended_request(monkeypatch: pytest
     assert scheduler.table.pool.available == scheduler.table.pool.capacity and not any(r.error for r in requests)
 
 
-def failing(device: TableDevice, names: list[str]) -> None:
-    """Let calls raise, each once and in this order; all others go well."""
-
-    def calls(name: str, real: Any, *args: Any) -> Any:
-        if names and names[0] == name:
-            names.pop(0)
-            raise RuntimeError(f"{name} fails once")
-        return real(*args)
-
-    for name in {*names}:
-        setattr(device, name, functools.partial(calls, name, getattr(device, name)))
-
-
 def test_a_failed_copy_of_states_ends_one_request() -> None:
     """The request was computed alone before, as a pass with it had failed."""
     device, pool = TableDevice(1), PagePool(2000, SIZE, range(40, 80))
@@ -493,6 +481,7 @@ def test_states_with_a_failed_copy_are_not_used(monkeypatch: pytest.MonkeyPatch)
         scheduler.add(request)
         drain(scheduler)
     assert [slots[-1] == 9 for slots in copies] == [True, True, False]
+    assert device.called("prefill")[:3] == [(0, 0, 8), (0, 0, 8), (8, 8, 1)], "computed again after the failed copy"
     assert [request.cached_tokens for request in requests] == [0, 0, 8] and not device.mistakes
     assert {tuple(request.tokens) for request in requests} == {tuple(truth(list(range(9)), 20))}
 
