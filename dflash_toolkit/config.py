@@ -312,7 +312,7 @@ def _rename(values: dict[str, Any], old: str, new: str, convert: Callable[[Any],
     for parent in parents:
         values = values.setdefault(parent, {})
     if last in values:
-        raise UserError(f"{old} and {new} are both given; {old} is the old name, leave it out")
+        raise UserError(f"{old} and {new} are both given; {old} is the old name; remove it")
     values[last] = convert(value) if convert and isinstance(value, int) else value
 
 

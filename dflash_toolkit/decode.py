@@ -88,7 +88,7 @@ def stream(
     width = 1
     if drafter and draft_tree:
         if draft_sample_method == "probabilistic":
-            raise UserError("a draft tree holds the most probable tokens; use the draft_sample_method greedy")
+            raise UserError("draft trees cannot sample drafts; use draft_sample_method greedy")
         width = target.tree_width(draft_tree_width)
     taps = drafter.config.target_layer_ids if drafter else ()
     generation = Generation()

@@ -176,11 +176,11 @@ class Grammars:
     def _new_vocabulary(self, marked: bool) -> "_Vocabulary":
         xgrammar, tokenizer = _xgrammar(), self._tokenizer
         if tokenizer is None:
-            raise GrammarError("structured answers need the target's tokenizer, and there is none")
+            raise GrammarError("structured answers need the target's tokenizer, but none is loaded")
         try:
             found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocabulary)
         except ValueError as error:
-            raise GrammarError(f"structured answers do not know this kind of tokenizer ({error})") from error
+            raise GrammarError(f"structured answers do not support this tokenizer ({error})") from error
         # special tokens are not part of an answer's text; but tags may be written with them
         silent = {*self._eos, tokenizer.eos_token_id}
         if not marked:
@@ -211,9 +211,9 @@ def read(grammar: Grammar) -> Any:
         GrammarError: it cannot be read, or has parts that the compiler would ignore or take too long for.
     """
     if len(grammar.text) > LONGEST:
-        raise GrammarError(f"the {grammar.name} has {len(grammar.text)} characters; at most {LONGEST} are read")
+        raise GrammarError(f"the {grammar.name} has {len(grammar.text)} characters; the maximum is {LONGEST}")
     if "\0" in grammar.text:
-        raise GrammarError(f"the {grammar.name} holds a NUL character")
+        raise GrammarError(f"the {grammar.name} contains a NUL character")
     reader = _xgrammar().Grammar
     if grammar.kind in ("json", "structural_tag"):
         text, patterns = _rewritten(grammar)
@@ -254,7 +254,7 @@ def _rewritten(grammar: Grammar) -> tuple[str, dict[str, StringPattern]]:
     except UnsupportedSchema as error:
         raise GrammarError(f"the {grammar.name} cannot be used: {error}") from error
     except ValueError as error:
-        raise GrammarError(f"the {grammar.name} is no JSON ({error})") from error
+        raise GrammarError(f"the {grammar.name} is not valid JSON ({error})") from error
 
 
 # the rule of one character of a string of limited length; xgrammar allows control characters in it

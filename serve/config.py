@@ -64,7 +64,7 @@ class ServeConfig(ModelOptions):
     )
     api_key_file: str | None = option(
         None,
-        "file with accepted API keys, one a line; keys in $DFLASH_API_KEY, separated by commas, are also accepted "
+        "file with accepted API keys, one per line; keys in $DFLASH_API_KEY, separated by commas, are also accepted "
         "(default: no key is required)",
         common=True,
         metavar="PATH",
@@ -83,12 +83,12 @@ class ServeConfig(ModelOptions):
     max_connections: int | None = option(
         None, "connections open at a time (default: as many as the limit on open files allows)"
     )
-    log_json: bool = option(False, "write the log as JSON, one object a line")
+    log_json: bool = option(False, "write the log as JSON, one object per line")
     access_log: bool = option(True, "log a line for every request")
     restart: bool = option(False, "restart the engine if it ends by itself")
     sampling_defaults: str = option(
         "model",
-        "sampling parameters that a request leaves out: model reads the target's generation_config.json, openai uses "
+        "defaults for sampling parameters: model reads the target's generation_config.json, openai uses "
         "temperature 1",
         choices=("model", "openai"),
     )
@@ -105,7 +105,7 @@ class ServeConfig(ModelOptions):
     )
     per_request_spec_decode_metrics: str = option(
         "none",
-        "draft statistics in a response, next to `usage`: none, a summary, or every step too",
+        "draft statistics in a response, next to `usage`: none, a summary, or also every step",
         choices=("none", "summary", "detailed"),
     )
     drain_timeout: float = option(25.0, "seconds that running requests get to finish when the server stops")

@@ -282,7 +282,7 @@ def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
         (("--optimiser.lr", "-1"), "optimiser.lr is -1.0; it must be > 0"),
         (("max_token=3",), "max_token: unknown key; did you mean `max_tokens`?"),
         (("shared.drafts=3",), "shared: unknown key"),
-        (("--block", "3", "--drafts", "2"), "block and drafts are both given; block is the old name, leave it out"),
+        (("--block", "3", "--drafts", "2"), "block and drafts are both given; block is the old name"),
         (("--block", "many"), "drafts: expected a whole number, got 'many'"),
         (("--zzz", "3"), "--zzz: unknown flag; see prog --help"),
         (("-z",), "-z: unknown flag; see prog --help"),

@@ -245,7 +245,7 @@ def test_a_target_without_an_end_needs_one_of_the_request() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("json", "{", "the JSON schema is no JSON"),
+        ("json", "{", "the JSON schema is not valid JSON"),
         ("json", "[1]", r"the JSON schema cannot be used: a schema should be an object or bool, but it is \[1\]"),
         ("json", '{"type": "objekt"}', 'the JSON schema cannot be used: Unsupported type "objekt"'),
         ("json", '{"$ref": "#/$defs/missing"}', "missing"),
@@ -258,7 +258,7 @@ def test_a_target_without_an_end_needs_one_of_the_request() -> None:
         ("regex", "a\0", "NUL"),
         ("regex", "(?=a)b", "the regular expression cannot be used"),
         ("regex", r"(a)\1", "the regular expression cannot be used"),
-        ("regex", "a" * 300_000, "the regular expression has 300000 characters; at most 262144"),
+        ("regex", "a" * 300_000, "the regular expression has 300000 characters; the maximum is 262144"),
         ("grammar", "root ::= x", 'the grammar cannot be used: .*Rule "x" is not defined'),
         ("grammar", 'rot ::= "a"', 'root rule with name "root" is not found'),
         ("grammar", "start: missing", "the grammar cannot be used"),

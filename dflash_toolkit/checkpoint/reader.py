@@ -100,7 +100,7 @@ def weight_files(folder: Path, kinds: Sequence[str] = ("model.safetensors",)) ->
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise UserError(f"{index}: not the index of a checkpoint's files; fetch it again") from error
             if missing := [file for file in files if not file.is_file()]:
-                raise UserError(f"{missing[0]}: no such file, and {index.name} names it")
+                raise UserError(f"{missing[0]}: no such file, although {index.name} lists it")
             return files
         if files := sorted(folder.glob(f"*{Path(whole).suffix}")):
             return files
@@ -123,7 +123,7 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
         UserError: there are no files, one is damaged, or two hold the same tensor; also the errors of `take`.
     """
     if not files:
-        raise UserError(f"{what}: no *.safetensors file in its directory; no other format is read")
+        raise UserError(f"{what}: no *.safetensors file in its directory; other formats are not supported")
 
     first: dict[str, Path] = {}  # the file of every tensor
 
@@ -134,7 +134,7 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
                 for name in stored:
                     if (other := first.setdefault(name, file)) is not file:
                         both = " and ".join(sorted((other.name, file.name)))
-                        raise UserError(f"{what}: tensor {name!r} is in both {both}; remove the file that is not meant")
+                        raise UserError(f"{what}: tensor {name!r} is in both {both}; remove one of the files")
                     take(name, tensors.get_tensor)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{what}: {file.name} is corrupt ({' '.join(str(error).split())})") from error

@@ -341,7 +341,7 @@ def nested(**changes: Any) -> Changes:
         ({"architectures": ["DFlashDraftModel"]}, "'conv_kernel_size' is of DFlash2DraftModel, but 'architectures' is"),
         (
             {"speculators_model_type": "dflash2"},
-            "speculators form of DFlash 2 is laid out otherwise and not read",
+            "speculators form of DFlash 2",
         ),
         (nested(conv_group_size=None), "conv_kernel_size is 2 and conv_group_size 0; give both"),
         (nested(selector_top_k=None), "selector_rank is 6 and selector_top_k 0; give both"),
@@ -350,7 +350,7 @@ def nested(**changes: Any) -> Changes:
         (nested(conv_kernel_size=9), "conv_kernel_size is 9, more than a block of 8"),
         (nested(selector_top_k=VOCAB + 1), f"selector_top_k is {VOCAB + 1}; the vocabulary has {VOCAB}"),
         (nested(selector_rank=-6), "selector_rank is -6"),
-        (nested(selector_rank="6"), "'selector_rank' is '6', of the wrong type"),
+        (nested(selector_rank="6"), "'selector_rank' is '6', which"),
         (nested(selector_rank=7), "has shape"),
     ],
     ids=lambda value: str(value)[:60],

@@ -174,7 +174,7 @@ def test_a_grammar_changes_no_bit_of_other_requests() -> None:
 @pytest.mark.parametrize(
     ("grammar", "options", "message"),
     [
-        (Grammar("json", "{"), {}, "the JSON schema is no JSON"),
+        (Grammar("json", "{"), {}, "the JSON schema is not valid JSON"),
         (Grammar("regex", "a"), {"synthetic": SyntheticAcceptance(rate=0.5)}, "synthetic acceptance"),
     ],
 )

@@ -36,7 +36,7 @@ SCALES: dict[str, float | None] = {
     "final_logit_softcapping": None,
 }
 STALE_S = 3600.0  # no export takes so long
-DIVERGED = "its training diverged: train again with a lower optim.learning_rate"
+DIVERGED = "its training diverged; train again with a lower optim.learning_rate"
 # keys of the speculators format: tensors that repeat the target's, and the map of a reduced vocabulary to the target's
 SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 SPECULATORS_MAPS = {"d2t", "t2d"}
@@ -122,7 +122,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
     """
     tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
     if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
-        raise UserError(f"drafter {path}: not written, for {diverged} holds values that are no numbers; {DIVERGED}")
+        raise UserError(f"drafter {path}: not written, because {diverged} contains NaN or infinity; {DIVERGED}")
     with staged(Path(path)) as stage:
         save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
         (stage / "config.json").write_text(json.dumps(config_json(drafter.config, provenance), indent=2) + "\n")
@@ -151,7 +151,7 @@ def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
         m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())
     )
     if not before.isfinite().all():  # weights so large that their products overflow
-        raise UserError(f"the drafter is not written, for its hidden states are no numbers; {DIVERGED}")
+        raise UserError(f"the drafter is not written, because its hidden states contain NaN or infinity; {DIVERGED}")
     if not torch.allclose(before, after, rtol=1e-5, atol=1e-5):
         raise RuntimeError("the exported drafter computes other hidden states than the trained one")
 
@@ -278,9 +278,9 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
         if found is None:
             raise UserError(f"drafter {path}: config.json has no {key!r}")
         if not isinstance(found, kind) or isinstance(found, bool):
-            raise UserError(f"drafter {path}: config.json: {key!r} is {found!r}, of the wrong type")
+            raise UserError(f"drafter {path}: config.json: {key!r} is {found!r}, which has the wrong type")
         if isinstance(found, int) and not -(2**63) <= found < 2**63:
-            raise UserError(f"drafter {path}: config.json: {key!r} is {found}, which no field holds")
+            raise UserError(f"drafter {path}: config.json: {key!r} is {found}, which is out of range")
         return found
 
     speculators = "speculators_model_type" in raw
@@ -304,7 +304,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
     key = "partial_rotary_factor"  # the groups' before the outer one; null means the default
     part = next((keys[key] for keys in (scaling, rope) if keys.get(key) is not None), find(key, 1.0))
     if part != 1.0:
-        raise UserError(f"drafter {path}: {key} is {part!r}; only 1.0 is supported: drafters turn whole heads")
+        raise UserError(f"drafter {path}: {key} is {part!r}; only 1.0 is supported: drafters rotate whole heads")
 
     causal = _read_causality(raw, nested, speculators)
     if causal not in (None, True, False):
@@ -371,8 +371,8 @@ def _read_architecture(path: Path, raw: dict[str, Any], sizes: dict[str, Any]) -
         owner = _owner(sizes) if sizes else DFLASH
         if other := next((each for each in (form, found, owner) if each not in (None, DFLASH)), None):
             raise UserError(
-                f"drafter {path}: the speculators form of {other.title} is laid out otherwise and not read; "
-                f"dflash-serve --engine vllm serves it"
+                f"drafter {path}: the speculators form of {other.title} is not supported; "
+                f"serve it with dflash-serve --engine vllm"
             )
         return DFLASH
     if found is None:
