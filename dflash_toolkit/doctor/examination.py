@@ -61,7 +61,8 @@ def report(config: DoctorConfig) -> int:
     findings = examine(config)
     show(findings)
     if not has_fault(findings):
-        print(shlex.join(["dflash-serve", "--target", config.target, "--drafter", config.drafter]))
+        template = ["--chat-template", config.chat_template] if config.chat_template else []
+        print(shlex.join(["dflash-serve", "--target", config.target, "--drafter", config.drafter, *template]))
     if config.output:
         write_json(Path(config.output), to_json(findings, to_mapping(config) | {"versions": _versions()}))
     return int(has_fault(findings))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import EOS, VOCAB, make_drafter, make_target
 from engines import knowing, make_engine
+from live_server import client_of, serving
+from live_server import make_engine as live_engine
 from programs import altered
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
@@ -126,3 +128,13 @@ def test_keys_with_neutral_values_are_accepted(target_dir: Path, tmp_path: Path)
     target = Target(make_target().model, name=name)
     assert load_config(name) is not None and target.restrictions == Restrictions()
     assert Target.load(name, device="cpu").restrictions == Restrictions()
+
+
+def test_a_server_follows_the_restrictions(target_dir: Path, tmp_path: Path) -> None:
+    target = Target.load(folder(target_dir, tmp_path, {"suppress_tokens": [FIRST], "begin_suppress_tokens": [41]}))
+    expected = generate(target, None, PROMPT, GREEDY).tokens
+    with serving(live_engine(target, make_drafter(target))) as url:
+        answer = client_of(url).completions.create(
+            model="org/tiny", prompt=PROMPT, max_tokens=16, temperature=0, extra_body={"return_token_ids": True}
+        )
+    assert answer.choices[0].to_dict()["token_ids"] == expected and FIRST not in expected
