@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import re
 import sys
 import tomllib
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,7 @@ from paths import ROOT
 
 import dflash_toolkit
 from dflash_toolkit.models.dflash.architecture import BUILT_IN
+from dflash_toolkit.serve.endpoints import KEYED, OPEN
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGED = ("train", "serve")  # dflash_toolkit/train and dflash_toolkit/serve are links to them
@@ -193,6 +195,21 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
             assert not any(name.split(".")[2:3] in (["gpu"], ["hopper"], ["triton"]) for name in ours), path
     for name in ("reference", "loss", *(f"formats/{path.stem}" for path in kernels if path.parent.name == "formats")):
         assert third_party(Path(f"dflash_toolkit/kernels/{name}.py")) == {"torch"}
+
+
+def test_listed_changes_touch_at_most_six_files_that_exist() -> None:
+    table = (ROOT / "docs/structure.md").read_text().partition("## Where a change goes")[2].split("```")[1]
+    changes = [re.findall(r"(\+ )?(\S+/\S+\.py)", change) for change in table.split("\n\n")]
+    assert len(changes) == 5 and all(len(files) <= 6 for files in changes)
+    assert [
+        path for files in changes for new, path in files if (ROOT / "dflash_toolkit" / path).exists() == bool(new)
+    ] == []
+
+
+def test_every_endpoint_module_is_served() -> None:
+    served = {make.__module__.rpartition(".")[2] for make in (*KEYED, *OPEN)}
+    files = {path.stem: path.read_text() for path in (ROOT / "serve/endpoints").glob("*.py")}
+    assert served == {name for name, source in files.items() if "def routes(" in source}
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONAL - {"triton"}))

@@ -1,5 +1,7 @@
 """Defines attention over the paged cache: of blocks, of draft trees and of chains."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,7 +63,7 @@ def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Ten
         at = torch.cat([torch.arange(length, device=q.device), length + paths[b, place, : depth + 1]])
         slots = kv.table[b, at // kv.size].long() * kv.size + at % kv.size
         order = torch.arange(len(slots), device=q.device)[None]
-        path = PagedKV(kv.cache[:, slots], kv.lengths[b : b + 1] + depth, order, 1, kv.window)
+        path = replace(kv, cache=kv.cache[:, slots], lengths=kv.lengths[b : b + 1] + depth, table=order, size=1)
         out[row] = block_attention(q[row : row + 1], path, causal=True)
     return out
 
