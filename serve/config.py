@@ -88,8 +88,7 @@ class ServeConfig(ModelOptions):
     restart: bool = option(False, "restart the engine if it ends by itself")
     sampling_defaults: str = option(
         "model",
-        "defaults for sampling parameters: model reads the target's generation_config.json, openai uses "
-        "temperature 1",
+        "defaults for sampling parameters: model reads the target's generation_config.json, openai uses temperature 1",
         choices=("model", "openai"),
     )
     tool_call_parser: str = option(
