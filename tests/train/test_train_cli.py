@@ -312,3 +312,19 @@ def test_a_broken_file_leaves_no_partial_output(dflash_train: Program, tmp_path:
     (tmp_path / "a.parquet").write_bytes(b"PAR1\xff")
     said = dflash_train.refuses("--data", tmp_path / "a.parquet")
     assert said.startswith(f"{tmp_path / 'a.parquet'}: cannot be read") and not dflash_train.output.exists()
+
+
+def test_a_row_that_only_fits_without_packing_is_left_out(dflash_train: Program, tmp_path: Path) -> None:
+    texts = [*("x" * 200 + str(i) for i in range(4)), *(f"short {i}" for i in range(6))]
+    options = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0")
+    dflash_train.data = write(tmp_path / "p.jsonl", says(*texts))
+    assert "dropped 4 of 10 responses" in "\n".join(dflash_train(*options, "responses.max_tokens=16"))
+
+
+def test_a_drafter_that_is_gone_is_exported_again(short_run: Program) -> None:
+    short_run()
+    exported = short_run.output / "model.safetensors"
+    before = exported.read_bytes()
+    exported.unlink()
+    short_run()
+    assert exported.read_bytes() == before

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import Program, says, write
 
 from dflash_toolkit.data.conversations import Conversation, conversation
 from dflash_toolkit.train.prompts import dedup
@@ -133,3 +135,12 @@ def test_questions_that_share_long_instructions_are_no_duplicates() -> None:
     assert not any(seen(asked(text, system)) for text in texts)
     assert all(seen(asked(f"{text} please", system)) for text in texts)
     assert not any(seen(asked(text)) for text in texts[:10]), "under other instructions another prompt"
+
+
+@pytest.mark.parametrize(("similarity", "kept"), [("0.6", 1), ("0.8", 2), ("0.9", 3), ("1", 3)])
+def test_similarity_is_the_threshold_of_duplicates(similarity: str, kept: int, command: Program, prompts: Path) -> None:
+    words = [f"w{i}" for i in range(22)]  # 20 runs of three
+    near, far = [*words[:-1], "x", "y"], [*words[:-4], *"abcd"]  # with 19 of 22 and 16 of 24 in common
+    write(prompts, says(*map(" ".join, (words, near, far))))
+    said = "\n".join(command(f"prompts.similarity={similarity}"))
+    assert f"{kept} prompts; left out: {3 - kept} near duplicates" in said

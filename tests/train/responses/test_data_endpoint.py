@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EOS
+from conftest import EOS, TEMPLATE
 from damage import damage
 from live_server import client_of, complete, make_engine, serving
 from programs import Program, altered, assistant, user
@@ -232,3 +232,89 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     asked = (None, "", "7", "-3", "0.5", "soon", "Wed, 99 Foo 2020 00:00:00 GMT", formatdate(0, usegmt=True))
     assert [seconds(header) for header in asked] == [0, 0, 7, 0, 0.5, 0, 0, 0]
     assert 3000 < seconds(formatdate(time.time() + 3600, usegmt=True)) <= 3600
+
+
+def answered_together(fake: Fake, at_a_time: int) -> list[int]:
+    """Lets the server wait for `at_a_time` requests; returns the number of open requests at each arrival."""
+    gate, lock = threading.Barrier(at_a_time), threading.Lock()
+    there, seen = 0, list[int]()
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        nonlocal there
+        with lock:
+            there += 1
+            seen.append(there)
+        time.sleep(0.02)  # for one too many to show
+        try:
+            gate.wait(60)
+        except threading.BrokenBarrierError:
+            return 400, {"error": {"message": f"fewer than {at_a_time} at a time"}}
+        finally:
+            with lock:
+                there -= 1
+        return 200, whole("fine")
+
+    fake.reply = reply
+    return seen
+
+
+def test_at_most_batch_size_requests_run_at_once(fake: Fake, command: Program) -> None:
+    seen = answered_together(fake, 3)
+    command("--batch-size", 3)
+    assert len(seen) == len(command.rows()) == 9 and max(seen) == 3
+
+
+def test_several_servers_share_the_questions(fake: Fake, command: Program) -> None:
+    seen = answered_together(fake, 2)
+    urls = fake.url, fake.url.replace("127.0.0.1", "localhost")
+    command("--endpoint", *urls, "--batch-size", 2, "prompts.max_prompts=8")
+    hosts = [headers["Host"].partition(":")[0] for headers in fake.headers]
+    assert sorted(hosts) == ["127.0.0.1"] * 4 + ["localhost"] * 4, "each thread has a server of its own"
+    assert len({tuple(body["prompt"]) for body in fake.asked}) == 8 and max(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "expected"),
+    [
+        (429, "30", [30.0, 30.0, 30.0]),
+        (503, "2.5", [2.5, 2.5, 4.0]),
+        (429, "0", [1.0, 2.0, 4.0]),
+        (503, "86400", [60.0, 60.0, 60.0]),
+    ],
+)
+def test_retry_after_sets_the_pause(
+    status: int, header: str, expected: list[float], fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float | None] = []
+    wait = threading.Event.wait
+
+    def pause(event: threading.Event, timeout: float | None = None) -> bool:
+        if not threading.current_thread().name.startswith("ask-"):
+            return wait(event, timeout)
+        pauses.append(timeout)
+        return False
+
+    monkeypatch.setattr(threading.Event, "wait", pause)
+    fake.sends = {"Retry-After": header}
+    fake.reply = lambda body, number: (status, {}) if number < 4 else (200, whole("fine"))
+    assert ask(fake, retries=3, pause_s=1.0).tokens == FINE
+    assert pauses == expected
+    fake.reply = lambda body, number: (status, {})
+    with pytest.raises(UserError, match="no response after 1 attempts"):
+        ask(fake, retries=0)
+    assert pauses == expected, "no pause before giving up"
+
+
+@pytest.mark.parametrize(("option", "opened"), [([], ""), (["thinking=true"], "T"), (["thinking=false"], "F")])
+def test_thinking_reaches_the_prompt_that_is_answered(
+    option: list[str], opened: str, fake: Fake, command: Program, tmp_path: Path
+) -> None:
+    mode = (
+        "{% if add_generation_prompt and enable_thinking is defined %}{{ 'T' if enable_thinking else 'F' }}{% endif %}"
+    )
+    thinks = altered(command.target, tmp_path / "thinks")
+    (thinks / "chat_template.jinja").write_text(TEMPLATE + mode)
+    command("--target", thinks, *option)
+    expected = {WORDS.decode(WORDS(f"<|user|>ask {i} of it<|end|><|assistant|>{opened}").input_ids) for i in range(9)}
+    assert {WORDS.decode(body["prompt"]) for body in fake.asked} == expected
+    assert {WORDS.decode(row["tokens"][: row["prompt_tokens"]]) for row in command.rows()} == expected

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_dflash2, make_drafter, make_target
-from programs import Program
+from conftest import answers_of, make_dflash2, make_drafter, make_target
+from programs import Program, altered, says, write
+from response_files import eight_responses as answers
 from training_runs import lines_without_speed
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.confidence import LIKELY, JudgedNode, calibrate, judged_nodes
+from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
-from dflash_toolkit.train.config import RunOptions
+from dflash_toolkit.train.config import RunOptions, TrainConfig
 from dflash_toolkit.train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
@@ -211,3 +214,23 @@ def test_evaluate_runtime_engine_refuses_unsupported_targets() -> None:
     with pytest.raises(UserError, match="mlp_bias is not supported by the runtime"):
         HeldOut(target, drafter.config, PROMPTS, options("engine"))
     assert HeldOut(target, drafter.config, PROMPTS, options("auto"))(drafter).prompts == 3, "on a CPU, the reference"
+
+
+@pytest.mark.parametrize(("option", "ending"), [(None, "off"), (True, "on")])
+def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
+    option: bool | None, ending: str, target_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(target_dir))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if enable_thinking is not defined %}unset{% elif enable_thinking %}on{% else %}off{% endif %}"
+    )
+    mine = str(altered(target_dir, tmp_path / "mine", tokenizer))
+    sampler, template = {"temperature": 0.0, "thinking": False}, template_digest(load_tokenizer(mine))
+    path = answers(tmp_path / "a.jsonl", target=mine, sampler=sampler, template_hash=template)
+    held_out = write(tmp_path / "h.jsonl", says("ask"))
+    config = TrainConfig(target=mine, response_files=(str(path),), held_out=(str(held_out),))
+    if option is not None:
+        object.__setattr__(config.responses, "thinking", option)
+    _, held = answers_of(config, tokenizer, tmp_path / "w")
+    assert [tokenizer.decode(ids) for ids in held] == [f"ask{ending}"]

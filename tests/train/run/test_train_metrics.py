@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Clock
+from conftest import Clock, make_drafter
 from programs import Program
 from training_runs import interrupted, largest_file
 from wandb_runs import wandb_records
 
 import dflash_toolkit.train.run.metrics_log
-from dflash_toolkit import UserError, tracking
+from dflash_toolkit import Target, UserError, save_drafter, tracking
 from dflash_toolkit.train.optim.schedule import learning_rate_factor
 from dflash_toolkit.train.run.metrics_log import MetricsLog, Speed, peak_flops
 
@@ -127,3 +127,26 @@ def test_wandb_offline_continues_the_same_run(
     items = [item for r in records for item in r.history.item]
     steps = {json.loads(item.value_json) for item in items if "step" in (item.key, *item.nested_key)}
     assert steps == {1, 2, 3, 4, 5, 6}, "both halves"
+
+
+def rates(run: Program) -> list[float]:
+    """Sequences a second, line by line."""
+    return [line["sequences_per_second"] for line in run.metrics() if "loss" in line]
+
+
+@pytest.mark.parametrize("often", ["run.evaluate_every=2", "run.save_every=3"])
+def test_an_evaluation_or_a_save_does_not_make_training_slower(often: str, timed: Clock, dflash_train: Program) -> None:
+    began = timed.now
+    dflash_train("optim.steps=8", "run.evaluate_every=0", "run.save_every=100", often)
+    assert rates(dflash_train) == [2.0] * 8, "two rows a step"
+    assert timed.now - began == 8 + (400 + 1000 if "evaluate" in often else 100 + 3000)
+
+
+def test_measuring_the_start_uses_no_training_minutes(
+    timed: Clock, target: Target, dflash_train: Program, tmp_path: Path
+) -> None:
+    save_drafter(make_drafter(target, taps=2, layers=1, block_size=4), tmp_path / "start")
+    clocked = ("optim.steps=0", "optim.minutes=0.1", "run.evaluate_every=0", "run.save_every=100")
+    dflash_train("--init-from", tmp_path / "start", *clocked)
+    assert rates(dflash_train) == [2.0] * 6, "a tenth of a minute, a second a step"
+    assert [line["step"] for line in dflash_train.metrics() if "acceptance_length" in line] == [0, 6]
