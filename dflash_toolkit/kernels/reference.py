@@ -1,4 +1,4 @@
-"""Plain torch definitions of the project's own operations, written for reading. They know tensors, not models."""
+"""Plain torch definitions of the project's own operations, written for reading. They handle tensors, not models."""
 
 from collections.abc import Sequence
 
@@ -36,17 +36,17 @@ from .tree import TreeRows
 def filtered_probabilities(
     logits: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> Tensor:
-    """The distribution a sampler draws from, in fp32.
+    """Returns the distribution that tokens are sampled from, in fp32.
 
-    The order is that of Hugging Face `generate`: temperature, top-k, top-p, min-p; ties at the k-th logit stay,
-    and of tokens tied at the edge of top-p those with the lower ids stay.
+    Filters run in the order of Hugging Face `generate`: temperature, top-k, top-p, min-p. All tokens tied at the k-th
+    logit stay; among tokens tied at the edge of top-p, those with the lower ids stay.
 
     Args:
         logits: [..., V].
         temperature: > 0.
         top_p: keeps the smallest set of tokens with a mass of at least top_p; 1 keeps all.
         top_k: 0 keeps all.
-        min_p: tokens below min_p times the largest probability go; 0 keeps all.
+        min_p: removes tokens below min_p times the largest probability; 0 keeps all.
 
     Returns:
         Probabilities [..., V] that sum to 1.
@@ -56,7 +56,7 @@ def filtered_probabilities(
         kth = scores.topk(top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
     if top_p < 1.0:
-        # stable: which tied token stays may not depend on how many rows are filtered at once
+        # stable, so that the choice among tied tokens does not depend on the number of rows
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         mass = ordered.softmax(-1)
         mass_before = mass.cumsum(-1) - mass
@@ -79,12 +79,12 @@ def penalized(
     presence: Tensor | float,
     frequency: Tensor | float,
 ) -> Tensor:
-    """Logits [..., V] after penalties and bias, in fp32; with all of them neutral, the logits themselves.
+    """Applies penalties and bias to logits [..., V], in fp32. Neutral values leave the logits unchanged.
 
     Args:
         seen: bool [..., V], tokens of the prompt or the answer; repetition divides their positive logits and
             multiplies their negative ones (Keskar et al. 2019, section 4.1).
-        counts: integers [..., V], of tokens in the answer; presence is taken off once, frequency times the count.
+        counts: integers [..., V], of tokens in the answer; presence is subtracted once, frequency once per count.
         bias: [..., V], added.
     """
     logits = logits.float()
@@ -93,11 +93,11 @@ def penalized(
 
 
 def mask_logits_(logits: Tensor, masks: Tensor, at: Tensor) -> None:
-    """Leave a row of logits [M, V] only the tokens that its mask allows; all others become -inf.
+    """Sets logits [M, V] of tokens that a row's mask does not allow to -inf.
 
     Args:
         masks: int32 [N, words] of at least V bits: token v is bit v % 32, from the lowest, of word v // 32.
-        at: int32 [M], the mask of each row; rows with -1 stay as they are.
+        at: int32 [M], the mask of each row; rows with -1 do not change.
     """
     bits = masks[at.long().clamp(min=0), :, None] >> torch.arange(32, device=masks.device, dtype=masks.dtype)
     allowed = (bits & 1).flatten(1)[:, : logits.shape[1]].bool()
@@ -120,11 +120,11 @@ def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw(scores: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample a draft of every row from q, the softmax of its candidates' scores over the temperature.
+    """Samples a draft of every row from q, the softmax of its candidates' scores over the temperature.
 
     Args:
         scores: fp32 [M, C].
-        temperature: fp32 [M]; 0 takes the largest score, the first of tied ones, as a point mass.
+        temperature: fp32 [M]; at 0, q is a point mass on the largest score, the first of tied ones.
         uniform: fp64 [M], as in `choose`.
 
     Returns:
@@ -140,25 +140,25 @@ def draw(scores: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, 
 def accept_or_resample(
     p: Tensor, draft: Tensor, candidates: Tensor, q: Tensor, uniform: Tensor, acceptance: Tensor
 ) -> Tensor:
-    """The target's tokens where drafts were sampled: speculative sampling (Leviathan et al. 2023, Algorithm 1).
+    """Returns the target's tokens for sampled drafts: speculative sampling (Leviathan et al. 2023, Algorithm 1).
 
-    A draft d is taken with probability min(1, p(d) / q(d)); else the token is drawn from max(p - q, 0), in which no
-    rejected draft is left. Either way it is distributed as p, if d is as q.
+    A draft d is accepted with probability min(1, p(d) / q(d)). Otherwise the token is sampled from max(p - q, 0), which
+    excludes rejected drafts. If d is distributed as q, the token is distributed as p.
 
     Args:
         p: fp32 [M, V], the target's filtered distribution.
-        draft: int64 [M]; -1 where nothing was drafted: there the token is drawn from p, whatever q is.
-        candidates: int64 [M, C], what q is of, each token once.
+        draft: int64 [M]; -1: nothing was drafted, and the token is sampled from p.
+        candidates: int64 [M, C], the tokens of q, each once.
         q: fp32 [M, C].
-        uniform: fp64 [M] in [0, 1), of the draw.
-        acceptance: fp64 [M] in [0, 1), independent of it.
+        uniform: fp64 [M] in [0, 1), random number for sampling.
+        acceptance: fp64 [M] in [0, 1), independent random number for acceptance.
 
     Returns:
-        int64 [M]; the draft itself where it is accepted, and another token where not.
+        int64 [M]; the draft if it is accepted, otherwise another token.
     """
     q = torch.where((draft >= 0)[:, None], q, 0.0)
     rest = p.scatter_add(1, candidates, -q).clamp_(min=0.0)
-    nothing = ~(rest > 0.0).any(-1)  # p is q, up to rounding: there is nothing else to draw
+    nothing = ~(rest > 0.0).any(-1)  # p equals q up to rounding, so no other token can be sampled
     of_p = p.gather(1, draft.clamp(min=0)[:, None])[:, 0].double()
     of_q = torch.where(candidates == draft[:, None], q, 0.0).sum(-1).double()
     taken = (draft >= 0) & ((acceptance * of_q < of_p) | nothing)
@@ -166,7 +166,7 @@ def accept_or_resample(
 
 
 def scored_tokens(logits: Tensor, tokens: Tensor, best: int) -> Tensor:
-    """Returns log-probabilities of given tokens, and the target's most probable tokens in their places.
+    """Returns log-probabilities of given tokens, and the target's most probable tokens at their positions.
 
     Args:
         logits: [M, V].
@@ -174,8 +174,8 @@ def scored_tokens(logits: Tensor, tokens: Tensor, best: int) -> Tensor:
         best: tokens reported with each; at most V.
 
     Returns:
-        fp64 [M, 2 + 2 * best]: the token's log-probability and its rank, which counts tied ones too; the most probable
-        tokens' ids, then their log-probabilities.
+        fp64 [M, 2 + 2 * best]: the token's log-probability and its rank, which also counts tied tokens; the ids of the
+        most probable tokens, then their log-probabilities.
     """
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, tokens[:, None])
@@ -185,17 +185,16 @@ def scored_tokens(logits: Tensor, tokens: Tensor, best: int) -> Tensor:
 
 
 def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
-    """How many drafted tokens equal the target's own choice before the first that does not.
+    """Returns the number of drafted tokens that equal the target's choices before the first mismatch.
 
-    This one rule serves greedy and sampled verification (contract, "One decoding step"): `choice[i]` is the token
-    the target takes at that position, the argmax or a draw from its distribution p. Then a drafted d is accepted
-    with probability p(d), and after a rejection the choice is distributed as p with d removed: exactly speculative
-    sampling with a point mass as proposal (Leviathan et al. 2023, Algorithm 1 with q = 1 at d). Where drafts were
-    sampled, `accept_or_resample` makes the choices.
+    The same rule serves greedy and sampled verification: `choice[i]` is the target's token at that position, the argmax
+    or a sample from its distribution p. A draft d is then accepted with probability p(d), and after a rejection the
+    choice is distributed as p without d. This is speculative sampling with a point mass as proposal (Leviathan et al.
+    2023, Algorithm 1 with q = 1 at d). For sampled drafts, `accept_or_resample` makes the choices.
 
     Args:
         draft: [M, S - 1] proposed tokens.
-        choice: [M, S] or [M, S - 1]; the target's tokens, `choice[:, i]` standing where `draft[:, i]` does.
+        choice: [M, S] or [M, S - 1]; the target's tokens, `choice[:, i]` at the position of `draft[:, i]`.
 
     Returns:
         Counts [M] in 0..S-1.
@@ -207,12 +206,12 @@ def accepted_prefix(draft: Tensor, choice: Tensor) -> Tensor:
 
 
 def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    """Multiplies x [M, K] with weight [N, K] transposed and adds bias [N]; returns [M, N] in x's dtype."""
     return format_of(weight).linear(values_of(x), weight, bias)
 
 
 def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`linear` left as P split-K partial sums, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
+    """Returns `linear` as P split-K partial sums, [P, M, N]; `add_rms_norm` or `rope_write` adds them up.
 
     P depends on (N, K) only, never on M, so that results are batch-invariant.
     """
@@ -220,9 +219,9 @@ def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Te
 
 
 def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
-    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
+    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
 
-    One scaled in blocks holds all gates, then all ups, as a block may be no row of both.
+    A block-scaled weight holds all gates, then all ups, as a block must not mix them.
     """
     product = linear(x, weight)
     if format_of(weight).halves:
@@ -232,14 +231,14 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
-    """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    """Returns the column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     return linear(x, weight).argmax(-1)
 
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count].
+    """Returns the `count` largest logits of every row, fp32 [M, count], and their columns, int64 [M, count].
 
-    The largest come first, then the lowest column; ties are decided by logits in x's dtype.
+    Larger logits come first; among equal logits in x's dtype, lower columns do.
     """
     found = F.linear(x, dequantized(weight, x.dtype)).sort(dim=-1, descending=True, stable=True)
     return found.values[:, :count].float(), found.indices[:, :count]
@@ -248,12 +247,12 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
 def walk(
     state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor
 ) -> Tensor:
-    """The tokens int64 [B, K] of K slots, chosen one after the other, each the best after the one before it.
+    """Returns tokens int64 [B, K] of K slots, chosen one after the other by their score after the previous token.
 
-    A candidate b after token a scores unary(b) + <P[a] * state, Q[b]>, in fp32; of equal scores the first wins.
+    A candidate b after token a scores unary(b) + <P[a] * state, Q[b]>, in fp32; among equal scores the first wins.
 
     Args:
-        state: [B, K, r]; as `unary` and `candidates` it may be slots of longer blocks.
+        state: [B, K, r]; may, like `unary` and `candidates`, have the slots of longer blocks.
         unary: fp32 [B, K, C], the logits of the candidates.
         candidates: int64 [B, K, C], tokens.
         predecessors, successors: [V, r], P and Q.
@@ -281,14 +280,14 @@ def sampled_walk(
     temperature: Tensor,
     uniform: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `walk`, but each token is drawn from the softmax of its slot's scores over the temperature, see `draw`.
+    """Does the same as `walk`, but samples each token from the softmax of its slot's scores, see `draw`.
 
     Args:
-        temperature: fp32 [B]; 0 takes the best.
+        temperature: fp32 [B]; 0 chooses the best.
         uniform: fp64 [B, K].
 
     Returns:
-        Tokens int64 [B, K], and what each was drawn from, fp32 [B, K, C].
+        Tokens int64 [B, K], and their distributions, fp32 [B, K, C].
     """
     chosen, mass, last = [], [], anchors
     for k in range(candidates.shape[1]):
@@ -302,15 +301,15 @@ def sampled_walk(
 
 
 def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
-    """A short convolution along the rows of each block, with coefficients of each row's own.
+    """Computes a short convolution along the rows of each block, with coefficients that differ by row.
 
-    Row t is the sum over tau < T of (base[tau, c] + dynamic[t, tau, c // g]) * x[t - tau, c], where a row before the
-    first of its block is zero.
+    Row t is the sum over tau < T of (base[tau, c] + dynamic[t, tau, c // g]) * x[t - tau, c]; rows before the first one
+    of a block count as zero.
 
     Args:
         x: [M, D], M / `block` whole blocks one after the other; or its split-K partial sums [P, M, D].
-        dynamic: [M, T * (D / g)], taps of groups of g channels side by side; or its partial sums. They may be columns
-            of a wider matrix.
+        dynamic: [M, T * (D / g)], T taps of D / g groups of g channels; or its partial sums. They may be columns of a
+            wider matrix.
         base: [T, D].
 
     Returns:
@@ -330,13 +329,13 @@ def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
 def add_rms_norm(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Close one sub-layer and open the next.
+    """Adds a sub-layer's output to the residual stream and norms it for the next sub-layer.
 
     Args:
         x: the residual stream [M, D].
-        partial_sums: what the sub-layer adds to it, split along K, [P, M, D]; None adds nothing.
-        weight: [D], of the RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight; in x's dtype or
-            fp32, and so is what it is multiplied with.
+        partial_sums: the sub-layer's output, split along K, [P, M, D]; None adds nothing.
+        weight: [D], of the RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight, multiplied in
+            the dtype of `weight`, which is x's dtype or fp32.
         tap: a view [M, D] that receives the new residual stream.
 
     Returns:
@@ -352,7 +351,7 @@ def add_rms_norm(
 def add_rms_norm_quantized(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Operand]:
-    """`add_rms_norm` for a GEMM that quantizes its rows in groups, which a kernel may have done already."""
+    """`add_rms_norm` for a GEMM that quantizes rows in groups; a kernel may return quantized rows."""
     return add_rms_norm(x, partial_sums, weight, eps, tap)
 
 
@@ -366,7 +365,7 @@ def conv_add_rms_norm(
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of what `block_conv` makes of a sub-layer's partial sums [P, M, D]."""
+    """Applies `block_conv` to a sub-layer's partial sums [P, M, D], then `add_rms_norm`."""
     return add_rms_norm(x, block_conv(partial_sums, dynamic, base, block)[None], weight, eps, tap)
 
 
@@ -377,7 +376,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
-    """Neox RoPE on the first R of x [M, heads, H] with the table rope [2, positions, R / 2] of cosines and sines."""
+    """Applies Neox RoPE to the first R of x [M, heads, H]; rope [2, positions, R / 2] has cosines and sines."""
     cos, sin = rope[0, positions, None], rope[1, positions, None]  # [M, 1, R / 2]
     half = cos.shape[-1]
     first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
@@ -385,7 +384,7 @@ def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
-    """Whether there is a `fused_post_attention` for the stream x [M, D] and these matrices: here for all."""
+    """Returns whether `fused_post_attention` supports the stream x [M, D] and these matrices; the reference does."""
     return True
 
 
@@ -401,17 +400,17 @@ def fused_post_attention(
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From a dense layer's attention to the queries, keys and values of the next layer, without biases.
+    """Computes a dense layer after its attention, and the queries, keys and values of the next, without biases.
 
     Args:
         x: the residual stream [M, D] before the layer.
         a: the layer's attention [M, N * H].
-        o, post_norm, gate_up, down: of the layer; gate_up as for `linear_swiglu`.
-        norm: [D], of the next layer, or the final one.
+        o, post_norm, gate_up, down: the layer's weights; gate_up as for `linear_swiglu`.
+        norm: [D], norm of the next layer, or the final norm.
         qkv: [(N + 2 * G) * H, D] of the next layer; None after the last layer.
         tap: a view [M, D] that receives the layer's output.
 
-    Matrices in fp8 take rows in fp8: of `a` each scaled by its own largest value, the others cast as they come.
+    Matrices in fp8 are multiplied with rows in fp8: rows of `a` are scaled by their largest value, others are cast.
 
     Returns:
         The layer's output and its norm, both [M, D], and the next layer's qkv without its bias, as split-K partial sums
@@ -432,7 +431,7 @@ def _operand(rows: Tensor, weight: Weight) -> Tensor:
 def fuses_conv_post_attention(
     x: Tensor, weights: Sequence[Weight | None], convolutions: Sequence[tuple[Tensor, Weight] | None]
 ) -> bool:
-    """Whether there is a `fused_conv_post_attention` for the stream x [M, D] and these: here for all."""
+    """Returns whether `fused_conv_post_attention` supports the stream x [M, D] and these; the reference does."""
     return True
 
 
@@ -452,18 +451,17 @@ def fused_conv_post_attention(
     eps: float,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """`fused_post_attention` of a layer with convolutions around its sub-layers, see `block_conv`.
+    """Computes `fused_post_attention` of a layer with convolutions around its sub-layers, see `block_conv`.
 
     Args:
         after: partial sums [P, M, T * (D / g)], the coefficients of the convolution after o.
-        base: [T, D], of that convolution.
-        ffn: of the convolutions around the FFN the base [2, T, D] and the projection [2 * T * (D / g), D], whose rows
-            are the coefficients before it, then those after it.
-        following: those around the next layer's attention; None after the last layer.
+        base: [T, D], base of that convolution.
+        ffn: base [2, T, D] and projection [2 * T * (D / g), D] of the convolutions around the FFN. The projection has
+            the rows of the coefficients before it, then those after it.
+        following: the same for the next layer's attention; None after the last layer.
 
     Returns:
-        The layer's output and its norm, both [M, D], and of the next layer the qkv without its bias and `after`, or
-        None and None.
+        The layer's output and its norm, both [M, D], and the next layer's qkv without bias and `after`, or None twice.
     """
     a = RowScaledFp8.of(a).dense(a.dtype) if is_row_scaled(o) else a
     x, h = conv_add_rms_norm(x, linear_split_k(a, o), after, base, block, post_norm, eps)
@@ -481,18 +479,18 @@ def fused_conv_post_attention(
 def top_experts(
     partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest experts of every row and what they are weighted with, as transformers routes.
+    """Returns the most probable experts of every row and their weights, routed like in transformers.
 
     Args:
-        partial_sums: of the router's logits, [P, M, E], E + 1 with a `shared` expert's gate after them.
-        dtype: that the logits, and at the end the weights, are rounded to; the softmax between is in fp32.
+        partial_sums: the router's logits, [P, M, E], or E + 1 with the gate of a `shared` expert.
+        dtype: dtype of the logits and of the final weights; the softmax is in fp32.
         top_k: experts of a row, at most E.
         normalized: the weights of a row's `top_k` are divided by their sum.
         shared: expert E is the last of every row, weighted with the sigmoid of its gate.
 
     Returns:
-        Weights fp32 [M, top_k + shared] and experts int32 of that shape, the likeliest first, of equal ones the lowest.
-        The experts of a row are distinct and valid whatever its logits are.
+        Weights fp32 [M, top_k + shared] and experts int32 of that shape, most probable first, lower ids first if equal.
+        The experts of a row are distinct and valid for any logits.
     """
     logits = partial_sums.float().sum(0).to(dtype)
     count = logits.shape[1] - shared
@@ -544,19 +542,19 @@ def rope_write(
     gated: bool = False,
     at: Tensor | None = None,
 ) -> Tensor:
-    """Add up qkv; norm and rotate queries and keys; write keys and values into the pages of their positions.
+    """Adds up qkv, norms and rotates queries and keys, and writes keys and values to the pages of their positions.
 
     Args:
         partial_sums: qkv, [P, M, (N + 2 * G) * H], heads of q, then k, then v; their sum is rounded to the
             cache's dtype.
         bias: [(N + 2 * G) * H], added before that; None adds nothing.
-        q_weight, k_weight: [H] per-head RMSNorm weights; None where the architecture has none.
+        q_weight, k_weight: [H] per-head RMSNorm weights; None if the architecture has none.
         rope: fp32 [2, positions, R / 2], cosines and sines for the first R numbers of a head.
         lengths: int32 [B]; row b * S + k is at position lengths[b] + k.
         page_table: int32 [B, pages of a request].
         cache: [2, slots, G, H], keys and values of one layer, written in place.
-        counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: there are none.
-        at: int32 [M], the slots of the rows, where these are not those of their positions; the page table is not read.
+        counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: no padding.
+        at: int32 [M], the slots of the rows if they are not those of their positions; the page table is not read.
         gated: each head of q is followed by its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
 
     Returns:
@@ -583,7 +581,7 @@ def rope_write(
 
 
 def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
-    """Attention x [M, N * H] times the sigmoid of its gates, which are in the partial sums that `rope_write` gets."""
+    """Multiplies attention x [M, N * H] with the sigmoid of the gates in the partial sums of `rope_write`."""
     columns = 2 * x.shape[1]
     gates = partial_sums[..., :columns].float().sum(0).to(x.dtype).unflatten(1, (-1, 2, head_dim))[:, :, 1]
     return x * gates.flatten(1).sigmoid()
@@ -600,7 +598,7 @@ def context_write(
     cache: Tensor,
     page_size: int,
 ) -> None:
-    """Norm, rotate and write every draft layer's context keys and values of the first counts[b] rows of each request.
+    """Norms, rotates and writes every draft layer's context keys and values of each request's first counts[b] rows.
 
     Args:
         kv: [M, L * 2 * G * H]: for each layer its keys, then its values.
@@ -629,7 +627,7 @@ def accept(
     last_token: Tensor,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Commit the longest drafted prefix that equals the target's choices, and its choice at the first mismatch.
+    """Commits the longest drafted prefix that equals the target's choices, and its choice at the first mismatch.
 
     Args:
         draft: int64 [B, S - 1], S >= 1.
@@ -637,7 +635,7 @@ def accept(
         active: bool [B]; other rows commit nothing.
         lengths: int32 [B], advanced in place by the number of committed tokens.
         last_token: int64 [B], replaced in place by the last committed token.
-        forced: int32 [B]; accept exactly so many drafted tokens, whatever they are (synthetic acceptance).
+        forced: int32 [B], numbers of drafted tokens to accept, whatever the target chose (synthetic acceptance).
 
     Returns:
         counts int32 [B], the committed tokens of each row (0 where inactive), and tokens int64 [B, S], of which
@@ -653,16 +651,16 @@ def accept(
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """Every row's token under parameters of its own: drawn from `filtered_probabilities`, or the argmax.
+    """Returns every row's token with its own parameters: sampled from `filtered_probabilities`, or the argmax.
 
     Args:
         logits: [M, V].
-        temperature, top_p, min_p: fp32 [M]; temperature 0 takes the largest logit, the first of tied ones.
+        temperature, top_p, min_p: fp32 [M]; temperature 0 chooses the largest logit, the first of tied ones.
         top_k: int64 [M] in 1..V.
         uniform: fp64 [M] in [0, 1), as in `choose`.
 
     Returns:
-        int64 [M]; of a row that holds a NaN, any token.
+        int64 [M]; any token for a row with NaN.
     """
     drawn = choose(_filtered_by_row(logits, temperature, top_p, top_k, min_p), uniform)
     return torch.where(temperature == 0.0, logits.argmax(-1), drawn)
@@ -680,10 +678,10 @@ def rejection_sample(
     q: Tensor,
     acceptance: Tensor,
 ) -> Tensor:
-    """As `sample`, but each row takes its draft or another token instead, see `accept_or_resample`.
+    """Does the same as `sample`, but accepts each row's draft or replaces it, see `accept_or_resample`.
 
     Args:
-        draft: int64 [M], what was sampled for each row; -1 for nothing.
+        draft: int64 [M], the sampled draft of each row; -1: none.
         candidates: int64 [M, C].
         q: fp32 [M, C].
         acceptance: fp64 [M] in [0, 1).
@@ -694,7 +692,7 @@ def rejection_sample(
 
 
 def _filtered_by_row(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """`filtered_probabilities` [M, V] under parameters of each row's own; of no meaning at temperature 0."""
+    """Returns `filtered_probabilities` [M, V] with each row's own parameters; meaningless at temperature 0."""
     scores = logits.float() / torch.where(temperature == 0.0, 1.0, temperature)[:, None]
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, top_k[:, None] - 1), -torch.inf)
@@ -722,21 +720,21 @@ def delta_inputs(
     counts: Tensor,
     chains: TreeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the delta rule's inputs: those of the last block's rows that stay, then those of this block's rows.
+    """Returns the delta rule's inputs: those of the last block's committed rows, then those of this block's rows.
 
-    The memory's window moves over the rows that stay; then it keeps the inputs and gates of this block.
+    The memory's window advances over the committed rows. Then it stores the inputs and gates of this block.
 
     Args:
         qkv: [M, C] queries, keys and values before the short convolution; row b * S + k is row k of request b. It may
             be columns of a wider matrix.
-        ba: [P, M, 2 N] partial sums of what becomes beta, and of what becomes the decay, of N heads.
+        ba: [P, M, 2 N] partial sums of the projections to beta and to the decay, of N heads.
         weight: [C, T], of the convolution over the last T inputs of each channel; SiLU follows.
         a_log, dt_bias: [N]; the state decays by exp(-exp(a_log) softplus(a + dt_bias)).
-        slots: int32 [B], where in the memory each request is.
-        stay: int32 [B], how many rows of a request's last block do: what `accept` counts.
+        slots: int32 [B], each request's slot in the memory.
+        stay: int32 [B], number of committed rows of a request's last block, see `accept`.
         counts: int32 [B]; rows k >= counts[b] are padding and leave no trace.
-        chains: of trees without siblings, if the rows are those: then row k of request b is chains.starts[b] + k, of
-            counts[b] <= `memory.rows`, which S is.
+        chains: given if the rows are those of trees without siblings: then row k of request b is chains.starts[b] + k,
+            counts[b] <= `memory.rows`, and S is `memory.rows`.
 
     Returns:
         [B, R, C] in qkv's dtype and gates fp32 [B, R, 2, N], R = `memory.rows` + S. Request b has stay[b] +
@@ -772,7 +770,7 @@ def delta_rule(
     counts: Tensor,
     chains: TreeRows | None = None,
 ) -> Tensor:
-    """Returns the outputs of a block's rows, after a state that first takes in the rows of the last block that stay.
+    """Returns the outputs of a block's rows, after updating the state with the committed rows of the last block.
 
     S <- decay S; S <- S + k (beta (v - S^T k))^T; the output is S^T q, with keys and queries of length 1 and queries
     over sqrt(H_k). A head of queries and keys serves the N / G heads of values at its place.
@@ -780,7 +778,7 @@ def delta_rule(
     Args:
         mixed, gates, slots, stay, counts, chains: as for `delta_inputs`; mixed has G heads of queries, G of keys, N of
             values.
-        memory: its state becomes the one before this block.
+        memory: its state is advanced to the beginning of this block.
 
     Returns:
         [M, N H_v] in mixed's dtype; padding is zero.
@@ -821,10 +819,10 @@ def delta_chunk(
     starts: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """`delta_inputs` and `delta_rule` of rows that all stay, as many as there are: the memory takes them in at once.
+    """Computes `delta_inputs` and `delta_rule` for rows that are all committed, and updates the memory with them.
 
     Args:
-        starts: int32 [B], tokens before the first row; where there are none, whatever the memory holds is forgotten.
+        starts: int32 [B], tokens before the first row; 0 resets the memory.
 
     Returns:
         [M, N H_v] in qkv's dtype; padding is zero.
@@ -844,13 +842,13 @@ def delta_chunk(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMSNorm of every head of x [M, N H] by weight [H], times silu(gate) [M, N H], which may be columns."""
+    """Returns the RMSNorm of every head of x [M, N H] by weight [H], times silu(gate [M, N H]); gate may be columns."""
     normed = _rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps)
     return (normed.flatten(1).float() * F.silu(gate.float())).to(x.dtype)
 
 
 def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Operand:
-    """`gated_rms_norm` for a GEMM that quantizes its rows in groups, which a kernel may have done already."""
+    """`gated_rms_norm` for a GEMM that quantizes rows in groups; a kernel may return quantized rows."""
     return gated_rms_norm(x, gate, weight, eps)
 
 
@@ -858,9 +856,9 @@ def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float
 
 
 def row_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row of [R, V], fp32 [R, count], and their columns, int64 [R, count].
+    """Returns the `count` largest logits of each row of [R, V], fp32 [R, count], and their columns, int64 [R, count].
 
-    The largest come first; of tied ones any.
+    The largest come first, in any order among tied ones.
     """
     found = logits.topk(count)
     return found.values.float(), found.indices
@@ -875,7 +873,7 @@ def row_loss_(
     target: Tensor | None = None,
     at: Tensor | None = None,
 ) -> None:
-    """Losses of rows of logits and the ranks of their labels, and the gradient in place; in at least fp32.
+    """Computes losses of rows of logits, ranks of their labels, and the gradient in place; in at least fp32.
 
     Args:
         logits: [R, V] of the drafter; with `gradient` they become d loss / d logits, rounded to their dtype once.
@@ -916,21 +914,21 @@ def row_loss_(
             logits.copy_(x)
 
 
-TARGET_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM = range(3)  # draws at one position that are independent
+TARGET_STREAM, DRAFT_STREAM, ACCEPTANCE_STREAM = range(3)  # independent random numbers at one position
 
 
 def position_uniform(seed: Tensor, position: Tensor, stream: int = TARGET_STREAM) -> Tensor:
-    """A uniform draw in [0, 1) that depends on (seed, position, stream) only: the SplitMix64 finaliser over them.
+    """Returns a uniform number in [0, 1) that depends only on (seed, position, stream), by the SplitMix64 finaliser.
 
     Args:
         seed, position: int64, of the same shape.
-        stream: what it is for: the target's own token, a draft, or whether that is accepted.
+        stream: its use: the target's own token, a draft, or the acceptance of a draft.
 
     Returns:
         float64 of that shape.
     """
 
-    def signed(constant: int) -> int:  # int64 multiplication wraps, as the algorithm wants
+    def signed(constant: int) -> int:  # int64 multiplication wraps, as the algorithm requires
         constant &= (1 << 64) - 1
         return constant - (1 << 64) if constant >> 63 else constant
 
