@@ -1,4 +1,4 @@
-"""Plain torch definitions of what draft trees need of a decoding step, written for reading."""
+"""Plain torch definitions of the operations of draft trees, written for reading."""
 
 import heapq
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ EXTREME = 1e-6  # probabilities this close to 0 or 1 count as this
 
 
 def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` largest logits of every row, their columns, and what the log-probability of any is measured from.
+    """Returns the `count` largest logits of every row, their columns, and the log-sum-exp of all logits.
 
-    The largest come first, of tied ones the lowest column; ties are decided by products in x's dtype.
+    Larger logits come first; among equal products in x's dtype, lower columns do.
 
     Returns:
         Logits after `scale`, fp32 [M, count]; columns, int64 [M, count]; the log-sum-exp of all logits, fp32 [M].
@@ -43,17 +43,17 @@ def draft_children(
     A candidate of probability p at slot k counts as sigmoid(slope * log-odds(p) + bias[k]).
 
     Args:
-        unary: fp32 [B, K, C], the logits of the candidates. As the two below it may be slots of longer blocks.
+        unary: fp32 [B, K, C], the logits of the candidates. May, like the next two, have the slots of longer blocks.
         lse: fp32 [B, K], from `linear_top_lse`.
         candidates: int64 [B, K, C], tokens.
         calibration: fp64 [1 + K], the slope, then a bias of every slot.
         width: children of a node, W <= C.
-        pairs: of a drafter with a selector: state [B, K, r], predecessors and successors [V, r] and anchors int64 [B]
-            as in `walk`. The softmax is then over the candidates' scores, and `lse` is not read.
+        pairs: given for a drafter with a selector: state [B, K, r], predecessors and successors [V, r] and anchors
+            int64 [B] as in `walk`. The softmax is then over the candidates' scores, and `lse` is not read.
 
     Returns:
-        Log-probabilities fp32 [B, K, Q, W], largest first, of equal ones the first candidate, and which candidates they
-        are of, int32. Q is 1, or with pairs C: of candidate b of slot k - 1 at [k, b], of the anchor at [0, b].
+        Log-probabilities fp32 [B, K, Q, W], largest first, and their candidates, int32. Q is 1, or C with pairs: [k, b]
+        has the children of candidate b of slot k - 1, and [0, b] those of the anchor.
     """
     if pairs is None:
         own = (unary - lse[..., None])[:, :, None]
@@ -75,8 +75,8 @@ def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor
     child.
 
     Args:
-        values, ranks, candidates: of `draft_children`.
-        limits: int32 [B], how deep a request's tree may be; 0 is none.
+        values, ranks, candidates: results of `draft_children`.
+        limits: int32 [B], maximum depth of a request's tree; 0: no tree.
     """
     batch, slots = values.shape[:2]
     shape, device = (batch, nodes), values.device
@@ -98,12 +98,12 @@ def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor
 
 
 def _grow(values: Tensor, ranks: Tensor, limit: int, nodes: int) -> list[tuple[int, int, int, Tensor]]:
-    """Depth, parent's place, candidate and path of the nodes of one request, from [K, Q, W] of it."""
+    """Returns depth, parent's place, candidate and path of the nodes of one request, from its [K, Q, W]."""
     found: list[tuple[int, int, int, Tensor]] = []
     heap: list[tuple[float, int, int, int, Tensor]] = []
 
     def push(place: int, depth: int, rank: int, path: Tensor) -> None:
-        """The children of a node that is candidate `rank` of the slot before `depth`."""
+        """Adds the children of a node, which is candidate `rank` of the slot before `depth`."""
         for order, total in enumerate(path + values[depth, rank if values.shape[1] > 1 else 0]):
             heapq.heappush(heap, (-float(total), depth + 1, place, order, total))
 
@@ -122,15 +122,15 @@ def _grow(values: Tensor, ranks: Tensor, limit: int, nodes: int) -> list[tuple[i
 def cut_trees(
     trees: Trees, last_token: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, rows: int
 ) -> TreeRows:
-    """The anchors of all requests, and the likeliest nodes of all trees, as many as there are rows for.
+    """Returns the anchors of all requests, and the most probable nodes of all trees, for the given number of rows.
 
-    Of equal ones those of the lower place come first, then those of the lower request: so every parent is there.
+    Among equal nodes lower places come first, then lower requests, so every node's parent is kept.
 
     Args:
         last_token: int64 [B], the anchors.
         lengths: int32 [B], tokens before the anchors.
         page_table: int32 [B, pages of a request].
-        rows: M >= B; what is left over is padding.
+        rows: M >= B; unused rows are padding.
     """
     batch, nodes = trees.depths.shape
     every = [
@@ -168,14 +168,14 @@ def expected_accepted(
     """Sums of path probabilities over a batch.
 
     Args:
-        trees: of B requests, all their nodes.
-        values, ranks, limits: that they are grown of, see `draft_children` and `grow_trees`.
-        blocks: lengths > 1, up to that of the block that was drafted, ascending.
+        trees: all nodes of B requests.
+        values, ranks, limits: inputs of `grow_trees` for these trees.
+        blocks: lengths > 1, up to the drafted one, ascending.
         rows: numbers of rows M > B that a step may have.
 
     Returns:
-        fp32 [blocks, 1 + rows]: of the most probable chains of block - 1 tokens, and of the M - B likeliest nodes that
-        are less than `block` positions after their anchors.
+        fp32 [blocks, 1 + rows]: sums for the most probable chains of block - 1 tokens, and for the M - B most probable
+        nodes less than `block` positions after their anchors.
     """
     batch, slots = values.shape[:2]
     best = values[:, :, 0, 0]
@@ -204,7 +204,7 @@ def accept_trees(
     depth: int,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the target's choices from every anchor as far as its tree has them, and commit them.
+    """Follows the target's choices from every anchor as far as its tree contains them, and commits them.
 
     Args:
         choice: int64 [M], the target's token after each row.
@@ -212,8 +212,7 @@ def accept_trees(
         lengths: int32 [B], advanced in place by the number of committed tokens.
         last_token: int64 [B], replaced in place by the last committed token.
         depth: P, rows of the longest path, its anchor included.
-        forced: int32 [B]; go on to the first child so many times while there is one, whatever the target chose
-            (synthetic acceptance).
+        forced: int32 [B], numbers of steps to the first child, whatever the target chose (synthetic acceptance).
 
     Returns:
         counts int32 [B], the committed tokens of each request (0 where inactive); tokens int64 [B, P], of which the
@@ -257,12 +256,12 @@ def move_rows_(
     page_table: Tensor,
     page_size: int,
 ) -> None:
-    """Move the accepted rows' keys and values of every layer from the slots of their places to their positions.
+    """Moves the accepted rows' keys and values of every layer from the slots of their places to their positions.
 
     Args:
         cache: [L, 2, slots, G, H], written in place.
-        path, counts: of `accept_trees`.
-        lengths: int32 [B], before it.
+        path, counts: results of `accept_trees`.
+        lengths: int32 [B], lengths before `accept_trees`.
     """
     for b, count in enumerate(counts.tolist()):
         at = int(lengths[b]) + torch.arange(count, device=path.device)
@@ -276,14 +275,14 @@ def pack_tree_results(
     """Returns the result of a step over trees for the host.
 
     Args:
-        hidden: [M, D], what the target made of the rows.
-        tokens, counts, path: of `accept_trees`, for P rows.
-        expected: of `expected_accepted`.
+        hidden: [M, D], the target's states of the rows.
+        tokens, counts, path: results of `accept_trees`, for P rows.
+        expected: result of `expected_accepted`.
 
     Returns:
-        int64 in one dimension. For each request 3 + P numbers: tokens committed, depth of its tree, whether a row of it
-        has a norm that is not finite, and its tokens, -1 after such a row. Then all numbers of `path`, starts, tokens,
-        parents, depths and log-probabilities of the rows, and the expected counts, of numbers in fp32 their bits.
+        int64 in one dimension. Each request has 3 + P numbers: committed tokens, depth of its tree, whether a row has a
+        norm that is not finite, and its tokens, with -1 after such a row. Then come `path`, the starts, tokens,
+        parents, depths and log-probabilities of the rows, and the expected counts. fp32 numbers are stored as bits.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     nonfinite = ~(torch.linalg.vector_norm(hidden, dim=-1, dtype=wide) < torch.inf)

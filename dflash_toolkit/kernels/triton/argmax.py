@@ -11,7 +11,7 @@ from ..launch import next_power_of_two, pdl
 
 @triton.jit
 def ordered(b_x):
-    """int32 in the order of floats; there is one zero. A negative value has its mantissa's bits turned."""
+    """Maps floats to int32 in the same order, with one zero. Inverts the bits of negative values except the sign."""
     b_x = b_x.to(tl.float32)
     b_bits = tl.where(b_x == 0, 0.0, b_x).to(tl.int32, bitcast=True)
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
@@ -19,19 +19,19 @@ def ordered(b_x):
 
 @triton.jit
 def key_of(b_order, o_n):
-    """int64 that sorts by value and, of equal ones, the lower column as the larger."""
+    """Returns int64 keys that sort by value; among equal values the lower column has the larger key."""
     return (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - o_n).to(tl.int64)
 
 
 @triton.jit
 def tile_key(b_order, first, o_n, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
-    """The key of column `first` + o_n, in the tile of BLOCK_N columns from `first` on.
+    """Returns the key of column `first` + o_n, in the tile of BLOCK_N columns from `first` on.
 
-    WIDE: `key_of`; else what was of 16 bits and o_n are one int32, which as many zeros of a float in 32 have room for.
+    WIDE: `key_of`; else a 16-bit value and o_n share one int32, as a 16-bit float in 32 bits ends in zeros.
     """
     if WIDE:
         return key_of(b_order, first + o_n)
-    else:  # the compiler wants returns of one type
+    else:  # the compiler requires returns of one type
         return (b_order & -BLOCK_N) | (BLOCK_N - 1 - o_n)
 
 
@@ -60,7 +60,7 @@ def _reduce_kernel(best_p, index_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL: t
 
 
 def reduce_argmax(best: Tensor, index: Tensor) -> Tensor:
-    """The column of the largest of `best`, the lowest of tied ones: int64 [M] of best, index [tiles, M]."""
+    """Returns the column int64 [M] of the largest of best [tiles, M], the lowest of tied ones."""
     tiles, m = best.shape
     out = torch.empty(m, dtype=torch.int64, device=best.device)
     _reduce_kernel[(m,)](best, index, out, m, tiles, BLOCK=next_power_of_two(tiles), **pdl(best))
@@ -69,7 +69,7 @@ def reduce_argmax(best: Tensor, index: Tensor) -> Tensor:
 
 @triton.jit
 def _spread(b_key, o_t, BLOCK_N: tl.constexpr, WIDE: tl.constexpr):
-    """Keys of tiles o_t as those of all columns; a value of 16 bits has its column in the low bits, its own zeros."""
+    """Converts keys of tiles o_t to keys of all columns; a 16-bit value has its column in the low bits."""
     if WIDE:
         return b_key
     b_order = tl.where(b_key < 0, b_key | (BLOCK_N - 1), b_key & -BLOCK_N)  # ones in a negative one's order
@@ -83,7 +83,7 @@ def _merge_top_kernel(
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The COUNT largest keys of a row are in the COUNT tiles with the largest first ones."""
+    """Merges tiles: the COUNT largest keys of a row are in the COUNT tiles with the largest first keys."""
     i_m = tl.program_id(0)
     o_t, o_c = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     lowest = tl.full([], -(2**63), dtype=tl.int64)
@@ -115,9 +115,9 @@ def _merge_top_kernel(
 
 
 def merge_top(keys: Tensor, counts: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Values fp32 and columns int64 [M, count] of keys [tiles, count, M], of tiles of so many columns.
+    """Returns values fp32 and columns int64 [M, count] of keys [tiles, count, M], for tiles of `columns` columns.
 
-    Of tile t the first counts[t] keys are there, int32 [tiles].
+    Tile t has counts[t] keys, int32 [tiles].
     """
     tiles, count, m = keys.shape
     values = torch.empty(m, count, dtype=torch.float32, device=keys.device)
@@ -145,7 +145,7 @@ def _merge_lse_kernel(tops_p, sums_p, out_p, M, tiles, BLOCK: tl.constexpr, PDL:
 
 
 def merge_lse(tops: Tensor, sums: Tensor) -> Tensor:
-    """The log-sum-exp fp32 [M] of tiles' largest values and their sums against these, both [tiles, M]."""
+    """Returns the log-sum-exp fp32 [M] of tiles' largest values and sums relative to them, both [tiles, M]."""
     tiles, m = tops.shape
     out = torch.empty(m, dtype=torch.float32, device=tops.device)
     _merge_lse_kernel[(m,)](tops, sums, out, m, tiles, BLOCK=next_power_of_two(tiles), num_warps=4, **pdl(tops))

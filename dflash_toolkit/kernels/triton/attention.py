@@ -25,12 +25,12 @@ ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions ac
 CUTS = ((64, 3), (64, 2), (32, 2))
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
-MERGE_SPLITS = 16  # at once
-FEW = 4  # splits of every tile: where those fill the device, a program takes two
+MERGE_SPLITS = 16  # splits that are merged at a time
+FEW = 4  # splits of every tile; if these fill the device, a program computes two
 
 
 def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
-    """Shared memory that the first kernel takes at most: what Triton 3.7 makes of it for sm_80 and sm_90."""
+    """Returns the maximum shared memory of the first kernel, as compiled by Triton 3.7 for sm_80 and sm_90."""
     head = padded(width)
     loads, queries = 2 * keys * head * itemsize, ROWS * head * itemsize
     if itemsize == 2:
@@ -39,10 +39,10 @@ def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
 
 
 def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
-    """Keys at a time and loads ahead for heads of `width`, on a GPU with so many bytes of shared memory.
+    """Returns keys at a time and loads ahead for heads of `width`, on a GPU with `shared` bytes of shared memory.
 
     Raises:
-        ValueError: none fits.
+        ValueError: no choice fits.
     """
     needed = {cut: shared_bytes(width, itemsize, *cut) for cut in CUTS}
     for cut, size in needed.items():
@@ -52,12 +52,12 @@ def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
 
 
 def warps_for(head: int) -> int:
-    """Warps of a program; with four, heads of 256 would spill registers."""
+    """Returns the warps of a program; with four, heads of 256 would spill registers."""
     return 4 if head <= 128 else 8
 
 
 def splits_of(reach: int) -> int:
-    """How many splits cover `reach` positions."""
+    """Returns the number of splits that cover `reach` positions."""
     short, count, long = SHORT.value, SHORT_SPLITS.value, LONG.value
     return min(-(-reach // short), count) + max(0, -(-(reach - short * count) // long))
 
@@ -73,9 +73,9 @@ def _split_state(
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state of a tile's rows over the keys start..stop, of which those before `end` exist.
+    """Returns the softmax state of a tile's rows over the keys start..stop; keys from `end` on do not exist.
 
-    tree: None, or of rows of a tree `ancestors`, its request's length, and the depths of its places, where they begin.
+    tree: None, or for rows of a tree `ancestors`, its request's length, and a pointer to the depths of its places.
     """
     o_h = tl.arange(0, HEAD)
     p_v = slots.to(tl.int64) * G * H
@@ -87,7 +87,7 @@ def _split_state(
         o_t = first + tl.arange(0, KEYS)
         m_t = o_t < end
         slot = page.to(tl.int64) * PAGE + first % PAGE
-        page = tl.load(p_pages + (first + KEYS) // PAGE, mask=first + KEYS < end, other=0)  # for the next round
+        page = tl.load(p_pages + (first + KEYS) // PAGE, mask=first + KEYS < end, other=0)  # for the next iteration
         p_kv = cache_p + ((slot + tl.arange(0, KEYS)) * G + i_g) * H
         if EVEN_H:
             b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
@@ -96,13 +96,13 @@ def _split_state(
             m_h = o_h < H
             b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
             b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
-        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: for fp32 only, which is not to become tf32
+        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: keeps fp32 from becoming tf32
         distance = o_pos[:, None] - o_t[None, :]
         visible = m_t[None, :]
         if tree is not None:
             b_ancestors, length, p_depths = tree
             o_place = o_t - length
-            bits = tl.minimum(tl.maximum(o_place - 1, 0), 63).to(tl.int64)  # the anchor's place is of no node
+            bits = tl.minimum(tl.maximum(o_place - 1, 0), 63).to(tl.int64)  # the anchor's place has no node
             visible = visible & ((o_place <= 0)[None, :] | ((b_ancestors[:, None] >> bits[None, :]) & 1 != 0))
             if WINDOW > 0:
                 depth = tl.load(p_depths + o_place, mask=m_t & (o_place > 0), other=0)
@@ -124,7 +124,7 @@ def _split_state(
 
 @triton.jit
 def _end(length, count, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Keys that any row of the tile may see are before this position; `count`: of the block's rows that are tokens."""
+    """Returns the end of the keys that any row of the tile may see; `count`: number of rows that are tokens."""
     end = length + count
     if CAUSAL:
         end = tl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
@@ -164,11 +164,11 @@ def _attention_kernel(
     TREE: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: a tile over all its keys. Else split i_s of it, for `_merge_kernel`.
+    """Computes a tile over all its keys if WHOLE, else over split i_s, for `_merge_kernel`.
 
-    RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together; after them is padding, which the
-    programs of a request after the last one fill. The state of head h of KV head g of row r over split s is at
-    ((r * G + g) * SPLITS + s) * GROUP + h. TREE: they are of trees.
+    RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together. Padding follows, which the programs of
+    one more request fill. The state of head h of KV head g of row r over split s is at
+    ((r * G + g) * SPLITS + s) * GROUP + h. TREE: the rows are those of trees.
     """
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
@@ -243,10 +243,10 @@ def _merge_kernel(
     HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     MERGE_SPLITS: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, PATHS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one row of a tile, first two and two, then MERGE_SPLITS at once.
+    """Merges the splits of one row of a tile, first in pairs, then MERGE_SPLITS at a time.
 
-    paired: of the short ones the first of two already stands for both; PATHS, a tile's keys: only where both end before
-    the last whole tile of the context does, `depths` before the row.
+    paired: the first of two short splits already has the state of both. With PATHS, a tile's keys, only if both end
+    before the last whole tile of the context, which is `depths` before the row.
     """
     i_x, i_row = tl.program_id(0), tl.program_id(1)
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
@@ -283,7 +283,7 @@ def _merge_kernel(
         part_m = tl.maximum(top_0, top_1)
         base = tl.where(part_m == -float("inf"), 0.0, part_m)
         e_0, e_1 = tl.exp2(top_0 - base), tl.exp2(top_1 - base)
-        part_l = tl.fma(l_1, e_1, l_0 * e_0)  # written out, so that a program that has both rounds in the same way
+        part_l = tl.fma(l_1, e_1, l_0 * e_0)  # written out, so that a program with both splits rounds the same way
         part_acc = tl.fma(acc_1, tl.broadcast_to(e_1[:, None], acc_1.shape), acc_0 * e_0[:, None])
         higher = tl.maximum(top, tl.max(part_m, axis=0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
@@ -305,10 +305,10 @@ def block_attention(
     counts: Tensor | None = None,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
-    """Attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
+    """Returns the attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
 
-    `hopper` launches the first kernel instead of this module's. On a GPU `lengths`, `counts`, `page_table` and the
-    context in the pages are read while the launch before still runs.
+    `hopper` replaces the first kernel. On a GPU, `lengths`, `counts`, `page_table` and the context in the pages are
+    read while the previous launch still runs.
     """
     whole = not keys_are_split(len(q), len(kv.lengths))
     pairs = FEW * _tiles(q, kv) > multiprocessors(q.device.index)
@@ -322,9 +322,9 @@ def chain_attention(
     longest: int,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
-    """Attention [M, N H] of the rows' queries [M, N, H], chains of up to `longest` rows each; see the reference.
+    """Returns the attention [M, N H] of queries [M, N, H] of chains of up to `longest` rows; see the reference.
 
-    On a GPU what `block_attention` reads early is, and so are `rows`.
+    On a GPU, `rows` and the inputs that `block_attention` reads early are read while the previous launch runs.
     """
     whole = not keys_are_split(len(kv.lengths), len(kv.lengths))
     pairs = FEW * _tiles(q, kv) > multiprocessors(q.device.index)
@@ -339,17 +339,17 @@ def masked_attention(
     longest: int,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
-    """Attention [M, N H] of the rows' queries [M, N, H], trees of up to `longest` rows each; see the reference.
+    """Returns the attention [M, N H] of queries [M, N, H] of trees of up to `longest` rows; see the reference.
 
-    In one pass over the keys in place, with a mask of ancestors: so a row is not summed in the order of the
-    same token decoded plainly. No request's rows depend on another's.
+    One pass reads the keys in place, with a mask of ancestors, so the order of a row's sum differs from plain decoding.
+    Rows do not depend on other requests.
     """
     ragged = rows, min(longest, len(q) - len(kv.lengths) + 1)
     return _attention(q, kv, False, True, False, None, hopper, ragged)
 
 
 def _tiles(q: Tensor, kv: PagedKV) -> int:
-    """How many there are: each is up to ROWS of the queries of a request that share a KV head."""
+    """Returns the number of tiles: each has up to ROWS queries of a request that share a KV head."""
     batch, groups = len(kv.lengths), kv.cache.shape[2]
     return batch * groups * -(-len(q) * q.shape[1] // (batch * groups * ROWS))
 
@@ -364,11 +364,10 @@ def _attention(
     hopper: Callable[..., None] | None = None,
     ragged: tuple[TreeRows, int] | None = None,
 ) -> Tensor:
-    """`whole`: one program does all keys of a tile; else one each split, and a second kernel merges.
+    """Launches attention. `whole`: one program computes all keys of a tile; else one per split, and a kernel merges.
 
-    `pairs`, with `hopper` and unless `whole`: two short splits each, merged before they are stored;
-    the same bits. `ragged`: the rows, and how many a request has at most; unless `causal` they are of trees, and
-    `whole`.
+    `pairs`, with `hopper` and unless `whole`: a program merges two short splits before it stores them, with the same
+    bits. `ragged`: the rows, and the maximum of a request; unless `causal` they are rows of trees, and `whole`.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, kv.cache.shape
     lengths, batch, group = kv.lengths, len(kv.lengths), heads // groups
