@@ -1,4 +1,4 @@
-"""Acceptance and commit of one request a program, in Triton."""
+"""Acceptance and commit in Triton, one request per program."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -43,7 +43,7 @@ def accept(
     last_token: Tensor,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """counts int32 [B] and tokens int64 [B, S] of draft [B, S - 1] and choice [B, S]; advances the state in place."""
+    """Accepts draft [B, S - 1] by choice [B, S]; returns counts int32 [B], tokens int64 [B, S]; advances the state."""
     batch, block = choice.shape
     counts = torch.empty(batch, dtype=torch.int32, device=choice.device)
     tokens = torch.empty(batch, block, dtype=torch.int64, device=choice.device)

@@ -1,7 +1,7 @@
-"""The short convolution along the rows of a block, in Triton: forward, also inside of add and norm, and backward.
+"""The short convolution along the rows of a block, in Triton: forward, fused with add and norm, and backward.
 
-A program holds some rows of some groups of channels as a tile [rows, groups, channels of a group], which the
-coefficients of a row, one a group, are spread over.
+A program holds some rows of some groups of channels as a tile [rows, groups, channels of a group]. A row has one
+coefficient per group, which is broadcast over the group's channels.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ BACKWARD_ROWS, BACKWARD_CHANNELS = 64, 64
 
 @triton.jit
 def _rows(p, parts, stride_part, o_m, stride, o_c, mask):
-    """Rows o_m of channels o_c, added up over split-K parts in order."""
+    """Loads rows o_m of channels o_c, added up over split-K parts in order."""
     p_rows = p + o_m.to(tl.int64)[:, None, None] * stride + o_c[None, :, :]
     b_sum = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
     for i in range(1, parts):
@@ -30,7 +30,7 @@ def _rows(p, parts, stride_part, o_m, stride, o_c, mask):
 def _kernel_of_tap(
     dynamic_p, base_p, parts, stride_part, o_m, stride, o_g, o_c, groups, D, m_row, m_c, TAU: tl.constexpr
 ):
-    """The coefficients [rows, groups, channels] of one tap."""
+    """Returns the coefficients [rows, groups, channels] of one tap."""
     p_own = dynamic_p + o_m.to(tl.int64)[:, None] * stride + TAU * groups + o_g[None, :]
     mask = m_row[:, None] & (o_g < groups)[None, :]
     b_own = tl.load(p_own, mask=mask, other=0.0).to(tl.float32)
@@ -42,7 +42,7 @@ def _kernel_of_tap(
 
 @triton.jit
 def _channels(o_g, groups, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """Channels [groups, WIDTH] of groups o_g, and which of them there are."""
+    """Returns the channels [groups, WIDTH] of groups o_g, and their mask."""
     o_j = tl.arange(0, WIDTH)
     return o_g[:, None] * GROUP + o_j[None, :], (o_g < groups)[:, None] & (o_j < GROUP)[None, :]
 
@@ -52,7 +52,7 @@ def _convolved(
     x_p, dynamic_p, base_p, o_m, o_g, o_c, m_c, M, D, groups, S, parts, dynamic_parts, stride_dynamic, stride_part,
     TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows o_m of the convolution, summed in fp32."""
+    """Returns rows o_m of the convolution, summed in fp32."""
     b_acc = tl.zeros([o_m.shape[0], o_c.shape[0], o_c.shape[1]], dtype=tl.float32)
     for tau in tl.static_range(TAPS):
         seen = (o_m < M) & (o_m % S >= tau)
@@ -94,7 +94,7 @@ def _conv_add_rms_norm_kernel(
     i_m = tl.program_id(0)
     o_m, o_g = i_m + tl.arange(0, 1), tl.arange(0, GROUPS)
     o_c, m_c = _channels(o_g, groups, GROUP, WIDTH)
-    b_w = tl.load(w_p + o_c, mask=m_c, other=0.0)  # a weight: it depends on no kernel
+    b_w = tl.load(w_p + o_c, mask=m_c, other=0.0)  # weights do not depend on other kernels
     if PDL:
         tl.extra.cuda.gdc_wait()
     b_y = _convolved(
@@ -121,7 +121,7 @@ def _block_conv_backward_kernel(
     d_out_p, x_p, dynamic_p, base_p, d_x_p, d_dynamic_p, d_base_p, M, D, groups, S, stride_dynamic,
     TAPS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and of the rows' own coefficients, and of the base over ROWS rows: d_base [programs, TAPS, D]."""
+    """Computes gradients of x, the rows' coefficients, and the base over ROWS rows: d_base [programs, TAPS, D]."""
     i_m = tl.program_id(0).to(tl.int64)
     o_m = i_m * ROWS + tl.arange(0, ROWS)
     o_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -145,7 +145,7 @@ def _block_conv_backward_kernel(
 
 
 def _group(dynamic: Tensor, base: Tensor) -> int:
-    """Channels of a group."""
+    """Returns the channels of a group."""
     return base.numel() // dynamic.shape[-1]
 
 
@@ -155,10 +155,10 @@ def _parts(rows: Tensor) -> tuple[int, int, int]:
 
 
 def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The convolution [M, D] of x [M, D] or [P, M, D] in blocks of `block` rows; see the reference.
+    """Returns the convolution [M, D] of x [M, D] or [P, M, D] in blocks of `block` rows; see the reference.
 
     Args:
-        dtype: of the result; None is that of `base`.
+        dtype: dtype of the result; None is that of `base`.
     """
     (m, d), group = x.shape[-2:], _group(dynamic, base)
     out = torch.empty(m, d, dtype=dtype or base.dtype, device=x.device)
@@ -183,7 +183,7 @@ def conv_add_rms_norm(
     eps: float,
     tap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [M, D] plus the convolution of partial_sums [P, M, D], and its RMSNorm; `tap` [M, D] receives the sum too."""
+    """Adds the convolution of partial_sums [P, M, D] to x [M, D], also into `tap`; returns the sum and its RMSNorm."""
     (m, d), group = x.shape, _group(dynamic, base)
     total, normed = torch.empty_like(x), torch.empty_like(x)
     width, groups = next_power_of_two(group), d // group
@@ -200,7 +200,7 @@ def conv_add_rms_norm(
 def block_conv_backward(
     d_out: Tensor, x: Tensor, dynamic: Tensor, base: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [M, D], of dynamic [M, T * (D / g)] and of base [T, D], each in that one's dtype, of d_out's."""
+    """Returns the gradients of x [M, D], dynamic [M, T * (D / g)] and base [T, D], each in its dtype, for d_out."""
     (m, d), group, taps = x.shape, _group(dynamic, base), len(base)
     width, groups = next_power_of_two(group), d // group
     rows, tile = BACKWARD_ROWS, max(1, min(BACKWARD_CHANNELS // width, next_power_of_two(groups)))

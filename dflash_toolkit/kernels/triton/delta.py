@@ -1,8 +1,8 @@
-"""Gated delta nets of a decoding step, in Triton: rows of the last block that stayed are replayed before the new ones.
+"""Gated delta nets of a decoding step, in Triton: committed rows of the last block are replayed before the new ones.
 
-Old and new rows go through the same instructions, so that a state is, bit for bit, what one row at a time makes of it.
-A program of the short convolution owns its channels of the memory, so none reads what another writes; it hands replayed
-rows on, and the delta rule needs no more of the memory than the state, of which each program owns a part.
+Old and new rows go through the same instructions, so a state has the same bits as with one row at a time. A program of
+the short convolution owns its channels of the memory, so programs never read each other's writes. It passes on the
+replayed rows, and the delta rule reads only the state, of which each program owns a part.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,7 +25,7 @@ COLUMNS = 16  # columns of a head's values in a program of the delta rule: one w
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), also where 1 + exp(x) is rounded."""
+    """Returns log(1 + exp(x)), accurate even if 1 + exp(x) is rounded."""
     b_e = tl.exp(tl.minimum(x, 20.0))
     b_u = 1.0 + b_e
     b_small = b_u == 1.0
@@ -43,7 +43,7 @@ def gate_sums(p_ba, mask, N, stride_part, PARTS: tl.constexpr, FORMAT: tl.conste
     """Adds up the partial sums of beta and of the decay, rounded to a format."""
     b_b = tl.load(p_ba, mask=mask, other=0.0).to(tl.float32)
     b_a = tl.load(p_ba + N, mask=mask, other=0.0).to(tl.float32)
-    for _ in tl.static_range(PARTS - 1):  # in order: the result may not depend on scheduling
+    for _ in tl.static_range(PARTS - 1):  # in order, so that the result does not depend on scheduling
         p_ba += stride_part
         b_b += tl.load(p_ba, mask=mask, other=0.0).to(tl.float32)
         b_a += tl.load(p_ba + N, mask=mask, other=0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def _delta_inputs_kernel(
 ):  # fmt: skip
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_r = tl.arange(0, ROWS)
-    slot = tl.load(slots_p + i_b).to(tl.int64)  # these are older than the pass: see `pdl`
+    slot = tl.load(slots_p + i_b).to(tl.int64)  # older than the pass, see `pdl`
     stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
     first = tl.load(starts_p + i_b).to(tl.int64) if CHAINS else i_b * S
     wait_for_previous(PDL)
@@ -84,10 +84,10 @@ def _delta_inputs_kernel(
         b_y = b_y * _sigmoid(b_y)
         p_out = mixed_p + o_out[:, None] * C + o_c[None, :]
         tl.store(p_out, b_y.to(mixed_p.dtype.element_ty), mask=m_all[:, None] & m_c)
-        o_w = tl.arange(0, ROWS)  # more than there are in the window
+        o_w = tl.arange(0, ROWS)  # more rows than in the window
         b_window = _input(p_qkv, p_window, p_inputs, stay - (TAPS - 1) + o_w, stay, stay, C, stride_qkv, m_c, TAPS)
         b_new = tl.load(p_qkv + o_r.to(tl.int64)[:, None] * stride_qkv, mask=m_new[:, None] & m_c, other=0.0)
-        tl.debug_barrier()  # before what other threads read is written over
+        tl.debug_barrier()  # before overwriting values that other threads read
         tl.store(p_window + o_w[:, None] * C, b_window, mask=(o_w < TAPS - 1)[:, None] & m_c)
         tl.store(p_inputs + o_r[:, None] * C, b_new, mask=m_new[:, None] & m_c)
     else:
@@ -114,7 +114,7 @@ def _delta_inputs_kernel(
 
 @triton.jit
 def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS: tl.constexpr):
-    """Inputs at places o_at after the window: before 0 of the window, before `stay` of the last block, then new."""
+    """Loads inputs at places o_at: below 0 from the window, below `stay` from the last block, then new ones."""
     o_at = o_at.to(tl.int64)[:, None]
     before, old = o_at < 0, (o_at >= 0) & (o_at < stay)
     b_x = tl.load(window_p + (o_at + TAPS - 1) * C, mask=before & (o_at > -TAPS) & m_c, other=0.0)
@@ -125,7 +125,7 @@ def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS:
 
 @triton.jit
 def _delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
-    """Query, key, value, decay and beta of one row, which are loaded a row ahead."""
+    """Loads query, key, value, decay and beta of one row, one row ahead."""
     there = row < end
     b_q = tl.load(p_qk + row * C, mask=m_k & there, other=0.0).to(tl.float32)
     b_k = tl.load(p_qk + row * C + keys, mask=m_k & there, other=0.0).to(tl.float32)
@@ -140,15 +140,15 @@ def _delta_rule_kernel(
     mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, starts_p, out_p, S, M, MOST, C, N, G, H_K, H_V, scale,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK: all rows stay, and stay_p holds how many came before, of other chunks. CHAINS: a request's begin where
-    starts_p says, and not at every S.
+    """Computes the delta rule of one request and a part of a head.
 
-    The parts of a head are adjacent in the grid: a row of its state is read whole while all of them are there.
+    CHUNK: all rows are committed, and stay_p has the number of rows of earlier chunks. CHAINS: a request's rows begin
+    at starts_p, not at every S. The parts of a head are adjacent in the grid, so they read whole rows of its state.
     """
     i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < H_K, o_v < H_V
-    slot = tl.load(slots_p + i_b).to(tl.int64)  # these and the state are older than the pass: see `pdl`
+    slot = tl.load(slots_p + i_b).to(tl.int64)  # these and the state are older than the pass, see `pdl`
     stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
     p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
     m_state = m_k[:, None] & m_v[None, :]
@@ -168,7 +168,7 @@ def _delta_rule_kernel(
     wait_for_previous(PDL)
     start_next(PDL)
     b_q, b_k, b_v, decay, beta = _delta_row(p_qk, p_v, gates_p, 0, end, C, N, G * H_K, m_k, m_v)
-    for row in range(end):  # one body for old rows and new ones, and so one rounding
+    for row in range(end):  # one body for old and new rows, so that both round the same way
         if row == stay:
             tl.store(p_state, b_state, mask=m_state & (stay > 0))
         n_q, n_k, n_v, n_decay, n_beta = _delta_row(p_qk, p_v, gates_p, row + 1, end, C, N, G * H_K, m_k, m_v)
@@ -201,7 +201,7 @@ def _gated_rms_norm_kernel(
     o_n, o_h = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     o_x = o_n[:, None] * H + o_h[None, :]
     mask = (o_n < N)[:, None] & (o_h < H)[None, :]
-    b_w = tl.load(w_p + o_h, mask=o_h < H, other=0.0)  # a weight: it depends on no kernel
+    b_w = tl.load(w_p + o_h, mask=o_h < H, other=0.0)  # weights do not depend on other kernels
     wait_for_previous(PDL)
     b_x = tl.load(x_p + i_m * N * H + o_x, mask=mask, other=0.0)
     b_gate = tl.load(gate_p + i_m * stride_gate + o_x, mask=mask, other=0.0).to(tl.float32)
@@ -229,7 +229,7 @@ def delta_inputs(
     counts: Tensor,
     chains: TreeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mixed rows [B, R, C] and gates fp32 [B, R, 2, N]: old ones that stay, then new ones; see the reference."""
+    """Returns mixed rows [B, R, C] and gates fp32 [B, R, 2, N], committed old ones, then new; see the reference."""
     batch, (channels, taps), heads, most = len(slots), weight.shape, len(a_log), memory.rows
     block = len(qkv) // batch if chains is None else most
     mixed = torch.empty(batch, most + block, channels, dtype=qkv.dtype, device=qkv.device)
@@ -254,7 +254,7 @@ def delta_rule(
     counts: Tensor,
     chains: TreeRows | None = None,
 ) -> Tensor:
-    """The outputs [M, N H_v] of a block's rows; the state becomes the one before it. See the reference."""
+    """Returns the outputs [M, N H_v] of a block's rows; advances the state to its beginning. See the reference."""
     return _launch_rule(mixed, gates, memory.state, memory.rows, slots, stay, counts, chains)
 
 
@@ -295,7 +295,7 @@ def delta_chunk(
     starts: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """The outputs [M, N H_v] of rows that all stay, which the memory takes in; see the reference."""
+    """Returns the outputs [M, N H_v] of committed rows and updates the memory; see the reference."""
     batch, taps, at = len(slots), weight.shape[1], slots.long()
     known = (starts > 0)[:, None, None]
     window = torch.where(known, memory.window[at], 0.0)
@@ -314,12 +314,12 @@ def delta_chunk(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMSNorm of every head of x [M, N H] by weight [H], times silu(gate) [M, N H], which may be columns."""
+    """Returns the RMSNorm of every head of x [M, N H] by weight [H], times silu(gate [M, N H]); gate may be columns."""
     return _launch_gated(x, gate, weight, eps, None)
 
 
 def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Operand:
-    """`gated_rms_norm`; up to MAX_ROWS rows of heads as wide as a group with what GEMMs would else quantize."""
+    """Computes `gated_rms_norm`; also quantizes up to MAX_ROWS rows of heads as wide as a group, for the next GEMM."""
     if len(x) > MAX_ROWS or len(weight) != BLOCK:
         return _launch_gated(x, gate, weight, eps, None)
     data = torch.empty_like(x, dtype=torch.float8_e4m3fn)

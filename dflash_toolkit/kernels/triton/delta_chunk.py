@@ -1,9 +1,9 @@
 """Gated delta nets over a prompt, in Triton: 64 rows at a time in products of matrices (Yang et al., arXiv 2412.06464).
 
 Within 64 rows every row's correction depends on the rows before it. The inverse of this triangular system needs no
-state: all such chunks are solved at once. Then one program of a head's values goes from chunk to chunk with the state
-in fp32. The values that are rounded to the rows' dtype depend on a row's place in its chunk and on the rows before it:
-neither the place of a cut, at multiples of 64 rows, nor the number of other rows changes a bit.
+state, so all chunks are solved at once. Then one program of a head's values goes from chunk to chunk with the state in
+fp32. Values that are rounded to the rows' dtype depend only on a row's place in its chunk and on the rows before it. So
+the bits depend neither on where a prompt is cut, at multiples of 64 rows, nor on the number of other rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,7 @@ COLUMNS = 64  # columns of a head's values in a program that goes from chunk to 
 
 @triton.jit
 def _chunk_input(qkv_p, window_p, o_at, known, S, C, stride_qkv, m_c, TAPS: tl.constexpr):
-    """Inputs at places o_at of a chunk of a prompt; before 0 those of the window, of a prompt that had any."""
+    """Loads inputs at places o_at of a chunk of a prompt; below 0 from the window, if the prompt has one."""
     b_before = tl.load(window_p + (o_at + TAPS - 1) * C, mask=(o_at < 0) & (o_at > -TAPS) & known & m_c, other=0.0)
     b_x = tl.load(qkv_p + o_at * stride_qkv, mask=(o_at >= 0) & (o_at < S) & m_c, other=0.0)
     return tl.where(o_at < 0, b_before, b_x)
@@ -37,7 +37,7 @@ def _chunk_inputs_kernel(
     PARTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has some rows of one head of queries, keys or values; the last ones have the gates of all heads."""
+    """Prepares some rows of one head of queries, keys or values; the last programs prepare the gates of all heads."""
     i_r, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_r = i_r * ROWS + tl.arange(0, ROWS)
     if PDL:
@@ -74,10 +74,10 @@ def _chunk_inputs_kernel(
         else:
             tl.store(v_p + (o_row * N + i_h - 2 * G) * H_V + o_h[None, :], b_out, mask=m_out)
         if i_r == 0:  # only this program reads the window of these channels
-            o_w = tl.arange(0, 16)  # more than there are in it
+            o_w = tl.arange(0, 16)  # more rows than it has
             o_last = (count - (TAPS - 1) + o_w).to(tl.int64)[:, None]
             b_last = _chunk_input(p_qkv, p_window, o_last, known, count, C, stride_qkv, m_c, TAPS)
-            tl.debug_barrier()  # before what other threads read is written over
+            tl.debug_barrier()  # before overwriting values that other threads read
             tl.store(p_window + o_w[:, None] * C, b_last, mask=(o_w < TAPS - 1)[:, None] & m_c & (count > 0))
     else:
         o_n = tl.arange(0, HEADS)
@@ -95,10 +95,10 @@ def _chunk_inputs_kernel(
 
 @triton.jit
 def _inverse(b_a):
-    """The inverse of 1 + b_a [64, 64], which is strictly lower triangular, in fp32.
+    """Returns the inverse of 1 + b_a in fp32; b_a [64, 64] is strictly lower triangular.
 
-    Blocks on the diagonal by substitution, row after row: powers of b_a would cancel each other where keys are similar.
-    With those of four blocks, (1 + M)^-1 = (1 + M^2) (1 - M).
+    Blocks on the diagonal are inverted by substitution, as powers of b_a would cancel each other for similar keys. Then
+    (1 + M)^-1 = (1 + M^2) (1 - M) for four blocks.
     """
     PARTS: tl.constexpr = CHUNK // PART
     o_p, o_i, o_c = tl.arange(0, PARTS), tl.arange(0, PART), tl.arange(0, CHUNK)
@@ -211,8 +211,8 @@ def chunk_inputs(
     """Prepares `chunk_rule` for the rows of a prompt's chunk, which move the memory's window. See `delta_chunk`.
 
     Returns:
-        q, k [B, S, G, H_k], of length 1, and v [B, S, N, H_v], in qkv's dtype; fp32 [2, B, S, N]: the log of what a
-        row decays the state by, and beta. Padding is zero.
+        q, k [B, S, G, H_k], of length 1, and v [B, S, N, H_v], in qkv's dtype; fp32 [2, B, S, N]: the logarithm of
+        a row's decay factor, and beta. Padding is zero.
     """
     batch, (channels, taps) = len(slots), weight.shape
     heads, width_k, width_v = memory.state.shape[1:]
@@ -232,7 +232,7 @@ def chunk_inputs(
 def chunk_rule(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor, slots: Tensor, starts: Tensor, counts: Tensor
 ) -> Tensor:
-    """The outputs [M, N H_v] of the rows that `chunk_inputs` has prepared; `state` takes them in."""
+    """Returns the outputs [M, N H_v] of the rows that `chunk_inputs` has prepared, and updates `state`."""
     batch, rows, groups, width_k = q.shape
     heads, width_v = v.shape[2:]
     w, scores = v.new_empty(batch, rows, heads, width_k), v.new_empty(batch, rows, heads, CHUNK.value)
@@ -262,6 +262,6 @@ def delta_chunk(
     starts: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """The outputs [M, N H_v] of rows that all stay, which the memory takes in; see the reference."""
+    """Returns the outputs [M, N H_v] of committed rows and updates the memory; see the reference."""
     parts = chunk_inputs(qkv, ba, weight, a_log, dt_bias, memory, slots, starts, counts)
     return chunk_rule(*parts, memory.state, slots, starts, counts)

@@ -2,8 +2,8 @@
 
 As in `linear`, weights are streamed and the rows are the N side of the matrix instruction. A few rows are all
 multiplied by every expert that any of them needs, as sixteen rows cost as much as one, and unneeded products are not
-stored; more rows are first gathered by expert. An output is summed over K in an order that (N, K) alone fixes. The
-outputs of a row's experts are stored separately, and the next norm adds them in the row's own order: results are
+stored. More rows are first gathered by expert. Only (N, K) determines the order of an output's sum over K. The outputs
+of a row's experts are stored separately, and the next norm adds them in the row's own order. So results are
 batch-invariant.
 """
 
@@ -20,11 +20,11 @@ from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
-# up to which no row is gathered: products of 64 rows of an expert, or 32 in FP8, nearly all of zero, take longer
+# maximum rows without gathering: products of 64 rows of an expert, or 32 in FP8, nearly all zero, take longer
 FEW_ROWS, FEW_ROWS_FP8 = 32, 16
-SHORT = 1024  # columns, fewer of which are a short loop
-STEP_ROWS = 256  # at most, of a step; more rows are a prompt's
-LONG = 2048  # rows that one program goes through, of those of its expert, before there is a second one
+SHORT = 1024  # fewer columns than this are a short loop
+STEP_ROWS = 256  # maximum rows of a step; more are a prompt's
+LONG = 2048  # maximum rows of an expert per program
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _top_experts_kernel(
     PARTS: tl.constexpr, TOP: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     NORMALIZED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weights and experts [M, TOP + SHARED] of logits [PARTS, M, E + SHARED]."""
+    """Computes weights and experts [M, TOP + SHARED] from logits [PARTS, M, E + SHARED]."""
     i_m = tl.program_id(0).to(tl.int64)
     o_e, o_k = tl.arange(0, BLOCK), tl.arange(0, SIDE)
     b_logits = tl.zeros([BLOCK], dtype=tl.float32)
@@ -50,7 +50,7 @@ def _top_experts_kernel(
     total = tl.sum(b_exp, axis=0)
     b_p = b_exp / total
     # a probability's bits sort as it does; the low bits make the lower of equal experts the larger key
-    b_p = tl.where(b_p == b_p, b_p, 0.0)  # a NaN picks experts too
+    b_p = tl.where(b_p == b_p, b_p, 0.0)  # rows with NaN also choose experts
     b_key = (b_p.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (BLOCK - 1 - o_e)
     b_key = tl.where(o_e < E, b_key, -1)
     b_weight = tl.zeros([SIDE], dtype=tl.float32)
@@ -63,7 +63,7 @@ def _top_experts_kernel(
         b_key = tl.where(o_e == expert, -1, b_key)
     if NORMALIZED:
         b_weight = b_weight / tl.sum(b_weight, axis=0)
-    b_weight = tl.where(total == total, b_weight, total)  # and stays one
+    b_weight = tl.where(total == total, b_weight, total)  # their weights stay NaN
     if SHARED:
         b_weight = tl.where(o_k == TOP, 1.0 / (1.0 + tl.exp(-gate.to(FORMAT).to(tl.float32))), b_weight)
         b_expert = tl.where(o_k == TOP, E, b_expert)
@@ -74,7 +74,7 @@ def _top_experts_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _group_rows_kernel(expert_p, pair_p, count_p, M, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The pairs of a row and its rank that an expert has, in their order: pair [E, M] and how many, count [E]."""
+    """Lists an expert's pairs of a row and a rank in order: pair [E, M], and their number, count [E]."""
     i_e = tl.program_id(0)
     wait_for_previous(PDL)
     start_next(PDL)
@@ -94,8 +94,8 @@ def _accumulate_blocks(
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr,
     FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """`accumulate` of a matrix in fp8 blocks; see `fp8_blocks.py`. QUANTIZE: x has no scales yet. BY_ROWS: a block is
-    a whole row."""
+    """Computes `accumulate` for a block-scaled fp8 matrix, see `fp8_blocks.py`. QUANTIZE: x has no scales yet. BY_ROWS:
+    a block is a whole row."""
     blocks = K // BLOCK_K
     o_k = tl.arange(0, BLOCK_K)
     p_w = w_p + o_n[:, None].to(tl.int64) * K + o_k[None, :]
@@ -131,10 +131,10 @@ def _experts_kernel(
     SCALED: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr,
     FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SWIGLU: out [M * TOP, N / 2] of x [M, K] and w [E, N, K]; else out [TOP, M, N], weighted, of x [M * TOP, K].
+    """Multiplies x [M, K] with w [E, N, K] to out [M * TOP, N / 2] if SWIGLU; else x [M * TOP, K] to out [TOP, M, N].
 
-    A program has an expert and BLOCK_N of its rows of w. BY_PAIR: its expert is that of a pair, if it is the first one
-    of it. GATHERED: the last expert starts first, as it may be the one of all rows: its programs take longest.
+    A program has an expert and BLOCK_N of its rows of w. BY_PAIR: it has a pair's expert, if that pair is the expert's
+    first. GATHERED: the last expert starts first, as it may have all rows and then takes longest.
     SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
     """
     i_n, i_e = tl.program_id(0), tl.program_id(2)
@@ -146,7 +146,7 @@ def _experts_kernel(
     if GATHERED:
         expert = tl.num_programs(2) - 1 - i_e
         count = tl.load(count_p + expert)
-    else:  # every row at once, with the pair that it and the expert are, or -1
+    else:  # all rows, with their pair for this expert, or -1
         if BY_PAIR:
             expert = tl.load(expert_p + i_e)
         o_k = tl.arange(0, SIDE)
@@ -157,7 +157,7 @@ def _experts_kernel(
         count = tl.where(tl.max(b_pair, axis=0) >= 0, M, 0)
         if BY_PAIR:
             count = tl.where(tl.min(tl.where(b_mine, o_pair, M * TOP)) == i_e, M, 0)
-    o_w = o_n  # gates and ups in turn, so that a thread has both of a pair
+    o_w = o_n  # gates and ups alternate, so that a thread has both of a pair
     if SWIGLU:
         o_w = (o_n % 2) * (N // 2) + o_n // 2
     p_w = w_p + expert.to(tl.int64) * N * K
@@ -188,7 +188,7 @@ def _experts_kernel(
 def top_experts(
     partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
 ) -> tuple[Tensor, Tensor]:
-    """Weights fp32 [M, top_k + shared] and experts int32 of partial sums [P, M, E + shared]; see the reference."""
+    """Returns weights fp32 [M, top_k + shared] and experts int32 for partial sums [P, M, E + shared]."""
     count, rows, width = partial_sums.shape
     side, block = next_power_of_two(top_k + shared), next_power_of_two(width)
     weights = torch.empty(rows, top_k + shared, dtype=torch.float32, device=partial_sums.device)
@@ -202,14 +202,14 @@ def top_experts(
 
 
 def gathers(rows: int, fp8: bool) -> bool:
-    """Whether so many rows are gathered by expert."""
+    """Returns whether `rows` rows are gathered by expert."""
     return rows > (FEW_ROWS_FP8 if fp8 else FEW_ROWS)
 
 
 def experts_tile(
     rows: int, top: int, experts: int, k: int, *, fp32: bool = False, fp8: bool = False, shared: int = SHARED_BYTES
 ) -> tuple[Tile, int]:
-    """How the GEMMs of all experts with K columns are cut, and the rows of an expert that are multiplied at a time."""
+    """Returns the tile of the experts' GEMMs with K columns, and the rows of an expert that it multiplies at a time."""
     # if gathered, twice the rows of an expert when all are chosen equally often; once in a step's short loops
     often = 1 if fp8 and k < SHORT and rows <= STEP_ROWS else 2
     taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8) else padded(rows)
@@ -251,9 +251,9 @@ def multiply(
     Args:
         x: [M, K] if `swiglu`, else [M * top, K].
         weights, experts: fp32 and int32 [M, top].
-        groups: of `group_rows`; None: every expert goes through all rows.
+        groups: result of `group_rows`; None: every expert multiplies all rows.
         out: [M * top, N / 2] if `swiglu`, else [top, M, N], weighted.
-        cut: as `experts_tile` says it.
+        cut: result of `experts_tile`.
     """
     (rows, top), (tile, taken), values = experts.shape, cut, values_of(x)
     data, scale = parts(matrices)
@@ -282,7 +282,7 @@ def multiply(
 
 
 def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
-    """Partial sums [k, M, D] of x [M, D], see the reference; in fp32, of more than MAX_ROWS rows in x's dtype."""
+    """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
     (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
     shared = shared_memory(values.device) if values.is_cuda else SHARED_BYTES
     fp32, fp8 = values.dtype == torch.float32, parts(gate_up)[1] is not None

@@ -1,4 +1,4 @@
-"""GEMMs in fp8, for more rows than the kernels here take: a kernel quantizes the rows and cuBLAS multiplies.
+"""GEMMs in fp8 above MAX_ROWS rows: a kernel quantizes the rows and cuBLAS multiplies.
 
 Half the bytes and twice the rate of bf16. Used for drafts, which need not be exact, and for FP8 targets.
 """
@@ -26,14 +26,14 @@ def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.c
     b_x = tl.load(x_p + i_m * K + o_k, mask=mask, other=0.0).to(tl.float32)
     start_next(PDL)
     scale = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-12) / FP8_MAX
-    # a quotient that rounds up must not leave the format: its next value is NaN
+    # a quotient that rounds up must not exceed the format's maximum, as the next value is NaN
     b_y = tl.clamp(b_x / scale, -FP8_MAX, FP8_MAX)
     tl.store(data_p + i_m * K + o_k, b_y.to(tl.float8e4nv), mask=mask)
     tl.store(scale_p + i_m, scale)
 
 
 def quantize_rows(x: Tensor) -> RowScaledFp8:
-    """Rows [M, K] in fp8, each by its own largest value: `RowScaledFp8.of` in one pass over memory."""
+    """Quantizes rows [M, K] to fp8, each by its own largest value, like `RowScaledFp8.of`, in one pass over memory."""
     m, k = x.shape
     data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
@@ -45,19 +45,19 @@ def quantize_rows(x: Tensor) -> RowScaledFp8:
 
 
 def multiplies(x: Tensor, weight: Weight) -> bool:
-    """Whether `scaled_linear` takes these: fp8 weights scaled by rows, bf16 rows, sizes of cuBLAS's GEMMs, sm_90."""
+    """Returns whether `scaled_linear` supports these: row-scaled fp8 weights, bf16 rows, cuBLAS's sizes, sm_90."""
     aligned = x.shape[1] % 16 == 0 and len(weight) % 16 == 0 and x.shape[1] <= MAX_WIDTH
     known = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
     return format_of(weight).row_scales and x.dtype == torch.bfloat16 and aligned and known
 
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [M, K], quantized, times weight [N, K] transposed, plus bias [N]: bf16 [M, N]."""
+    """Quantizes x [M, K], multiplies it with weight [N, K] transposed and adds bias [N]; returns bf16 [M, N]."""
     return multiply_quantized(quantize_rows(x), weight, x.dtype, bias)
 
 
 def multiply_quantized(rows: RowScaledFp8, weight: Weight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """`scaled_linear` of rows that `quantize_rows` made of those of `dtype`."""
+    """Computes `scaled_linear` for rows that `quantize_rows` has quantized from `dtype`."""
     each, (data, scale) = F.ScalingType.RowWise, parts(weight)
     assert scale is not None, "which `multiplies`"
     return F.scaled_mm(

@@ -1,8 +1,8 @@
 """y = x W^T with W in fp8, scaled by blocks of 128 by 128, and the rows in fp8, scaled by groups of 128 columns.
 
 The matrix instructions sum 128 columns; the sum is scaled and added in fp32, block after block. Tiles are arranged as
-in `linear.py`, several of them for more rows than one tile holds. (N, K) alone fixes the splits up to MAX_ROWS rows;
-apart from splits, every number of rows gives the same bits. Every program quantizes the rows that it loads if they are
+in `linear.py`, several of them if the rows do not fit into one. Up to MAX_ROWS rows only (N, K) determines the splits;
+with equal splits, every number of rows gives the same bits. Every program quantizes the rows that it loads if they are
 few, as a separate launch takes longer; more rows are quantized once, by the same rule. If a whole row has one scale
 (FP8_CHANNEL), sums are scaled at their end. On Hopper, cuBLAS also has these GEMMs, for many rows.
 """
@@ -31,19 +31,19 @@ from .fp8 import quantize_rows
 from .pdl import start_next, wait_for_previous
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
-# rows up to which every program quantizes what it loads; 32 took longer so than 64 quantized by a launch of their own
+# maximum rows that every program quantizes itself; with 32, this took longer than a separate launch for 64
 # (results/step_qwen3_8_27b_fp8_h100.json)
 QUANTIZED_IN_LOOP = 16
-GROUPS = 8  # that a program of the other way quantizes
-SIDE = 4  # rows, and groups of columns, that cuBLAS wants a multiple of
+GROUPS = 8  # groups that a program of the separate launch quantizes
+SIDE = 4  # cuBLAS requires multiples of this many rows and groups of columns
 
 
 @triton.jit
 def quantize(b_x, axis: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr):
-    """Groups of 128 values along an axis in fp8, and their scales."""
+    """Quantizes groups of 128 values along an axis to fp8; returns them and their scales."""
     b_x = b_x.to(tl.float32)
     b_most = tl.maximum(tl.max(tl.abs(b_x), axis=axis), LEAST)
-    # divisions as torch has them: rows that are quantized elsewhere have the same bits
+    # divides like torch, so that rows quantized elsewhere have the same bits
     b_y = b_x * tl.expand_dims(tl.div_rn(FP8_MAX, b_most), axis)
     return tl.clamp(b_y, -FP8_MAX, FP8_MAX).to(tl.float8e4nv), tl.div_rn(b_most, FP8_MAX)
 
@@ -53,7 +53,7 @@ def _group_round_kernel(
     x_p, data_p, scale_p, M, K, SCALE_M, SCALE_K,
     GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows [M, K] in fp8, and a scale of every group [M, K / BLOCK_K], of strides SCALE_M and SCALE_K."""
+    """Quantizes rows [M, K] to fp8; scales [M, K / BLOCK_K] of the groups have strides SCALE_M and SCALE_K."""
     i_m = tl.program_id(0).to(tl.int64)
     o_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     mask = o_g < K // BLOCK_K
@@ -73,7 +73,7 @@ def _block_linear_kernel(
     BY_ROWS: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN...
+    """Computes out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i begins at column i * SPAN.
 
     QUANTIZE: x has no scales yet. BY_ROWS: see `BlockScaledFp8`.
     """
@@ -86,7 +86,7 @@ def _block_linear_kernel(
     o_k = first + tl.arange(0, BLOCK_K)
     blocks = K // BLOCK_K
     o_w = o_n
-    if SWIGLU:  # gates and ups in turn, so that a thread has both of a pair
+    if SWIGLU:  # gates and ups alternate, so that a thread has both of a pair
         o_w = (o_n % 2) * (N // 2) + o_n // 2
     p_w = w_p + o_w[:, None].to(tl.int64) * K + o_k[None, :]
     p_x = x_p + o_m[None, :].to(tl.int64) * K + o_k[:, None]
@@ -122,7 +122,7 @@ def _block_linear_kernel(
 
 
 def tile_for(n: int, k: int, rows: int, split: bool = False) -> Tile:
-    """The tile for [rows, K] times [N, K]; `split`: the sums may be left apart, of up to MAX_ROWS rows."""
+    """Returns the tile for [rows, K] times [N, K]; `split`: up to MAX_ROWS rows may have split sums."""
     splits = 1
     if split and rows <= MAX_ROWS:
         # by (N, K) only: up to three programs for every multiprocessor, but no short split
@@ -136,23 +136,23 @@ def tile_for(n: int, k: int, rows: int, split: bool = False) -> Tile:
 
 
 def _leaves_few(programs: int, rows: int, stages: int) -> bool:
-    """Whether the last programs do not fit next to the others and are so few that memory idles while they run.
+    """Returns whether the last programs do not fit next to the others and are so few that memory idles.
 
-    Registers leave room for more of them than shared memory does, of up to QUANTIZED_IN_LOOP rows.
+    Up to QUANTIZED_IN_LOOP rows, shared memory limits the number of programs, not registers.
     """
-    taken = stages * (64 + 2 * padded(rows)) * BLOCK + 1024  # bytes, which the compiler may find less of
+    taken = stages * (64 + 2 * padded(rows)) * BLOCK + 1024  # bytes; the compiler may need fewer
     at_once = MULTIPROCESSORS * ((SHARED_BYTES + 1024) // taken)
     return programs > at_once and 0 < programs % at_once < MULTIPROCESSORS
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`weight.quantize_groups` in one pass over memory."""
+    """Computes `formats.fp8_block.quantize_groups` in one pass over memory."""
     m, k = x.shape
     return _quantize(x, x.new_empty(m, k // BLOCK, dtype=torch.float32))
 
 
 def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_groups` of x [M, K] with scales that are given: of M rows, or more, of which nothing is written."""
+    """Computes `quantize_groups` of x [M, K] with buffers for the scales of at least M rows."""
     m, k = x.shape
     data = torch.empty(len(scale), k, dtype=torch.float8_e4m3fn, device=x.device)
     _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
@@ -163,14 +163,14 @@ def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiplies(x: Tensor, weight: Weight) -> bool:
-    """Whether `scaled_linear` takes these: bf16 rows, sizes of cuBLAS's GEMMs in blocks, and Hopper."""
-    aligned = x.shape[1] % (SIDE * BLOCK) == 0  # else its scales of weights have gaps
+    """Returns whether `scaled_linear` supports these: bf16 rows, cuBLAS's sizes for blocks, and Hopper."""
+    aligned = x.shape[1] % (SIDE * BLOCK) == 0  # otherwise cuBLAS's weight scales have gaps
     grouped = format_of(weight).groups_rows
     return x.is_cuda and is_hopper(x.device.index) and x.dtype == torch.bfloat16 and aligned and grouped
 
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`linear` by cuBLAS; its sums depend on the number of rows.
+    """Computes `linear` with cuBLAS; its sums depend on the number of rows.
 
     Scales of rows are stored column by column, for a multiple of SIDE rows, and those of weights block row by block row
     (cuBLAS 13.0 documentation, "Scaling factors layouts").
@@ -188,7 +188,7 @@ def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
 def launch_linear(
     operand: Operand, weight: BlockScaledFp8, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
 ) -> None:
-    """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
     x = values_of(operand)
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * BLOCK)) * BLOCK
@@ -211,14 +211,14 @@ def launch_linear(
 
 
 def linear(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    """Multiplies x [M, K] with weight [N, K] transposed and adds bias [N]; returns [M, N] in x's dtype."""
     out = values_of(x).new_empty(1, len(x), len(weight))
     launch_linear(x, weight, bias, out, tile_for(len(weight), weight.data.shape[1], len(x)))
     return out[0]
 
 
 def linear_split_k(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
-    """`linear` left as split-K partial sums [P, M, N], in fp32; of more than MAX_ROWS rows it is one, in x's dtype."""
+    """Returns `linear` as split-K partial sums, fp32 [P, M, N]; above MAX_ROWS rows as one, in x's dtype."""
     if len(x) > MAX_ROWS:
         return linear(x, weight, bias)[None]
     tile = tile_for(len(weight), weight.data.shape[1], len(x), split=True)
@@ -228,7 +228,7 @@ def linear_split_k(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = Non
 
 
 def linear_swiglu(x: Operand, weight: BlockScaledFp8) -> Tensor:
-    """silu(gate) * up, [M, I], where weight [2 * I, K] holds all gates, then all ups."""
+    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds all gates, then all ups."""
     out = values_of(x).new_empty(len(x), len(weight) // 2)
     launch_linear(x, weight, None, out, tile_for(len(weight), weight.data.shape[1], len(x)), swiglu=True)
     return out

@@ -1,9 +1,8 @@
 """y = x W^T for 1 to 128 rows of x, in Triton. Reading the weight takes most of the time, so it is read once.
 
 The weight tile is the M side of the matrix instruction and the tokens, padded to 16, 32, 64 or 128, are its N side
-(y^T = W x^T): sixteen rows then cost as much as one. An output element is summed over K in an order that (N, K) alone
-fixes, in one or a few splits, so results are batch-invariant. A head in fp8 may have its rows in fp8 too, and then it
-stores no logits.
+(y^T = W x^T): sixteen rows then cost as much as one. Only (N, K) determines the order of an output's sum over K, in one
+or a few splits, so results are batch-invariant. The rows of an fp8 head may also be in fp8; then no logits are stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,18 +19,18 @@ from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
 LSE_WARPS = 8  # warps of the widest tiles, which hold the logits' exponentials next to the sums
-SWIGLU_BLOCK = 1024  # columns a program of SwiGLU after cuBLAS: half as many take 256 rows of 12288 3 us longer
+SWIGLU_BLOCK = 1024  # columns per program of SwiGLU after cuBLAS; with 512, 256 rows of 12288 take 3 us longer
 
 
 def tile_for(
     kind: str, n: int, k: int, rows: int, eight_bits: bool = False, fp32: bool = False, shared: int = SHARED_BYTES
 ) -> Tile:
-    """The tile for [rows, K] times [N, K], of 16 bits unless said; `kind` is linear, split_k, swiglu or argmax.
+    """Returns the tile for [rows, K] times [N, K]; `kind` is linear, split_k, swiglu or argmax.
 
-    `shared` bytes are what a thread block may take; they decide about speed alone.
+    `shared`, the shared memory of a thread block in bytes, affects only the speed.
 
-    From a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the wait, on an
-    H200 with the GEMMs of Qwen3-8B chained as in a step: these were within 2 % of the best for 16 and 128 rows.
+    The values are from a sweep over tiles, stages, warps, splits, tensor-map loads and weights prefetched before the
+    wait, on an H200 with the GEMMs of Qwen3-8B chained as in a step: within 2 % of the best for 16 and 128 rows.
     """
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
     block_k = min(64 if fp32 else 128, padded(k))  # two stages fit into shared memory
@@ -50,7 +49,7 @@ def tile_for(
 
 
 def tile_of_quantized(rows: int) -> Tile:
-    """The tile for the head with rows in fp8: of a sweep with heads of 4096 and 896 columns the best or next to it."""
+    """Returns the tile for the head with rows in fp8, from a sweep with heads of 4096 and 896 columns."""
     return Tile(128, 128, 3 if 16 < rows <= MAX_ROWS else 4, 4 if rows <= MAX_ROWS else 8)
 
 
@@ -61,7 +60,7 @@ def _linear_kernel(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr,
     BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i covers columns i * SPAN..."""
+    """Computes out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i begins at column i * SPAN."""
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.arange(0, T)
@@ -82,9 +81,9 @@ def _argmax_kernel(
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit and its column among BLOCK_N columns: best, index [tiles, M].
+    """Computes the largest logit and its column among BLOCK_N columns: best, index [tiles, M].
 
-    SCALED: the weights are in fp8; ROUNDED: so are the rows; their scales change no argmax.
+    SCALED: the weights are in fp8. ROUNDED: the rows are also in fp8; their scales do not change the argmax.
     """
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -96,7 +95,7 @@ def _argmax_kernel(
     start_next(PDL)
     if SCALED:
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
-    if not ROUNDED:  # as stored logits would be, so that ties are those of every other sampler
+    if not ROUNDED:  # rounds like stored logits, so that ties are the same as in other samplers
         b_acc = b_acc.to(x_p.dtype.element_ty).to(tl.float32)
     b_acc = tl.where((o_n < N)[:, None], b_acc, -float("inf"))
     b_best = tl.max(b_acc, axis=0)
@@ -112,15 +111,16 @@ def _top_kernel(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr,
     LOGIT: tl.constexpr, LSE: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest logits among BLOCK_N columns, as keys and the largest first: keys [tiles, COUNT, M].
+    """Computes the largest logits among BLOCK_N columns as keys, largest first: keys [tiles, COUNT, M].
 
-    A tile writes as many as may be among the COUNT largest of a row, and in counts [tiles] how many those are: no value
-    below that of COUNT others can be, and finished tiles publish theirs. Of tiles t with the same t % COUNT the
-    largest values so far are in bounds [COUNT, M]; as they are of different columns, none below them all is needed. How
-    many are written depends on which tiles are ready; what is the best of them does not.
+    A tile writes only values that may be among the COUNT largest of a row, and their number to counts [tiles]. For each
+    residue t % COUNT, bounds [COUNT, M] has the largest value of the finished tiles t. These values have different
+    columns, so values below all of them are not needed. The number of written values depends on which tiles have
+    finished; the largest COUNT values do not.
 
-    LOGIT: what logits are rounded to. If it has 16 bits, a value and its column in the tile are one integer of 32.
-    LSE: the largest logit after `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
+    LOGIT: dtype to which logits are rounded. With 16 bits, a value and its column in the tile share one int32.
+    LSE: also computes the largest logit after `multiplier` (and the cap) and the sum of exponentials relative to it,
+    tops, sums [tiles, M].
     """
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -154,8 +154,8 @@ def _top_kernel(
     b_top = tl.max(b_key, axis=0)
     o_s = tl.arange(0, SLOTS)[:, None]
     p_bounds, m_bounds = bounds_p + o_s * M + o_m[None, :], (o_s < COUNT) & m_m[None, :]
-    b_bounds = tl.load(p_bounds, mask=m_bounds, other=lowest, cache_modifier=".cg")  # L1 would keep what was
-    b_bound = tl.min(tl.where(o_s < COUNT, b_bounds, -1 - lowest), axis=0)  # the largest integer there is
+    b_bounds = tl.load(p_bounds, mask=m_bounds, other=lowest, cache_modifier=".cg")  # not from L1, which may be stale
+    b_bound = tl.min(tl.where(o_s < COUNT, b_bounds, -1 - lowest), axis=0)  # the other value is the largest integer
     tl.atomic_max(bounds_p + i_n % COUNT * M + o_m, b_top & of_value, mask=m_m, sem="relaxed")
     keys_p += i_n.to(tl.int64) * COUNT * M + o_m
     n = 0
@@ -171,7 +171,7 @@ def _top_kernel(
 
 @triton.jit
 def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out [M, width] of x [M, 2 * width] with gates and ups alternating, or all gates first; for GEMMs of cuBLAS."""
+    """Computes out [M, width] of x [M, 2 * width], with alternating gates and ups or all gates first, after cuBLAS."""
     i_m = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_n < width
@@ -192,7 +192,7 @@ def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, BLOCK: tl.constexpr,
 def launch_linear(
     x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
 ) -> None:
-    """Run the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
     data, scale = parts(weight)
@@ -211,14 +211,14 @@ def _tile(kind: str, x: Tensor, weight: Weight) -> Tile:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    """Multiplies x [M, K] with weight [N, K] transposed and adds bias [N]; returns [M, N] in x's dtype."""
     out = torch.empty(1, len(x), len(weight), dtype=x.dtype, device=x.device)
     launch_linear(x, weight, bias, out, _tile("linear", x, weight))
     return out[0]
 
 
 def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """`linear` left as P split-K partial sums, fp32 [P, M, N]; bias [N] is in the first."""
+    """Returns `linear` as P split-K partial sums, fp32 [P, M, N]; the first one has bias [N]."""
     tile = _tile("split_k", x, weight)
     out = torch.empty(tile.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, bias, out, tile)
@@ -226,14 +226,14 @@ def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Ten
 
 
 def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
-    """silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
     return out
 
 
 def swiglu(product: Tensor, halves: bool = False) -> Tensor:
-    """silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] with the columns gate 0, up 0, gate 1, up 1, ...
+    """Returns silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] with columns gate 0, up 0, gate 1, up 1, ...
 
     `halves`: all gates, then all ups.
     """
@@ -245,12 +245,12 @@ def swiglu(product: Tensor, halves: bool = False) -> Tensor:
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
-    """The column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
+    """Returns the column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     return launch_argmax(x, weight, _tile("argmax", x, weight))
 
 
 def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
-    """`linear_argmax` with a given tile; rows in fp8 go with weights in fp8."""
+    """Computes `linear_argmax` with a given tile; rows in fp8 need weights in fp8."""
     rows, (data, scale) = parts(x)[0], parts(weight)
     (m, k), n = rows.shape, len(weight)
     tiles = -(-n // tile.block_n)
@@ -266,12 +266,12 @@ def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
 
 
 def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of every row, fp32 [M, count], and their columns, int64; see the reference."""
+    """Returns the `count` largest logits of every row, fp32 [M, count], and their columns; see the reference."""
     return launch_top(x, weight, count, x.dtype, _tile("argmax", x, weight))[:2]
 
 
 def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    """As `linear_top`, of logits after `scale`, and the log-sum-exp of all of them, fp32 [M]; see the reference."""
+    """Returns `linear_top` of logits after `scale`, and the log-sum-exp of all logits, fp32 [M]."""
     values, ids, lse = launch_top(x, weight, count, x.dtype, _tile("argmax", x, weight), scale)
     assert lse is not None
     return values, ids, lse
@@ -280,9 +280,9 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
 def launch_top(
     x: Weight, weight: Weight, count: int, dtype: torch.dtype, tile: Tile, scale: LogitScale | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`linear_top` with a given tile and dtype of the logits; rows in fp8 go with weights in fp8.
+    """Computes `linear_top`, or with a `scale` `linear_top_lse`, with a given tile and dtype of the logits.
 
-    With a `scale` as `linear_top_lse`.
+    Rows in fp8 need weights in fp8.
     """
     (rows, row_scale), (data, own_scale) = parts(x), parts(weight)
     (m, k), n = rows.shape, len(weight)

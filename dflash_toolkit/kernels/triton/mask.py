@@ -1,4 +1,4 @@
-"""The masks of grammars, in Triton: one program takes a piece of one row's logits."""
+"""The masks of grammars, in Triton: one program handles a piece of one row's logits."""
 
 # mypy: disable-error-code="no-untyped-def"
 import triton
@@ -25,7 +25,7 @@ def _mask_kernel(logits_p, masks_p, at_p, V, WORDS, BLOCK: tl.constexpr, PDL: tl
 
 
 def mask_logits_(logits: Tensor, masks: Tensor, at: Tensor) -> None:
-    """-inf for what the masks int32 [N, words] forbid in logits [M, V]; `at` int32 [M], -1 for rows without one."""
+    """Sets logits [M, V] that the masks int32 [N, words] forbid to -inf; `at` int32 [M], -1 for rows without mask."""
     m, vocab = logits.shape
     block = min(BLOCK, next_power_of_two(vocab))
     _mask_kernel[(m, -(-vocab // block))](

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm of one row a program, in Triton; also adds up the split-K partial sums of a GEMM."""
+"""Residual add and RMSNorm in Triton, one row per program; also adds up the split-K partial sums of a GEMM."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -21,12 +21,12 @@ def _add_rms_norm_kernel(
     i_m = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     mask = o_d < D
-    b_w = tl.load(w_p + o_d, mask=mask, other=0.0)  # a weight: it depends on no kernel
+    b_w = tl.load(w_p + o_d, mask=mask, other=0.0)  # weights do not depend on other kernels
     wait_for_previous(PDL)
     b_x = tl.load(x_p + i_m * D + o_d, mask=mask, other=0.0)
     if ADD:
         b_sum = tl.zeros([BLOCK], dtype=tl.float32)
-        # in order: the result may not depend on scheduling; unrolled, for a row's loads are then under way together
+        # in order, so that the result does not depend on scheduling; unrolled, so that a row's loads overlap
         for i in tl.static_range(PARTS):
             b_sum += tl.load(part_p + (i * M + i_m) * D + o_d, mask=mask, other=0.0).to(tl.float32)
         b_x = (b_x.to(tl.float32) + b_sum).to(b_x.dtype)
@@ -50,16 +50,16 @@ def _add_rms_norm_kernel(
 def add_rms_norm(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [M, D] plus the sum of partial_sums [P, M, D], and its RMSNorm; `tap` [M, D] receives the sum too."""
+    """Adds partial_sums [P, M, D] to x [M, D], also into `tap` [M, D]; returns the sum and its RMSNorm."""
     return _launch(x, partial_sums, weight, eps, tap, None)
 
 
 def add_rms_norm_quantized(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Operand]:
-    """`add_rms_norm`, up to MAX_ROWS rows with what GEMMs with weights in fp8 blocks would else quantize themselves."""
+    """Computes `add_rms_norm`; also quantizes up to MAX_ROWS rows for GEMMs with block-scaled fp8 weights."""
     m, d = x.shape
-    if m > MAX_ROWS or d % BLOCK:  # cuBLAS wants scales in another order
+    if m > MAX_ROWS or d % BLOCK:  # cuBLAS needs scales in another order
         return _launch(x, partial_sums, weight, eps, tap, None)
     data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = torch.empty(m, d // BLOCK, dtype=torch.float32, device=x.device)

@@ -21,6 +21,6 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """The next launch may start; called once this one's own loads are under way."""
+    """Lets the next launch start. Called after this launch has issued its own loads."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

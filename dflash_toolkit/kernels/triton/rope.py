@@ -18,7 +18,7 @@ from .pdl import start_next, wait_for_previous
 
 @triton.jit
 def _pairs(HALF, TURNS, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
-    """Where in a head the first and the second numbers of pairs are, [BLOCK] each; the first TURNS pairs turn."""
+    """Returns the places of both numbers of a head's pairs, [BLOCK] each; the first TURNS pairs turn."""
     o_first = tl.arange(0, BLOCK)
     o_second = o_first + HALF
     if PARTIAL:
@@ -29,7 +29,7 @@ def _pairs(HALF, TURNS, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
 
 @triton.jit
 def _load(p_in, HALF, TURNS, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
-    """Both sides [HEADS, BLOCK] of the pairs of heads."""
+    """Loads both sides [HEADS, BLOCK] of the pairs of heads."""
     o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
     p_heads = p_in + tl.arange(0, HEADS)[:, None] * stride
     mask = (tl.arange(0, BLOCK) < HALF)[None, :]
@@ -44,7 +44,7 @@ def _load_constants(
     """Returns, for a position, both sides of the norm's weight (1 without NORM), cosines and sines; all [1, BLOCK]."""
     o_h = tl.arange(0, BLOCK)[None, :]
     mask = o_h < HALF
-    turns = o_h < TURNS  # the others stay as they are
+    turns = o_h < TURNS  # the others do not change
     b_cos = tl.load(rope_p + position * TURNS + o_h, mask=turns, other=1.0)
     b_sin = tl.load(rope_p + (positions + position) * TURNS + o_h, mask=turns, other=0.0)
     if NORM:
@@ -59,7 +59,7 @@ def _load_constants(
 
 @triton.jit
 def _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM: tl.constexpr):
-    """Both sides [HEADS, BLOCK] of heads, normed (NORM) and rotated, in fp32; rounded where the reference rounds."""
+    """Norms (NORM) and rotates both sides [HEADS, BLOCK] of heads in fp32; rounds where the reference rounds."""
     dtype = b_first.dtype
     if NORM:
         wide_first, wide_second = b_first.to(tl.float32), b_second.to(tl.float32)
@@ -92,8 +92,8 @@ def _rope_write_kernel(
     i_b = i_m // S
     H = 2 * HALF
     if PDL and EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # attention, which may load the context meanwhile
-    # none of this comes from the kernel before this one
+        tl.extra.cuda.gdc_launch_dependents()  # lets attention load the context early
+    # the previous kernel does not write these
     position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
     if PLACED:
         slot = tl.load(slots_p + i_m).to(tl.int64)
@@ -120,7 +120,7 @@ def _rope_write_kernel(
     p_in = part_p + i_m * columns + i_in * H
     b_first = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
     b_second = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
-    for _ in tl.static_range(PARTS):  # in order: the result may not depend on scheduling
+    for _ in tl.static_range(PARTS):  # in order, so that the result does not depend on scheduling
         part_first, part_second = _load(p_in, HALF, TURNS, stride, HEADS, BLOCK, PARTIAL)
         b_first += part_first.to(tl.float32)
         b_second += part_second.to(tl.float32)
@@ -181,7 +181,7 @@ def _gate_heads_kernel(
     start_next(PDL)
     p_in = part_p + i_m * columns + (2 * i_n + 1) * H + o_h
     b_gate = tl.zeros([BLOCK], dtype=tl.float32)
-    for _ in tl.static_range(PARTS):  # in order: the result may not depend on scheduling
+    for _ in tl.static_range(PARTS):  # in order, so that the result does not depend on scheduling
         b_gate += tl.load(p_in, mask=mask, other=0.0).to(tl.float32)
         p_in += tl.num_programs(0).to(tl.int64) * columns
     p_x = (i_m * N + i_n) * H + o_h
@@ -192,7 +192,7 @@ def _gate_heads_kernel(
 
 
 def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
-    """Attention x [M, N H] times the sigmoid of the gates in partial_sums [P, M, (2 N + 2 G) H]; see the reference."""
+    """Multiplies attention x [M, N H] with the sigmoid of the gates in partial_sums [P, M, (2 N + 2 G) H]."""
     parts, m, columns = partial_sums.shape
     out, heads = torch.empty_like(x), x.shape[1] // head_dim
     _gate_heads_kernel[(m, heads)](
@@ -203,7 +203,7 @@ def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:
 
 
 def _heads_at_once(most: int, *counts: int) -> int:
-    """The largest power of two, at most `most`, that divides all of them: no program then sees two kinds of heads."""
+    """Returns the largest power of two up to `most` that divides all counts, so no program has two kinds of heads."""
     common = math.gcd(1 << (most.bit_length() - 1), *counts)
     return common & -common
 
@@ -224,10 +224,10 @@ def rope_write(
     gated: bool = False,
     at: Tensor | None = None,
 ) -> Tensor:
-    """Queries [M, N, H] of the sum of partial_sums [P, M, (N + 2 G) H] and bias; keys and values go to the cache.
+    """Adds partial_sums [P, M, (N + 2 G) H] and bias; returns queries [M, N, H], writes keys and values to the cache.
 
-    With gates after the heads of queries there are 2 N of them.
-    On a GPU `lengths`, `counts`, `page_table` and `at` are read while the launch before still runs.
+    With gates after the heads of queries, partial_sums have 2 N instead of N.
+    On a GPU, `lengths`, `counts`, `page_table` and `at` are read while the previous launch still runs.
     """
     _, slots, groups, width = cache.shape
     parts, m, columns = partial_sums.shape
@@ -236,9 +236,11 @@ def rope_write(
         heads = heads // 2 + groups
     q = torch.empty(m, heads - 2 * groups, width, dtype=cache.dtype, device=cache.device)
     norm = q_weight is not None
-    at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # as much to load a program, whatever the parts
+    at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # equal loads per program for any parts
     turns = rope.shape[2]
-    early = keys_are_split(m, len(lengths))  # else a plain step of 16 takes 1.5 % longer (results/step_early_h200.json)
+    early = keys_are_split(
+        m, len(lengths)
+    )  # without it, a plain step of 16 is 1.5 % slower (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
         rope, lengths, lengths if counts is None else counts, page_table, lengths if at is None else at, cache, q,
@@ -262,7 +264,7 @@ def context_write(
     cache: Tensor,
     page_size: int,
 ) -> None:
-    """Draft layers' keys and values of kv [M, L 2 G H] into cache [L, 2, slots, G, H], rows k < counts[b] only."""
+    """Writes draft layers' keys and values of kv [M, L 2 G H], rows k < counts[b], to cache [L, 2, slots, G, H]."""
     layers, _, slots, groups, width = cache.shape
     at_once = _heads_at_once(8, groups)
     _context_write_kernel[(len(kv), 2 * layers * groups // at_once)](

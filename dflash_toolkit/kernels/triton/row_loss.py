@@ -1,4 +1,4 @@
-"""Losses of stored logits and their gradient, in place, in Triton: one program a row.
+"""Losses of stored logits and their gradient, in place, in Triton: one program per row.
 
 Cross-entropy alone reads the row once for the loss and once more for the gradient. The distribution losses read the
 drafter's and the target's row together: once for both softmax normalisers, once for KL and acceptance (TV's gradient
@@ -23,9 +23,9 @@ BLOCK_TWO = 2048  # the same, of two rows
 
 @triton.jit
 def _add_to_softmax(b_top, b_total, b_x):
-    """Every lane's running maximum and sum of exponentials, with one more value each."""
+    """Adds one value to every lane's running maximum and sum of exponentials."""
     b_new = tl.maximum(b_top, b_x)
-    b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)  # a lane that has seen nothing yet
+    b_safe = tl.where(b_new == -float("inf"), 0.0, b_new)  # a lane without values
     return b_new, b_total * tl.exp(b_top - b_safe) + tl.exp(b_x - b_safe)
 
 
@@ -120,14 +120,14 @@ def row_loss_(
     target: Tensor | None = None,
     at: Tensor | None = None,
 ) -> None:
-    """Losses and label ranks of logits [R, V], written to `terms`.
+    """Writes losses and label ranks of logits [R, V] to `terms`.
 
     With `gradient` the logits become d loss / d logits (the table in `LossMix`), rounded to their dtype.
 
     Args:
         labels: [R] long.
         terms: contiguous; kl and acceptance only where `mix` needs the target's distribution.
-        target: [U, V] logits of the target, as they were rounded to their dtype.
+        target: [U, V] logits of the target, rounded to their dtype.
         at: [R] long, the row of `target` that belongs to each row.
     """
     rows, vocabulary = logits.shape

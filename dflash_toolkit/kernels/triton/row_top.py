@@ -1,7 +1,7 @@
-"""The largest logits of stored rows, in Triton: one program a row, which is read once, or one a tile of it.
+"""The largest logits of stored rows, in Triton: one program per row, which is read once, or per tile of a row.
 
-A lane keeps the largest of the logits that pass through it. The largest of the row are in the lanes with the largest
-ones, so the second look is at as many lanes as logits are wanted. By tiles a row may come some columns at a time.
+A lane keeps the largest of its logits. The `count` largest logits of a row are in the `count` lanes with the largest
+maxima, so only these are read again. With tiles, the columns of a row may arrive in parts.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,8 +16,8 @@ from .argmax import merge_lse, merge_top, ordered, scale_logits, tile_key
 from .pdl import start_next, wait_for_previous
 
 LANES = 2048  # columns at a time
-TILE = 8192  # columns of a program where rows alone are too few: of fp16 in 32 bits, 13 bits are free for a column
-TILE_LANES = 1024  # lanes of a tile: 16 bytes a thread, load by load
+TILE = 8192  # columns of a program if there are few rows; a 16-bit value leaves 13 bits of int32 for the column
+TILE_LANES = 1024  # lanes of a tile; a thread loads 16 bytes at a time
 
 
 @triton.jit(do_not_specialize=["V"])
@@ -55,7 +55,7 @@ def _row_top_kernel(
 
 
 def row_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row of [R, V], fp32 [R, count], and their columns; see the reference."""
+    """Returns the `count` largest logits of each row of [R, V], fp32 [R, count], and their columns."""
     rows, vocabulary = logits.shape
     values = torch.empty(rows, count, dtype=torch.float32, device=logits.device)
     columns = torch.empty(rows, count, dtype=torch.int64, device=logits.device)
@@ -74,12 +74,13 @@ def _tile_top_kernel(
     COUNT: tl.constexpr, C_BLOCK: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, WIDE: tl.constexpr,
     LSE: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The largest of TILE columns of a row, as keys and the largest first: keys [tiles, COUNT, M], counts [tiles].
+    """Computes the largest of TILE columns of a row as keys, largest first: keys [tiles, COUNT, M], counts [tiles].
 
-    The logits [M, V] are some columns of all, from tile `first` on. Where a tile has fewer than COUNT columns, what is
-    written in addition is below every key.
+    The logits [M, V] are a part of all columns, from tile `first` on. A tile with fewer than COUNT columns is filled
+    with values below every key.
 
-    LSE: the largest logit after `multiplier` (and the cap) and what all sum up to against it, tops, sums [tiles, M].
+    LSE: also computes the largest logit after `multiplier` (and the cap) and the sum of exponentials relative to it,
+    tops, sums [tiles, M].
     """
     i_m, i_t = tl.program_id(0), tl.program_id(1)
     tile = first + i_t
@@ -91,7 +92,7 @@ def _tile_top_kernel(
     wait_for_previous(PDL)
     for start in tl.static_range(0, TILE, LANES):
         b_x = tl.load(p_tile + start + o_lane, mask=start + o_lane < rest, other=-float("inf")).to(tl.float32)
-        larger = b_x > b_most  # which a NaN never is, nor what is tied and comes later
+        larger = b_x > b_most  # false for NaN and for later tied values
         b_column = tl.where(larger, start + o_lane, b_column)
         b_most = tl.where(larger, b_x, b_most)
     start_next(PDL)
@@ -109,7 +110,7 @@ def _tile_top_kernel(
     b_lane = tl.zeros([C_BLOCK], dtype=tl.int32)
     for i in range(COUNT):
         top = tl.max(b_top, axis=0)
-        lane = LANES - 1 - (top & (LANES - 1)).to(tl.int32)  # a key's lowest bits are those of its column, turned
+        lane = LANES - 1 - (top & (LANES - 1)).to(tl.int32)  # a key's lowest bits are the inverted bits of its column
         b_lane = tl.where(o_c == i, lane, b_lane)
         b_top = tl.where(b_top == top, lowest, b_top)
 
@@ -131,8 +132,8 @@ class PartTops:
     """The `count` largest logits of each row. Its `columns` come in parts of whole tiles.
 
     Args:
-        dtype: of the logits.
-        scale: of the logits; if given, the log-sum-exp is computed too.
+        dtype: dtype of the logits.
+        scale: scale of the logits; if given, the log-sum-exp is also computed.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class PartTops:
         self._tops, self._sums = torch.empty(2, tiles, rows, dtype=torch.float32, device=device)
 
     def take(self, logits: Tensor, start: int) -> None:
-        """The part [M, V] from column `start` on, a multiple of TILE; it is not needed any longer then."""
+        """Adds the part [M, V] from column `start` on, a multiple of TILE. The caller may then free it."""
         (rows, columns), count = logits.shape, self._keys.shape[1]
         scale = self._scale or PLAIN
         _tile_top_kernel[(rows, -(-columns // TILE))](
@@ -157,7 +158,7 @@ class PartTops:
         )  # fmt: skip
 
     def merged(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits fp32 [M, count], their columns int64 [M, count] and the log-sum-exp fp32 [M] after the scale."""
+        """Returns logits fp32 [M, count], columns int64 [M, count] and the log-sum-exp fp32 [M] after the scale."""
         values, ids = merge_top(self._keys, self._counts, TILE)
         if self._scale is None:
             return values, ids, None

@@ -1,9 +1,9 @@
-"""Sampling without a sort, in Triton: one program draws one row's token.
+"""Sampling without a sort, in Triton: one program samples one row's token.
 
-A probability is held as a whole number of 2^-42 parts of the largest one. Sums of whole numbers do not depend on their
-order, so the edges of top-k and top-p are found by search (how much weight is at this value and above?) instead of
-in sorted order, over the row or over its few candidates, with the same result. The draw is the inverse CDF in the order
-of the ids, as in the definition. Where a draft was sampled, what it was sampled from is taken off a few of the numbers.
+Probabilities are integers, in units of 2^-42 of the largest one. Sums of integers do not depend on their order, so
+the edges of top-k and top-p are found by a search for the mass at a value and above, over the row or over its few
+candidates, with the same result. The token is sampled by the inverse CDF in the order of the ids, as in the definition.
+For a sampled draft, its distribution is subtracted from a few of the numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,22 +16,22 @@ from ..launch import next_power_of_two, pdl
 
 BLOCK = 4096  # columns at a time
 TILE = 512  # columns or candidates at a time where each is compared with several values
-PIVOTS = 16  # a round of the search finds four bits of a value
+PIVOTS = 16  # each iteration of the search finds four bits of a value
 GROUPS = 1024  # groups of columns; their largest logits bound the k-th from below
-CANDIDATES = 16384  # that a row may pack; a flatter row is searched whole
+CANDIDATES = 16384  # maximum candidates that a row packs; a flatter row is searched whole
 MAX_VOCAB = (1 << 21) - 1  # so that a sum of probabilities fits in 63 bits
 WARPS = 16
 
 
 @triton.jit
 def _scaled(b_x, temperature):
-    """Logits over temperature, rounded as torch does, so that the same ones are tied; there is one zero."""
+    """Returns logits over temperature, rounded like torch, so that the same ones are tied, with one zero."""
     return tl.div_rn(b_x.to(tl.float32), temperature) + 0.0
 
 
 @triton.jit
 def _values(row_p, temperature, values_p, packed, o_n, n):
-    """Scaled logits at positions o_n of the candidates; they are all columns of the row until they are packed."""
+    """Returns scaled logits at positions o_n of the candidates, which are all columns until they are packed."""
     if packed:
         b_l = tl.load(values_p + o_n, mask=o_n < n, other=-float("inf"))
     else:
@@ -41,14 +41,14 @@ def _values(row_p, temperature, values_p, packed, o_n, n):
 
 @triton.jit
 def _mass(b_l, top, least):
-    """Probabilities in 2^-42 parts of the largest; those below `least` of it are zero."""
+    """Returns probabilities in units of 2^-42 of the largest; those below `least` of it are zero."""
     b_p = tl.exp(b_l - top)
     return tl.where(b_p >= least, (b_p * 4398046511104.0).to(tl.int64), 0)
 
 
 @triton.jit
 def _ordered(x):
-    """Integers in the order of floats, and floats in the order of integers: the map is its own inverse."""
+    """Maps floats to integers in the same order, and back: the map is its own inverse."""
     return tl.where(x < 0, x ^ 0x7FFFFFFF, x)
 
 
@@ -57,7 +57,7 @@ def _at_least(
     row_p, temperature, values_p, packed, n, b_pivots, top,
     P: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """How many candidates, or how much mass of them, there is at each of the pivots [P] and above."""
+    """Returns the number of candidates, or their mass, at each of the pivots [P] and above."""
     b_sum = tl.zeros([P, BLOCK], dtype=tl.int64)
     for start in tl.range(0, n, BLOCK, num_stages=3):
         o_n = start + tl.arange(0, BLOCK)
@@ -72,13 +72,13 @@ def _edge(
     row_p, temperature, values_p, packed, n, lowest, top, target,
     P: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The largest value with at least `target` candidates or mass at it and above, as `lowest` is known to have."""
+    """Returns the largest value with at least `target` candidates or mass at it and above; `lowest` has as many."""
     o_p = tl.arange(0, P)
     base = _ordered(lowest.to(tl.int32, bitcast=True)).to(tl.int64)
     span = _ordered(top.to(tl.int32, bitcast=True)).to(tl.int64) - base + 1
     while span > 1:
         step = (span + P - 1) // P
-        b_keys = tl.minimum(base + o_p.to(tl.int64) * step, 0x7FFFFFFF).to(tl.int32)  # the last is a NaN: nothing
+        b_keys = tl.minimum(base + o_p.to(tl.int64) * step, 0x7FFFFFFF).to(tl.int32)  # the last is NaN
         b_pivots = _ordered(b_keys).to(tl.float32, bitcast=True)
         b_sum = _at_least(row_p, temperature, values_p, packed, n, b_pivots, top, P, BLOCK, COUNT)
         taken = tl.max(tl.where(b_sum >= target, o_p, 0), axis=0).to(tl.int64) * step
@@ -89,7 +89,7 @@ def _edge(
 
 @triton.jit
 def _at_and_above(row_p, temperature, values_p, packed, n, edge, top, TILE: tl.constexpr):
-    """The mass of the candidates at the edge and above it, and of those above alone."""
+    """Returns the mass of the candidates at or above the edge, and of those above it."""
     b_keys = _ordered(edge.to(tl.int32, bitcast=True)) + tl.arange(0, 2)
     b_pivots = _ordered(b_keys).to(tl.float32, bitcast=True)
     b_sum = _at_least(row_p, temperature, values_p, packed, n, b_pivots, top, 2, TILE, False)
@@ -100,7 +100,7 @@ def _at_and_above(row_p, temperature, values_p, packed, n, edge, top, TILE: tl.c
 def _kept(
     row_p, temperature, values_p, packed, start, n, edge, cut, top, least, BLOCK: tl.constexpr, TIES: tl.constexpr
 ):
-    """Mass of the candidates start..start + BLOCK: of those at the edge, or of all that stay."""
+    """Returns the mass of the candidates start..start + BLOCK that are at the edge, or of all that stay."""
     o_n = start + tl.arange(0, BLOCK)
     b_l = _values(row_p, temperature, values_p, packed, o_n, n)
     b_in = b_l == edge
@@ -114,7 +114,7 @@ def _first_beyond(
     row_p, temperature, values_p, packed, n, edge, cut, top, least, share,
     TILES: tl.constexpr, BLOCK: tl.constexpr, TIES: tl.constexpr,
 ):  # fmt: skip
-    """The first position up to which the mass exceeds `share`; without TIES that is a fraction of the whole mass."""
+    """Returns the first position at which the cumulative mass exceeds `share`, a fraction of all mass without TIES."""
     o_t = tl.arange(0, TILES)
     b_sums = tl.zeros([TILES], dtype=tl.int64)
     for i in range(0, tl.cdiv(n, BLOCK)):
@@ -122,7 +122,7 @@ def _first_beyond(
         b_sums += tl.where(o_t == i, tl.sum(b_w, axis=0), 0)
     if TIES:
         threshold = share
-    else:  # the whole share too draws a token that stays
+    else:  # a share of 1 also samples a token that stays
         total = tl.sum(b_sums, axis=0)
         threshold = tl.minimum((share * total.to(tl.float64)).to(tl.int64), total - 1)
     tile = tl.sum((tl.cumsum(b_sums, axis=0) <= threshold).to(tl.int32), axis=0)
@@ -138,7 +138,7 @@ def _draft_or_rest(
     draft, acceptance, drafted_p, q_p, C, V,
     TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The draft where it is accepted, else a token of what is left of the mass once q of it is taken off."""
+    """Returns the draft if it is accepted, else a token sampled from the mass that is left after subtracting q."""
     o_t, o_c = tl.arange(0, TILES), tl.arange(0, C_BLOCK)
     b_sums = tl.zeros([TILES], dtype=tl.int64)
     for i in range(0, tl.cdiv(n, BLOCK)):
@@ -148,9 +148,9 @@ def _draft_or_rest(
 
     m_c = (o_c < C) & (draft >= 0)
     b_ids = tl.load(drafted_p + o_c, mask=m_c, other=-1).to(tl.int32)
-    m_c &= (b_ids >= 0) & (b_ids < V)  # padding rows hold anything
+    m_c &= (b_ids >= 0) & (b_ids < V)  # padding rows have any values
     b_q = tl.load(q_p + o_c, mask=m_c, other=0.0).to(tl.float64) * total.to(tl.float64)
-    last = tl.load(ids_p + cut, mask=packed & (cut < n), other=cut)  # the id that `cut` is the place of
+    last = tl.load(ids_p + cut, mask=packed & (cut < n), other=cut)  # the id at place `cut`
     b_l = _scaled(tl.load(row_p + b_ids, mask=m_c, other=-float("inf")), temperature)
     b_p = tl.where((b_l > edge) | ((b_l == edge) & (b_ids <= last)), _mass(b_l, top, least), 0)
     b_taken = tl.where(m_c, tl.minimum(b_p, b_q.to(tl.int64)), 0)
@@ -184,7 +184,7 @@ def _draft_or_rest(
 
 @triton.jit
 def _pack(row_p, temperature, values_p, ids_p, V, bound, ROOM: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the columns at `bound` and above in the order of their ids, as far as there is room, and count them."""
+    """Writes the columns at `bound` and above in the order of their ids, up to ROOM, and counts them."""
     n = 0
     for start in tl.range(0, V, BLOCK, num_stages=3):
         o_v = start + tl.arange(0, BLOCK)
@@ -203,20 +203,20 @@ def _bound_of_top_k(
     row_p, temperature, values_p, b_largest, top, top_k,
     PIVOTS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """A value that the k-th largest is not below, from the largest logits of the GROUPS that columns fall into."""
+    """Returns a lower bound of the k-th largest value, from the largest logits of GROUPS groups of columns."""
     bound = tl.full([], -float("inf"), dtype=tl.float32)
-    if top_k <= GROUPS:  # k groups reach the k-th of their largest, so at least k columns do
+    if top_k <= GROUPS:  # k groups have maxima at or above the k-th one, so at least k columns are
         tl.store(values_p + tl.arange(0, GROUPS), _scaled(b_largest, temperature))
         tl.debug_barrier()
         lowest = _scaled(tl.min(b_largest, axis=0), temperature)
         bound = _edge(row_p, temperature, values_p, True, GROUPS, lowest, top, top_k, PIVOTS, TILE, True)
-        tl.debug_barrier()  # before others write where some still read
+        tl.debug_barrier()  # before other threads overwrite values that some still read
     return bound
 
 
 @triton.jit
 def _bound_of_top_p(row_p, temperature, values_p, V, top, top_p, TILE: tl.constexpr):
-    """The whole mass, and the highest of a few values with top_p of it at or above."""
+    """Returns the whole mass, and the highest of a few values with top_p of it at or above."""
     o_b = tl.arange(0, 4)
     b_bounds = tl.where(o_b < 3, top - 4.0 * (o_b + 1), -float("inf"))
     b_sum = _at_least(row_p, temperature, values_p, False, V, b_bounds, top, 4, 4 * TILE, False)
@@ -227,7 +227,7 @@ def _bound_of_top_p(row_p, temperature, values_p, V, top, top_p, TILE: tl.conste
 
 @triton.jit
 def _wanted(top_p, total):
-    """A token is kept while the mass before it is below this."""
+    """Returns the mass below which tokens are kept."""
     return tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
@@ -251,7 +251,7 @@ def _sample_kernel(
     for start in tl.range(0, V, BLOCK, num_stages=3):
         b_x = tl.load(row_p + start + o_v, mask=start + o_v < V, other=-float("inf")).to(tl.float32)
         b_index = tl.where(b_x > b_top, start + o_v, b_index)
-        b_top = tl.where(b_x > b_top, b_x, b_top)  # a NaN never is, here and in every comparison below
+        b_top = tl.where(b_x > b_top, b_x, b_top)  # never true for NaN, here and in all comparisons below
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     largest = tl.max(b_top, axis=0)
@@ -259,7 +259,7 @@ def _sample_kernel(
     greedy = temperature == 0.0
     temperature = tl.where(greedy, 1.0, temperature)
     top = _scaled(largest, temperature)
-    if (greedy == 0) & (tl.abs(top) < float("inf")):  # padding rows hold anything
+    if (greedy == 0) & (tl.abs(top) < float("inf")):  # padding rows have any values
         top_p = tl.load(top_p_p + i_m)
         top_k = tl.load(top_k_p + i_m)
         n = tl.zeros([], dtype=tl.int32) + V
@@ -303,7 +303,7 @@ def _sample_kernel(
 
 
 def sample(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """A token int64 [M] of every row of logits [M, V]; the largest logit's where the temperature is 0."""
+    """Samples a token int64 [M] of every row of logits [M, V]; at temperature 0, that of the largest logit."""
     return _launch(logits, (temperature, top_p, top_k, min_p, uniform), (None, None, None, None), 0)
 
 
@@ -319,7 +319,7 @@ def rejection_sample(
     q: Tensor,
     acceptance: Tensor,
 ) -> Tensor:
-    """As `sample`, but the draft int64 [M], sampled from q [M, C] of candidates [M, C], where it is accepted."""
+    """Does the same as `sample`, but returns an accepted draft int64 [M], sampled from q [M, C] of candidates."""
     judged = draft, acceptance, candidates.contiguous(), q.contiguous()
     return _launch(logits, (temperature, top_p, top_k, min_p, uniform), judged, q.shape[1])
 
@@ -327,7 +327,7 @@ def rejection_sample(
 def _launch(logits: Tensor, how: tuple[Tensor, ...], judged: tuple[Tensor | None, ...], count: int) -> Tensor:
     m, vocab = logits.shape
     if vocab > MAX_VOCAB:
-        raise ValueError(f"a vocabulary of {vocab} tokens; sampling counts mass for at most {MAX_VOCAB}")
+        raise ValueError(f"the vocabulary has {vocab} tokens; sampling supports at most {MAX_VOCAB}")
     block = min(BLOCK, next_power_of_two(vocab))
     room = min(CANDIDATES, next_power_of_two(vocab))
     values = torch.empty(m, room, dtype=torch.float32, device=logits.device)

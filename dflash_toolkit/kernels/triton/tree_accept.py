@@ -1,4 +1,4 @@
-"""The walk through verified draft trees, and the move of what it accepts, in Triton."""
+"""The walk through verified draft trees, and the move of accepted rows, in Triton."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..launch import next_power_of_two, pdl
 from ..tree import MOST_NODES, TreeRows
 
-BLOCK = 512  # numbers of a token's keys, or values, that a program moves
+BLOCK = 512  # elements of a token's keys or values that a program moves
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -17,7 +17,7 @@ def _accept_trees_kernel(
     starts_p, parents_p, row_tokens_p, choice_p, active_p, lengths_p, last_p, forced_p, counts_p, tokens_p, path_p, P,
     R_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr, FORCED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The walk of one request."""
+    """Computes the walk of one request."""
     i_b = tl.program_id(0).to(tl.int64)
     o_p = tl.arange(0, P_BLOCK)
     if PDL:
@@ -65,7 +65,7 @@ def _move_rows_kernel(
     cache_p, row_slots_p, path_p, counts_p, lengths_p, pages_p, P, numbers, width, stride_side, stride_slot,
     P_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some numbers of the keys, or the values, of one layer and request: all are read before any is written.
+    """Moves some elements of the keys or values of one layer and request; reads all before it writes any.
 
     Program (layer and side, request, piece). The anchor is already in its place.
     """
@@ -99,9 +99,9 @@ def accept_trees(
     depth: int,
     forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """counts int32 [B], tokens and rows int64 [B, depth] of the walks by choice [M]; advances the state in place.
+    """Returns counts int32 [B], tokens and rows int64 [B, depth] of the walks by choice [M]; advances the state.
 
-    See the reference. The trees are of at most MOST_NODES.
+    See the reference. Trees have at most MOST_NODES nodes.
     """
     batch, longest = len(lengths), min(MOST_NODES, len(choice) - len(lengths)) + 1
     counts = torch.empty(batch, dtype=torch.int32, device=choice.device)
@@ -124,7 +124,7 @@ def move_rows_(
     page_table: Tensor,
     page_size: int,
 ) -> None:
-    """Accepted rows' keys and values in cache [L, 2, slots, G, H] to their positions; see the reference."""
+    """Moves accepted rows' keys and values in cache [L, 2, slots, G, H] to their positions; see the reference."""
     layers, sides, _, groups, width = cache.shape
     assert cache.is_contiguous()
     batch, depth = path.shape

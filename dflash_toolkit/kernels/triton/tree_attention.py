@@ -1,10 +1,10 @@
 """Attention of the rows of a few requests' draft trees over their pages, in Triton.
 
-The context is read for up to 64 queries of a request at once, as a block's is (`attention.py`), up to the last whole
-tile of keys. After it rows differ in what they see: from there on every row is computed alone, over the rest of the
-context and the nodes on the path to it, each in the place of a tile where its position has it. So a row's sums are
-those of the same token decoded plainly, bit for bit: the same tiles, the same splits, the same order. Where that is not
-promised, of more than 8 requests, `attention.masked_attention` is faster.
+The context is read for up to 64 queries of a request at once, as for a block (`attention.py`), up to the last whole
+tile of keys. After it, rows see different keys, so every row is computed alone, over the rest of the context and the
+nodes on its path, each at the place in a tile that its position determines. So a row has the same tiles, splits, order
+and bits as the same token in a plain step. For more than 8 requests, which do not need equal bits,
+`attention.masked_attention` is faster.
 `hopper/tree_attention.py` can replace both kernels.
 """
 
@@ -31,9 +31,9 @@ def _prefix_kernel(
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The states of a tile of a request's queries over split i_s of the context's whole tiles of keys.
+    """Computes the states of a tile of a request's queries over split i_s of the context's whole tiles of keys.
 
-    Of head h of group g of row r that of split s is at ((r * G + g) * SPLITS + s) * GROUP + h.
+    The state of head h of group g of row r over split s is at ((r * G + g) * SPLITS + s) * GROUP + h.
     """
     i_x, i_s = tl.program_id(0), tl.program_id(1)  # i_x = (request * G + KV head) * TILES + tile
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
@@ -69,7 +69,7 @@ def _prefix_kernel(
 
 @triton.jit
 def _split_of(position, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
-    """The split that a position is in."""
+    """Returns the split of a position."""
     past = position - SHORT * SHORT_SPLITS
     return tl.where(past < 0, position // SHORT, SHORT_SPLITS + past // LONG)
 
@@ -82,7 +82,7 @@ def _tail_kernel(
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Handles the rest of one row: its state goes on in the split where the whole tiles end, and in later ones.
+    """Computes the rest of one row: its states in the split where the whole tiles end, and in later ones.
 
     Padding gets the state of a value of zero.
     """
@@ -131,7 +131,7 @@ def _tail_kernel(
         else:
             b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
             b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
-        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # from here on as `_split_state`
+        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # the same as `_split_state` from here on
         visible = m_t[None, :]
         if WINDOW > 0:
             visible = visible & (position - o_t < WINDOW)[None, :]
@@ -156,9 +156,9 @@ def tree_attention(
     paths: Tensor,
     hopper: Callable[..., None] | None = None,
 ) -> Tensor:
-    """Attention [M, N H] of the rows' queries [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
+    """Returns the attention [M, N H] of queries [M, N, H] over the pages in cache [2, slots, G, H]; see the reference.
 
-    Of as many requests as have their keys split. `hopper` launches the first two kernels instead of this module's.
+    Supports as many requests as have split keys. `hopper` replaces the first two kernels.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, kv.cache.shape
     lengths, batch, group = kv.lengths, len(kv.lengths), heads // groups
@@ -167,9 +167,9 @@ def tree_attention(
     tiles = -(-longest * group // attention.ROWS)
     cuts = {"SHORT": attention.SHORT.value, "SHORT_SPLITS": attention.SHORT_SPLITS.value, "LONG": attention.LONG.value}
     splits = attention.splits_of(kv.table.shape[1] * kv.size)
-    tails = 2 + max(0, paths.shape[2] - 2) // cuts["SHORT"]  # splits that a path may reach into
+    tails = 2 + max(0, paths.shape[2] - 2) // cuts["SHORT"]  # maximum splits of a path
     head, keys = padded(width), attention.CUTS[0][0]
-    # as `block_attention` of as many rows
+    # the same as `block_attention` with as many rows
     used = batch * groups * -(-m * group // (batch * attention.ROWS))
     pairs = hopper is not None and attention.FEW * used > multiprocessors(q.device.index)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)

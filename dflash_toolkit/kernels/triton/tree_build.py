@@ -1,7 +1,7 @@
 """Draft trees of all requests of a batch, in Triton: children, growth, and the cut to the rows of a pass.
 
-What decides between nodes is compared as it is: paths are sums in fp32 in the order of their nodes, and of equal ones
-an integer that holds depth, parent and order decides. So trees are those of the definition.
+Nodes are compared exactly: by the path's sum in fp32, in the order of its nodes, then by an integer that holds depth,
+parent and order. So trees equal those of the definition.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,7 @@ CANDIDATES = 64
 def _store_children(
     b_log, p_values, p_ranks, slope, bias, C, W: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The W best of C candidates with these log-probabilities, calibrated."""
+    """Stores the W best of C candidates with these log-probabilities, calibrated."""
     o_c = tl.arange(0, C_BLOCK)
     b_p = tl.exp(b_log.to(tl.float64))
     b_p = tl.where(b_p < EXTREME, EXTREME, tl.where(b_p > 1 - EXTREME, 1 - EXTREME, b_p))
@@ -46,7 +46,7 @@ def _children_kernel(
     K, C, R, stride_unary, stride_lse, stride_candidates, stride_state,
     W: tl.constexpr, C_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One slot of a request. PAIRS: after each candidate of the slot before, by scores as the walk's."""
+    """Computes one slot of a request. PAIRS: after each candidate of the previous slot, by the scores of the walk."""
     i_x = tl.program_id(0).to(tl.int64)
     i_b, k = i_x // K, i_x % K
     o_c = tl.arange(0, C_BLOCK)
@@ -83,14 +83,14 @@ def _children_kernel(
 
 @triton.jit
 def _key(path, depth, parent, order, before):
-    """int64 that is the larger the sooner a node comes; `before` decides nothing."""
+    """Returns an int64 key that is larger for earlier nodes; `before` never decides."""
     low = ((DEEPEST - depth) << 17) | ((FARTHEST - parent) << 10) | ((LAST - order) << 6) | before
     return (ordered(path).to(tl.int64) << 32) | low.to(tl.int64)
 
 
 @triton.jit
 def _path_of(order):
-    """The float that `ordered` makes this of."""
+    """Inverts `ordered`: returns the float."""
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
 
@@ -100,10 +100,10 @@ def _grow_kernel(
     K, C, stride_candidates,
     N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The tree of one request, node by node.
+    """Grows the tree of one request, node by node.
 
-    Of the nodes that may come next there is, of every one that is there, its first child, and the next sibling of each
-    that came: a node's sibling takes its place, and its child a new one.
+    The candidates for the next node are the first child and the next sibling of every node in the tree. When a node is
+    added, its sibling replaces it among the candidates, and its child is appended.
     """
     i_b = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, N_BLOCK)
@@ -123,7 +123,7 @@ def _grow_kernel(
     b_next = tl.where((o_n == 0) & (limit > 0), _key(tl.load(values_p), zero + 1, zero, zero, zero), none)
     b_log = tl.zeros([N_BLOCK], dtype=tl.float32)
     b_depth = tl.zeros([N_BLOCK], dtype=tl.int32)
-    b_above = tl.zeros([N_BLOCK], dtype=tl.int64)  # bit j: node j is on the path, the node itself too
+    b_above = tl.zeros([N_BLOCK], dtype=tl.int64)  # bit j: node j is on the path, or is the node itself
     for i in range(N):
         best = tl.max(b_next, axis=0)
         found = best != none
@@ -181,7 +181,7 @@ def _cut_kernel(
     B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROUNDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """All of it, in one program: two searches by halves for the last node that is kept, then every row."""
+    """Computes the cut in one program: two binary searches for the last node that is kept, then every row."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -189,7 +189,7 @@ def _cut_kernel(
     b_order, b_tie = _largest(log_probs_p, depths_p, o_x, B, N, N_BLOCK)
     nodes = tl.sum((b_order >= -(2**31)).to(tl.int32), axis=0)
     wanted = tl.minimum(M - B, nodes)
-    low, high = tl.full([], -(2**31), dtype=tl.int64), tl.full([], 1, dtype=tl.int64)  # a path is 0 at most
+    low, high = tl.full([], -(2**31), dtype=tl.int64), tl.full([], 1, dtype=tl.int64)  # log-probabilities are at most 0
     for _ in range(32):
         middle = (low + high + 1) >> 1
         enough = tl.sum((b_order >= middle).to(tl.int32), axis=0) >= wanted
@@ -257,7 +257,7 @@ def draft_children(
     width: int,
     pairs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Calibrated log-probabilities fp32 [B, K, Q, W] of every slot's best, and which they are; see the reference."""
+    """Returns calibrated log-probabilities fp32 [B, K, Q, W] of every slot's best candidates, and their indices."""
     batch, slots, count = candidates.shape
     assert width <= min(count, LAST.value + 1) and count <= CANDIDATES and slots <= DEEPEST.value
     shape = (batch, slots, 1 if pairs is None else count, width)
@@ -294,7 +294,7 @@ def grow_trees(values: Tensor, ranks: Tensor, candidates: Tensor, limits: Tensor
 def cut_trees(
     trees: Trees, last_token: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, rows: int
 ) -> TreeRows:
-    """The anchors of all requests, and the likeliest nodes of all trees, `rows` together; see the reference."""
+    """Returns the anchors of all requests and the most probable nodes, `rows` together; see the reference."""
     batch, nodes = trees.depths.shape
     device = lengths.device
     assert rows >= batch

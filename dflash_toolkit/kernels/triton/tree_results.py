@@ -1,4 +1,4 @@
-"""The results of a step over draft trees, in Triton: what its trees expected, and one row of integers for the host."""
+"""The results of a step over draft trees, in Triton: expected acceptance, and one row of integers for the host."""
 
 # mypy: disable-error-code="no-untyped-def"
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from ..launch import next_power_of_two, pdl
 from ..tree import MOST_NODES, TreeRows, Trees
 from .pdl import start_next, wait_for_previous
 
-SLOTS = tl.constexpr(64)  # slots of a block, more than trees are deep
-MOST_SUMMED = 512  # nodes of a warp
+SLOTS = tl.constexpr(64)  # slots of a block, more than the depth of trees
+MOST_SUMMED = 512  # maximum nodes of a warp
 
 
 @triton.jit(do_not_specialize=["blocks", "B", "K"])
@@ -22,10 +22,10 @@ def _expected_accepted_kernel(
     N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr, ROWS: tl.constexpr, BUCKETS: tl.constexpr,
     B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One sum: of a block, the chains' or that of the likeliest nodes for one of so many ROWS.
+    """Computes one sum of a block: that of chains, or that of the most probable nodes for one of ROWS row counts.
 
-    Bit S - 2 of `blocks` stands for a block of S. Nodes are not sorted: a search by halves finds the probability of the
-    last one that has a row, and whatever is equal to it counts as often as there are rows left.
+    Bit S - 2 of `blocks` represents a block of S. Nodes are not sorted: a binary search finds the probability of the
+    last node with a row, and equal nodes count as often as rows are left.
     """
     i_s, i_r = tl.program_id(0), tl.program_id(1)
     o_s = tl.arange(0, SLOTS)
@@ -43,7 +43,7 @@ def _expected_accepted_kernel(
             o_x = ((o_b * K + slot) * Q + b_rank) * W
             b_path += tl.load(values_p + o_x, mask=m_b, other=0.0)
             b_sum += tl.where(slot < b_limit, tl.exp(b_path), 0.0)
-            if Q > 1:  # children of the best candidate of the slot before
+            if Q > 1:  # children of the best candidate of the previous slot
                 b_rank = tl.load(ranks_p + o_x, mask=m_b, other=0)
         total = tl.sum(b_sum, axis=0)
     else:
@@ -70,14 +70,14 @@ def _expected_accepted_kernel(
 
 @triton.jit
 def _nonfinite_rows_kernel(hidden_p, nonfinite_p, D, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Whether a row's norm is not finite, as 0 or 1."""
+    """Stores whether a row's norm is not finite, as 0 or 1."""
     i_m = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     b_x = tl.load(hidden_p + i_m * stride + o_d, mask=o_d < D, other=0.0).to(tl.float32)
     start_next(PDL)
     total = tl.sum(b_x * b_x, axis=0)
-    tl.store(nonfinite_p + i_m, tl.where(total < float("inf"), 0, 1))  # 1 of NaN too
+    tl.store(nonfinite_p + i_m, tl.where(total < float("inf"), 0, 1))  # also 1 for NaN
 
 
 @triton.jit(do_not_specialize=["B", "M", "S", "sums"])
@@ -123,7 +123,7 @@ def _pack_results_kernel(
 def expected_accepted(
     trees: Trees, values: Tensor, ranks: Tensor, limits: Tensor, blocks: Sequence[int], rows: Sequence[int]
 ) -> Tensor:
-    """Sums of path probabilities over a batch, fp32 [blocks, 1 + rows]; see the reference. Blocks ascend."""
+    """Returns sums of path probabilities over a batch, fp32 [blocks, 1 + rows]; blocks ascend. See the reference."""
     (batch, nodes), (slots, families, width) = trees.depths.shape, values.shape[1:]
     assert [*blocks] == sorted({*blocks}) and blocks[0] > 1 and blocks[-1] <= SLOTS.value
     out = torch.empty(len(blocks), 1 + len(rows), dtype=torch.float32, device=values.device)
@@ -139,7 +139,7 @@ def expected_accepted(
 def pack_tree_results(
     rows: TreeRows, hidden: Tensor, tokens: Tensor, counts: Tensor, path: Tensor, expected: Tensor
 ) -> Tensor:
-    """Returns a step's result, int64 in one dimension; see the reference. The trees are of at most MOST_NODES."""
+    """Returns a step's result, int64 in one dimension; see the reference. Trees have at most MOST_NODES nodes."""
     (batch, depth), (m, width), device = path.shape, hidden.shape, path.device
     assert hidden.dtype != torch.float64 and hidden.stride(1) == 1
     nonfinite = torch.empty(m, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The walk of DFlash 2's selector through the slots of a block, in Triton: one program a request."""
+"""The walk of DFlash 2's selector through the slots of a block, in Triton: one program per request."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -14,7 +14,7 @@ def _slot(
     state_p, unary_p, candidates_p, predecessors_p, successors_p, k, K, C, R, C_BLOCK: tl.constexpr,
     R_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loads the scores and candidates of slot k; none of it depends on a choice, so it is loaded a slot ahead."""
+    """Loads the scores and candidates of slot k, one slot ahead, as they do not depend on choices."""
     o_c, o_r = tl.arange(0, C_BLOCK), tl.arange(0, R_BLOCK)
     m_c, m_r = (o_c < C) & (k < K), o_r < R
     b_ids = tl.load(candidates_p + k * C + o_c, mask=m_c, other=0)
@@ -58,7 +58,7 @@ def _walk_kernel(
         b_score = b_unary + tl.sum(b_successors.to(tl.float32) * b_query[None, :], axis=1)
         b_score = tl.where(o_c < C, b_score, -float("inf"))
         best = tl.max(b_score, axis=0)
-        # rows that stand for no request may hold NaN; they get a candidate all the same
+        # rows without a request may hold NaN; they also get a candidate
         chosen = tl.min(tl.where((b_score == best) & (o_c < C), o_c, C_BLOCK), axis=0)
         chosen = tl.where(chosen == C_BLOCK, 0, chosen)
         if SAMPLED:
@@ -77,7 +77,7 @@ def _walk_kernel(
 def walk(
     state: Tensor, unary: Tensor, candidates: Tensor, predecessors: Tensor, successors: Tensor, anchors: Tensor
 ) -> Tensor:
-    """The tokens int64 [B, K] of K slots, each the best of its candidates after the one before; see the reference."""
+    """Returns tokens int64 [B, K] of K slots, each the best candidate after the previous token; see the reference."""
     return _launch(state, unary, candidates, predecessors, successors, anchors, None, None)[0]
 
 
@@ -91,7 +91,7 @@ def sampled_walk(
     temperature: Tensor,
     uniform: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `walk`, with each token drawn, and what it was drawn from, fp32 [B, K, C]; see the reference."""
+    """Does the same as `walk`, but samples tokens; also returns their distributions fp32 [B, K, C]."""
     return _launch(state, unary, candidates, predecessors, successors, anchors, temperature, uniform)
 
 
