@@ -36,7 +36,7 @@ from .responses.build_corpus import CORPUS
 from .responses.collect import discard, gathered
 from .responses.conversation import load_chat_tokenizer
 from .responses.corpus import Corpus
-from .run.definition import Export, Outcome, Run
+from .run.definition import WORK, Export, Outcome, Run
 from .run.estimate import estimate_here
 from .run.metrics_log import WANDB_OPTION
 from .run.prepare import Prepared, prepare
@@ -112,7 +112,12 @@ def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Proc
 
         write_own(plan, path, decoder, processes.peers.main)
 
-    processes.first_group(write)
+    try:
+        processes.first_group(write)
+    except UserError:
+        if processes.main:
+            discard(Path(config.output_dir) / WORK)
+        raise
     return config
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import forked
 import pytest
 from conftest import make_tokenizer
-from programs import Program, lines, write
+from programs import Program, altered, lines, write
 from prompt_writing import ANSWER, ASKED, FOOD, REFUSAL, WHERE, make_writing
 
 from dflash_toolkit import UserError
@@ -188,6 +188,26 @@ def test_training_on_own_prompts_is_training_on_their_file(
     one, other = (read_json(dflash_train.place(name) / "run.json") for name in ("self", "file"))
     assert one["data_hash"] == other["data_hash"] and one["result"]["steps"] == 2
     assert "finished" in dflash_train("--data", "self:12", "optim.steps=2", output="self")[-1]
+
+
+def test_a_refused_template_leaves_no_output(dflash_train: Program, writing: Path, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = BARE
+    dflash_train.target, dflash_train.data = altered(dflash_train.target, tmp_path / "bare", tokenizer), None
+    said = dflash_train.refuses("--data", "self:12", output="bare-run")
+    assert "does not mark the beginning and the end" in said and not dflash_train.place("bare-run").exists()
+
+
+def test_two_sources_of_own_prompts_are_refused(dflash_train: Program) -> None:
+    dflash_train.data = None
+    assert "give one" in dflash_train.refuses("--data", "self:12", "self:5")
+    assert "responses.regenerate" in dflash_train.refuses("--data", "self:12", "responses.regenerate=false")
+
+
+def test_own_prompts_are_estimated(dflash_train: Program) -> None:
+    dflash_train.data = None
+    dflash_train("--data", "self:1234", "--estimate")
+    assert "1,234 prompts" in dflash_train.out
 
 
 def test_own_prompts_join_those_of_files(synthesis: Program, tmp_path: Path) -> None:
