@@ -1,5 +1,6 @@
 """Defines the interface of weight formats, and the rows that GEMMs multiply with the weights."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -55,19 +56,19 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(ABC):
     """A matrix [N, K], or several [E, N, K], with scales; whole rows can be split off as views."""
 
     data: Tensor
     scale: Tensor
 
     @property
-    def format(self) -> Format:
-        raise NotImplementedError
+    @abstractmethod
+    def format(self) -> Format: ...
 
+    @abstractmethod
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns the values [N, K] in another dtype."""
-        raise NotImplementedError
 
     def __getitem__(self, at: int | slice) -> Self:
         """Returns one or more of several matrices, as a view."""

@@ -111,10 +111,6 @@ class TreeProgram:
         ]  # fmt: skip
         return committed, result
 
-    def result_size(self, batch: int, shape: StepShape) -> int:
-        """Returns the number of values in the result of a step."""
-        return TreeStepResult.size(batch, shape, sum(1 < each <= shape.block for each in self.promised))
-
     # ---- captured steps --------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -126,7 +122,7 @@ class TreeProgram:
                 trees are S - 1 deep.
 
         Returns:
-            int64 [`result_size`], see `TreeStepResult.parse`. In the full mode the log-probabilities [batch, S] of the
+            int64 in one dimension, see `TreeStepResult.parse`. In the full mode the log-probabilities [batch, S] of the
             accepted rows' tokens are in the buffers.
         """
         batch, block, rows, mode = part.rows, part.block, part.nodes, part.mode
