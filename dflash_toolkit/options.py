@@ -112,9 +112,11 @@ class PromptOptions:
     max_prompts: int = option(0, "number of prompts from all sources; 0 uses all", common=True)
     max_length: int = option(3072, "tokens of prompt and response together; longer rows are cut")
     similarity: float = option(
-        0.8, "share of word triples in common with an earlier prompt at which a prompt is dropped; 1 drops only copies"
+        0.8,
+        "share of pairs of words in common with an earlier prompt at which a prompt is dropped, without text that "
+        "several prompts share; 1 drops only copies",
     )
-    strict: bool = option(True, "end the run at a malformed row of a file; off skips and counts such rows")
+    strict: bool = option(False, "end the run at the first row that cannot be used; off skips and counts such rows")
 
     def __post_init__(self) -> None:
         if self.max_prompts < 0:

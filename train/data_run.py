@@ -35,8 +35,7 @@ from dflash_toolkit.threads import use_threads
 from .config import count_in
 from .data_cli import PROG, DataConfig
 from .distributed.parallel import Processes
-from .prompts.choosing import Wanted, choose, chosen, left_out
-from .prompts.dedup import Duplicates
+from .prompts.choosing import Wanted, choose, chosen, say
 from .prompts.own import OwnPrompts, own_file, with_own_file, write_own
 from .responses.backends import open_decoder
 from .responses.batch_size import ON_SERVER, SIZES
@@ -220,8 +219,7 @@ def _choose(config: DataConfig, names: tuple[str, ...], path: Path) -> None:
     """Reads the sources into a file of distinct prompts. Raises UserError."""
     options = config.prompts
     wanted = Wanted(names=names, options=options, seed=config.sampler.seed, shuffle=options.shuffle)
-    counts = choose(wanted, path, Duplicates(options.similarity))
-    print(f"{counts['prompts']} prompts; left out: {left_out(counts)}", file=sys.stderr)
+    say(choose(wanted, path))
 
 
 # ---- responses -----------------------------------------------------------------------------------------------

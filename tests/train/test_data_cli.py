@@ -109,7 +109,7 @@ def test_duplicates_are_dropped_and_untrainable_rows_counted(
     kept = next(text for text in ("ask me", "tell me", "ask you") if greedy(loaded, asked(target, text))[1:2])
     data = write(tmp_path / "p.jsonl", says(kept, kept.upper(), "quick", "long " * 20))
     *said, last = dflash_data("--target", quick, "--data", data, "prompts.max_length=60")
-    assert any("3 prompts; left out: 1 near duplicates" in line for line in said)
+    assert any("3 prompts; left out: 1 duplicates" in line for line in said)
     assert "dropped 1 shorter than two tokens, 1 too long" in last
     (row,) = dflash_data.rows()
     assert row["messages"][0] == user(kept) and len(row["tokens"]) <= 60
@@ -243,7 +243,7 @@ def test_a_user_error_of_dflash_data_is_one_line_without_files(
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{nope\n')
     (tmp_path / "replies.jsonl").write_text('{"reply": "a"}\n')
     names = {"BROKEN": tmp_path / "broken.jsonl", "REPLIES": tmp_path / "replies.jsonl"}
-    assert named in dflash_data.refuses(*(names.get(word, word) for word in change))
+    assert named in dflash_data.refuses("prompts.strict=true", *(names.get(word, word) for word in change))
     assert not dflash_data.output.exists() or not dflash_data.output.stat().st_size
 
 
@@ -273,10 +273,11 @@ def test_a_token_that_the_target_does_not_have_ends_it(token: int, fake: Fake, d
     assert not dflash_data.output.read_text()
 
 
-def test_malformed_rows_are_counted_with_strict_false(dflash_data: Program, prompts: Path) -> None:
-    prompts.write_text('{"prompt": "ask a of it"}\n{nope\n3\n{"prompt": "ask b of it"}\n')
-    said = "\n".join(dflash_data("prompts.strict=false"))
-    assert "2 prompts; left out: 0 near duplicates, 2 malformed rows" in said
+def test_malformed_rows_are_counted_by_reason(dflash_data: Program, prompts: Path) -> None:
+    prompts.write_text('{"prompt": "ask a of it"}\n{nope\n3\n{"prompt": "ask b of it"}\n{ no\n{"prompt": "\\ud83d"}\n')
+    said = "\n".join(dflash_data())
+    reasons = "1 expected an object, got int (first: p.jsonl, line 3), 2 not valid JSON (first: p.jsonl, line 2), 1 not"
+    assert f"2 prompts; left out: {reasons} valid text (first: p.jsonl/6)" in said
 
 
 def test_a_repetition_penalty_is_reported_as_not_applied(dflash_data: Program, tmp_path: Path) -> None:

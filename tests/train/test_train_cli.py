@@ -131,7 +131,7 @@ def test_conversations_are_held_out_with_all_their_turns(target: Target, dflash_
     ends = sorted({token for tokens in begun for token in tokens} - {tokens[0] for tokens in begun})
     mine = altered(dflash_train.target, tmp_path / "mine", generation_config={"eos_token_id": [EOS, *ends]})
     said = "\n".join(dflash_train("--target", mine, "responses.max_tokens=6", "prompts.max_length=90", "optim.steps=2"))
-    assert "1 too long (prompts.max_length is 90)" in said and "1 near duplicates" in said
+    assert "1 too long (prompts.max_length is 90)" in said and "1 duplicates" in said
     written = lines(dflash_train.output / "work/answers.jsonl")
     assert {row["index"] for row in written} < set(range(9)) and len({row["index"] for row in written}) == 6
     record = dflash_train.record()
@@ -257,11 +257,11 @@ TEXTS = {
         (["prompts.max_length=9"], "too long (prompts.max_length is 9)"),
         (["--responses", "a.jsonl"], "give one of them"),
         (["--data", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
-        (["--data", "MALFORMED"], "line 2"),
+        (["--data", "MALFORMED", "prompts.strict=true"], "line 2"),
         (["--data", "EMPTY"], "holds no prompts"),
-        (["--data", "NO QUESTION"], "line 3"),
+        (["--data", "NO QUESTION", "prompts.strict=true"], "line 3"),
         (["--data", "SHORT", "responses.regenerate=false"], "1 shorter than two tokens"),
-        (["--data", "NO TEXT", "responses.regenerate=false"], "is not valid text"),
+        (["--data", "NO TEXT", "responses.regenerate=false"], "6 not valid text"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -298,7 +298,7 @@ def test_a_target_in_sixteen_bits_is_trained_for_on_a_cpu(dtype: str, dflash_tra
 def test_a_prompt_that_cannot_be_rendered_is_passed_over_and_counted(dflash_train: Program, tmp_path: Path) -> None:
     dflash_train.data = write(tmp_path / "p.jsonl", says("fine 0", "fine 1", "fine 2", "\ud800 half"))
     said = "\n".join(dflash_train("optim.steps=1", "prompts.held_out=0"))
-    assert "1 refused by the chat template" in said
+    assert "3 prompts; left out: 1 not valid text (first: p.jsonl/4)" in said
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.txt", "say\nmore"), ("a.json", '[\n{"prompt": "a"}, {"prompt": "b"}]')])

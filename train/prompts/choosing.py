@@ -1,17 +1,20 @@
-"""Prompts of a run: read from all sources, without near duplicates, sampled if there are more than needed.
+"""Prompts of a run: read from all sources, without duplicates, sampled if there are more than needed.
 
-Chosen prompts go to a file of JSON lines, one conversation each; memory holds only the data of the duplicate search.
+Distinct rows go to a scratch file, chosen ones to a file of JSON lines, one conversation each; memory holds only the
+data of the duplicate search.
 """
 
-import heapq
+import itertools
 import json
-import math
-import random
+import sys
+from array import array
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+import numpy as np
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation
@@ -20,9 +23,10 @@ from dflash_toolkit.files import unwritable
 from dflash_toolkit.options import PromptOptions
 from dflash_toolkit.progress import Progress
 
-from .dedup import Duplicates
+from .dedup import Duplicates, SharedText
+from .skipped import Skipped
 
-SPARE = 1.25  # sampled rows per prompt that is needed, since some are near duplicates
+LOUD = 1 / 3  # share of near duplicates that calls for a warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +39,7 @@ class Wanted:
     sampled: bool = False  # sample `max_prompts` of all prompts, by the seed; else the first ones
     shuffle: int = 0  # size of the shuffle buffer for rows of a dataset
     recorded: bool = False  # keep the recorded responses too
+    apart: tuple[Conversation, ...] = ()  # held-out conversations: no prompt may be like them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +51,82 @@ class Chosen:
     conversation: Conversation
 
 
-def choose(wanted: Wanted, path: Path, duplicates: Duplicates) -> Counter[str]:
+@dataclass(slots=True)
+class Choice:
+    """How many prompts were chosen, and what became of the other rows."""
+
+    wanted: Wanted
+    skipped: Skipped
+    prompts: int = 0
+    found: int = 0  # rows that are prompts
+    distinct: int = 0
+    near: int = 0  # near duplicates of other prompts
+    like_held_out: int = 0
+
+    @property
+    def judged(self) -> int:
+        return self.prompts + self.near + self.like_held_out
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The counts of a run's record, without zeros."""
+        all_of = {
+            "found": self.found, "duplicates": self.found - self.distinct, "near_duplicates": self.near,
+            "like_held_out": self.like_held_out, "malformed": self.skipped.counts.total(),
+        }  # fmt: skip
+        return Counter({name: count for name, count in all_of.items() if count})
+
+    def lines(self) -> list[str]:
+        """Returns what a user should know."""
+        if not self.prompts:
+            rows = self.found + self.skipped.counts.total()
+            named = ", ".join(self.wanted.names)
+            raise UserError(f"{named}: none of {rows} rows is a prompt to use; left out: {self._left_out()}")
+        lines = []
+        if self.judged < self.distinct:
+            of = f"{self.distinct} distinct" if self.distinct < self.found else str(self.distinct)
+            lines.append(f"{self.prompts} of {of} prompts are used (prompts.max_prompts)")
+        left_out = self._left_out()
+        lines.append(f"{self.prompts} prompts" + (f"; left out: {left_out}" if left_out else ""))
+        if self.near + self.like_held_out > LOUD * self.judged:
+            lines.append(
+                f"warning: {self.near + self.like_held_out} of {self.judged} distinct prompts are left out because "
+                f"they are near duplicates; prompts.similarity=1 keeps all prompts that differ"
+            )
+        return lines
+
+    def _left_out(self) -> str:
+        counted = {
+            "duplicates": self.found - self.distinct,
+            "near duplicates (prompts.similarity)": self.near,
+            "near duplicates of held-out prompts (prompts.similarity)": self.like_held_out,
+        }
+        parts = [f"{count} {name}" for name, count in counted.items() if count]
+        return ", ".join([*parts, *([str(self.skipped)] if self.skipped.counts else [])])
+
+
+def choose(wanted: Wanted, path: Path) -> Choice:
     """Reads the sources into a file of distinct prompts.
 
-    Args:
-        duplicates: prompts in it are skipped.
-
-    Returns:
-        counts of `prompts`, `duplicates`, `malformed` and, with `sampled`, `found`.
-
     Raises:
-        UserError: a source cannot be read, holds a malformed row, or none is left; the disk is full.
+        UserError: a source cannot be read, holds a malformed row (if `strict`), or none is left; the disk is full.
     """
-    counts: Counter[str] = Counter()
-    draw = wanted.sampled and wanted.options.max_prompts > 0
+    choice = Choice(wanted, Skipped(wanted.options.strict))
     partial, scratch = path.with_suffix(".partial"), path.with_suffix(".scratch")
     try:
-        with (
-            open(partial, "w", encoding="utf-8") as handle,
-            open(scratch, "w+b") as drawn,
-            Progress("prompts", None if draw else wanted.options.max_prompts or None) as progress,
-        ):
-            found = _read(wanted, counts)
-            if draw:
-                lines = _drawn(wanted, _shown(found, progress), drawn, duplicates, counts)
-            else:
-                lines = _shown(_first(wanted, found, duplicates, counts), progress)
-            for line in lines:
-                handle.write(json.dumps({"index": counts["prompts"]} | line) + "\n")
-                counts["prompts"] += 1
-        if not counts["prompts"]:
-            seen = counts["duplicates"] + counts["malformed"]
-            raise UserError(f"{', '.join(wanted.names)}: none of {seen} rows is a prompt")
+        with open(partial, "wb") as handle, open(scratch, "w+b") as rows:
+            for place in sorted(_fresh(choice, rows)):
+                rows.seek(place)
+                handle.write(b'{"index": %d, ' % choice.prompts + rows.readline()[1:])
+                choice.prompts += 1
+        choice.lines()
         partial.replace(path)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
         partial.unlink(missing_ok=True)
         scratch.unlink(missing_ok=True)
-    return counts
-
-
-def left_out(counts: Counter[str]) -> str:
-    """Returns in words how many rows `choose` skipped."""
-    return f"{counts['duplicates']} near duplicates, {counts['malformed']} malformed rows"
+    return choice
 
 
 def chosen(path: Path) -> Iterator[Chosen]:
@@ -103,78 +140,93 @@ def chosen(path: Path) -> Iterator[Chosen]:
         raise UserError(f"{path}: damaged ({error!r}); remove it to choose the prompts again") from error
 
 
-def _read(wanted: Wanted, counts: Counter[str]) -> Iterator[dict[str, Any]]:
-    """Yields every conversation of the sources as a JSON value."""
+def _distinct(choice: Choice, rows: BinaryIO) -> Iterator[int]:
+    """Writes every distinct conversation of the sources to `rows` and yields its offset."""
+    wanted, duplicates = choice.wanted, Duplicates(choice.wanted.options.similarity)
     batches = Batches.of(wanted.names)
-    for place, name in enumerate(wanted.names):
-        source = Source(name, wanted.options.form)
-        for found in source.read(wanted.options.split, wanted.shuffle, wanted.seed, batches):
-            if isinstance(found, Malformed):
-                if source.is_file and wanted.options.strict:
-                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false skips such rows")
-                counts["malformed"] += 1
-                continue
-            yield found.to_json(recorded=wanted.recorded) | {"source": place}
+    with Progress("prompts", None) as progress:
+        for number, name in enumerate(wanted.names):
+            source = Source(name, wanted.options.form)
+            for found in source.read(wanted.options.split, wanted.shuffle, wanted.seed, batches):
+                progress.advance()
+                if isinstance(found, Malformed):
+                    choice.skipped.add(found.reason, found.where)
+                    continue
+                line = found.to_json(recorded=wanted.recorded) | {"source": number}
+                if _surrogate(line):
+                    choice.skipped.add("not valid text (half of a surrogate pair)", found.id)
+                    continue
+                choice.found += 1
+                if duplicates.repeats(found.asked, under=found.instructions):
+                    continue
+                choice.distinct += 1
+                place = rows.seek(0, 2)
+                rows.write(json.dumps(line).encode() + b"\n")
+                yield place
 
 
-def _shown(lines: Iterator[dict[str, Any]], progress: Progress) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        yield line
-        progress.advance()
+def _surrogate(line: object) -> bool:
+    """Whether a text of a row holds half of a surrogate pair, which no tokenizer reads."""
+    try:
+        json.dumps(line, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
-def _fresh(line: dict[str, Any], duplicates: Duplicates, counts: Counter[str]) -> bool:
-    conversation = Conversation.of_json(line)
-    if duplicates.seen(conversation.asked, under=conversation.instructions):
-        counts["duplicates"] += 1
-        return False
-    return True
-
-
-def _first(
-    wanted: Wanted, found: Iterator[dict[str, Any]], duplicates: Duplicates, counts: Counter[str]
-) -> Iterator[dict[str, Any]]:
-    for line in found:
-        if _fresh(line, duplicates, counts):
-            yield line
-            if counts["prompts"] == wanted.options.max_prompts > 0:  # counted by the consumer of the line
-                return
-
-
-def _drawn(
-    wanted: Wanted, found: Iterator[dict[str, Any]], scratch: BinaryIO, duplicates: Duplicates, counts: Counter[str]
-) -> Iterator[dict[str, Any]]:
-    """Yields a sample of all conversations, in the order of the sources.
-
-    Every row gets a random number, and those with the smallest are sampled: one pass over the sources, with a number
-    and a disk offset for each row that may still be sampled.
-    """
-    draw = random.Random(wanted.seed)
-    room = math.ceil(SPARE * wanted.options.max_prompts)
-    least: list[tuple[float, int]] = []  # largest number first: negated, offset in `scratch`
-    for line in found:
-        counts["found"] += 1
-        entry = (-draw.random(), scratch.tell())
-        if len(least) < room:
-            heapq.heappush(least, entry)
-        elif entry > least[0]:
-            heapq.heapreplace(least, entry)
+def _fresh(choice: Choice, rows: BinaryIO) -> list[int]:
+    """Returns the offsets of the prompts to use: as many as are wanted, without near duplicates."""
+    wanted, most = choice.wanted, choice.wanted.options.max_prompts
+    candidates = _distinct(choice, rows)
+    if wanted.sampled and most:
+        places = array("q", candidates)
+        if len(places) > most:
+            candidates = (places[i] for i in np.random.default_rng(wanted.seed).permutation(len(places)))
         else:
-            continue
-        scratch.write(json.dumps(line).encode() + b"\n")
-    all_fit = counts["found"] <= wanted.options.max_prompts
-    # if all are used, keep the first of near duplicates, as `_first` does
-    order = [at for _, at in (sorted(least, key=lambda entry: entry[1]) if all_fit else sorted(least, reverse=True))]
-
-    def line_at(place: int) -> dict[str, Any]:
-        scratch.seek(place)
-        return json.loads(scratch.readline())
-
+            candidates = iter(places)
+    if wanted.options.similarity >= 1 and not wanted.apart:
+        return list(itertools.islice(candidates, most or None))
     taken: list[int] = []
-    for at in order:
-        if len(taken) == wanted.options.max_prompts:
-            break
-        if _fresh(line_at(at), duplicates, counts):
-            taken.append(at)
-    for at in sorted(taken):
-        yield line_at(at)
+    shared = SharedText()
+    held_out, own = (Duplicates(wanted.options.similarity, shared) for _ in range(2))
+    while picked := list(itertools.islice(candidates, most - len(taken) if most else None)):
+        first_round = not choice.judged and not taken
+        for each in itertools.chain(wanted.apart if first_round else (), _read_at(rows, picked)):
+            shared.add(each.asked)
+        if first_round:
+            for each in wanted.apart:
+                for text in each.asked, first_asked(each):
+                    held_out.seen(text, under=each.instructions)
+        with Progress("near duplicates", len(picked)) as progress:
+            for place, each in zip(picked, _read_at(rows, picked), strict=True):
+                if wanted.apart and like(held_out, each):
+                    choice.like_held_out += 1
+                elif own.near(each.asked, under=each.instructions):
+                    choice.near += 1
+                else:
+                    taken.append(place)
+                progress.advance()
+    return taken
+
+
+def first_asked(conversation: Conversation) -> str:
+    """Returns the text of the first turn's user messages."""
+    return replace(conversation, turns=conversation.turns[:1]).asked
+
+
+def like(held_out: Duplicates, conversation: Conversation) -> bool:
+    """Whether a conversation, or its first question, is like a held-out one."""
+    texts = dict.fromkeys((conversation.asked, first_asked(conversation)))
+    return any(held_out.holds(text, under=conversation.instructions) for text in texts)
+
+
+def _read_at(rows: BinaryIO, places: Sequence[int]) -> Iterator[Conversation]:
+    for place in places:
+        rows.seek(place)
+        yield Conversation.of_json(json.loads(rows.readline()))
+
+
+def say(choice: Choice) -> None:
+    """Prints what a user should know of a choice on stderr."""
+    for line in choice.lines():
+        print(line, file=sys.stderr)

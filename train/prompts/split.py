@@ -22,8 +22,9 @@ from ..config import TrainConfig
 from ..responses.conversation import REFUSED, TOO_LONG
 from ..responses.generate import reasons
 from ..run.held_out import HeldOutPrompt
-from .choosing import Chosen, Wanted, choose, chosen, left_out
+from .choosing import Chosen, Wanted, choose, chosen, first_asked, say
 from .dedup import Duplicates
+from .skipped import Skipped
 
 PROMPTS = "prompts.jsonl"
 
@@ -80,21 +81,23 @@ def choose_prompts(reading: Reading, work: Path) -> PromptData:
     """
     config = reading.config
     options, path = config.prompts, work / PROMPTS
-    duplicates = Duplicates(options.similarity)
     names = config.data or (options.dataset,)
-    held_out = held_out_of_files(reading, config.responses.thinking, duplicates)
+    held_out, asked = held_out_of_files(reading, config.responses.thinking)
     before = work / "all.jsonl"
     recorded = not config.responses.regenerate
-    wanted = Wanted(names=names, options=options, seed=config.run.seed, sampled=True, recorded=recorded)
+    wanted = Wanted(
+        names=names, options=options, seed=config.run.seed, sampled=True, recorded=recorded, apart=tuple(asked)
+    )  # fmt: skip
     try:
-        counts = choose(wanted, before, duplicates)
-        used = counts["prompts"]
-        if (found := counts["found"]) > used and options.max_prompts:
-            reading.say(f"{used} of {found} prompts are used (prompts.max_prompts)")
+        choice = choose(wanted, before)
+        say(choice)
+        used = choice.prompts
         apart: set[int] = set()
         if not config.held_out:
             sources = array("i", (each.source for each in chosen(before)))
             held_out, apart = _drawn(reading, before, sources, names, min(options.held_out, used // 2))
+            choice.like_held_out += len(same := _same_first(before, apart))
+            apart |= same
         partial = path.with_suffix(".partial")
         with open(before, encoding="utf-8") as lines, open(partial, "w", encoding="utf-8") as handle:
             for place, line in enumerate(lines):
@@ -105,35 +108,45 @@ def choose_prompts(reading: Reading, work: Path) -> PromptData:
         raise unwritable(path, error) from error
     finally:
         before.unlink(missing_ok=True)
-    if counts["duplicates"] or counts["malformed"]:
-        reading.say(f"{used} prompts; left out: {left_out(counts)}")
-    said = {"prompts": used - len(apart), "held_out": len(held_out)}
-    said |= {name: counts[name] for name in ("found", "duplicates", "malformed") if counts[name]}
-    return PromptData("", held_out, said)
+    return PromptData("", held_out, {"prompts": used - len(apart), "held_out": len(held_out)} | choice.counts)
 
 
-def held_out_of_files(reading: Reading, thinking: bool | None, duplicates: Duplicates) -> list[HeldOutPrompt]:
-    """Returns the first questions of the held-out files; adds what they ask to `duplicates`."""
+def _same_first(path: Path, apart: set[int]) -> set[int]:
+    """Returns the line numbers of conversations that begin with the question of a held-out one, without those."""
+    first = Duplicates(1)  # near ones of whole conversations are gone already
+    for place, each in enumerate(chosen(path)):
+        if place in apart:
+            first.seen(first_asked(each.conversation), under=each.conversation.instructions)
+    return {
+        place
+        for place, each in enumerate(chosen(path))
+        if place not in apart and first.holds(first_asked(each.conversation), under=each.conversation.instructions)
+    }
+
+
+def held_out_of_files(reading: Reading, thinking: bool | None) -> tuple[list[HeldOutPrompt], list[Conversation]]:
+    """Returns the first questions of the held-out files, and their conversations."""
     config, held_out, dropped = reading.config, [], Counter[str]()
+    asked: list[Conversation] = []
+    skipped = Skipped(config.prompts.strict)
     for name in config.held_out:
         source = Source(name, config.prompts.form)
         for found in source.read(config.prompts.split, 0, config.run.seed):
             if isinstance(found, Malformed):
-                if source.is_file and config.prompts.strict:
-                    raise UserError(f"{found.where}: {found.reason}; prompts.strict=false skips such rows")
-                dropped["malformed"] += 1
+                skipped.add(found.reason, found.where)
                 continue
-            duplicates.seen(found.asked, under=found.instructions)
+            asked.append(found)
             ids, reason = _rendered(reading, found, thinking)
             if reason:
                 dropped[reason] += 1
             else:
                 held_out.append(HeldOutPrompt(ids, source.short))
-    if dropped:
-        reading.say(f"dropped held-out prompts: {reasons(dropped, reading.limit)}")
+    why = ", ".join(filter(None, (str(skipped), reasons(dropped, reading.limit))))
+    if why:
+        reading.say(f"dropped held-out prompts: {why}")
     if config.held_out and not held_out:
-        raise UserError(f"{', '.join(config.held_out)}: no held-out prompt is left: {reasons(dropped, reading.limit)}")
-    return held_out
+        raise UserError(f"{', '.join(config.held_out)}: no held-out prompt is left: {why}")
+    return held_out, asked
 
 
 def _rendered(reading: Reading, conversation: Conversation, thinking: bool | None) -> tuple[list[int], str]:

@@ -4,8 +4,9 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,8 @@ from dflash_toolkit.data.sources import Source
 from dflash_toolkit.fingerprint import tokens_digest
 from dflash_toolkit.progress import Progress
 
-from ..prompts.choosing import chosen
-from ..prompts.dedup import Duplicates
+from ..prompts.choosing import chosen, first_asked
+from ..prompts.dedup import Duplicates, SharedText
 from ..prompts.split import PromptData, Reading, held_out_of_files, spread
 from ..run.held_out import HeldOutPrompt
 from .conversation import TOO_LONG, TOO_SHORT, recorded_rows
@@ -27,6 +28,7 @@ from .generate import reasons
 from .rows import Row
 
 CORPUS = "corpus"  # inside the work directory
+LIKE_HELD_OUT = "near duplicates of held-out ones"
 
 
 def write_answered(data: PromptData, paths: Sequence[Path], match: Match, folder: Path, fingerprint: Any) -> None:
@@ -135,7 +137,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
     options, names = config.prompts, config.response_files
     reader, groups = ResponseReader(match), _Groups()
     group_of, file_of = array("q"), array("q")
-    texts = folder.with_name(folder.name + ".texts")
+    texts, texts_of = folder.with_name(folder.name + ".texts"), set[int]()
     try:
         with (
             CorpusWriter(folder) as writer,
@@ -147,8 +149,11 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 group = groups.of((written.file, written.number("index")))
                 if not written.number("part"):
                     groups.join(group, groups.of(_prompt(written.row)))
-                if said := _asked(written):
-                    asked.write(json.dumps([group, *said]) + "\n")
+                for said in _asked(written):
+                    line = json.dumps([group, *said])
+                    if (key := hash(line)) not in texts_of:  # all samples ask the same, unless one was cut short
+                        texts_of.add(key)
+                        asked.write(line + "\n")
                 group_of.append(group)
                 file_of.append(written.file)
                 progress.advance()
@@ -159,7 +164,13 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
             if len(used) < found:
                 progress.print(f"{len(used)} of {found} prompts are used (prompts.max_prompts)")
             asks, first = asks[used], first[used]
-            duplicates = Duplicates(options.similarity)
+            shared = SharedText()
+            counted: set[int] = set()
+            for group, _, text in _texts(asked, roots):
+                if group not in counted:
+                    shared.add(text)
+                counted.add(group)
+            duplicates = Duplicates(options.similarity, shared)
             apart: set[int] = set()  # held-out groups
             near: set[int] = set()  # groups with similar prompts
             if config.held_out:
@@ -167,7 +178,10 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 thinking = config.responses.thinking
                 if thinking is None and len(modes) == 1:  # same mode as the prompts of the responses
                     thinking = modes.pop()
-                held_out = held_out_of_files(reading, thinking, duplicates)
+                held_out, conversations = held_out_of_files(reading, thinking)
+                for each in conversations:
+                    for text in (each.asked, first_asked(each)):
+                        duplicates.seen(text, under=each.instructions)
                 same = (groups.known(tokens_digest(prompt.tokens)) for prompt in held_out)
                 near = {int(roots[group]) for group in same if group is not None}
             else:
@@ -184,10 +198,14 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 near |= _near(asked, roots, apart, duplicates)
             near = (near & set(asks.tolist())) - apart
             if near:
-                progress.print(f"dropped {len(near)} prompts that are near duplicates of held-out ones")
+                progress.print(f"dropped {len(near)} prompts, {LIKE_HELD_OUT} (prompts.similarity)")
             keep = np.isin(of, asks) & ~np.isin(of, np.array([*apart, *near], np.int64))
             if not keep.any():
-                raise UserError("no prompt is left to train on; give more data or a smaller prompts.held_out")
+                way_out = "prompts.similarity=1 keeps all that differ" if near else "give more data"
+                raise UserError(
+                    f"no prompt is left to train on: of {len(asks)}, {len(apart)} are held out and {len(near)} are "
+                    f"{LIKE_HELD_OUT}; {way_out}"
+                )
             counts = {
                 "prompts": len(asks) - len(apart) - len(near),
                 "held_out": len(held_out),
@@ -204,33 +222,34 @@ def _prompt(row: Row) -> bytes:
     return tokens_digest(row.tokens[: row.prompt_tokens])
 
 
-def _asked(written: Written) -> tuple[str, str] | None:
-    """Returns instructions and questions of all turns, from the last row of a conversation's first sample."""
-    messages = written.values.get("messages")
-    whole = written.number("part") + 1 >= written.number("parts", 1)
-    if written.number("sample") or not whole or not isinstance(messages, list):
-        return None
-    turns = [m for m in messages if isinstance(m, dict) and isinstance(m.get("content"), str)]
-    tools = written.values.get("tools")
-    conversation = Conversation("", (tuple(turns),), tuple(tools) if isinstance(tools, list) else ())
-    return conversation.instructions, conversation.asked
+def _asked(written: Written) -> list[tuple[str, str]]:
+    """Returns instructions with the questions of all turns, and of the first one, from a conversation's last row."""
+    messages, tools = (written.values.get(key) for key in ("messages", "tools"))
+    if written.number("part") + 1 < written.number("parts", 1) or not isinstance(messages, list):
+        return []
+    turns = tuple((m,) for m in messages if isinstance(m, dict) and isinstance(m.get("content"), str))
+    each = Conversation("", turns, tuple(tools) if isinstance(tools, list) else ())
+    questions = [turn for turn in turns if turn[0].get("role") == "user"]
+    first = replace(each, turns=tuple(questions[:1])).asked
+    return [(each.instructions, text) for text in dict.fromkeys((each.asked, first))]
 
 
-def _near(asked: Any, roots: npt.NDArray[np.int64], apart: set[int], duplicates: Duplicates) -> set[int]:
+def _texts(asked: TextIO, roots: npt.NDArray[np.int64]) -> Iterator[tuple[int, str, str]]:
+    """Yields group, instructions and questions of all conversations."""
+    asked.seek(0)
+    for line in asked:
+        group, instructions, text = json.loads(line)
+        yield int(roots[group]), instructions, text
+
+
+def _near(asked: TextIO, roots: npt.NDArray[np.int64], apart: set[int], duplicates: Duplicates) -> set[int]:
     """Returns groups with prompts similar to those of the groups `apart` or to texts in `duplicates`."""
-
-    def lines() -> Iterator[tuple[int, str, str]]:
-        asked.seek(0)
-        for line in asked:
-            group, instructions, text = json.loads(line)
-            yield int(roots[group]), instructions, text
-
-    for group, instructions, text in lines():
+    for group, instructions, text in _texts(asked, roots):
         if group in apart:
             duplicates.seen(text, under=instructions)
     return {
         group
-        for group, instructions, text in lines()
+        for group, instructions, text in _texts(asked, roots)
         if group not in apart and duplicates.holds(text, under=instructions)
     }
 

@@ -132,11 +132,11 @@ def test_near_duplicates_go_and_none_is_trained_on_and_measured_on(config: Train
 def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig, tmp_path: Path) -> None:
     with open(config.data[0], "a") as handle:
         handle.write('{"nothing": 1}\n')
+    strict = replace(config, prompts=replace(config.prompts, strict=True))
     with pytest.raises(UserError, match=r"a.jsonl, line 21: .*prompts.strict=false"):
-        read(config, tmp_path / "w")
+        read(strict, tmp_path / "w")
     assert not list((tmp_path / "w").iterdir()), "nothing half-written"
-    lenient = replace(config, prompts=replace(config.prompts, strict=False))
-    assert len(read(lenient, tmp_path / "w")[0]) == 14
+    assert len(read(config, tmp_path / "w")[0]) == 14
 
 
 def test_benchmark_templates_apply_by_name_only(tmp_path: Path) -> None:
