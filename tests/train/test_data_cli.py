@@ -276,8 +276,9 @@ def test_a_token_that_the_target_does_not_have_ends_it(token: int, fake: Fake, d
 def test_malformed_rows_are_counted_by_reason(dflash_data: Program, prompts: Path) -> None:
     prompts.write_text('{"prompt": "ask a of it"}\n{nope\n3\n{"prompt": "ask b of it"}\n{ no\n{"prompt": "\\ud83d"}\n')
     said = "\n".join(dflash_data())
-    reasons = "1 expected an object, got int (first: p.jsonl, line 3), 2 not valid JSON (first: p.jsonl, line 2), 1 not"
-    assert f"2 prompts; left out: {reasons} valid text (first: p.jsonl/6)" in said
+    first = [(1, "expected an object, got int", ", line 3"), (2, "not valid JSON", ", line 2")]
+    reasons = [f"{count} {reason} (first: {prompts}{row})" for count, reason, row in first]
+    assert f"2 prompts; left out: {', '.join(reasons)}, 1 not valid text (first: p.jsonl/6)" in said
 
 
 def test_a_repetition_penalty_is_reported_as_not_applied(dflash_data: Program, tmp_path: Path) -> None:
