@@ -31,7 +31,7 @@ LOUD = 1 / 3  # share of near duplicates that calls for a warning
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Which prompts to choose."""
+    """The sources of prompts, and the number of prompts."""
 
     names: tuple[str, ...]  # sources
     options: PromptOptions

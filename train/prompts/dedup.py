@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-BANDS, DEPTH = 16, 4  # of 64 hashes; two texts of similarity s share a band with probability 1 - (1 - s^4)^16
+BANDS, DEPTH = 16, 4  # 64 hashes; two texts of similarity s share a band with probability 1 - (1 - s^4)^16
 CROWD = 32  # texts per band
 RUN = 8  # words; text is shared if more than `SHARERS` prompts have such a run of it
 SHARERS = 3
@@ -84,7 +84,7 @@ class Duplicates:
 
     def __init__(self, threshold: float, shared: SharedText | None = None) -> None:
         self._threshold, self._shared = threshold, shared
-        self._digests: set[bytes] = set()  # of the texts
+        self._digests: set[bytes] = set()  # one for each text
         self._kept: list[npt.NDArray[np.uint32]] = []  # sorted pairs of words
         self._bands: dict[int, list[int]] = {}  # hash of a part of a signature -> texts that have it
 
@@ -115,7 +115,7 @@ class Duplicates:
         if own.sum() < LEAST:
             return False
         keys = self._keys(mine[own], zlib.crc32(normalized(under).encode(errors="surrogatepass")))
-        if any(self._alike(mine, own, self._kept[i]) for i in {i for key in keys for i in self._bands.get(key, ())}):
+        if any(self._are_near(mine, own, self._kept[i]) for i in {i for key in keys for i in self._bands.get(key, ())}):
             return True
         if remember:
             for key in keys:
@@ -144,7 +144,9 @@ class Duplicates:
         order = np.argsort(found)
         return found[order], own[order]
 
-    def _alike(self, mine: npt.NDArray[np.uint32], own: npt.NDArray[np.bool_], theirs: npt.NDArray[np.uint32]) -> bool:
+    def _are_near(
+        self, mine: npt.NDArray[np.uint32], own: npt.NDArray[np.bool_], theirs: npt.NDArray[np.uint32]
+    ) -> bool:
         common = theirs[np.minimum(np.searchsorted(theirs, mine), len(theirs) - 1)] == mine
         differ = len(mine) + len(theirs) - 2 * int(common.sum())
         same = int((common & own).sum())

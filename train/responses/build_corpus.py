@@ -127,7 +127,7 @@ class _Groups:
 def write_given(reading: Reading, digest: str, match: Match, folder: Path, fingerprint: Any) -> None:
     """Writes the corpus of responses files. Without held-out files, all rows of some conversations are kept out.
 
-    Rows whose prompt is similar to a held-out one are dropped. Other duplicates stay: several responses to one prompt
+    Rows with a prompt similar to a held-out one are dropped. Other duplicates stay: several responses to one prompt
     are intended.
 
     Raises:
