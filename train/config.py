@@ -420,8 +420,14 @@ class RunOptions:
     evaluate_every: int = option(
         1000, "steps between measurements of acceptance on held-out prompts; 0 measures only at the end"
     )
-    evaluate_prompts: int = option(16, "held-out prompts of each measurement; the last one uses all")
+    evaluate_prompts: int = option(
+        16, "held-out prompts of each measurement, at most half of them; the final measurement uses the others"
+    )
     evaluate_tokens: int = option(256, "longest response of a measurement, in tokens")
+    final_tokens: int | None = option(
+        None,
+        "longest response of the final measurement, which chooses the exported drafter (default: responses.max_tokens)",
+    )
     evaluate_runtime: str = option(
         "auto",
         "runtime of measurements; auto is the engine on a GPU if it supports the target, else the reference",
@@ -439,6 +445,8 @@ class RunOptions:
         for name, least in {"log_every": 1, "evaluate_prompts": 1, "evaluate_tokens": 1, "save_every": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"run.{name} is {getattr(self, name)}; it must be >= {least}")
+        if self.final_tokens is not None and self.final_tokens < 1:
+            raise ValueError(f"run.final_tokens is {self.final_tokens}; it must be >= 1")
         if not 0 < self.save_minutes < math.inf:
             raise ValueError(f"run.save_minutes is {self.save_minutes}; it must be > 0")
         if not 0 <= self.seed < 2**63:

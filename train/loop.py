@@ -117,8 +117,8 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                 measure(learner.whole(), state.step, report)
         save.wait()
         processes.barrier(source.flush)
-        exported, other = measure.conclude(learner.whole(), state.step, report)
-    return Outcome(state.step, clock.seconds, exported, other, budget.too_short(state.step))
+        exported, other, followed = measure.conclude(learner.whole(), state.step, report)
+    return Outcome(state.step, clock.seconds, exported, other, budget.too_short(state.step), followed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,16 @@ from .run.definition import WORK, Export, Outcome, Run
 from .run.estimate import estimate_here
 from .run.metrics_log import WANDB_OPTION
 from .run.prepare import Prepared, prepare
-from .run.provenance import fingerprint, measured, now, origin, result, target_digest
+from .run.provenance import (
+    fingerprint,
+    longest_response,
+    measured,
+    now,
+    origin,
+    result,
+    target_digest,
+    thinking_mode,
+)
 from .run.publish import OTHER_ROLES, make_repository, upload, write_cards
 
 
@@ -151,14 +160,20 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
     served = isinstance(target, ServedTarget)  # its server may be gone at export
     signature = target_signature(target, shape.target_layer_ids) if target.mesh or served else None
 
+    thinking = thinking_mode(run.tokenizer, record["samplers"])
+    longest = config.run.final_tokens or longest_response(config, record["samplers"])
+    config = replace(config, run=replace(config.run, final_tokens=longest))
+
     def export(trained: Drafter, made: Export) -> None:
         form = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
-        note = measured(made) | form | origin(record) | {RECORD_KEY: export_record(trained, target, signature)}
+        note = (
+            measured(made, thinking) | form | origin(record) | {RECORD_KEY: export_record(trained, target, signature)}
+        )
         save_drafter(trained, _place(output, made), note)
 
     training = Run(config, target, drafter, rows, data.held_out, run.work, fingerprint(record), export, record)
     outcome = train(training, processes)
-    processes.rank_zero(_finish, run, target, outcome, rows, len(answered))
+    processes.rank_zero(_finish, run, target, outcome, rows, len(answered), thinking)
 
 
 def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Target, Corpus]:
@@ -187,7 +202,7 @@ def _place(output: Path, made: Export) -> Path:
     return output if made.role == "exported" else output / made.role
 
 
-def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int) -> None:
+def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int, thinking: str) -> None:
     """Writes the record of a finished run and prints how to serve its drafter."""
     config, output, exported = run.config, Path(run.config.output_dir), outcome.exported
     assert exported is not None
@@ -198,7 +213,7 @@ def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answe
         drafter, note = load_drafter(str(output)), read_json(output / "config.json").get(PROVENANCE_KEY)
         copies = (target.embedding.weight, target.head_weight)
         save_speculators(drafter, output / "speculators", target.config, *copies, provenance=note)
-    found = result(run.data, outcome, rows, answered)
+    found = result(run.data, outcome, rows, answered, thinking)
     record = run.record | {"finished": now(), "result": finite(found)}
     write_cards(output, record, config.push_to_hub)
     write_json(output / "run.json", record)
@@ -229,15 +244,22 @@ def _said(output: Path, outcome: Outcome, by_clock: bool) -> list[str]:
     exported, other, lines = outcome.exported, outcome.other, []
     if exported and outcome.earlier:
         when = f"step {exported.step}" if exported.step else "the drafter that it started from"
-        lines.append(f"{when} is exported: it is better than the last step, beyond the error of measuring")
+        lines.append(
+            f"{when} is exported: it is better than the last step, beyond the error of measuring, on prompts that were "
+            f"not looked at during training"
+        )
     if other and other.evaluation:
-        more = "the last step" if other.role == "last" else "measured higher, within the error of measuring"
+        more = "the last step" if other.role == "last" else "the best during training, not clearly better at the end"
         where = f"{_place(output, other)}: step {other.step}, {more}"
         lines.append(f"{where}; {other.evaluation} on {other.evaluation.prompts} prompts")
     if by_clock:  # with steps or epochs they are printed when training begins
         lines += [f"warning: {warning}" for warning in outcome.warnings]
     if exported and exported.evaluation:
-        lines.append(f"acceptance length {exported.evaluation} on {exported.evaluation.prompts} held-out prompts")
+        found = exported.evaluation
+        lines.append(
+            f"acceptance length {found} on {found.prompts} held-out prompts, greedy responses of at most "
+            f"{found.max_tokens} tokens"
+        )
     return lines
 
 

@@ -10,7 +10,7 @@ import pytest
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.report.schema import read_report
-from dflash_toolkit.evaluation.stats.bootstrap import _student, interval, intervals, resampled_sums
+from dflash_toolkit.evaluation.stats.bootstrap import interval, intervals, resampled_sums, student_quantile
 from dflash_toolkit.generation import Generation, Step
 
 SLOTS, A, B = 4, 3.0, 2.0  # acceptance rates of requests have the distribution Beta(A, B)
@@ -98,8 +98,8 @@ def test_resampling_in_parts_gives_the_same_sums(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (39, 2.023)])
-def test_student_t_quantiles_match_tables(freedom: int, t: float) -> None:
-    assert _student(0.975, freedom) == pytest.approx(t, rel=0.01)
+def teststudent_quantile_t_quantiles_match_tables(freedom: int, t: float) -> None:
+    assert student_quantile(0.975, freedom) == pytest.approx(t, rel=0.01)
 
 
 @pytest.mark.parametrize(

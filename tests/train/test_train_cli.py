@@ -70,17 +70,20 @@ def test_speculators_export_can_be_added_later(dflash_train: Program) -> None:
     assert theirs[PROVENANCE_KEY] == ours[PROVENANCE_KEY] and ours[PROVENANCE_KEY]["record"]
 
 
-def test_the_export_is_measured_on_all_prompts_and_recorded(dflash_train: Program, tmp_path: Path) -> None:
-    """One of two prompts is decoded while the run goes on; with one prompt nothing is clear, so the end is exported."""
-    said = dflash_train("run.evaluate_every=2", "run.evaluate_prompts=1", "optim.learning_rate=3e-2")[-1]
+def test_the_export_is_measured_on_unseen_prompts_at_full_length(dflash_train: Program, tmp_path: Path) -> None:
+    """One of three prompts is decoded during the run; with two others nothing is clear, so the last is exported."""
+    lines = dflash_train("run.evaluate_every=2", "prompts.held_out=3", "optim.learning_rate=3e-2")
+    said = lines[-1]
+    assert any("2 held-out prompts, responses of at most 12 tokens, at most " in line for line in lines)
+    assert any(line.startswith("the final measurement took ") for line in lines)
     output, found = dflash_train.output, measured(dflash_train.metrics())
     assert len(found) == 12 and max(found) > min(found), "there is something to choose"
     target, drafter = Target.load(str(dflash_train.target)), load_drafter(str(output), dtype=torch.float32)
     last = torch.load(output / "work/state.pt")["drafter"]
     assert all(torch.equal(p, last[name].bfloat16().float()) for name, p in drafter.named_parameters())
-    config = TrainConfig(target=target.name, data=(str(dflash_train.data),), prompts=DataOptions(held_out=2))
-    _, asked = prompts_of(config, target.tokenizer, tmp_path / "again")
-    again = held_out_acceptance(target, drafter, asked, SamplingParams(max_tokens=8))
+    config = TrainConfig(target=target.name, data=(str(dflash_train.data),), prompts=DataOptions(held_out=3))
+    _, (_, *unseen) = prompts_of(config, target.tokenizer, tmp_path / "again")
+    again = held_out_acceptance(target, drafter, unseen, SamplingParams(max_tokens=12))
     assert again.answers == 2
     provenance = json.loads((output / "config.json").read_text())["dflash_toolkit"]
     assert provenance["record"] == export_record(drafter, target), "of what was written, and no step later"
@@ -90,9 +93,18 @@ def test_the_export_is_measured_on_all_prompts_and_recorded(dflash_train: Progra
         assert step == 24 and record["acceptance_length"] == pytest.approx(again.tau_pooled, abs=1e-3)
         assert record["acceptance_length_error"] >= 0
         assert list(record["acceptance_length_by_source"].values()) == [record["acceptance_length"]]
-        assert record["measured_on"] == {"prompts": 2, "tokens": again.tokens - 2}
-    assert f"{again.tau_pooled:.3f} +- " in said and said.endswith("on 2 held-out prompts")
-    assert (result["prompts"], result["held_out_prompts"], result["answers"]) == (6, 2, 6)
+        assert record["measured_on"] == {
+            "prompts": 2, "tokens": again.tokens - 2, "max_tokens": 12, "temperature": 0.0, "thinking": "none",
+        }  # fmt: skip
+    during = result["measured_during_training"]
+    assert (during["prompts"], during["max_tokens"]) == (1, 8)
+    assert during["acceptance_length"] == pytest.approx(found[-1], abs=1e-3)
+    assert f"{again.tau_pooled:.3f} +- " in said
+    assert said.endswith("on 2 held-out prompts, greedy responses of at most 12 tokens")
+    assert (result["prompts"], result["held_out_prompts"], result["answers"]) == (5, 3, 5)
+    card = (output / "README.md").read_text()
+    assert "greedy responses (temperature 0) of at most 12 tokens to 2 prompts" in card
+    assert "1 other prompt, with responses of at most 8 tokens" in card
     assert result["tokens"] > result["answer_tokens"] > 0 and sum(result["left_out"].values()) == 0
     highest = max(range(12), key=lambda i: (found[i], i))
     assert (output / "best").exists() == (highest < 11 and found[highest] > found[-1])

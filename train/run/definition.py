@@ -33,7 +33,7 @@ class Run:
     target: Target
     drafter: Drafter  # fp32, on the target's device
     rows: Sequence[Row]  # with at least one anchor each
-    held_out: Sequence[HeldOutPrompt]  # decoded to measure acceptance: some during training, all at the end
+    held_out: Sequence[HeldOutPrompt]  # decoded to measure acceptance: some during training, the others at the end
     work: Path  # directory of the resume point and the metrics
     fingerprint: dict[str, Any]  # must stay the same when a run resumes
     export: Callable[[Drafter, Export], None]  # called by the first process
@@ -49,6 +49,7 @@ class Outcome:
     exported: Export | None = None
     other: Export | None = None  # best or last, whichever is not exported, if they differ
     warnings: list[str] = field(default_factory=list)
+    followed: Evaluation | None = None  # the last measurement during training
 
     @property
     def earlier(self) -> bool:

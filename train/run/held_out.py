@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.confidence import calibrate
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.measure.decoders import EngineDecoder, ReferenceDecoder, decode_all
+from dflash_toolkit.evaluation.stats.bootstrap import student_quantile
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.target import Target
@@ -23,12 +25,13 @@ from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
+from .cost import duration
 
 TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's responses do not depend on the batch
 PAGE = 64  # tokens
 
 
-CLEARLY = 2.0  # standard errors beyond which a difference counts
+SURE = 0.975  # quantile of Student's t beyond which a difference counts: by chance one in forty does
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +47,25 @@ class Evaluation:
     """Counts per prompt of a decoded drafter, after `step` steps of training.
 
     The acceptance length is a ratio of sums over prompts, tau = sum(tokens) / sum(steps). Prompts are the sample, so
-    its standard error, and that of a difference of two evaluations of the same prompts, is the delta method's over
-    prompts (the linearisation of a ratio estimator; Cochran, Sampling Techniques, 1977, chapter 6).
+    its standard error, and that of a difference of two evaluations of the same prompts, is the jackknife's over prompts
+    (Cochran, Sampling Techniques, 1977, chapter 6). It is at least that of counting accepted drafts, so prompts that
+    happen to agree do not have an error of zero.
     """
 
     step: int
     sources: tuple[str, ...]  # [P] of every prompt
     tokens: tuple[int, ...]  # [P] committed by verification steps, with bonus tokens
     steps: tuple[int, ...]  # [P] verification steps
+    max_tokens: int = 0  # longest response
 
     @classmethod
-    def of(cls, step: int, prompts: Sequence[HeldOutPrompt], responses: Sequence[Generation]) -> "Evaluation":
+    def of(
+        cls, step: int, prompts: Sequence[HeldOutPrompt], responses: Sequence[Generation], max_tokens: int
+    ) -> "Evaluation":
         """Counts the responses to `prompts`."""
         committed = tuple(sum(len(s.tokens) for s in response.steps) for response in responses)
-        return cls(
-            step, tuple(p.source for p in prompts), committed, tuple(len(response.steps) for response in responses)
-        )
+        steps = tuple(len(response.steps) for response in responses)
+        return cls(step, tuple(p.source for p in prompts), committed, steps, max_tokens)
 
     @property
     def prompts(self) -> int:
@@ -72,22 +78,30 @@ class Evaluation:
 
     @property
     def standard_error(self) -> float:
-        """Standard error of `tau`: sqrt(P / (P - 1) * sum((tokens - tau * steps)^2)) / sum(steps); NaN for P < 2."""
-        return _spread(self._residuals())
+        """Standard error of `tau`; NaN for P < 2."""
+        return _spread(self._residuals(), self._counting)
+
+    @property
+    def _counting(self) -> float:
+        """Standard error of `tau` if drafts were accepted independently: a Poisson count, and one more a prompt."""
+        return ratio(math.sqrt(sum(self.tokens) - sum(self.steps) + self.prompts), sum(self.steps))
 
     def _residuals(self) -> list[float]:
-        """Returns by how much each prompt changes tau, to first order: [P]."""
+        """Returns by how much tau is larger with each prompt than without it: [P]."""
         tau, steps = self.tau, sum(self.steps)
-        return [ratio(t - tau * s, steps) for t, s in zip(self.tokens, self.steps, strict=True)]
+        return [ratio(t - tau * s, steps - s) for t, s in zip(self.tokens, self.steps, strict=True)]
 
     def clearly_better_than(self, other: "Evaluation") -> bool:
-        """Whether tau is larger by more than two standard errors of the difference.
+        """Whether tau is larger beyond the error of the difference, by Student's t at 97.5 %.
 
         Both evaluations have the same prompts, so the error is that of paired differences. With fewer than two prompts,
         or without a step, the result is False.
         """
+        if self.prompts < 2:
+            return False
         pairs = zip(self._residuals(), other._residuals(), strict=True)
-        return self.tau - other.tau > CLEARLY * _spread([ours - theirs for ours, theirs in pairs])
+        error = _spread([ours - theirs for ours, theirs in pairs], math.hypot(self._counting, other._counting))
+        return self.tau - other.tau > student_quantile(SURE, self.prompts - 1) * error
 
     def by_source(self) -> dict[str, float]:
         """Returns tau for the prompts of each source, in order of first appearance."""
@@ -119,13 +133,17 @@ class Evaluation:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> "Evaluation":
-        return cls(state["step"], *(tuple(state[name]) for name in ("sources", "tokens", "steps")))
+        sources, tokens, steps = (tuple(state[name]) for name in ("sources", "tokens", "steps"))
+        return cls(state["step"], sources, tokens, steps, state.get("max_tokens", 0))
 
 
-def _spread(parts: list[float]) -> float:
-    """Returns the standard error of a sum of independent terms with mean zero."""
+def _spread(parts: list[float], least: float) -> float:
+    """Returns the jackknife's standard error from the effect of each part, at least `least`; NaN for one part."""
     count = len(parts)
-    return math.sqrt(count / (count - 1) * sum(part * part for part in parts)) if count > 1 else math.nan
+    if count < 2 or math.isnan(least):
+        return math.nan
+    mean = sum(parts) / count
+    return max(least, math.sqrt((count - 1) / count * sum((part - mean) ** 2 for part in parts)))
 
 
 def draw(prompts: Sequence[HeldOutPrompt], count: int) -> list[HeldOutPrompt]:
@@ -137,6 +155,16 @@ def draw(prompts: Sequence[HeldOutPrompt], count: int) -> list[HeldOutPrompt]:
     return [prompt for turn in turns for prompt in turn if prompt is not None][:count]
 
 
+def split(prompts: Sequence[HeldOutPrompt], count: int) -> tuple[list[HeldOutPrompt], list[HeldOutPrompt]]:
+    """Returns the prompts that are decoded during a run, at most `count` and half of them, and the unseen others.
+
+    Both have prompts of every source. A single prompt is used for both.
+    """
+    turns = draw(prompts, len(prompts))
+    followed = max(1, min(count, len(turns) // 2))
+    return turns[:followed], turns[followed:] or turns
+
+
 class HeldOut:
     """Decodes held-out prompts greedily with a drafter as it will be served: rounded to bf16, in the target's dtype.
 
@@ -146,16 +174,18 @@ class HeldOut:
 
     Args:
         shape: of all drafters.
-        prompts: all held-out prompts; `evaluate_prompts` of them, from all sources, are decoded during the run.
+        prompts: all held-out prompts; `evaluate_prompts` of them, from all sources, are decoded during the run, with
+            short responses, and the others at its end, at full length.
 
     Raises:
         UserError: `evaluate_runtime` is engine, but the engine does not support the target.
     """
 
     def __init__(self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], run: RunOptions) -> None:
-        self._target, self._prompts = target, list(prompts)
-        self._drawn = draw(self._prompts, run.evaluate_prompts)
-        self._params = SamplingParams(max_tokens=run.evaluate_tokens)
+        self._target = target
+        self._followed, self._unseen = split(prompts, run.evaluate_prompts)
+        self._short, self._full = run.evaluate_tokens, run.final_tokens or run.evaluate_tokens
+        self._pace = 0.0  # seconds per token of the latest measurement during the run
         self._answers: list[tuple[list[int], Generation]] = []  # latest responses, independent of the drafter
         self._engine: Engine | None = None
         auto = run.evaluate_runtime == "auto"
@@ -169,7 +199,7 @@ class HeldOut:
                 print(f"held-out prompts are decoded by the reference; the engine cannot: {reason}", file=sys.stderr)
 
     def __call__(self, drafter: Drafter, step: int = 0, bar: Progress | None = None) -> Evaluation:
-        """Decodes the sampled prompts with `drafter`.
+        """Decodes the prompts of measurements during the run with `drafter`, with short responses.
 
         Args:
             step: of the run, for the record.
@@ -178,20 +208,25 @@ class HeldOut:
         Raises:
             UserError: a prompt does not fit the target.
         """
-        return self._measured(drafter, self._drawn, step, bar)
+        began = time.perf_counter()
+        found = self._measured(drafter, self._followed, self._short, step, bar)
+        self._pace = (time.perf_counter() - began) / max(1, sum(found.tokens))
+        return found
 
-    def all(self, drafter: Drafter, known: Evaluation | None) -> Evaluation | None:
-        """Decodes all prompts, or returns `known` if all were sampled; None on peers of the first process.
+    @property
+    def final_work(self) -> str:
+        """The work of a final measurement of one drafter, and the longest it may take at the latest pace, in words."""
+        count, most = len(self._unseen), len(self._unseen) * self._full
+        time_left = f", at most {duration(most * self._pace)}" if self._pace else ""
+        return f"{count} held-out prompt{'s' * (count > 1)}, responses of at most {self._full} tokens{time_left}"
 
-        Raises UserError.
-        """
-        if len(self._drawn) == len(self._prompts):
-            return known
-        return self._measured(drafter, self._prompts, known.step if known else 0, None)
+    def final(self, drafter: Drafter, step: int) -> Evaluation:
+        """Decodes the prompts that were not looked at during the run, at full length. Raises UserError."""
+        return self._measured(drafter, self._unseen, self._full, step, None)
 
     def without_selector(self, drafter: Drafter, step: int) -> Evaluation:
-        """Decodes all prompts with each slot's own best token. Raises UserError."""
-        return self._measured(drafter, self._prompts, step, None, selector=False)
+        """Like `final`, with each slot's own best token. Raises UserError."""
+        return self._measured(drafter, self._unseen, self._full, step, None, selector=False)
 
     def calibration(self, drafter: Drafter, *, selector: bool = True) -> Calibration | None:
         """Calibrates the drafter's probabilities with the responses that were decoded last. Raises UserError.
@@ -200,15 +235,13 @@ class HeldOut:
             selector: whether it is exported with its selector.
         """
         served = self._served(drafter)
-        if not self._answers:  # as in a run that resumes after its last evaluation
-            with Progress("held out", len(self._drawn), unit="tok") as bar:
-                self._decoded(served, self._drawn, bar)
         return calibrate(self._target, served if selector else served.without_selector(), self._answers)
 
     def _measured(
         self,
         drafter: Drafter,
         prompts: list[HeldOutPrompt],
+        max_tokens: int,
         step: int,
         bar: Progress | None,
         *,
@@ -218,7 +251,7 @@ class HeldOut:
         if not selector and served.selector:
             served.selector.init_weights()  # each slot's best; the engine keeps its shape
         with Progress("held out", len(prompts), unit="tok", under=bar) as progress:
-            return Evaluation.of(step, prompts, self._decoded(served, prompts, progress))
+            return Evaluation.of(step, prompts, self._decoded(served, prompts, max_tokens, progress), max_tokens)
 
     def _served(self, drafter: Drafter) -> Drafter:
         """Returns the drafter as it is exported; peers get the first process's."""
@@ -234,7 +267,9 @@ class HeldOut:
             target.broadcast_(tensors[name])
         return Drafter.of_tensors(drafter.config, tensors).eval()
 
-    def _decoded(self, served: Drafter, prompts: list[HeldOutPrompt], bar: Progress) -> list[Generation]:
+    def _decoded(
+        self, served: Drafter, prompts: list[HeldOutPrompt], max_tokens: int, bar: Progress
+    ) -> list[Generation]:
         decoder: EngineDecoder | ReferenceDecoder
         if self._engine is None:
             decoder = ReferenceDecoder(self._target, served)
@@ -246,14 +281,15 @@ class HeldOut:
             if generation.finish_reason is not None:
                 bar.advance(1, len(generation.tokens))
 
-        found = decode_all(decoder, [prompt.tokens for prompt in prompts], self._params, on_step)
+        params = SamplingParams(max_tokens=max_tokens)
+        found = decode_all(decoder, [prompt.tokens for prompt in prompts], params, on_step)
         self._answers = [(prompt.tokens, answer) for prompt, answer in zip(prompts, found, strict=True)]
         return found
 
     def _make_engine(self, shape: DrafterConfig) -> Engine:
-        target, tokens = self._target, self._params.max_tokens
+        target, tokens = self._target, max(self._short, self._full)
         parts = load_parts(target, Drafter.fresh(shape, 0), share=True)
-        longest = sorted((len(prompt.tokens) for prompt in self._prompts), reverse=True)[:TOGETHER]
+        longest = sorted((len(prompt.tokens) for prompt in (*self._followed, *self._unseen)), reverse=True)[:TOGETHER]
         # the last step writes whole blocks beyond the end of a response
         room = [-(-(n + tokens + 3 * shape.block_size) // PAGE) * PAGE for n in longest]
         options = EngineOptions(

@@ -1,6 +1,7 @@
 """Measures the acceptance length of a run's drafters on held-out prompts, and exports the best or the last one."""
 
 import shutil
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
 from dflash_toolkit.models.dflash.network import Drafter
 
 from ..distributed.parallel import Processes
+from .cost import duration
 from .definition import Export, Run
 from .held_out import Evaluation, HeldOut
 from .report import Report
@@ -22,7 +24,7 @@ class _Chosen:
     """The drafter to export, and the other one."""
 
     drafter: Drafter
-    evaluation: Evaluation | None  # on the sampled prompts
+    evaluation: Evaluation | None  # the final one
     other: tuple[Drafter, Export] | None = None
 
 
@@ -60,22 +62,38 @@ class Measuring:
         """Whether the last step was not measured, e.g. in a run that was killed after its last save."""
         return bool(self._run.held_out) and (self._latest is None or self._latest.step != step)
 
-    def conclude(self, trained: Drafter, step: int, report: Report) -> tuple[Export | None, Export | None]:
-        """Exports the last drafter, or an earlier one that is better beyond the error of the difference on all prompts.
+    def conclude(
+        self, trained: Drafter, step: int, report: Report
+    ) -> tuple[Export | None, Export | None, Evaluation | None]:
+        """Exports the last drafter, or the best one during training if it is clearly better.
 
-        Also exports the other one if the best measured drafter is not the last.
+        Both are decoded on the prompts that were not looked at during training, at full length, so the comparison does
+        not depend on the number of measurements before. The other one of the two is exported as well.
+
+        Returns the export, the other one, and the last measurement during training.
         """
-        chosen = self._processes.rank_zero(self._choose, trained, step)
-        evaluation = alone = calibration = None
+        candidate = self._processes.rank_zero(self._candidate, step)
+        chosen = _Chosen(trained, None)
+        alone = calibration = None
         if self._run.held_out:
-            evaluation = self._processes.first_group(self._decode_all, chosen, trained)
+            drafters = [(step, trained)] + ([candidate] if candidate else [])
+            count = self._processes.broadcast(len(drafters))
+            began = time.perf_counter()
+            if self._held_out and self._processes.main:
+                report.bar.print(f"final measurement of {_several(count)}: {self._held_out.final_work} each")
+            measured = [
+                self._processes.first_group(self._decode_final, *(drafters[i] if i < len(drafters) else drafters[0]))
+                for i in range(count)
+            ]
+            chosen = self._processes.rank_zero(self._choose, drafters, measured) or chosen
+            at = chosen.evaluation.step if chosen.evaluation else step
             if self._run.drafter.config.has_selector:
-                alone = self._processes.first_group(self._decode_without_selector, chosen, trained)
-            calibration = self._processes.first_group(self._calibrate, chosen, trained)
-        return self._processes.rank_zero(self._export, chosen, evaluation, alone, calibration, step, report) or (
-            None,
-            None,
-        )
+                alone = self._processes.first_group(self._decode_without_selector, chosen.drafter, at)
+            calibration = self._processes.first_group(self._calibrate, chosen.drafter)
+            if self._processes.main:
+                report.bar.print(f"the final measurement took {duration(time.perf_counter() - began)}")
+        exports = self._processes.rank_zero(self._export, chosen, alone, calibration, step, report)
+        return (*(exports or (None, None)), self._latest)
 
     def to_state(self) -> dict[str, Any]:
         """Returns the measurement's fields of a `ResumePoint`."""
@@ -88,19 +106,17 @@ class Measuring:
         assert self._held_out is not None
         return self._held_out(trained, step, report.bar)
 
-    def _decode_all(self, chosen: "_Chosen | None", trained: Drafter) -> Evaluation | None:
+    def _decode_final(self, step: int, drafter: Drafter) -> Evaluation:
         assert self._held_out is not None
-        known = chosen.evaluation if chosen else None
-        return self._held_out.all(chosen.drafter if chosen else trained, known)
+        return self._held_out.final(drafter, step)
 
-    def _decode_without_selector(self, chosen: "_Chosen | None", trained: Drafter) -> Evaluation:
+    def _decode_without_selector(self, drafter: Drafter, step: int) -> Evaluation:
         assert self._held_out is not None
-        known = chosen.evaluation if chosen else None
-        return self._held_out.without_selector(chosen.drafter if chosen else trained, known.step if known else 0)
+        return self._held_out.without_selector(drafter, step)
 
-    def _calibrate(self, chosen: "_Chosen | None", trained: Drafter) -> Calibration | None:
+    def _calibrate(self, drafter: Drafter) -> Calibration | None:
         assert self._held_out is not None
-        return self._held_out.calibration(chosen.drafter if chosen else trained, selector=not self._leaves_selector_out)
+        return self._held_out.calibration(drafter, selector=not self._leaves_selector_out)
 
     # ---- the first process ------------------------------------------------------------------------------------
 
@@ -113,18 +129,21 @@ class Measuring:
             save_drafter(trained, _kept(self._run.work, step), {"step": step})
         report.summarise(best_acceptance_length=self._best.tau)
 
-    def _choose(self, trained: Drafter, step: int) -> "_Chosen":
-        chosen = _Chosen(trained, self._latest)
-        if self._run.held_out:
-            assert self._latest and self._best
-            best, latest = self._best, self._latest
-            if best.step != step:
-                earlier = load_drafter(str(_kept(self._run.work, best.step)))
-                if best.clearly_better_than(latest):
-                    return _Chosen(earlier, best, (trained, Export("last", step, latest)))
-                if best.tau > latest.tau:
-                    return _Chosen(trained, latest, (earlier, Export("best", best.step, best)))
-        return chosen
+    def _candidate(self, step: int) -> tuple[int, Drafter] | None:
+        """Returns the best drafter during training and its step, unless it is the last one, or not better."""
+        best, latest = self._best, self._latest
+        if best is None or latest is None or best.step == step or not best.tau > latest.tau:
+            return None
+        return best.step, load_drafter(str(_kept(self._run.work, best.step)))
+
+    def _choose(self, drafters: list[tuple[int, Drafter]], measured: list[Evaluation]) -> "_Chosen":
+        (_, trained), latest = drafters[0], measured[0]
+        if len(drafters) == 1:
+            return _Chosen(trained, latest)
+        (_, earlier), best = drafters[1], measured[1]
+        if best.clearly_better_than(latest):
+            return _Chosen(earlier, best, (trained, Export("last", latest.step, latest)))
+        return _Chosen(trained, latest, (earlier, Export("best", best.step, best)))
 
     @property
     def _leaves_selector_out(self) -> bool:
@@ -133,12 +152,12 @@ class Measuring:
     def _export(
         self,
         chosen: "_Chosen",
-        evaluation: Evaluation | None,
         alone: Evaluation | None,
         calibration: Calibration | None,
         step: int,
         report: Report,
     ) -> tuple[Export, Export | None]:
+        evaluation = chosen.evaluation
         if evaluation:
             report.summarise(acceptance_length=evaluation.tau, acceptance_length_error=evaluation.standard_error)
         wanted = self._run.config.run.export_selector
@@ -173,6 +192,10 @@ class Measuring:
                 discard(work, step)
         if best and not (_kept(work, best.step) / "model.safetensors").exists():
             self._best = None
+
+
+def _several(count: int) -> str:
+    return "the last drafter" + ", and the best one during training" * (count > 1)
 
 
 def kept_steps(work: Path) -> list[int]:

@@ -6,6 +6,7 @@ import math
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ import transformers
 import dflash_toolkit
 from dflash_toolkit import DrafterConfig
 from dflash_toolkit.config import UserError, to_mapping
+from dflash_toolkit.data.prompts import template_variables
 from dflash_toolkit.fingerprint import model_digest
 
 from ..config import TrainConfig
 from ..prompts.split import PromptData
 from ..responses.corpus import Corpus
 from .definition import WORK, Export, Outcome
+from .held_out import Evaluation
 from .resume_point import first_difference, read_plan
 from .start import SIGHT
 from .training_budget import plan_of
 
 # options that may change when a run resumes: they change no weight or, if the number of processes times `accumulate`
 # changes, only how many micro batches form a step
-FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "features",
+FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "final_tokens",
+              "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "recompute",
               "head_rows", "export_selector", "feature_endpoint")  # fmt: skip
@@ -127,16 +131,41 @@ def is_finished(output: Path, record: dict[str, Any]) -> bool:
     return finished and all((path / "model.safetensors").exists() for path in exports)
 
 
-def measured(made: Export) -> dict[str, Any]:
-    """Returns the record of an exported drafter."""
+def measured(made: Export, thinking: str) -> dict[str, Any]:
+    """Returns the record of an exported drafter. Args: thinking: `thinking_mode` of the responses."""
     found: dict[str, Any] = {"step": made.step, "acceptance_length": None}
     if made.evaluation:
         values = made.evaluation.values()
         found |= {name: _rounded(value) for name, value in values.items() if name.startswith("acceptance_length")}
-        found["measured_on"] = {"prompts": made.evaluation.prompts, "tokens": sum(made.evaluation.tokens)}
+        found["measured_on"] = _measured_on(made.evaluation) | {"temperature": 0.0, "thinking": thinking}
     if made.without_selector:
         found["acceptance_length_without_selector"] = _rounded(made.without_selector.tau)
     return found
+
+
+def _measured_on(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "prompts": evaluation.prompts,
+        "tokens": sum(evaluation.tokens),
+        "max_tokens": evaluation.max_tokens,
+    }
+
+
+def thinking_mode(tokenizer: Any, samplers: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the thinking mode of a run's responses: on, off, default (the template's own) or none (it has none)."""
+    if "enable_thinking" not in template_variables(tokenizer):
+        return "none"
+    modes = {sampler.get("thinking") for sampler in samplers}
+    if modes in ({True}, {False}):
+        return "on" if modes.pop() else "off"
+    return "default"
+
+
+def longest_response(config: TrainConfig, samplers: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the longest response that the data may have, in tokens."""
+    given = (sampler.get("max_tokens", sampler.get("max_new_tokens")) for sampler in samplers)
+    longest = max((int(tokens) for tokens in given if tokens), default=config.responses.max_tokens)
+    return min(longest, config.prompts.max_length)
 
 
 def _rounded(value: Any) -> Any:
@@ -145,14 +174,19 @@ def _rounded(value: Any) -> Any:
     return round(value, 4) if math.isfinite(value) else None
 
 
-def result(data: PromptData, outcome: Outcome, rows: Corpus, answered: int) -> dict[str, Any]:
+def result(data: PromptData, outcome: Outcome, rows: Corpus, answered: int, thinking: str) -> dict[str, Any]:
     assert outcome.exported is not None
-    other = {outcome.other.role: measured(outcome.other)} if outcome.other else {}
-    exported = measured(outcome.exported)
+    other = {outcome.other.role: measured(outcome.other, thinking)} if outcome.other else {}
+    exported = measured(outcome.exported, thinking)
+    curve = outcome.followed
+    followed = (
+        {"measured_during_training": _measured_on(curve) | {"acceptance_length": _rounded(curve.tau)}} if curve else {}
+    )
     return {
         "steps": outcome.steps,
         "exported_step": exported.pop("step"),
         **exported,
+        **followed,
         **other,
         "warnings": outcome.warnings,
         "prompts": data.counts["prompts"],

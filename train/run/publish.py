@@ -50,6 +50,7 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         shape=shape,
         size=(folder / "model.safetensors").stat().st_size,
         measured=measured,
+        followed=record["result"].get("measured_during_training"),
         serving=serving_commands(target, name, shape, record.get("architecture", "")),
         rendering=_rendering(config_of(record)),
         temperatures=sorted({temperature for sampler in record["samplers"] for temperature in _temperatures(sampler)}),

@@ -39,12 +39,14 @@ def interval(replicates: Array, requests: int) -> Interval | None:
     values = replicates[np.isfinite(replicates)]
     if requests < 2 or not len(values):
         return None
-    tail = NormalDist().cdf(-math.sqrt(requests / (requests - 1)) * _student(1 - (1 - CONFIDENCE) / 2, requests - 1))
+    tail = NormalDist().cdf(
+        -math.sqrt(requests / (requests - 1)) * student_quantile(1 - (1 - CONFIDENCE) / 2, requests - 1)
+    )
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def _student(p: float, freedom: int) -> float:
+def student_quantile(p: float, freedom: int) -> float:
     """Returns the quantile of Student's t, within 1 % from 3 degrees of freedom (Abramowitz and Stegun 26.7.5)."""
     if freedom <= 2:  # exact
         return math.tan(math.pi * (p - 0.5)) if freedom == 1 else (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))

@@ -21,6 +21,7 @@ def test_a_drafter_is_trained_measured_and_exported_for_every_family(
     asked = (
         "optim.steps=2", "responses.max_tokens=8", "responses.runtime=reference", "loss.kl=0.5",
         "optim.pack_tokens=128", "run.features=disk", "run.speculators=true",
+        "prompts.held_out=4",
     )  # fmt: skip
     dflash_train(*asked)
     assert "finished" in dflash_train(*asked)[-1], "the same target, template and options"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import answers_of, make_dflash2, make_drafter, make_target
@@ -22,7 +23,7 @@ from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.runtime.weights import TargetWeights
 from dflash_toolkit.train.config import RunOptions, TrainConfig
-from dflash_toolkit.train.run.held_out import CLEARLY, Evaluation, HeldOut, HeldOutPrompt, draw
+from dflash_toolkit.train.run.held_out import Evaluation, HeldOut, HeldOutPrompt, draw, split
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
 
@@ -58,12 +59,62 @@ def test_more_prompts_than_go_together_and_answers_cut_by_the_context() -> None:
     target = make_target("qwen3", tied=False, limit=60)
     prompts = [HeldOutPrompt(list(range(20 + i, 24 + 4 * i)), "ab"[i % 2]) for i in range(11)]
     drafter = random_drafter(target, 1)
-    a, b = (HeldOut(target, drafter.config, prompts, options(name, 8))(drafter) for name in ("engine", "reference"))
-    assert a == b and a.prompts == 11 and sum(a.steps) > 0
-    some = HeldOut(target, drafter.config, prompts, replace(options("engine", 8), evaluate_prompts=4))
-    few = some(drafter, step=7)
-    assert few.sources == ("a", "b", "a", "b") and few.steps == a.steps[:4]
-    assert some.all(drafter, few) == replace(a, step=7)
+    few = replace(options("engine", 8), evaluate_prompts=1, final_tokens=16)
+    a, b = (
+        HeldOut(target, drafter.config, prompts, replace(few, evaluate_runtime=name)).final(drafter, 7)
+        for name in ("engine", "reference")
+    )
+    assert a == b and a.prompts == 10 and sum(a.steps) > 0 and (a.step, a.max_tokens) == (7, 16)
+    some = HeldOut(target, drafter.config, prompts, replace(few, evaluate_prompts=4))
+    curve, end = some(drafter, step=7), some.final(drafter, 7)
+    assert curve.sources == ("a", "b", "a", "b") and curve.max_tokens == 8 and max(curve.tokens) <= 8
+    assert end.prompts == 7 and set(zip(end.tokens, end.steps, strict=True)) <= set(zip(a.tokens, a.steps, strict=True))
+    assert max(end.tokens) > 8, "at full length"
+
+
+def test_prompts_of_a_run_and_of_its_end_are_disjoint() -> None:
+    prompts = [HeldOutPrompt([i], name) for name, count in (("a", 30), ("b", 2), ("c", 30)) for i in range(count)]
+    for count, followed in ((16, 16), (40, 31)):
+        during, unseen = split(prompts, count)
+        assert len(during) == followed and draw([*during, *unseen], 99) == draw(prompts, 99)
+    assert {p.source for p in split(prompts, 3)[0]} == {"a", "b", "c"} == {p.source for p in split(prompts, 3)[1]}
+    assert split(prompts[:1], 16) == (prompts[:1], prompts[:1]), "a single prompt is all there is"
+
+
+def simulated(rng: np.random.Generator, runs: int, evaluations: int, prompts: int, better: float = 0.0) -> float:
+    """Returns how often an earlier checkpoint is exported.
+
+    Every prompt has its own difficulty, and every checkpoint's steps for it have independent noise of 12 %.
+
+    Args:
+        evaluations: before the end.
+        better: by what share of the acceptance length the first checkpoint is better than all others.
+    """
+    followed = len(split([HeldOutPrompt([i], "a") for i in range(prompts)], RunOptions().evaluate_prompts)[0])
+    tau = rng.uniform(2, 6, (runs, 1, prompts)) * (1 + 0.12 * rng.standard_normal((runs, evaluations + 1, prompts)))
+    tau[:, 0] *= 1 + better
+    lengths = rng.integers(200, 2000, (runs, 1, prompts))
+    steps = np.ceil(lengths / tau.clip(1))
+    curve = np.broadcast_to(lengths, steps.shape)[..., :followed].sum(-1) / steps[..., :followed].sum(-1)
+    exported = 0
+    for run, best in enumerate(curve.argmax(1)):
+        if curve[run, best] > curve[run, -1]:
+            counts = lengths[run, 0, followed:].tolist()
+            earlier, last = (evaluation(*zip(counts, steps[run, at, followed:].astype(int).tolist(), strict=True))
+                             for at in (best, -1))  # fmt: skip
+            exported += earlier.clearly_better_than(last)
+    return exported / runs
+
+
+@pytest.mark.parametrize("prompts", [4, 16, 64])
+@pytest.mark.parametrize("evaluations", [1, 5, 30, 100])
+def test_equal_checkpoints_are_seldom_called_better(evaluations: int, prompts: int) -> None:
+    rng = np.random.default_rng(evaluations * 100 + prompts)
+    assert simulated(rng, 600, evaluations, prompts) <= 0.05
+
+
+def test_a_better_checkpoint_is_found() -> None:
+    assert simulated(np.random.default_rng(0), 200, 30, 64, better=0.15) > 0.9
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
@@ -119,7 +170,7 @@ def test_without_selector_measures_each_slots_best_token(target: Target, monkeyp
     def drafts(of: Drafter, selector: bool) -> list[list[int]]:
         drafted.clear()
         held_out = HeldOut(target, of.config, PROMPTS, options("reference"))
-        assert (held_out(of, 3) if selector else held_out.without_selector(of, 3)).step == 3
+        assert (held_out.final(of, 3) if selector else held_out.without_selector(of, 3)).step == 3
         return list(drafted)
 
     alone = drafts(drafter, selector=False)
@@ -155,22 +206,32 @@ def test_the_standard_error_of_tau_is_that_of_a_ratio() -> None:
 
 
 def test_clearly_better_uses_the_paired_error() -> None:
-    hard = [(20, 10), (60, 10), (35, 10), (90, 10)]
+    hard = [(2000, 1000), (6000, 1000), (3500, 1000), (9000, 1000)]
     base = evaluation(*hard)
-    a_little = evaluation(*((n + more, s) for (n, s), more in zip(hard, (5, 6, 5, 6), strict=True)))
+    a_little = evaluation(*((n + more, s) for (n, s), more in zip(hard, (500, 600, 500, 600), strict=True)))
     assert a_little.tau - base.tau < a_little.standard_error, "far within the errors of both"
     assert a_little.clearly_better_than(base) and not base.clearly_better_than(a_little), "on every prompt alike"
-    lucky = evaluation(*((n + more, s) for (n, s), more in zip(hard, (60, -9, -9, -9), strict=True)))
+    lucky = evaluation(*((n + more, s) for (n, s), more in zip(hard, (6000, -900, -900, -900), strict=True)))
     assert lucky.tau > a_little.tau and not lucky.clearly_better_than(base)
-    differences = [6 - CLEARLY * 2, 6 + CLEARLY * 2]  # mean 6, error at least 4
-    edge = evaluation((100 + int(10 * differences[0]), 10), (100 + int(10 * differences[1]), 10))
-    assert edge.tau > 10 and not edge.clearly_better_than(evaluation((100, 10), (100, 10)))
+    for spread, clear in (
+        (0.52, True),
+        (0.56, False),
+    ):  # four differences of 1 +- spread, whose error is spread / 3**0.5
+        apart = evaluation(*((50_000 + int(10_000 * (1 + spread * side)), 10_000) for side in (1, -1, 1, -1)))
+        assert apart.clearly_better_than(evaluation(*[(50_000, 10_000)] * 4)) == clear, "3.18 errors"
     assert not base.clearly_better_than(base)
     one = evaluation((99, 10))
     assert math.isnan(one.standard_error) and not one.clearly_better_than(evaluation((10, 10))), "it has no error"
     nothing = evaluation((0, 0), (0, 0))
     assert math.isnan(nothing.values()["acceptance_length"]) and not nothing.clearly_better_than(nothing)
     assert str(nothing) == "nan" and str(evaluation((30, 10), (40, 10), sources="ab")).endswith(" (a 3.00, b 4.00)")
+
+
+def test_prompts_that_agree_have_no_error_of_zero() -> None:
+    none, few = evaluation(*[(60, 60)] * 4), evaluation(*[(63, 60)] * 4)
+    assert none.standard_error == pytest.approx(2 / 240) and few.standard_error == pytest.approx(4 / 240)
+    assert not few.clearly_better_than(none), "12 of 240 drafts against none of 240, with 4 prompts"
+    assert evaluation(*[(6600, 6000)] * 4).clearly_better_than(evaluation(*[(6000, 6000)] * 4))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
@@ -213,7 +274,7 @@ def test_evaluate_runtime_engine_refuses_unsupported_targets() -> None:
     drafter = random_drafter(target, 1)
     with pytest.raises(UserError, match="mlp_bias is not supported by the runtime"):
         HeldOut(target, drafter.config, PROMPTS, options("engine"))
-    assert HeldOut(target, drafter.config, PROMPTS, options("auto"))(drafter).prompts == 3, "on a CPU, the reference"
+    assert HeldOut(target, drafter.config, PROMPTS, options("auto"))(drafter).prompts == 1, "on a CPU, the reference"
 
 
 @pytest.mark.parametrize(("option", "ending"), [(None, "off"), (True, "on")])
