@@ -97,12 +97,15 @@ def conversation(row: Any, default_id: str, form: str | None = None, unread: set
 def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:
     """Returns the messages before each answer; a turn after a recorded call begins with the call."""
     turns: list[list[Message]] = [[]]
-    for message, later in itertools.zip_longest(messages, messages[1:]):
-        if message["role"] != "assistant":
+    before: Message | None = None
+    for message in messages:
+        if message["role"] == "assistant":
+            turns.append([message] if "tool_calls" in message else [])
+        else:
+            if message["role"] == "tool" and before and before["role"] == "assistant" and not turns[-1]:
+                turns[-1].append(before)  # an answer before a result is a call, whatever its text is
             turns[-1].append(message)
-        else:  # an answer before a result is a call, whatever its text is
-            called = "tool_calls" in message or (later is not None and later["role"] == "tool")
-            turns.append([message] if called else [])
+        before = message
     ended = all(message["role"] == "assistant" for message in turns[-1])  # with an answer, or a call without a result
     return tuple(tuple(turn) for turn in (turns[:-1] if ended else turns))
 

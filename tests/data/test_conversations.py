@@ -283,11 +283,15 @@ JSON = st.recursive(
 TURN = st.fixed_dictionaries({"role": WORD, "content": JSON}, optional={"weight": JSON, "reasoning": JSON, "odd": JSON})
 
 
+COLUMNS = st.dictionaries(st.sampled_from(NAMES), WORD | JSON | st.lists(TURN, max_size=3), min_size=1, max_size=6)
+BASES = st.sampled_from([{}, {"question": "q"}, {"messages": [user("q"), assistant("r")]}, {"prompt": [user("q")]}])
+
+
 @given(
-    row=st.dictionaries(st.sampled_from(NAMES), JSON | st.lists(TURN, max_size=3), max_size=4),
+    row=st.builds(lambda base, columns: columns | base, BASES, COLUMNS),
     form=st.sampled_from([None, *FORMS]),
 )
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=1000, deadline=None, derandomize=True)
 @pytest.mark.slow
 def test_any_row_is_a_conversation_or_a_reason(row: dict[str, Any], form: str | None) -> None:
     unread: set[str] = set()

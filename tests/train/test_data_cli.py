@@ -293,7 +293,8 @@ def test_a_source_is_never_a_file_that_the_run_writes(
 ) -> None:
     source = tmp_path / name
     source.write_bytes(prompts.read_bytes())
-    assert "holds a file that this run would overwrite" in dflash_data.refuses("--data", source)
+    for given in (source, tmp_path, f"{tmp_path}/a*"):
+        assert "holds a file that this run would overwrite" in dflash_data.refuses("--data", given)
     assert source.read_bytes() == prompts.read_bytes() and len(list(tmp_path.iterdir())) == 2
 
 

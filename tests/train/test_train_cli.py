@@ -203,7 +203,7 @@ TEXTS = {
     "MALFORMED": '{"prompt": "a"}\n{nope\n',
     "EMPTY": "\n",
     "NO QUESTION": '{"prompt": "a"}\n\n{"reply": "b"}\n',
-    "SHORT": '{"prompt": "a", "response": ""}\n{"prompt": "b", "response": ""}\n',
+    "SHORT": 2 * (json.dumps({"messages": [user("a"), assistant("")]}) + "\n"),
     "NO TEXT": "".join(f'{{"prompt": "say {i}", "response": "a \\ud83d b"}}\n' for i in range(6)),
 }
 
