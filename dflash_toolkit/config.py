@@ -173,7 +173,7 @@ def _coerce(hint: Any, value: Any, where: str, choices: Sequence[str] = ()) -> A
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML mapping; an empty file is an empty mapping. Raises UserError."""
+    """Reads a YAML mapping; an empty file is an empty mapping. Raises UserError."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -259,7 +259,7 @@ _flags: dict[str, str] = {}  # by key, of the last command line: what `_as_typed
 
 
 def _as_typed(message: str) -> str:
-    """Replaces the keys of options that were given as flags, or not at all, by their flags."""
+    """Replaces the keys of options by their flags, unless they were given as `key=value`."""
 
     def flag(found: re.Match[str]) -> str:
         key = found[0]
@@ -403,7 +403,7 @@ def kind_of(option: Option) -> str:
 
 
 def _dashed(word: str) -> str:
-    """`--a_b=c_d` as `--a-b=c_d`: flags are known by both spellings."""
+    """Returns `--a_b=c_d` as `--a-b=c_d`, so that flags have both spellings."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 

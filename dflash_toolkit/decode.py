@@ -224,7 +224,7 @@ def walk(
 def propose_sampled(
     target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int, params: SamplingParams
 ) -> SampledDraft:
-    """As `propose`, with `Drafter.sample`; a slot's random number depends on the seed and its position."""
+    """Does the same as `propose`, but samples; a slot's random number depends on the seed and its position."""
     hidden, logits = _draft_states(target, drafter, context, last, position)
     positions = torch.arange(position + 1, position + 1 + len(hidden), device=hidden.device)
     uniform = position_uniform(torch.full_like(positions, int64_seed(params.seed)), positions, DRAFT_STREAM)

@@ -21,15 +21,15 @@ def width_for(asked: int | None, recurrent: bool) -> int:
     """
     if recurrent and (asked or 1) > 1:
         raise UserError(
-            f"draft_tree_width is {asked}; the target has recurrent layers, which take chains only: leave it out or "
-            f"give 1"
+            f"draft_tree_width is {asked}; the target has recurrent layers, which support chains only; remove it or "
+            f"use 1"
         )
     return asked or (1 if recurrent else WIDTH)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """The N nodes after an anchor, likeliest path first, so that the first n nodes are the tree of n nodes.
+    """The N nodes after an anchor, most probable path first, so that the first n nodes are the tree of n nodes.
 
     Rows: 0 is the anchor and row i + 1 node i. A parent comes before its children.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .models.dflash.network import DrafterConfig
 
 GIB = 2**30
-ANSWER_BYTES = 12  # of a token of a response: its number as text in JSON, then in the mapped rows
+ANSWER_BYTES = 12  # bytes per response token: its id as text in JSON, then in the mapped rows
 QUANTIZED_BY: dict[str, tuple[str, ...]] = {  # packages that transformers needs for the weights
     "bitsandbytes": ("bitsandbytes", "accelerate"),
     "compressed-tensors": ("compressed_tensors", "accelerate"),
@@ -65,7 +65,7 @@ def make_folder(folder: Path, asked: str) -> None:
 
 
 def check_new_folder(folder: Path, asked: str) -> None:
-    """As `make_folder`, but makes nothing: the folder, or the nearest one above it, must be writable."""
+    """Checks that the folder, or its nearest existing parent, is writable, without creating it."""
     above = folder.absolute()
     while not above.exists() and above != above.parent:
         above = above.parent
@@ -103,5 +103,5 @@ def disk_line(parts: dict[str, int], folder: Path, way_out: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Formats bytes for people."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.2g} MiB"

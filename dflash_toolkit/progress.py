@@ -76,7 +76,7 @@ class Progress:
         return next(task for task in self._bar.tasks if task.id == self._task)
 
     def reach(self, done: float, units: float) -> None:
-        """Move to `done` of the total, by work of so many `units`."""
+        """Moves to `done` of the total, after `units` units of work."""
         self.advance(done - self._now.completed, units)
 
     def advance(self, done: float = 1, units: float | None = None, note: str | None = None) -> None:

@@ -299,7 +299,7 @@ def test_a_row_s_counts_are_those_of_its_request() -> None:
 
 def test_a_vocabulary_too_large_for_the_mass_is_refused() -> None:
     given = mixed(torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="a vocabulary of 2097152 tokens"):
+    with pytest.raises(ValueError, match="2097152 tokens"):
         kernel.sample(torch.zeros(1, 1 << 21, device=DEVICE), *given[1:])
 
 

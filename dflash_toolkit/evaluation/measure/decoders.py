@@ -303,7 +303,7 @@ class Pair(ABC):
 
         Raises UserError.
         """
-        raise UserError(f"draft_tree_nodes: the {self.name} is no server; it needs --runtime engine")
+        raise UserError(f"draft_tree_nodes: the {self.name} cannot measure this; use --runtime engine")
 
     def repeats_plain(self, params: SamplingParams) -> bool:
         """Whether answers must equal the plain ones, not only have the same distribution."""

@@ -350,7 +350,7 @@ def _check_prompts(pair: Pair, sets: Mapping[str, Sequence[EncodedPrompt]]) -> N
         raise UserError("there is no prompt set to evaluate")
     for name, prompts in sets.items():
         if not prompts:
-            raise UserError(f"set {name!r} holds no prompts")
+            raise UserError(f"set {name!r} has no prompts")
         for prompt in prompts:
             try:
                 check_prompt(prompt.token_ids, pair.context_limit, pair.vocabulary)

@@ -397,7 +397,7 @@ def read_report(path: Path) -> dict[str, Any]:
     if version is None:
         raise UserError(f"{path}: no report of dflash-eval: it has no schema_version")
     if version != SCHEMA_VERSION:
-        raise UserError(f"{path}: schema_version is {version}, this reads {SCHEMA_VERSION}; measure again")
+        raise UserError(f"{path}: schema_version is {version}, but this release reads {SCHEMA_VERSION}; measure again")
     try:
         msgspec.convert(report, ReportForm)
         _check_requests(report)

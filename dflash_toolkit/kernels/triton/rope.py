@@ -238,9 +238,7 @@ def rope_write(
     norm = q_weight is not None
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # equal loads per program for any parts
     turns = rope.shape[2]
-    early = keys_are_split(
-        m, len(lengths)
-    )  # without it, a plain step of 16 is 1.5 % slower (results/step_early_h200.json)
+    early = keys_are_split(m, len(lengths))  # always early, a step of 16 is 1.5 % slower (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
         rope, lengths, lengths if counts is None else counts, page_table, lengths if at is None else at, cache, q,
