@@ -66,10 +66,12 @@ TABLE = {  # modules and their tests, fastest first; none of them starts program
         "runtime/test_runtime_recovery.py", "runtime/test_runtime_scheduler.py", "runtime/test_runtime_recurrent.py",
     ],
     "dflash_toolkit/runtime/request_table.py": [
-        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py", "runtime/test_runtime_engine.py",
+        "runtime/test_runtime_recovery.py", "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py",
+        "runtime/test_runtime_engine.py",
     ],
     "dflash_toolkit/runtime/scheduler.py": [
-        "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py", "runtime/test_runtime_engine.py",
+        "runtime/test_runtime_recovery.py", "runtime/test_runtime_scheduler.py", "runtime/test_runtime_wait_queue.py",
+        "runtime/test_runtime_engine.py", "runtime/test_runtime_grammar.py",
     ],
     "dflash_toolkit/models/dflash/checkpoint.py": [
         "models/test_checkpoint.py", "models/test_drafter_config.py", "models/test_speculators.py",

@@ -358,7 +358,7 @@ def test_a_drafter_fits_the_target_it_was_made_for() -> None:
         ({"num_target_layers": 8}, 6, "a target of 8 layers; this one has 6"),
         ({}, 7, "a target of 6 layers; this one has 7"),
         ({"vocab_size": 400}, 6, "vocabulary is 400, the target's 300"),
-        ({"vocab_size": 400, "mask_token_id": 350}, 6, "mask id 350 is not a row of the target's 300"),
+        ({"vocab_size": 400, "mask_token_id": 300}, 6, "mask id 300 is not a row of the target's 300"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -118,6 +118,64 @@ def test_a_device_that_never_answers_is_given_up() -> None:
     assert MAX_CONSECUTIVE_FAULTS == 8
 
 
+def test_an_abandoned_scheduler_holds_no_request() -> None:
+    """It does not use the device, which has failed."""
+    device, running, started = TableDevice(1), request_of([1] * 3, 9), request_of([2] * 40, 9)
+    scheduler = scheduled(device, running, max_num_seqs=2, max_num_batched_tokens=8)
+    while not running.tokens:
+        scheduler.advance()
+    scheduler.add(started)
+    scheduler.advance()
+    scheduler.add(waiting := request_of([3] * 9, 9))
+    assert scheduler.prefilling == [started] and waiting in scheduler.waiting and device.rows.keys() == {0}
+    device.calls.clear()
+    scheduler.abandon()
+    assert scheduler.idle and running.row is None and not device.calls
+    scheduler.remove_rows()
+    assert not device.rows
+
+
+def test_a_cancelled_row_that_cannot_be_removed_costs_nothing(caplog: Any) -> None:
+    device, requests = TableDevice(1), [request_of([10 + i] * 3, 12) for i in range(3)]
+    scheduler = scheduled(device, *requests)
+    while not all(len(request.tokens) > 2 for request in requests):
+        scheduler.advance()
+    failing(device, failures := ["remove"])
+    scheduler.cancel(requests[0])
+    drain(scheduler)
+    assert not failures and answered(*requests[1:]) and errors_of(caplog) == ["remove fails once"]
+
+
+def test_the_first_error_of_a_report_is_raised_once() -> None:
+    def report(request: Request, step: Step | None) -> None:
+        if len(request.tokens) == 2:
+            raise RuntimeError(f"report {request.prompt_ids[0]}")
+
+    requests = [request_of([i] * 3, 9) for i in range(2)]
+    scheduler, raised = scheduled(TableDevice(0), *requests, report=report), list[str]()
+    while not scheduler.idle:
+        try:
+            scheduler.advance()
+        except RuntimeError as error:
+            raised.append(str(error))
+    assert raised == ["report 0"] and answered(*requests)
+
+
+def test_freed_pages_are_cleaned_after_errors_alone() -> None:
+    device, requests, cleaned = TableDevice(1), [request_of([i] * 9, 3) for i in range(2)], list[bool]()
+    device.clean = lambda pages: cleaned.append(requests[1].finished)  # type: ignore[method-assign]
+    scheduler = scheduled(device, *requests)
+    failing(device, ["prefill", "prefill"])
+    drain(scheduler)
+    assert requests[0].error and answered(requests[1]) and cleaned == [False]
+
+
+def test_as_many_results_are_in_flight_as_the_device_has_room_for() -> None:
+    scheduler = scheduled(TableDevice(2), request := request_of([1] * 3, 30))
+    scheduler.advance()
+    assert len(scheduler.table.launches) == 2 and not request.tokens
+
+
 # ---- prompts -------------------------------------------------------------------------------------------
 
 
