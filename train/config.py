@@ -505,6 +505,12 @@ class TrainConfig(TemplateOptions):
     push_to_hub: str | None = option(
         None, "Hugging Face repository to upload the drafter and its model card to, created if missing (default: none)"
     )
+    license: str | None = option(
+        None,
+        "licence of the drafter in its model card, as the hub names it, e.g. apache-2.0 (default: none; with the "
+        "default dataset: other, with a link to it)",
+        metavar="NAME",
+    )
     init_from: str | None = option(
         None,
         "drafter to start from, as a directory or Hugging Face id, with its shape; drafter.kind=dflash2 adds the parts "

@@ -37,7 +37,7 @@ from .responses.collect import discard, gathered
 from .responses.conversation import load_chat_tokenizer
 from .responses.corpus import Corpus
 from .run.definition import WORK, Export, Outcome, Run
-from .run.estimate import estimate_here
+from .run.estimate import announced
 from .run.metrics_log import WANDB_OPTION
 from .run.prepare import Prepared, prepare
 from .run.provenance import (
@@ -131,7 +131,7 @@ def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Proc
 
 
 def _say_what_it_takes(config: TrainConfig, processes: Processes) -> None:
-    for line in estimate_here(config, processes.world).summary():
+    for line in announced(config, processes.world):
         _say(processes, line)
     if not config.data and not config.response_files:
         _say(processes, f"prompts of {described(config.prompts.dataset)}")
@@ -165,6 +165,8 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
     config = replace(config, run=replace(config.run, final_tokens=longest))
 
     def export(trained: Drafter, made: Export) -> None:
+        for left in _place(output, made).glob(".partial-*"):  # by a run that was killed; this one has the lock
+            shutil.rmtree(left, ignore_errors=True)
         form = {"num_target_layers": shape.num_target_layers, "trained_block_size": shape.block_size}
         note = (
             measured(made, thinking) | form | origin(record) | {RECORD_KEY: export_record(trained, target, signature)}

@@ -24,6 +24,7 @@ from torch import Tensor
 from dflash_toolkit.fingerprint import sample_digest, tokens_digest
 from dflash_toolkit.models.packed import separable
 from dflash_toolkit.models.target import Target
+from dflash_toolkit.preflight import size
 from dflash_toolkit.progress import Progress
 
 from ..config import TrainConfig
@@ -361,7 +362,7 @@ def _keep(
     shares = processes.all_gather((len(missing), source.nbytes(missing), *store.room))
     count, needed, device, host = (sum(values) for values in zip(*shares, strict=True))  # sums over all processes
     several = f" (of all {processes.world} processes)" if processes.world > 1 else ""
-    room = f"{device / GIB:.1f} GiB of GPU memory and {host / GIB:.1f} GiB of host memory{several}"
+    room = f"{size(device)} of GPU memory and {size(host)} of host memory{several}"
     if isinstance(store, DiskStore):
         reserved = processes.rank_zero(store.reserve, needed) if count else None
         if reserved:
@@ -373,7 +374,7 @@ def _keep(
     elif run.features == "memory":
         if any(of_one > on_device + on_host for _, of_one, on_device, on_host in shares):
             raise processes.mistake(
-                f"run.features=memory needs {needed / GIB:.1f} GiB, but {room} may be used "
+                f"run.features=memory needs {size(needed)}, but {room} may be used "
                 f"(run.feature_gpu_share, run.feature_cache_gb); give run.feature_dtype=float8, "
                 f"fewer drafter.taps or run.features=disk"
             )
@@ -384,7 +385,7 @@ def _keep(
     elif processes.main:
         say = bar.print if bar else functools.partial(print, file=sys.stderr)
         say(
-            f"features of {count} rows: {needed / GIB:.1f} GiB; {room} hold a part, the rest is computed in every "
+            f"features of {count} rows: {size(needed)}; {room} hold a part, the rest is computed in every "
             f"epoch (run.feature_dtype=float8 halves them)"
         )
 

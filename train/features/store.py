@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.fingerprint import TOKENS_BYTES
+from dflash_toolkit.preflight import size
 
 from ..run.resume_point import first_difference
 
@@ -221,14 +222,14 @@ class DiskStore:
 
     def reserve(self, nbytes: int) -> str:
         """Returns a sentence on writing `nbytes` more. Raises UserError if the disk is too full."""
-        needed, free = nbytes / GIB, shutil.disk_usage(self._folder).free / GIB
-        if needed > free:
+        free = shutil.disk_usage(self._folder).free
+        if nbytes > free:
             raise UserError(
-                f"features {self._folder}: {needed:.1f} GiB are needed, but {free:.1f} GiB are free; give "
+                f"features {self._folder}: {size(nbytes)} are needed, but {size(free)} are free; give "
                 f"run.feature_dtype=float8, fewer drafter.taps or a smaller prompts.max_length, run.feature_dir on "
                 f"another disk, or run.features=online"
             )
-        return f"{needed:.2f} GiB to {self._folder}, where {free:.1f} GiB are free"
+        return f"{size(nbytes)} to {self._folder}, where {size(free)} are free"
 
     def expect(self, count: int) -> None:
         """Announces `count` rows to come; the last one completes a shard even if that is not full."""

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dflash_toolkit.stop_tokens import stop_tokens
 from ..distributed.parallel import Processes
 from ..prompts.split import PROMPTS, PromptData, choose_prompts
 from ..run.cost import before_responses
+from ..run.estimate import announced
 from ..run.prepare import Prepared
 from ..run.provenance import asked
 from ..run.resume_point import first_difference
@@ -163,7 +165,10 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
     common = {key: own.get(key, record.get(key)) for key in SAID}
     output = work / (f"answers.{processes.rank}.jsonl" if processes.rank else "answers.jsonl")
     try:
-        tally = respond(backend, plan, work / PROMPTS, output, common, done, total, *share, processes.peers)
+        tally = respond(
+            backend, plan, work / PROMPTS, output, common, done, total, *share, processes.peers,
+            on_pace=partial(announced, config, processes.world) if processes.main else None,
+        )  # fmt: skip
         return tally if processes.peers.main else Tally()
     finally:
         backend.close()

@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from ..prompts.choosing import chosen
 from .conversation import TOO_LONG, LiveConversation
 from .file import lines_of
 
+PACE_S = 60.0  # of responses, after which their rate is known
 SAID = ("target", "target_digest", "vocab_size", "template_hash", "sampler")  # fields of the record in every row
 T = TypeVar("T", bound="Talk")
 
@@ -159,6 +160,7 @@ def respond(
     rank: int = 0,
     world: int = 1,
     peers: Processes | None = None,
+    on_pace: Callable[[float], Iterable[str]] | None = None,
 ) -> Tally:
     """Appends the missing responses to `output`, each when it is finished.
 
@@ -167,6 +169,7 @@ def respond(
         common: fields that every row repeats.
         total: total number of responses, with those that are done.
         peers: processes that decode together; the first of them writes.
+        on_pace: called once with the tokens/s of all processes, after `PACE_S` seconds; returns lines to print.
 
     Raises:
         UserError: the disk is full, or as the backend.
@@ -186,4 +189,8 @@ def respond(
             progress.advance(world, world * conversation.response_tokens, note)  # others are about as far
             tally.decoded += conversation.response_tokens
             tally.seconds = time.perf_counter() - began
+            if on_pace and tally.seconds >= PACE_S:
+                for line in on_pace(world * tally.decoded / tally.seconds):
+                    progress.print(line)
+                on_pace = None
     return tally

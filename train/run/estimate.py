@@ -138,15 +138,17 @@ class Estimate:
         return rows
 
     def summary(self) -> list[str]:
-        """Returns two lines to print before the first stage of a run."""
+        """Returns lines to print before the first stage of a run."""
         stages = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 1)
         memory = f"{size(self.memory)} of {self.machine.memory_name}" + (
             "" if self.fits else f", MORE than a {self.machine.name} has"
         )
+        rate = f" at {self.response_rate.words} ({self.response_rate.how})" if self.response_rate else ""
         return [
             f"estimate for {self.world} x {self.machine.name}: {duration(self.total)} ({stages})",
-            f"{self.responses:,} responses of about {self.response_tokens:,.0f} tokens; {size(self.disk)} of disk, "
-            f"{memory}; dflash-train --estimate prints more",
+            f"{self.prompts:,} prompts x {self.samples}: {self.responses:,} responses of about "
+            f"{self.response_tokens:,.0f} tokens{rate}; {size(self.disk)} of disk, {memory}; dflash-train --estimate "
+            f"prints more",
         ]
 
 
@@ -227,6 +229,7 @@ class Weights:
 def estimate(
     config: TrainConfig, target: PreTrainedConfig, machine: Machine | None = None, *, world: int = 1,
     thinking: bool = False, server: bool = False, linear_attention: bool | None = None, work: Path | None = None,
+    measured: float | None = None,
 ) -> Estimate:  # fmt: skip
     """Estimates a run from configurations alone, without weights or network.
 
@@ -238,6 +241,7 @@ def estimate(
         server: whether responses come from vLLM with 256 concurrent requests instead of this run.
         linear_attention: whether that extra is installed (default: checked here).
         work: directory of a run that may have started; mean lengths of its rows are used.
+        measured: tokens/s of the responses of all processes, if this run has written some.
     """
     machine = machine or machine_of(config, target)
     cpu = machine.name == CPU
@@ -256,7 +260,7 @@ def estimate(
     rate = None
     if writes or server:
         rate = response_rate(config, target, weights, machine, PROMPT_TOKENS + answered / 2, server)
-        rate = Rate(rate.tokens_per_second * world, rate.how)
+        rate = Rate(measured, "measured in this run") if measured else Rate(rate.tokens_per_second * world, rate.how)
 
     packed = 0 if cpu else (PACK_TOKENS if config.optim.pack_tokens is None else config.optim.pack_tokens)
     tokens = packed or config.optim.batch_size * length
@@ -423,10 +427,23 @@ def thinks(config: TrainConfig) -> bool:
         return False
 
 
-def estimate_here(config: TrainConfig, world: int) -> Estimate:
-    """Returns the estimate for this machine; reads the target's config.json and, if present, its tokenizer."""
+def estimate_here(config: TrainConfig, world: int, measured: float | None = None) -> Estimate:
+    """Returns the estimate for this machine; reads the target's config.json and, if present, its tokenizer.
+
+    Args:
+        measured: as for `estimate`.
+    """
     work = Path(config.output_dir) / WORK
-    return estimate(config, load_config(config.target), world=world, thinking=thinks(config), work=work)
+    return estimate(
+        config, load_config(config.target), world=world, thinking=thinks(config), work=work, measured=measured
+    )
+
+
+def announced(config: TrainConfig, world: int, measured: float | None = None) -> list[str]:
+    """Returns the lines of a run on what it takes, and options for a shorter run. Arguments as `estimate_here`."""
+    found = estimate_here(config, world, measured)
+    shorter = within_an_hour(config, found)
+    return [*found.summary(), *([f"for about an hour add {shlex.join(shorter)}"] if shorter else [])]
 
 
 def show(config: TrainConfig, words: Sequence[str]) -> None:

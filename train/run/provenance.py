@@ -86,6 +86,7 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         "prompt_format",
         "init_from",
         "push_to_hub",
+        "license",
         "device",
         "threads",
         "estimate",

@@ -16,10 +16,11 @@ from dflash_toolkit.files import write_text
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 
-from ..prompts.dataset import described
+from ..prompts.dataset import DEFAULT, described
 from .provenance import config_of
 
 CARD = "README.md"
+HUB = "https://huggingface.co"
 UPLOADED = ("config.json", "model.safetensors", CARD)
 OTHER_ROLES = ("best", "last")  # subdirectories of drafters next to the exported one
 
@@ -91,6 +92,10 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         found["base_model"] = config["target"]
     if datasets := _datasets(config):
         found["datasets"] = datasets
+    if licence := config.get("license"):
+        found["license"] = licence
+    elif DEFAULT in datasets:
+        found |= {"license": "other", "license_name": "see-datasets", "license_link": f"{HUB}/datasets/{DEFAULT}"}
     return found | {"tags": ["dflash", "speculative-decoding", "draft-model"]}
 
 

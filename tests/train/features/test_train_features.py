@@ -250,7 +250,7 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_disk_too_small_for_features_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = source_in(tmp_path, make_target(), features="disk")
-    assert "features of 10 rows: 0.00 GiB to " in capsys.readouterr().err
+    assert " MiB to " in capsys.readouterr().err
     shard = load_file(next(tmp_path.glob("*.safetensors")))
     assert source.nbytes(rows(10)) == shard["hidden"].nbytes
     store = DiskStore(tmp_path / "other", {})
@@ -266,7 +266,7 @@ def test_a_write_that_fails_is_one_line_and_leaves_no_part(tmp_path: Path) -> No
 
 
 def test_memory_that_cannot_hold_all_of_it_refuses() -> None:
-    with pytest.raises(UserError, match=r"run.features=memory needs 0.0 GiB"):
+    with pytest.raises(UserError, match=r"run.features=memory needs [\d.]+ MiB"):
         source_in(Path(), make_target(), features="memory")
 
 

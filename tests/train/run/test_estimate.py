@@ -15,7 +15,8 @@ from transformers import FalconConfig, GPT2Config, PreTrainedConfig
 from dflash_toolkit.preflight import GIB
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.prompts.dataset import DEFAULT, ROWS
-from dflash_toolkit.train.run.estimate import Weights, estimate, expected_acceptance, within_an_hour
+from dflash_toolkit.train.responses import generate
+from dflash_toolkit.train.run.estimate import Weights, announced, estimate, expected_acceptance, within_an_hour
 from dflash_toolkit.train.run.rates import H100, H200, PROMPT_TOKENS, RESPONSE_TOKENS, Machine
 from scripts.shapes import named_shape
 
@@ -133,7 +134,7 @@ def test_estimate_prints_a_table_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_a_run_prints_its_estimate_before_responses(dflash_train: Program) -> None:
     said = "".join(dflash_train())
-    assert said.index("estimate for 1 x this CPU: ") < said.index("responses")
+    assert said.index("estimate for 1 x this CPU: ") < said.index("responses") and "prompts x 1: " in said
     assert "GPU memory" not in said
     assert DEFAULT not in said, "prompts come from a file"
     assert "estimate for" not in "".join(dflash_train("optim.steps=30")), "responses are there already"
@@ -150,3 +151,22 @@ def test_every_supported_target_can_be_estimated(name: str) -> None:
     config = ARCHITECTURES[name].config().get_text_config(decoder=True)
     found = estimate(configure({"target": "t", "drafter": {"taps": 2}}), config, H100, linear_attention=True)
     assert found.total > 0 and found.memory > 0
+
+
+def test_the_estimate_is_corrected_with_the_measured_rate(
+    dflash_train: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = of({}, measured=1000.0)
+    assert found.response_rate.words == "1,000 tokens/s"
+    assert found.seconds["responses"] == pytest.approx(found.responses * found.response_tokens / 1000)
+    monkeypatch.setattr(generate, "PACE_S", 0.0)
+    said = dflash_train()
+    estimates = [i for i, line in enumerate(said) if line.startswith("estimate for 1 x this CPU: ")]
+    assert len(estimates) == 2 and "tokens/s (measured in this run)" in said[estimates[1] + 1]
+
+
+def test_a_long_run_names_a_shorter_command_before_responses(tmp_path: Path) -> None:
+    named_shape("qwen3-8b").save_pretrained(tmp_path)
+    lines = announced(configure({"target": str(tmp_path)}), 1)
+    assert lines[-1].startswith("for about an hour add prompts.max_prompts=")
+    assert "100,000 prompts x 2: 200,000 responses of about" in lines[1] and "tokens/s" in lines[1]

@@ -115,6 +115,11 @@ def test_a_card_names_the_target_and_the_datasets_of_the_hub(data: Path) -> None
         found = publish._metadata(config | {"data": given})
         assert (found["base_model"], found["datasets"]) == ("Qwen/Qwen3-8B", named)
     assert "datasets" not in publish._metadata(config | {"data": [], "response_files": ["answers.jsonl"]})
+    config["prompts"] = {"dataset": "mlabonne/open-perfectblend"}
+    default, own = (publish._metadata(config | {"data": given}) for given in ([], [str(data)]))
+    assert default["license"] == "other" and default["license_link"].endswith("/datasets/mlabonne/open-perfectblend")
+    assert "license" not in own, "nothing is said about data of one's own"
+    assert publish._metadata(config | {"data": [], "license": "mit"})["license"] == "mit"
 
 
 def test_a_card_lists_the_sources_of_the_default_dataset(dflash_train: Program) -> None:

@@ -433,3 +433,11 @@ def test_a_failed_save_is_raised_at_the_next_step(tmp_path: Path, monkeypatch: p
     writer.begin(lambda: None)
     writer.wait()
     assert not writer.busy and not writer.failed
+
+
+def test_an_export_removes_what_a_killed_one_left(dflash_train: Program) -> None:
+    left = dflash_train.output / ".partial-killed"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    dflash_train("optim.steps=1")
+    assert not list(dflash_train.output.glob(".partial-*"))
