@@ -257,7 +257,7 @@ def _kind(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, A
     To find out takes up to four renderings, which are slow for a long chat.
     """
     kinds = frozenset((m.get("role"), bool(m.get("content")), bool(m.get("tool_calls"))) for m in messages)
-    thought = bool(messages and messages[-1].get("reasoning_content"))
+    thought = bool(messages and messages[-1].get("reasoning_content", "").strip())
     return hash((str(tokenizer.chat_template), kinds, thought, bool(tools), repr(sorted(variables.items()))))
 
 
