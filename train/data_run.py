@@ -181,7 +181,8 @@ def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
         return {}
     try:
         old = json.loads(path.read_text())
-        old.pop("speed", None)
+        for key in ("speed", "cut"):
+            old.pop(key, None)
         begun = {key: old.pop(key) for key in ("finished", *ANSWERING) if key in old}
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not the record of a run; choose another --output or remove it") from error
@@ -242,6 +243,7 @@ def _respond(
     plan = ResponsePlan(
         tokenizer=tokenizer, params=_params(config, record["vocab_size"]), length=length, thinking=sampler.thinking,
         seed=sampler.seed, samples=sampler.samples, greedy_first=sampler.greedy_first,
+        vocab_size=record["vocab_size"], strict=config.prompts.strict,
     )  # fmt: skip
     written = (total - tally.rows) * min(sampler.max_tokens, config.prompts.max_length) * ANSWER_BYTES
     if processes.main:
@@ -269,9 +271,9 @@ def _found(output: Path) -> tuple[set[tuple[int, int]], Tally]:
     """Returns the responses that are there, as (index, sample), and their counts."""
     done, tally = set[tuple[int, int]](), Tally()
     for file in share_files(output):
-        complete, rows, tokens, left_out = resume(file)
+        complete, rows, tokens, left_out, cut = resume(file)
         done |= complete
-        tally.add(Tally(rows, tokens, left_out=left_out))
+        tally.add(Tally(rows, tokens, left_out=left_out, cut=cut))
     return done, tally
 
 
@@ -280,10 +282,12 @@ def _end(config: DataConfig, record: dict[str, Any], tally: Tally, total: int, l
     output = Path(config.output)
     print(tally.speed_in_words, file=sys.stderr)
     if not tally.rows:
-        raise UserError(f"none of {total} responses can be trained on: {reasons(tally.dropped, limit)}")
+        raise UserError(f"none of {total} responses can be trained on: {reasons(tally.dropped, limit, tally.first)}")
     join_shares(output)
     summary = tally.in_words(limit)
-    write_json(_record_file(output), record | {"speed": tally.speed, "finished": summary})
+    write_json(_record_file(output), record | {"speed": tally.speed, "cut": tally.cut, "finished": summary})
+    if warning := tally.warning("--max-tokens"):
+        print(warning, file=sys.stderr)
     print(f"{output}: {summary}", file=sys.stderr)
 
 

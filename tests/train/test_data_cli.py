@@ -110,7 +110,7 @@ def test_duplicates_are_dropped_and_untrainable_rows_counted(
     data = write(tmp_path / "p.jsonl", says(kept, kept.upper(), "quick", "long " * 20))
     *said, last = dflash_data("--target", quick, "--data", data, "prompts.max_length=60")
     assert any("3 prompts; left out: 1 duplicates" in line for line in said)
-    assert "dropped 1 shorter than two tokens, 1 too long" in last
+    assert "dropped 1 shorter than two tokens (first: p.jsonl/3), 1 too long" in last
     (row,) = dflash_data.rows()
     assert row["messages"][0] == user(kept) and len(row["tokens"]) <= 60
 

@@ -149,7 +149,7 @@ def test_conversations_are_held_out_with_all_their_turns(target: Target, dflash_
     record = dflash_train.record()
     assert all(row["target_digest"] == record["target_digest"] for row in written)
     counted = {key: value for key, value in record["data"].items() if "short" not in key}
-    assert counted == {"prompts": 7, "held_out": 2, "found": 10, "duplicates": 1, "too long": 1}
+    assert counted == {"prompts": 7, "held_out": 2, "found": 10, "duplicates": 1, "too long": 1, "cut": 3}
     corpus = Corpus.open(dflash_train.output / "work/corpus")
     for row, line in zip(corpus, sorted(written, key=lambda line: (line["index"], line["part"])), strict=True):
         assert row.tokens.tolist() == line["tokens"] and [*map(list, row.spans)] == line["spans"]
@@ -272,7 +272,7 @@ TEXTS = {
         (["--data", "MALFORMED", "prompts.strict=true"], "line 2"),
         (["--data", "EMPTY"], "holds no prompts"),
         (["--data", "NO QUESTION", "prompts.strict=true"], "line 3"),
-        (["--data", "SHORT", "responses.regenerate=false"], "1 shorter than two tokens"),
+        (["--data", "SHORT", "responses.regenerate=false"], "1 without an answer"),
         (["--data", "NO TEXT", "responses.regenerate=false"], "6 not valid text"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -299,7 +299,10 @@ def test_a_prompt_without_response_fails_before_loading(
     monkeypatch.setattr("dflash_toolkit.train.pipeline._loaded", None)
     bare = write(tmp_path / "p.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
     said = dflash_train.refuses("--data", bare, "responses.regenerate=false")
-    assert "without an answer; give responses.regenerate=true" in said and not dflash_train.output.exists()
+    assert (
+        "without an answer (first: p.jsonl/2); give responses.regenerate=true" in said
+        and not dflash_train.output.exists()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

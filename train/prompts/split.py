@@ -19,7 +19,7 @@ from dflash_toolkit.files import unwritable
 from dflash_toolkit.fingerprint import files_digest, json_digest
 
 from ..config import TrainConfig
-from ..responses.conversation import REFUSED, TOO_LONG
+from ..responses.conversation import REFUSED, TOO_LONG, UNKNOWN
 from ..responses.generate import reasons
 from ..run.held_out import HeldOutPrompt
 from .choosing import Chosen, Wanted, choose, chosen, first_asked, say
@@ -54,6 +54,7 @@ class Reading:
     config: TrainConfig  # with `prompts.max_length` at most the target's context
     tokenizer: Any
     limit: str  # the limit that makes a prompt too long, in words
+    vocab_size: int = sys.maxsize
 
     @property
     def room(self) -> int:
@@ -155,6 +156,8 @@ def _rendered(reading: Reading, conversation: Conversation, thinking: bool | Non
         ids = encode_chat(reading.tokenizer, conversation.turns[0], thinking, conversation.tools)
     except UserError:
         return [], REFUSED
+    if max(ids, default=0) >= reading.vocab_size:
+        return [], UNKNOWN
     return (ids, "") if len(ids) <= reading.room else ([], TOO_LONG)
 
 

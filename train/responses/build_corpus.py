@@ -1,6 +1,7 @@
 """Builds a run's `Corpus` of responses that were written now, recorded in the data, or given as files."""
 
 import json
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -19,12 +20,13 @@ from dflash_toolkit.progress import Progress
 
 from ..prompts.choosing import chosen, first_asked
 from ..prompts.dedup import Duplicates, SharedText
+from ..prompts.skipped import Skipped
 from ..prompts.split import PromptData, Reading, held_out_of_files, spread
 from ..run.held_out import HeldOutPrompt
-from .conversation import TOO_LONG, TOO_SHORT, recorded_rows
+from .conversation import TOO_LONG, TOO_SHORT, UNKNOWN, recorded_rows
 from .corpus import CorpusWriter
 from .file import Match, ResponseReader, Written
-from .generate import reasons
+from .generate import MANY_CUT, reasons
 from .rows import Row
 
 CORPUS = "corpus"  # inside the work directory
@@ -33,11 +35,13 @@ LIKE_HELD_OUT = "near duplicates of held-out ones"
 
 def write_answered(data: PromptData, paths: Sequence[Path], match: Match, folder: Path, fingerprint: Any) -> None:
     """Writes the corpus of responses by the run's own processes, in the order of the prompts. Raises UserError."""
-    keys = array("q")
+    keys, cut = array("q"), 0
     with CorpusWriter(folder) as writer:
         for written in ResponseReader(match).read(paths):
             writer.add(written.row)
+            cut += written.values.get("finish_reason") == "length"
             keys.extend(written.number(key) for key in ("index", "sample", "part"))
+        _count_cut(cut, len(writer), data.counts)
         order = np.lexsort(np.frombuffer(keys, np.int64).reshape(-1, 3).T[::-1])
         writer.commit({"of": fingerprint} | data.to_json(), keep=order)
 
@@ -50,13 +54,14 @@ def write_recorded(
     Raises:
         UserError: a response is not valid text, or none fits the template.
     """
-    dropped: Counter[str] = Counter()
+    dropped, skipped = Counter[str](), Skipped(reading.config.prompts.strict)
     with CorpusWriter(folder) as writer, Progress("responses", data.counts["prompts"]) as progress:
         for each in chosen(prompts):
-            for row in _recorded(reading, each.conversation, stop_ids, dropped):
+            for row in _recorded(reading, each.conversation, stop_ids, dropped, skipped):
                 writer.add(row)
             progress.advance()
-        why = reasons(dropped, reading.limit)
+        dropped += skipped.counts
+        why = reasons(dropped, reading.limit, skipped.first)
         if not len(writer):
             raise UserError(
                 f"none of the data's responses can be trained on: {why}; "
@@ -69,23 +74,21 @@ def write_recorded(
 
 
 def _recorded(
-    reading: Reading, conversation: Conversation, stop_ids: Collection[int], dropped: Counter[str]
+    reading: Reading, conversation: Conversation, stop_ids: Collection[int], dropped: Counter[str], skipped: Skipped
 ) -> Iterator[Row]:
     said = conversation.recorded
     if not any(message["role"] == "assistant" for message in said):
-        dropped["without an answer"] += 1
+        skipped.add("without an answer", conversation.id)
         return
-    try:
-        "".join(message["content"] for message in said if isinstance(message["content"], str)).encode()
-    except UnicodeError as error:  # half of a surrogate pair
-        raise UserError(f"the response to prompt {conversation.id} is not valid text ({error})") from error
     rows, lost = recorded_rows(reading.tokenizer, said, conversation.tools, stop_ids, reading.config.responses.thinking)
     dropped.update(lost)
     for row in rows:
         if row.prompt_tokens > reading.room:
-            dropped[TOO_LONG] += 1
+            skipped.add(TOO_LONG, conversation.id)
+        elif max(row.tokens) >= reading.vocab_size:
+            skipped.add(UNKNOWN, conversation.id)
         elif not row.has_anchor:
-            dropped[TOO_SHORT] += 1
+            skipped.add(TOO_SHORT, conversation.id)
         else:
             yield row
 
@@ -136,7 +139,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
     config = reading.config
     options, names = config.prompts, config.response_files
     reader, groups = ResponseReader(match), _Groups()
-    group_of, file_of = array("q"), array("q")
+    group_of, file_of, cut = array("q"), array("q"), 0
     texts, texts_of = folder.with_name(folder.name + ".texts"), set[int]()
     try:
         with (
@@ -146,6 +149,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
         ):
             for written in reader.read(names):
                 writer.add(written.row)
+                cut += written.values.get("finish_reason") == "length"
                 group = groups.of((written.file, written.number("index")))
                 if not written.number("part"):
                     groups.join(group, groups.of(_prompt(written.row)))
@@ -212,10 +216,20 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 "found": found,
                 "like_held_out": len(near),
             }
+            _count_cut(cut, len(writer), counts)
             data = PromptData(digest, held_out, counts, reader.samplers)
             writer.commit({"of": fingerprint} | data.to_json(), keep=np.flatnonzero(keep))
     finally:
         texts.unlink(missing_ok=True)
+
+
+def _count_cut(cut: int, rows: int, counts: dict[str, int]) -> None:
+    """Adds the number of responses that reached the limit to the counts, and prints it."""
+    if cut:
+        counts["cut"] = cut
+        many = "warning: " if cut > MANY_CUT * rows else ""
+        way_out = "; raise responses.max_tokens" if many else " (responses.max_tokens)"
+        print(f"{many}{cut} of {rows} responses are cut at the limit{way_out}", file=sys.stderr)
 
 
 def _prompt(row: Row) -> bytes:

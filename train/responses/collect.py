@@ -105,6 +105,8 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
             thinking=options.thinking,
             samples=options.samples,
             greedy_first=options.greedy_first,
+            vocab_size=run.shape.vocab_size,
+            strict=config.prompts.strict,
         )
         total = options.samples * data.counts["prompts"]
         tallies = processes.all_gather(processes.barrier(_share, run, plan, done, total, processes))
@@ -177,7 +179,7 @@ def _share(run: Prepared, plan: ResponsePlan, done: set[tuple[int, int]], total:
 def _end_of_responses(run: Prepared, state: dict[str, Any], tally: Tally) -> None:
     """Records that all prompts are answered, and what was dropped."""
     if not any(path.stat().st_size for path in _response_files(run.work)):
-        why = reasons(tally.dropped, run.reading.limit)
+        why = reasons(tally.dropped, run.reading.limit, tally.first)
         raise UserError(f"none of {state['counts']['prompts']} prompts was answered: {why}")
     print(f"responses: {tally.speed_in_words}", file=sys.stderr)
     if tally.dropped or tally.left_out:

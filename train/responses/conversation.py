@@ -1,6 +1,7 @@
 """Conversations as rows of token ids: with the target's answers turn by turn, or as recorded."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ SPLIT = re.compile(r"""split\(\s*(['"])(.+?)\1""")
 TOO_SHORT = "shorter than two tokens"
 TOO_LONG = "too long"
 REFUSED = "refused by the chat template"
+UNKNOWN = "with a token that the target's embedding lacks"
 
 
 def continued(known: Row | None, index: int, prompt: list[int], answer: list[int]) -> tuple[Row, bool]:
@@ -83,6 +85,7 @@ class LiveConversation:
         params: SamplingParams,
         max_length: int,
         thinking: bool | None = None,
+        vocab_size: int = sys.maxsize,
     ) -> None:
         self.index, self.sample, self.id = index, sample, conversation.id
         self.parts: list[Part] = []
@@ -94,6 +97,7 @@ class LiveConversation:
         self._turns = list(conversation.turns)
         self._messages: list[Message] = []
         self._tokenizer, self._max_length, self._thinking = tokenizer, max_length, thinking
+        self._vocab_size = vocab_size
         self.request: tuple[list[int], SamplingParams] | None = None
         self._next_turn()
 
@@ -112,6 +116,9 @@ class LiveConversation:
             ids = encode_chat(self._tokenizer, with_call_ids(messages), self._thinking, self.tools)
         except UserError:
             self._end(REFUSED)
+            return
+        if max(ids, default=0) >= self._vocab_size:
+            self._end(UNKNOWN)
             return
         room = self._max_length - len(ids)
         if room < 2:

@@ -51,8 +51,8 @@ def lines_of(conversation: LiveConversation, common: dict[str, Any]) -> list[dic
     ]
 
 
-def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
-    """Returns (index, sample) of complete responses, rows, response tokens, and counts of what rows lack.
+def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str], int]:
+    """Returns (index, sample) of complete responses, rows, response tokens, counts of missing turns, and cut rows.
 
     A row torn by a kill, or a response without its last part, can only be at the end; it is cut off.
 
@@ -61,7 +61,7 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
     """
     done: set[tuple[int, int]] = set()
     rows = tokens = position = whole = 0
-    open_rows = open_tokens = 0
+    open_rows = open_tokens = cut = open_cut = 0
     left_out, open_left_out = Counter[str](), Counter[str]()
     for number, line, row in _lines(path):
         if not line.endswith(b"\n"):
@@ -73,16 +73,17 @@ def resume(path: Path) -> tuple[set[tuple[int, int]], int, int, Counter[str]]:
             last = row["part"] == row["parts"] - 1
             key = (int(row["index"]), int(row["sample"]))
             open_left_out.update(map(str, row.get("left_out", ())))
+            open_cut += row.get("finish_reason") == "length"
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise _foreign(path, number, error) from error
         if last:
             done.add(key)
-            rows, tokens, whole = rows + open_rows, tokens + open_tokens, position
-            open_rows = open_tokens = 0
+            rows, tokens, whole, cut = rows + open_rows, tokens + open_tokens, position, cut + open_cut
+            open_rows = open_tokens = open_cut = 0
             left_out.update(open_left_out)
             open_left_out.clear()
     cut_journal(path, whole)
-    return done, rows, tokens, left_out
+    return done, rows, tokens, left_out, cut
 
 
 @dataclass(frozen=True, slots=True)

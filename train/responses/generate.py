@@ -1,13 +1,15 @@
 """Lets a backend respond to all turns of chosen prompts and appends the responses to a file."""
 
+import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.measure.decoders import Chat, Decoder, Response
 from dflash_toolkit.files import append_lines
 from dflash_toolkit.progress import Progress
@@ -20,6 +22,7 @@ from .file import lines_of
 
 PACE_S = 60.0  # of responses, after which their rate is known
 SAID = ("target", "target_digest", "vocab_size", "template_hash", "sampler")  # fields of the record in every row
+MANY_CUT = 0.2  # share of responses cut at the limit that calls for a warning
 T = TypeVar("T", bound="Talk")
 
 
@@ -34,6 +37,8 @@ class ResponsePlan:
     seed: int = 0
     samples: int = 1  # responses to every prompt
     greedy_first: bool = False
+    vocab_size: int = sys.maxsize
+    strict: bool = False  # raise UserError at the first conversation without a row
 
     def conversations(
         self, prompts: Path, done: Collection[tuple[int, int]], rank: int, world: int
@@ -55,8 +60,9 @@ class ResponsePlan:
                 if self.greedy_first and sample == 0:
                     params = replace(params, temperature=0.0)
                 yield LiveConversation(
-                    each.index, sample, each.conversation, self.tokenizer, params, self.length, self.thinking
-                )
+                    each.index, sample, each.conversation, self.tokenizer, params, self.length, self.thinking,
+                    self.vocab_size,
+                )  # fmt: skip
 
 
 def seed_of(seed: int, index: int, sample: int = 0) -> int:
@@ -112,12 +118,16 @@ class Tally:
     seconds: float = 0.0  # that it took, without loading the target
     dropped: Counter[str] = field(default_factory=Counter)  # conversations without a row, by reason
     left_out: Counter[str] = field(default_factory=Counter)  # missing turns of the others, by reason
+    cut: int = 0  # rows with a last response that reached the limit
+    first: dict[str, str] = field(default_factory=dict)  # conversation that was dropped first for each reason
 
     def add(self, other: "Tally") -> None:
         self.rows, self.tokens = self.rows + other.rows, self.tokens + other.tokens
         self.decoded, self.seconds = self.decoded + other.decoded, max(self.seconds, other.seconds)
         self.dropped += other.dropped
         self.left_out += other.left_out
+        self.cut += other.cut
+        self.first = other.first | self.first
 
     @property
     def speed(self) -> dict[str, Any]:
@@ -132,14 +142,25 @@ class Tally:
     def in_words(self, limit: str) -> str:
         """Returns the counts in words. Args: limit: the reason of `TOO_LONG`."""
         counted = {"dropped": self.dropped, "left out of others:": self.left_out}
-        more = "".join(f"; {name} {reasons(of, limit)}" for name, of in counted.items() if of)
-        return f"{self.rows} responses, {self.tokens} tokens{more}"
+        more = "".join(f"; {name} {reasons(of, limit, self.first)}" for name, of in counted.items() if of)
+        cut = f", {self.cut} of {self.rows} cut at the limit" if self.cut else ""
+        return f"{self.rows} responses, {self.tokens} tokens{cut}{more}"
+
+    def warning(self, option: str) -> str | None:
+        """Returns a warning if many responses are cut. Args: option: name of the limit."""
+        if self.cut <= MANY_CUT * self.rows:
+            return None
+        return f"warning: {self.cut} of {self.rows} responses are cut at the limit; raise {option}"
 
 
-def reasons(counts: Counter[str], limit: str) -> str:
-    """Returns the counts by reason in words."""
-    said = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
-    return f"{said} ({limit})" if any(TOO_LONG in reason for reason in counts) else said
+def reasons(counts: Counter[str], limit: str, first: Mapping[str, str] | None = None) -> str:
+    """Returns the counts by reason in words. Args: first: the first row of each reason."""
+
+    def described(reason: str) -> str:
+        found = f" (first: {first[reason]})" if first and reason in first else ""
+        return f"{counts[reason]} {reason}" + (f" ({limit})" if TOO_LONG in reason else "") + found
+
+    return ", ".join(map(described, sorted(counts)))
 
 
 def limit_of(max_length: int, context: int) -> str:
@@ -179,11 +200,16 @@ def respond(
         progress.advance(len(done), units=0)
         for conversation in submit_all(backend, plan.conversations(prompts, done, rank, world)):
             if conversation.dropped:
+                if plan.strict:
+                    why = "prompts.strict=false skips such rows"
+                    raise UserError(f"{conversation.id}: {conversation.dropped}; {why}")
+                tally.first.setdefault(conversation.dropped, conversation.id)
                 tally.dropped[conversation.dropped] += 1
             tally.left_out.update(conversation.left_out)
             if conversation.parts:
                 peers.rank_zero(append_lines, output, lines_of(conversation, common))
             tally.rows += len(conversation.parts)
+            tally.cut += sum(part.finish_reason == "length" for part in conversation.parts)
             tally.tokens += sum(part.row.response_tokens for part in conversation.parts)
             note = f"{tally.dropped.total()} dropped" if tally.dropped else None
             progress.advance(world, world * conversation.response_tokens, note)  # others are about as far

@@ -99,7 +99,9 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     if config.run.feature_dir and config.run.features in ("disk", "hybrid"):
         make_folder(Path(config.run.feature_dir), f"run.feature_dir {config.run.feature_dir}")
     check_checkpoints(config, shape, output)
-    return Prepared(config, tokenizer, shape, data, Reading(config, tokenizer, limit), work, record, start)
+    return Prepared(
+        config, tokenizer, shape, data, Reading(config, tokenizer, limit, shape.vocab_size), work, record, start
+    )
 
 
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:

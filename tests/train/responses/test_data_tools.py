@@ -186,7 +186,7 @@ def test_tools_are_written_and_trained_on(dflash_data: Program, tmp_path: Path) 
 def test_a_template_without_tools_is_one_counted_reason(dflash_data: Program, tmp_path: Path) -> None:
     rows = [{"prompt": "ask"}, {"messages": TALK}, {"prompt": "tell", "tools": [TOOL]}]
     said = dflash_data("--data", write(tmp_path / "q.jsonl", rows))[-1]
-    assert "; dropped 1 refused by the chat template; left out of others: 1 later turns refused by" in said
+    assert "; dropped 1 refused by the chat template (first: q.jsonl/3); left out of others: 1 later turns" in said
     found = dflash_data.rows()
     kept = [row["left_out"] for row in found if "left_out" in row]
     assert kept == [["later turns refused by the chat template"]], "a resumed run counts it again"

@@ -42,7 +42,7 @@ def test_a_last_line_without_its_newline_is_not_written_on(tmp_path: Path) -> No
 def test_dropped_counts_survive_a_kill(tmp_path: Path) -> None:
     first = PART | {"parts": 2, "left_out": ["later turns too long"]}
     path = write(tmp_path / "a.jsonl", [first, PART | {"parts": 2, "part": 1}, first | {"index": 1}])
-    done, rows, _, left_out = resume(path)
+    done, rows, _, left_out, _ = resume(path)
     assert (done, rows, left_out) == ({(0, 0)}, 2, {"later turns too long": 1}), "the torn one will be asked again"
 
 
