@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dflash_toolkit.fingerprint import sample_digest, tokens_digest
+from dflash_toolkit.fingerprint import model_digest, sample_digest, tokens_digest
 from dflash_toolkit.models.packed import separable
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.preflight import size
@@ -405,6 +405,7 @@ def _fingerprint(
     slices = peers.all_gather(sample_digest(held))
     where = "by vLLM" if isinstance(target, ServedTarget) else f"on {target.device.type}"
     return ({"slices": peers.world} if peers.world > 1 else {}) | {
+        "target": model_digest(target.name),  # None: not a folder or a cached name
         "weights": "/".join(slices),
         "computed": f"{str(target.dtype).removeprefix('torch.')} {where}",
         "taps": list(taps),

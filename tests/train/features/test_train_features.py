@@ -1,6 +1,7 @@
 """Where features are kept changes nothing; shards survive kills; FP8 is bounded; a disk that is too small says so."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -243,6 +244,17 @@ def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
         damage(tmp_path / name, content)
         with pytest.raises(UserError, match=said):
             source_in(tmp_path, make_target(), features="disk")
+
+
+def test_features_of_a_target_with_one_other_value_are_refused(target_dir: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(target_dir, mine)
+    source_in(tmp_path / "features", Target.load(str(mine), "cpu"), features="disk")
+    tensors = load_file(mine / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][-1, -1] += 1  # not among the first values of the tensor
+    save_file(tensors, mine / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"of another run \(target: .*, now .*\)"):
+        source_in(tmp_path / "features", Target.load(str(mine), "cpu"), features="disk")
 
 
 # ---- no room ---------------------------------------------------------------------------------------------------
