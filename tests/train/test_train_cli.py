@@ -272,7 +272,7 @@ TEXTS = {
         (["--data", "MALFORMED", "prompts.strict=true"], "line 2"),
         (["--data", "EMPTY"], "holds no prompts"),
         (["--data", "NO QUESTION", "prompts.strict=true"], "line 3"),
-        (["--data", "SHORT", "responses.regenerate=false"], "1 without an answer"),
+        (["--data", "SHORT", "responses.regenerate=false"], "1 shorter than two tokens"),
         (["--data", "NO TEXT", "responses.regenerate=false"], "6 not valid text"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
