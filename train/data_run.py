@@ -26,6 +26,7 @@ from dflash_toolkit.models.target import (
     warn_of_penalty,
 )
 from dflash_toolkit.openai_http import find_models
+from dflash_toolkit.options import PromptOptions
 from dflash_toolkit.preflight import ANSWER_BYTES, check_target, disk_line
 from dflash_toolkit.progress import disable_library_bars
 from dflash_toolkit.sampling import SamplingParams
@@ -73,6 +74,8 @@ def run(config: DataConfig) -> None:
             _respond(config, *begun, tokenizer, target_config, processes)
         if processes.main:
             words = ["dflash-train", "--target", config.target, "--responses", config.output, *config.rendering_words]
+            if config.prompts.similarity != PromptOptions().similarity:  # else prompts that were kept are dropped there
+                words.append(f"prompts.similarity={config.prompts.similarity:g}")
             print(shlex.join(words))
 
 

@@ -58,3 +58,8 @@ def test_responses_cut_at_the_limit_are_counted(dflash_data: Program, dflash_tra
     said = dflash_train("responses.max_tokens=3", "responses.samples=1", "optim.steps=1", "prompts.held_out=0")
     assert any("responses are cut at the limit; raise responses.max_tokens" in line for line in said)
     assert dflash_train.record()["data"]["cut"] > 1
+
+
+def test_the_training_command_repeats_the_similarity(dflash_data: Program) -> None:
+    dflash_data("prompts.similarity=1")
+    assert dflash_data.out.strip().endswith("prompts.similarity=1")
