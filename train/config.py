@@ -309,7 +309,7 @@ class OptimOptions:
         False, "recompute activations in the backward pass, which saves memory and costs a tenth of the speed"
     )
     learning_rate: float | None = option(
-        None, "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw; with --init-from 1e-3 and 2e-4)"
+        None, "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw; with --init-from 3e-4 and 6e-5)"
     )
     warmup: float = option(0.04, "share of the run in which the learning rate rises")
     schedule: str = option(

@@ -282,7 +282,7 @@ def uses_muon(config: TrainConfig, gpu: bool) -> bool:
 
 def peak_rate(optim: OptimOptions, muon: bool, *, warm: bool = False) -> float:
     """Returns the learning rate after the warm-up. Args: warm: whether the run starts from a trained drafter."""
-    return optim.learning_rate or ((1e-3 if muon else 2e-4) if warm else (3e-3 if muon else 6e-4))
+    return optim.learning_rate or ((3e-4 if muon else 6e-5) if warm else (3e-3 if muon else 6e-4))
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

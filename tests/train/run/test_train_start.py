@@ -82,7 +82,7 @@ def test_a_start_may_get_another_block_size(size: int, dflash_train: Program, tm
     assert any("resuming at step 1" in line for line in resumed)
 
 
-@pytest.mark.parametrize(("given", "rate"), [((), 2e-4), (("optim.optimizer=muon",), 1e-3)])
+@pytest.mark.parametrize(("given", "rate"), [((), 6e-5), (("optim.optimizer=muon",), 3e-4)])
 def test_a_warm_start_has_a_smaller_learning_rate(
     given: tuple[str, ...], rate: float, dflash_train: Program, tmp_path: Path
 ) -> None:
