@@ -192,5 +192,5 @@ def test_a_folder_without_weights_or_with_a_part_missing_is_one_line(tmp_path: P
         weights_digest(tmp_path)
     sharded = made(tmp_path / "sharded", tensors(), parts=2)
     (sharded / "model-00001.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model-00001.safetensors: no such file, and model.safetensors.index.json"):
+    with pytest.raises(UserError, match=r"model-00001.safetensors: .*model.safetensors.index.json"):
         weights_digest(sharded)

@@ -245,7 +245,7 @@ def test_a_drafters_heads_are_checked_before_loading(
     for module in (backends, runtimes, loading, engine_module, target_module):
         for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
                             ("load_tokenizer", None), ("read_drafter", drafter), ("operations", None)):  # fmt: skip
-            monkeypatch.setattr(module, name, lambda *_, found=found: found, raising=False)
+            monkeypatch.setattr(module, name, lambda *_, found=found, **_options: found, raising=False)
     said = r"attention heads of 512 in bfloat16 need \d+ KiB"
     with refused(said):
         loading.load_engine("T", "D")

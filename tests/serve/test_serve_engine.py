@@ -407,7 +407,8 @@ def test_imported_objects_are_frozen_for_garbage_collection(
     """Otherwise each garbage collection would pause all answers."""
     found: list[int] = []
     options = EngineOptions(page_size=4, max_num_seqs=2, kv_cache_tokens=64)
-    config: Any = Namespace(target=target, drafter=None, device="cpu", dtype="float32", runtime=options, threads=1)
+    config: Any = Namespace(target=target, drafter=None, device="cpu", dtype="float32", runtime=options, threads=1,
+                            chat_template=None)  # fmt: skip
 
     def run(loop: loop_module.EngineLoop) -> None:
         found.append(len(gc.get_objects()))

@@ -123,7 +123,7 @@ def test_a_chunk_makes_each_prediction_of_the_target_once(monkeypatch: pytest.Mo
 
 def test_distribution_losses_without_the_target_s_states_are_an_error(batch: tuple[Features, Blocks]) -> None:
     hidden = as_drafted(batch[0], predicting_states(batch[1], 80))
-    with pytest.raises(ValueError, match="give its states"):
+    with pytest.raises(ValueError, match="pass states"):
         draft_loss(hidden, batch[1], torch.randn(50, 32), options(tv=1.0), 4.0, None)
 
 

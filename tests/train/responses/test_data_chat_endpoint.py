@@ -218,7 +218,7 @@ def test_tools_calls_and_results_are_sent_as_the_api_has_them(fake: Fake, comman
 
 def test_answers_of_unknown_tokens_are_dropped_and_counted(fake: Fake, command: Program) -> None:
     fake.reply = of_third(said("fine", count=4), said("fine", count=9))
-    assert command()[-1].endswith("1 responses, 5 tokens; dropped 8 of unknown tokens")
+    assert "1 responses, 5 tokens; dropped 8 of unknown tokens" in command()[-1]
     assert command.answers().keys() == {(3, 0)}
 
 
@@ -229,7 +229,7 @@ def test_a_response_to_another_prompt_is_rejected(fake: Fake, command: Program) 
     assert f"the prompt has {ours + 4} tokens there but {ours} with" in last
     assert "serve the target with its own template" in last and "thinking" in last
     fake.reply = of_third(said("fine", prompt=ours + 1), said("fine", prompt=ours))
-    assert command()[-1].endswith("dropped 1 to another prompt")
+    assert "dropped 1 to another prompt" in command()[-1]
     assert len(command.answers()) == 8
 
 

@@ -133,7 +133,7 @@ def test_an_unusual_token_count_rejects_the_text(fake: Fake) -> None:
 
 def test_filtered_responses_are_dropped_without_retry(fake: Fake, command: Program) -> None:
     fake.reply = of_third(said("fi", reason="content_filter"), said("fi"))
-    assert command("server.api=chat", "--batch-size", 3)[-1].endswith("dropped 1 stopped by a content filter")
+    assert "dropped 1 stopped by a content filter" in command("server.api=chat", "--batch-size", 3)[-1]
     assert len(fake.asked) == 9
 
 
