@@ -25,6 +25,7 @@ from dflash_toolkit.sampling import (
 from .structured import Structured
 
 MAX_STOPS = 16  # strings; OpenAI accepts four, tasks of lm-eval have more
+MAX_STOP_LENGTH = 1024  # characters
 MAX_N = 128  # answers to a prompt, OpenAI's limit
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_IDS = 1024
@@ -180,9 +181,11 @@ class GenerationRequest(Structured, Strict):
 
     @field_validator("stop")
     @classmethod
-    def _not_empty(cls, stop: list[str] | None) -> list[str] | None:
+    def _check_lengths(cls, stop: list[str] | None) -> list[str] | None:
         if stop and "" in stop:
             raise ValueError("a stop string must not be empty")
+        if (longest := max(map(len, stop or ()), default=0)) > MAX_STOP_LENGTH:
+            raise ValueError(f"a stop string has {longest} characters; shorten it to at most {MAX_STOP_LENGTH}")
         return stop
 
     @field_validator("logit_bias")

@@ -177,7 +177,8 @@ class StopScanner:
         return held
 
 
-def _borders(text: str) -> list[int]:
+@functools.lru_cache(maxsize=256)  # all answers to a request share the tables of its stop strings
+def _borders(text: str) -> tuple[int, ...]:
     """Returns, for every prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     for i in range(1, len(text)):
@@ -185,4 +186,4 @@ def _borders(text: str) -> list[int]:
         while k and text[k] != text[i]:
             k = borders[k - 1]
         borders[i] = k + (text[k] == text[i])
-    return borders
+    return tuple(borders)

@@ -38,6 +38,7 @@ from dflash_toolkit.runtime import AsyncEngine
 from dflash_toolkit.serve.endpoints.chat import ChatRequest
 from dflash_toolkit.serve.endpoints.completions import CompletionRequest
 from dflash_toolkit.serve.protocol import IGNORED, Cut
+from dflash_toolkit.serve.text import _borders
 from dflash_toolkit.serve.thread_pools import MAX_BODY
 
 __all__ = ["client", "engine", "url"]  # fixtures
@@ -240,6 +241,14 @@ def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
     assert (text, reason, usage) == (whole[: whole.find(stop)], "stop", stopped.usage)
 
 
+def test_answers_to_a_request_share_stop_string_tables(client: OpenAI) -> None:
+    _borders.cache_clear()
+    stops = ["a" * 1024, "ab" * 512]
+    complete(client, n=4, max_tokens=1, extra_body={"stop": stops})
+    counts = _borders.cache_info()
+    assert (counts.misses, counts.hits) == (2, 6)
+
+
 def test_stop_string_can_be_included_and_min_tokens_delays_it(client: OpenAI) -> None:
     whole = complete(client, temperature=0).choices[0].text
     stop = whole[9:12]
@@ -410,8 +419,9 @@ WRONG: dict[str, list[Any]] = {  # parameter named in the error -> wrong values,
                    dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True],
     "min_tokens": [-1, 2**40, "1"], "priority": [1.5, 2**40, 1], "skip_special_tokens": ["no"],
     "include_stop_str_in_output": [2],
-    "stop": [["a"] * 17, "", 3], "bad_words": [["a"]], "regex": ["(a", 5], "store": [True], "service_tier": ["flex"],
-    "verbosity": ["low"], "truncate_prompt_tokens": [-2, 513], "truncation_side": ["up"], "request_id": ["a b"],
+    "stop": [["a"] * 17, "", 3, "a" * 1025, ["b", "a" * 1025]], "bad_words": [["a"]], "regex": ["(a", 5],
+    "store": [True], "service_tier": ["flex"], "verbosity": ["low"],
+    "truncate_prompt_tokens": [-2, 513], "truncation_side": ["up"], "request_id": ["a b"],
     "prompt_logprobs": [-1, 21, True, "2"],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
