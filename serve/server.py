@@ -20,6 +20,7 @@ from .state import Count
 MAX_OPEN_FILES = 65536
 SPARE_FILES = 64  # open files other than connections
 PROBE_S = (0.005, 1.0)  # first and longest pause between probes of a client that has closed its sending side
+MAX_HEADER = 64 * 1024  # bytes; the parser copies an unfinished header again whenever more of it arrives
 CLOSED = 7  # TCP_CLOSE in Linux's tcp_info
 GRACE_S = 5  # seconds that open answers get to send an error when they are aborted
 
@@ -123,7 +124,7 @@ def _refused(transport: asyncio.Transport) -> bool:
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection; limits the number of connections and the time to send a request and read an answer.
+    """A client's connection; limits the number of connections, the size of a header, and the time to send and read.
 
     Without limits, idle connections could use every file that the process may open, and `/health` would fail.
     """
@@ -134,6 +135,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._header_bytes = 0  # fed to the parser since it last completed a header or a part of a body
         self._late: asyncio.TimerHandle | None = None
         self._full: asyncio.TimerHandle | None = None
         self._probing: asyncio.TimerHandle | None = None
@@ -161,15 +163,35 @@ class Connection(HttpToolsProtocol):
         if self._full is not None:
             self._full.cancel()
 
+    def data_received(self, data: bytes) -> None:
+        """Parses data; refuses a header (or trailer) of more than `MAX_HEADER` bytes as soon as they have arrived."""
+        while data and not self.transport.is_closing():
+            part = data[: MAX_HEADER - self._header_bytes]
+            if not part:
+                self._refuse(b"431 Request Header Fields Too Large")
+                return
+            self._header_bytes += len(part)
+            super().data_received(part)
+            data = data[len(part) :]
+
     def on_message_begin(self) -> None:
         self._wait()  # the next request of an open connection
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        self._header_bytes = 0
         self._wait()
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self._header_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._header_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._header_bytes = 0
         self._stop_waiting()
         super().on_message_complete()
 

@@ -41,6 +41,26 @@ def test_idle_or_incomplete_request_gets_408(target: Target, monkeypatch: pytest
                 assert client.makefile("rb").read().startswith(b"HTTP/1.1 408")
 
 
+def exchange(url: str, sent: bytes) -> bytes:
+    """Sends bytes on a new connection, and returns all that the server answers until it closes the connection."""
+    with socket.create_connection((url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1])), LATE_S) as client:
+        client.sendall(sent)
+        return client.makefile("rb").read()
+
+
+def test_header_over_64_kib_gets_431_before_it_ends(target: Target) -> None:
+    begin, limit = b"GET /health HTTP/1.1\r\nConnection: close\r\n", 64 * 1024
+    chunks = b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    with serving(make_engine(target, None), api_keys=["key"]) as url:
+        for head, line in ((begin, b"X: " + b"a" * limit), (begin, b"X: a\r\n" * limit), (b"GET /", b"a" * limit)):
+            assert exchange(url, (head + line)[: limit + 1]).startswith(b"HTTP/1.1 431")
+        assert b"HTTP/1.1 431" in exchange(url, (chunks + b"X: a\r\n" * limit)[: 2 * limit + 1]), "trailers"
+        for line in (b"X: " + b"a" * (limit - len(begin) - 7), b"X: a\r\n" * 10000):
+            assert exchange(url, begin + line + b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+        many = (begin.replace(b"close", b"keep-alive") + b"X: " + b"a" * 1000 + b"\r\n\r\n") * 100
+        assert exchange(url, many + begin + b"\r\n").count(b"HTTP/1.1 200") == 101
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_half_closed_client_gets_its_answer(target: Target, streamed: bool) -> None:
     engine = make_engine(target, None)
