@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import MASK
 from drafter_configs import make_config
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
@@ -79,6 +79,14 @@ def test_blocks_predict_tokens_at_their_own_positions(
                 assert blocks.supervised[r, a, k] == inside
                 if inside:  # same position, no shift
                     assert blocks.labels[r, a, k] == f.tokens[r, at]
+
+
+def test_the_last_token_of_a_full_row_is_a_label() -> None:
+    f = features([[(2, 6)]], 8)
+    blocks = draw(f)
+    index = blocks.anchor[0, :, None] + torch.arange(S)
+    assert (index[blocks.supervised[0]] == 7).any()
+    assert torch.equal(blocks.labels[0][blocks.supervised[0]], f.tokens[0][index[blocks.supervised[0]]])
 
 
 def test_filler_blocks_have_no_loss_and_go_last() -> None:
@@ -204,6 +212,7 @@ def test_flex_mask_lists_only_visible_tiles(window: int, listed: int) -> None:
     st.booleans(),
     st.integers(0, 1000),
 )
+@example([(300, 2)], 1, False, 300 + S - 129, False, 0)  # the window ends one position after the start of a tile
 def test_flex_mask_tiles_cover_every_visible_pair(
     documents: list[tuple[int, int]], anchors: int, fixed: bool, window: int, causal: bool, seed: int
 ) -> None:

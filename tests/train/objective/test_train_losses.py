@@ -113,6 +113,27 @@ def test_totals_of_micro_steps_add_up_to_the_step() -> None:
     assert both.rows == 2 * found[0].rows and both.loss.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
+def test_micro_steps_without_labels_at_a_slot_leave_its_accuracy_alone() -> None:
+    b, without = blocks(), blocks()
+    without.supervised[:, :, 4] = False
+    head, hidden = torch.randn(V, D), torch.randn(B, A * S, D)
+    full, part = (draft_loss(hidden, each, head, LossOptions(), 4.0) for each in (b, without))
+    both = DraftLoss.of_totals(full.totals() + part.totals(), S - 1)
+    assert both.recall[:, 3].tolist() == pytest.approx(full.recall[:, 3].tolist(), rel=1e-6)
+
+
+def test_without_a_selector_the_oracle_drafts_any_of_the_best_16() -> None:
+    b = blocks()
+    logits = 9.0 * F.one_hot(b.labels, V).float()
+    order = (b.labels[:, :, 1:, None] + torch.arange(1, 17)) % V  # 15 or 16 tokens above the label
+    for slot, better in ((1, 15), (2, 16)):
+        above = F.one_hot(order[:, :, slot - 1, :better], V).sum(-2).float()
+        logits[:, :, slot] += 20 * above
+    result = draft_loss(logits.view(B, A * S, V), b, torch.eye(V), LossOptions(), 4.0)
+    assert result.unary_length.item() == 1
+    assert result.oracle_length.item() == 2, "rank 15 counts, rank 16 does not"
+
+
 def test_a_batch_without_supervision_is_an_error() -> None:
     b = blocks()
     b.supervised[:] = False
