@@ -31,6 +31,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_STOP_IDS = 1024
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]  # listing the errors of a million items would take long
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # longer ones do not fit into messages to the engine
 
 
 # OpenAI's parameters that do not change the answer
@@ -152,22 +153,22 @@ class GenerationRequest(Structured, Strict):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0.0, le=HOTTEST)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=-1)  # -1 and 0 keep every token
+    top_k: Int64 | None = Field(None, ge=-1)  # -1 and 0 keep every token
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, ge=LEAST_PENALTY, le=MOST_PENALTY)  # 1 is none
     logit_bias: dict[str, float] | None = None  # token id (JSON keys are strings) -> number added to its logit
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)  # nothing ends an answer earlier
+    seed: Int64 | None = None
+    max_tokens: Int64 | None = Field(None, ge=1)
+    min_tokens: Int64 | None = Field(None, ge=0)  # nothing ends an answer earlier
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # tokens to keep; -1: as many as fit in the context
+    truncate_prompt_tokens: Int64 | None = Field(None, ge=-1)  # tokens to keep; -1: as many as fit in the context
     truncation_side: Literal["left", "right"] | None = None
     request_id: str | None = Field(None, pattern=r"^[\w.:-]{1,128}$")
     speculative: Speculative | None = None
     stop: List[str] | None = Field(None, max_length=MAX_STOPS)
-    stop_token_ids: List[int] | None = Field(None, max_length=MAX_STOP_IDS)
+    stop_token_ids: List[Int64] | None = Field(None, max_length=MAX_STOP_IDS)
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     ignore_eos: bool | None = False

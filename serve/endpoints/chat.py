@@ -16,7 +16,7 @@ from ..logprobs import TokenStrings
 from ..openapi import DECODED, AnswerMetrics, ChatLogprobs, PromptLogprob, Usage, operation
 from ..parsing import after_reasoning, structural_tag
 from ..parsing.output import Start
-from ..protocol import ApiError, GenerationRequest, List, Strict, clipped
+from ..protocol import ApiError, GenerationRequest, Int64, List, Strict, clipped
 from ..replies import Replies, ReplyForm
 from ..service import Service
 
@@ -150,7 +150,7 @@ class ChatRequest(GenerationRequest):
     }
 
     messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Int64 | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     logprobs: bool | None = False

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from ..logprobs import Echo
 from ..openapi import DECODED, AnswerMetrics, PromptLogprob, Usage, operation
-from ..protocol import ApiError, GenerationRequest, List
+from ..protocol import ApiError, GenerationRequest, Int64, List
 from ..replies import Replies
 from ..service import Service
 
@@ -26,7 +26,7 @@ class CompletionRequest(GenerationRequest):
     }
 
     prompt: List[str | List[int]]  # a single prompt need not be in a list
-    max_tokens: int | None = Field(None, ge=0)  # 0: no answer, only the prompt
+    max_tokens: Int64 | None = Field(None, ge=0)  # 0: no answer, only the prompt
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
     echo: bool | None = False
     best_of: int | None = None

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, 
 
 from dflash_toolkit.sampling import MAX_LOGPROBS
 
-from ..protocol import ApiError, GenerationRequest, List, Strict
+from ..protocol import ApiError, GenerationRequest, Int64, List, Strict
 from .chat import MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
 
 LOGPROBS = "message.output_text.logprobs"
@@ -180,7 +180,7 @@ class ResponsesRequest(GenerationRequest):
     input: List[Item] = Field(max_length=MAX_MESSAGES)
     instructions: str | None = None
     stream_options: EventOptions | None = None  # type: ignore[assignment]
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Int64 | None = Field(None, ge=1)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: List[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)

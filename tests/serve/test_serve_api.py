@@ -413,16 +413,16 @@ def test_a_client_that_leaves_stops_its_decoding(
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 WRONG: dict[str, list[Any]] = {  # parameter named in the error -> wrong values, for both endpoints
-    "n": [0, 129], "temperature": ["hot", -1, 1e39], "top_p": [0, 1.1], "top_k": [1.5], "min_p": [2], "seed": [2**64],
-    "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
+    "n": [0, 129], "temperature": ["hot", -1, 1e39], "top_p": [0, 1.1], "top_k": [1.5, 10**30], "min_p": [2],
+    "seed": [2**64], "presence_penalty": [2.5], "frequency_penalty": [-3], "repetition_penalty": [0, 1e39, 1e-39],
     "logit_bias": [{"a": 2}, {"1": 200}, {"9" * 5000: 1}, {"300": 1}, {"01": 1},
-                   dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True],
+                   dict.fromkeys(map(str, range(2000)), 1)], "max_tokens": [0, "5", True, 10**30],
     "min_tokens": [-1, 2**40, "1"], "priority": [1.5, 2**40, 1], "skip_special_tokens": ["no"],
     "include_stop_str_in_output": [2],
     "stop": [["a"] * 17, "", 3, "a" * 1025, ["b", "a" * 1025]], "bad_words": [["a"]], "regex": ["(a", 5],
     "store": [True], "service_tier": ["flex"], "verbosity": ["low"],
     "truncate_prompt_tokens": [-2, 513], "truncation_side": ["up"], "request_id": ["a b"],
-    "prompt_logprobs": [-1, 21, True, "2"],
+    "prompt_logprobs": [-1, 21, True, "2"], "stop_token_ids[0]": [[2**63], [10**30], [-(10**30)]],
 }  # fmt: skip
 WRONG_CHATS = WRONG | {
     "tools": [[{"type": "function", "function": {"name": "f"}}]],  # the template does not support tools
