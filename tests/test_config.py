@@ -91,7 +91,7 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 # ---- mappings --------------------------------------------------------------------------------------
 
 
-def test_defaults_fill_what_is_not_given() -> None:
+def test_defaults_fill_missing_parameters() -> None:
     assert build() == Settings(target="tiny")
     assert build(optimiser={"warmup": 5}).optimiser == Optimiser(warmup=5)
 
@@ -247,7 +247,7 @@ def test_flags_are_read_by_the_type_of_their_option() -> None:
     )
 
 
-def test_null_unsets_what_the_file_sets(write: Callable[[str], str]) -> None:
+def test_null_unsets_a_value_of_the_file(write: Callable[[str], str]) -> None:
     config = parse("--config", write("target: t\nlimit: 5\nnote: hello\n"), "limit=null", "note=null")
     assert (config.limit, config.note) == (None, None)
 
@@ -378,7 +378,7 @@ def test_errors_name_an_option_once_as_it_was_typed(
         assert capsys.readouterr().err == f"error: {line}\n"
 
 
-def test_every_option_of_a_group_has_a_flag_too() -> None:
+def test_every_nested_option_has_a_flag() -> None:
     expected = Settings(target="t", optimiser=Optimiser(lr=0.5, warmup=3, nesterov=True, betas=(0.1, 0.2)), steps=4)
     typed = "--target t --optimiser.lr 0.5 --optimiser.warmup 3 --ahead true --optimiser.betas 0.1 0.2 steps=4"
     assert parse(*typed.split()) == expected
@@ -413,7 +413,7 @@ def test_an_old_name_works_with_a_notice(write: Callable[[str], str], capsys: py
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1), (3, 3)])
-def test_a_command_exits_with_what_its_body_returns(returned: int | None, code: int) -> None:
+def test_command_exit_code_is_the_return_value_of_its_body(returned: int | None, code: int) -> None:
     assert run_command(lambda: returned) == code
 
 

@@ -282,7 +282,7 @@ def test_sampled_drafts_depend_on_seed_and_position() -> None:
     assert ways[0].steps == ways[1].steps, "so there is at temperature 0"
 
 
-def test_no_token_ends_an_answer_that_is_too_short(target: Target, drafter: Drafter) -> None:
+def test_no_token_ends_an_answer_before_min_tokens(target: Target, drafter: Drafter) -> None:
     every = tuple(range(0, 256, 2))
     for least in (0, 1, 5, 20):
         params = SamplingParams(max_tokens=40, stop_token_ids=every, min_tokens=least)

@@ -48,7 +48,7 @@ def allowed_of(grammar: Grammar, text: str, tokenizer: Any = TOKENIZER, vocabula
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_an_answer_is_what_the_grammar_says_with_drafts_and_without(case: str, way: dict[str, Any]) -> None:
+def test_answer_follows_the_grammar_with_and_without_drafts(case: str, way: dict[str, Any]) -> None:
     target, drafter = pair()
     grammar, holds = CASES[case]
     plain = generate(target, None, PROMPT, params_of(grammar, **way))
@@ -268,7 +268,7 @@ def test_a_target_without_an_end_needs_one_of_the_request() -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_grammar_that_cannot_be_used_is_one_line_that_says_why(kind: Any, text: str, message: str) -> None:
+def test_unusable_grammar_error_names_the_reason_in_one_line(kind: Any, text: str, message: str) -> None:
     grammars = Grammars(TOKENIZER, VOCAB, [EOS])
     with pytest.raises(GrammarError, match=message) as caught:
         grammars.matcher(Grammar(kind, text), [EOS])
@@ -400,7 +400,7 @@ def test_a_grammar_is_compiled_once_and_kept_while_there_is_room(monkeypatch: py
     assert [grammars.ready(each) for each in (first, second, third)] == [False, True, False], "the last one is kept"
 
 
-def test_two_that_ask_for_the_same_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_equal_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, grammar = Grammars(TOKENIZER, VOCAB, [EOS]), Grammar("regex", "a+")
     begun, go_on, real, times = threading.Event(), threading.Event(), grammars._compile, []
 

@@ -194,7 +194,7 @@ def test_no_escape_repeats_the_name_of_a_property() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_followed_is_refused_by_name(schema: Any, message: str) -> None:
+def test_unsupported_restrictions_are_refused_by_name(schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         matcher_of(schema)
 

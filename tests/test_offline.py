@@ -22,7 +22,7 @@ def test_a_missing_network_differs_from_a_missing_file() -> None:
     assert not unreachable(OSError("some/offline-model is not a local folder and is not a valid model identifier"))
 
 
-def test_every_command_says_that_the_hub_cannot_be_reached(
+def test_every_command_reports_an_unreachable_hub(
     target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("datasets")  # conftest.py is offline, with an empty cache

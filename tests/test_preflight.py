@@ -80,7 +80,7 @@ def test_every_way_to_load_a_target_refuses_an_adapter(target_dir: Path, tmp_pat
 
 @COMMANDS
 @pytest.mark.slow
-def test_an_unsupported_target_is_refused_before_anything_is_written(
+def test_unsupported_target_is_refused_before_writing_files(
     main: Callable[[list[str]], int], more: list[str], unsupported: Path, data: Path, drafter_dir: Path,
     tmp_path: Path, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_supported_target_needs_no_weights_to_be_checked(target_dir: Path, tmp
         check_target(str(tmp_path), runtime)
 
 
-def test_the_engine_alone_refuses_what_transformers_runs(target_dir: Path, tmp_path: Path) -> None:
+def test_only_the_engine_refuses_transformers_only_models(target_dir: Path, tmp_path: Path) -> None:
     values = json.loads((target_dir / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "olmo2"}))
     check_target(str(tmp_path), "auto")
@@ -159,7 +159,7 @@ def test_features_on_another_disk_have_a_line_of_their_own(tmp_path: Path, draft
 
 
 @pytest.mark.slow
-def test_dflash_data_says_what_it_writes_at_most(
+def test_dflash_data_reports_an_upper_bound_of_its_output(
     target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight.shutil, "disk_usage", full)

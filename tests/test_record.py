@@ -48,7 +48,7 @@ def test_the_fixed_inputs_are_the_same_in_every_version_of_everything() -> None:
     assert abs(float(many.mean())) < 0.05 and abs(float((many * signs(4096, 8)).mean())) < 0.05
 
 
-def test_the_distance_of_summaries_is_that_of_what_they_sum_up() -> None:
+def test_summary_distance_estimates_the_tensor_distance() -> None:
     generator = torch.Generator().manual_seed(0)
     for share in (0.003, 0.03, 0.3):
         ratios = []

@@ -26,7 +26,7 @@ REFUSES = "{{ raise_exception('no') }}"
     ("template", "end"),
     [(TEMPLATE, EOS), (ENDS, PAD), (ENDS_TWICE, PAD), (LAST_ENDS, None), (WRAPS, PAD), (NO_END, None), (REFUSES, None)],
 )
-def test_chat_end_is_what_follows_every_response(template: str, end: int | None) -> None:
+def test_chat_end_is_the_common_suffix_of_responses(template: str, end: int | None) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     assert chat_end(tokenizer) == end

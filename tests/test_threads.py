@@ -33,7 +33,7 @@ def test_idle_threads_sleep_from_the_import_of_torch(package: str) -> None:
     assert run(script).stdout == f"False PASSIVE {SPINS} None\n"
 
 
-def test_every_command_computes_in_as_many_threads_as_asked_for(
+def test_every_command_uses_the_requested_thread_count(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

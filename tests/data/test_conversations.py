@@ -116,7 +116,7 @@ SHAPES: dict[str, tuple[Any, list[list[dict[str, Any]]], str | None]] = {
 
 
 @pytest.mark.parametrize(("row", "turns", "answer"), SHAPES.values(), ids=SHAPES)
-def test_every_shape_becomes_the_turns_that_ask(
+def test_every_row_format_is_parsed_into_conversation_turns(
     row: Any, turns: list[list[dict[str, str]]], answer: str | None, tmp_path: Path
 ) -> None:
     assert conversation(row, "f, line 1") == Conversation("f, line 1", tuple(tuple(turn) for turn in turns))

@@ -268,7 +268,7 @@ def test_an_unknown_set_error_lists_the_known_ones(name: str, message: str) -> N
         parse_prompt_sets([name])
 
 
-def test_rows_of_the_hub_are_asked_as_those_of_the_files(tmp_path: Path) -> None:
+def test_hub_rows_and_file_rows_give_equal_prompts(tmp_path: Path) -> None:
     rows = {
         "mt_bench": {"prompt": ["One?", "Two?"], "category": "math"},
         "livecodebench": {"question_content": "Add.", "starter_code": "def add():"},
@@ -283,7 +283,7 @@ def test_rows_of_the_hub_are_asked_as_those_of_the_files(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("turns", [[PLACEHOLDER + " USING SPECDEC_BENCH"], ["Add 1.", PLACEHOLDER + "\n\n{question}"]])
-def test_a_row_that_only_refers_to_its_prompt_is_not_asked(tmp_path: Path, turns: list[str]) -> None:
+def test_row_that_only_references_its_prompt_is_skipped(tmp_path: Path, turns: list[str]) -> None:
     path = tmp_path / "qualitative.jsonl"
     path.write_text(json.dumps({"turns": ["Why?"], "category": "qa"}) + "\n" + json.dumps({"turns": turns}) + "\n")
     assert read_prompts(f"speed_bench={path}", 1)[0].category == "qa"

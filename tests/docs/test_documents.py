@@ -99,7 +99,7 @@ def test_every_program_is_shown() -> None:
 
 
 @pytest.mark.parametrize("body", [body for kind, body in FENCES if kind == "python"])
-def test_python_compiles_and_imports_what_exists(body: str) -> None:
+def test_python_examples_compile_and_import_existing_names(body: str) -> None:
     compile(body, "documents", "exec")
     exec("\n".join(x for x in body.splitlines() if x.startswith(("from ", "import "))), {})
 
@@ -138,7 +138,7 @@ def test_versions_of_code_and_citation_are_equal() -> None:
 
 
 @pytest.mark.parametrize("body", [body for kind, body in FENCES if kind == "python" and "tokenizer" in body])
-def test_python_examples_ask_through_the_chat_template(body: str) -> None:
+def test_python_examples_use_the_chat_template(body: str) -> None:
     assert not re.search(r"tokenizer\(", body)
     assert ("generate(" in body) == ("add_generation_prompt=True" in body)
 

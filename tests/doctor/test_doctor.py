@@ -293,7 +293,7 @@ def test_file_findings_are_kept_if_answers_are_too_short(clinic: Clinic, capsys:
         ("gpt-oss", "theta 150000, yarn x 32"),
     ],
 )
-def test_a_drafter_of_any_target_is_examined(name: str, rope: str, tmp_path: Path) -> None:
+def test_doctor_examines_drafters_of_every_target_family(name: str, rope: str, tmp_path: Path) -> None:
     target = ARCHITECTURES[name].target(eos_token_id=None)  # its answers are as long as they may be
     target.tokenizer.eos_token, target.tokenizer.chat_template = None, TEMPLATE.replace("<|end|>", "")
     drafter = make_drafter(target, layers=1)

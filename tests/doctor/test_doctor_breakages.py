@@ -226,7 +226,7 @@ def test_an_edited_record_is_rejected(sick: Patient) -> None:
 
 
 @pytest.mark.parametrize("sick", ["qwen3"], indirect=True)
-def test_the_record_serves_the_speculators_form_too(sick: Patient) -> None:
+def test_the_record_applies_to_the_speculators_form(sick: Patient) -> None:
     def converted(path: Path) -> None:
         drafter, note = load_drafter(str(path)), json.loads((path / "config.json").read_text())[PROVENANCE_KEY]
         shutil.rmtree(path)

@@ -61,7 +61,7 @@ def other_prompts(clinic: Clinic) -> str:
     return f"p={path}"
 
 
-def test_prompts_unlike_those_of_training_are_one_possible_cause(clinic: Clinic, other_prompts: str) -> None:
+def test_different_prompts_are_reported_as_a_possible_cause(clinic: Clinic, other_prompts: str) -> None:
     (warning,) = (f for f in clinic.examine("--prompts", other_prompts)["warning"] if f["check"] == "serving")
     assert "5.50 when it was exported" in warning["measured"]
     # its export left no record, so the prompts are one possibility among others

@@ -59,7 +59,7 @@ def test_every_file_and_volume_that_is_mounted_is_there() -> None:
     assert dashboard in read and str(Path(dashboard).parent) == provider["options"]["path"]
 
 
-def test_prometheus_asks_the_server_and_grafana_asks_prometheus() -> None:
+def test_prometheus_scrapes_server_and_grafana_reads_prometheus() -> None:
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"server:{ServeConfig(target='t').port}"]}] and "server" in SERVICES
     (source,) = yaml.safe_load((DEPLOY / "grafana/datasource.yaml").read_text())["datasources"]

@@ -41,7 +41,7 @@ def asked(pages: Pages, rows: int, group: int) -> Tensor:
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 40])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
-def test_it_is_as_exact_as_torch_in_one_pass_and_in_two(
+def test_paged_attention_is_as_exact_as_torch(
     groups: int, group: int, width: int, size: int, block: int, window: int, causal: bool
 ) -> None:
     how: dict[str, Any] = {"causal": causal, "window": window}
@@ -71,7 +71,7 @@ def test_causal_slots_have_the_bits_of_plain_steps(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
-def test_it_is_batch_invariant_bit_for_bit(
+def test_paged_attention_is_batch_invariant(
     groups: int, group: int, width: int, size: int, whole: bool, causal: bool
 ) -> None:
     pages = make_pages(CONTEXTS, 8, size, groups, width, BF16)
@@ -102,7 +102,7 @@ def test_a_captured_graph_follows_the_lengths(batch: int) -> None:
         assert torch.equal(captured, step())
 
 
-def test_under_load_where_tiles_arrive_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_deterministic_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, block, context, size = 64, 4, 700, 64
     used = -(-(context + block) // size)
     table = torch.randperm(batch * used, device="cuda", dtype=torch.int32).view(batch, used)

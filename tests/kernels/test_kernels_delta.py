@@ -229,7 +229,7 @@ def test_request_bits_do_not_depend_on_batch_or_padding() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), in_turn([((2, 6, 12, 40),)]))
-def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_chunked_prefill_equals_single_row_prefill(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     own, slots = net(*sizes, dtype), integers([3, 1])
     by_rows, in_chunks, defined, plain = (own.memory(4) for _ in range(4))
     for memory in (by_rows, in_chunks, defined):  # left by earlier requests
@@ -300,7 +300,7 @@ def test_delta_rule_in_chunks_equals_one_row_at_a_time(parallel: bool) -> None:
         assert torch.equal(own[[0, 2]], state[[0, 2]])
 
 
-def test_where_a_prompt_is_cut_changes_no_bit_of_it() -> None:
+def test_prompt_bits_do_not_depend_on_chunk_boundaries() -> None:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     own = net(16, 48, 128, 128, dtype) if DEVICE == "cuda" else net(1, 2, 8, 16)
     memories, found = [], []

@@ -187,7 +187,7 @@ def test_the_top_logits_are_the_largest(n: int, k: int, count: int, m: int, dtyp
 
 
 @pytest.mark.parametrize(("sign", "m", "dtype"), in_turn([(1, 3), (-1, 17)]))
-def test_of_tied_logits_the_lowest_columns_come_first(sign: int, m: int, dtype: torch.dtype) -> None:
+def test_tied_logits_are_sorted_by_lowest_column(sign: int, m: int, dtype: torch.dtype) -> None:
     # small integers: the logits are exact, so that many columns tie, within a tile and across tiles
     x = guarded(torch.randint(1, 3, (m, 40)).to(dtype))
     weight = guarded(sign * torch.randint(1, 3, (30, 40)).to(dtype).repeat(11, 1))
@@ -200,7 +200,7 @@ def test_of_tied_logits_the_lowest_columns_come_first(sign: int, m: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_tiles_may_leave_out_only_what_others_have_enough_of(dtype: torch.dtype) -> None:
+def test_merged_tiles_never_drop_a_tied_top_column(dtype: torch.dtype) -> None:
     x = guarded(torch.randint(1, 3, (3, 8)).to(dtype))
     weight = guarded(torch.randint(-1, 2, (1100, 8)).to(dtype))  # nine tiles, and ties of the best in all of them
     logits = (x.double() @ weight.double().T).tolist()
@@ -248,7 +248,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("small_parts")
-def test_of_many_rows_the_top_is_that_of_parts_of_columns(m: int, n: int, count: int, dtype: torch.dtype) -> None:
+def test_top_of_many_rows_equals_top_of_column_parts(m: int, n: int, count: int, dtype: torch.dtype) -> None:
     # small integers: the logits are exact, so that many columns tie, within a part and across parts
     x = guarded(torch.randint(-2, 3, (m, 40)).to(dtype))
     weight = guarded(torch.randint(-2, 3, (n, 40)).to(dtype))
@@ -299,7 +299,7 @@ def test_top_of_many_rows_includes_the_log_sum_exp(dtype: torch.dtype, scale: Lo
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_of_many_rows_a_head_in_fp8_takes_the_rows_quantized_once() -> None:
+def test_fp8_head_quantizes_many_rows_once() -> None:
     numbers, head = torch.randint(-7, 8, (2, 1104, 96)).float()
     numbers[:, 0], head[:, 1] = 7, 7  # every row is in the format exactly
     x, weight = (numbers[:20] / 64).to(DEVICE, torch.bfloat16), RowScaledFp8.of(head.to(DEVICE) / 64)
@@ -400,7 +400,7 @@ def test_walk_takes_the_first_of_equal_or_nan_scores() -> None:
 
 
 @pytest.mark.parametrize(("count", "rank", "dtype"), in_turn([(16, 24), (5, 256), (1, 3)]))
-def test_a_sampled_walk_draws_from_what_it_says(count: int, rank: int, dtype: torch.dtype) -> None:
+def test_sampled_walk_follows_its_reported_distribution(count: int, rank: int, dtype: torch.dtype) -> None:
     state, unary, candidates, predecessors, successors, anchors = given = slots_of(4, 6, count, rank, dtype)
     successors /= rank**0.5
     temperature = torch.tensor([1.0, 0.3, 0.0, 2.0], device=DEVICE)

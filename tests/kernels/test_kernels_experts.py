@@ -121,7 +121,7 @@ def test_the_likeliest_experts_are_those_of_the_definition(
     assert torch.equal(weights, weights.to(dtype).float()), "rounded"
 
 
-def test_of_equally_likely_experts_the_lowest_are_taken() -> None:
+def test_tied_experts_are_chosen_by_lowest_index() -> None:
     logits = torch.zeros(1, 2, 40, device=DEVICE)
     logits[0, 1, [30, 9, 33]] = 1.0
     _, experts = kernels.top_experts(logits, torch.float32, 4, normalized=True, shared=False)

@@ -63,7 +63,7 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("context", [0, 100, 128])
-def test_version_3_is_asked_for_the_reference(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_call_equals_the_reference(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = by_its_documentation  # type: ignore[attr-defined]
     module.flash_attn_varlen_func = None  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ with FakeTensorMode():
 
 
 @pytest.mark.slow
-def test_version_4_compiles_for_hopper_what_it_is_asked_for() -> None:
+def test_flash_attention_4_compiles_our_calls_for_hopper() -> None:
     """On a machine without a GPU, by the real package."""
     pytest.importorskip("flash_attn.cute", exc_type=ImportError)
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
@@ -136,7 +136,7 @@ def test_a_build_that_cannot_be_loaded_is_named_once_and_done_without(
     assert flash.load("flash_attn_interface") is None  # a second warning would be an error
 
 
-def test_without_any_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flash_attention_packages_none_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn_interface", "flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, None)
     assert [flash.load(module) for module in flash.VERSIONS] == [None, None]

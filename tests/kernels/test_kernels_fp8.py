@@ -108,7 +108,7 @@ def test_fp8_head_is_batch_invariant(long: int, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(gpu.linear_argmax(x[290:], head), whole[290:])
 
 
-def test_of_equal_columns_a_head_in_fp8_takes_the_lowest() -> None:
+def test_fp8_head_breaks_ties_by_lowest_column() -> None:
     x = torch.ones(3, 32, dtype=torch.bfloat16, device=DEVICE)
     head = torch.full((400, 32), -1.0, device=DEVICE)
     head[[37, 130, 399]] = 1.0

@@ -177,7 +177,7 @@ def test_quantized_rows_are_multiplied_as_those_that_gemms_quantize(m: int) -> N
         assert torch.equal(gpu.linear_split_k(rows, dense), gpu.linear_split_k(x, dense))
 
 
-def test_what_multiplies_blocks_is_no_part_of_the_layer_kernel() -> None:
+def test_block_scaled_weights_are_not_fused_into_the_layer() -> None:
     x = torch.zeros(1, 128, dtype=DTYPE, device=DEVICE)
     assert not gpu.fuses_post_attention(x, [BlockScaledFp8.of(torch.ones(128, 128, device=DEVICE))] * 4)
     head = BlockScaledFp8.of(torch.eye(128, device=DEVICE))

@@ -122,9 +122,7 @@ def test_a_mistake_in_attention_is_found(mistake: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["one", "two"])
-def test_what_the_launch_before_writes_is_read_once_that_has_ended(
-    pairs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dependent_launch_reads_after_its_predecessor_ends(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_attention(monkeypatch, 128)
     block, contexts = 3, (63, 128, 190, 700)
     pages = make_pages(contexts, block, 64, 1, 64, BF16)

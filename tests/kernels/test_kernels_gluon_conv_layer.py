@@ -171,7 +171,7 @@ def test_a_mistake_in_the_layer_is_found(mistake: str, monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", [(4096, 4096, 12288, 6144), (896, 896, 4864, 1152)], ids=str)
-def test_it_is_right_to_float64_and_batch_invariant_on_a_gpu(shape: tuple[int, ...], quantized: bool) -> None:
+def test_conv_layer_is_exact_and_batch_invariant_on_a_gpu(shape: tuple[int, ...], quantized: bool) -> None:
     if quantized and shape[0] == 896:
         pytest.skip("three and a half tiles of coefficients, which have no scales to fill up with")
     for block, rows in ((16, 16), (8, 40), (4, 4), (16, 128), (1, 3)):

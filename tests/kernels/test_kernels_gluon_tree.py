@@ -115,7 +115,7 @@ def check_masked(forest: Forest, window: int = 0) -> Tensor:
     ],
     ids=str,
 )
-def test_of_many_requests_a_node_sees_its_ancestors(
+def test_tree_nodes_of_many_requests_attend_to_ancestors(
     shape: tuple[Any, ...], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = interpret_attention(monkeypatch)

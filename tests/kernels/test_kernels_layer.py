@@ -79,9 +79,7 @@ def test_tiles_side_by_side_take_no_program_longer(tiles: int, splits: int, prog
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_where_the_kernel_does_not_fit_every_operation_is_a_launch(
-    biased: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsupported_shapes_launch_each_operation_separately(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setattr(gpu, "fits", lambda *_: False)
     weights = matrices((128, 64, 96, 80), device, torch.float32)
@@ -155,7 +153,7 @@ def test_fused_layer_has_the_bits_of_separate_gemms() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("columns", "k"), [(151_936, 1024), (64, 128), (192, 256), (64 * 401, 896)], ids=str)
-def test_a_streamed_head_finds_what_its_tiles_find(columns: int, k: int) -> None:
+def test_streamed_head_equals_tiled_head(columns: int, k: int) -> None:
     weight = torch.randn(columns, k, device="cuda").bfloat16()
     weight[columns // 2] = weight[columns // 3]  # a tie between two columns
     for rows in ROWS:

@@ -23,7 +23,7 @@ def _several_blocks() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(("vocabulary", "words"), [(300, 10), (256, 8), (31, 1), (1, 1), (129, 12)])
-def test_only_what_the_masks_allow_stays(vocabulary: int, words: int, dtype: torch.dtype) -> None:
+def test_only_tokens_allowed_by_the_mask_keep_their_logits(vocabulary: int, words: int, dtype: torch.dtype) -> None:
     logits = torch.randn(7, vocabulary, device=DEVICE).to(dtype)
     logits[2, ::3] = torch.nan
     masks = torch.randint(-(2**31), 2**31, (4, words), dtype=torch.int32, device=DEVICE)

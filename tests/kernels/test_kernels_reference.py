@@ -140,7 +140,7 @@ def test_only_rows_with_an_upstream_gradient_get_a_gradient() -> None:
     assert gradient[upstream != 0].abs().sum(-1).min() > 0 and weight.grad is None
 
 
-def test_correct_says_whether_the_argmax_is_the_label() -> None:
+def test_correct_is_true_if_the_argmax_is_the_label() -> None:
     hidden, weight, labels, _ = head_inputs(30, 8, 12)
     labels[::2] = (hidden @ weight.T)[::2].argmax(-1)
     result = frozen_head_loss(hidden.requires_grad_(), weight, labels, chunk=7)

@@ -33,7 +33,7 @@ def test_the_largest_are_found_wherever_they_are(vocabulary: int, count: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_of_tied_logits_each_is_taken_once(dtype: torch.dtype) -> None:
+def test_tied_logits_are_each_taken_once(dtype: torch.dtype) -> None:
     logits = surrounded(torch.randint(0, 4, (4, 3000)).to(dtype))
     values, columns = triton_kernel.row_top(logits, 16)
     assert torch.equal(values, definition.row_top(logits, 16)[0])
@@ -41,7 +41,7 @@ def test_of_tied_logits_each_is_taken_once(dtype: torch.dtype) -> None:
     assert all(len(set(row)) == 16 for row in columns.tolist())
 
 
-def test_where_training_has_diverged_columns_are_still_columns() -> None:
+def test_diverged_logits_give_valid_columns() -> None:
     rows = torch.randn(4, 2100)
     rows[0], rows[1], rows[2, ::2] = math.nan, -math.inf, math.nan
     values, columns = triton_kernel.row_top(surrounded(rows), 16)

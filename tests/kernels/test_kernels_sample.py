@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_filtered_distribution(vocab: int, dtype: int, r
 
 
 @pytest.mark.parametrize("levels", [2, 30])
-def test_tied_logits(levels: int, room: None) -> None:
+def test_sampler_is_exact_for_tied_logits(levels: int, room: None) -> None:
     logits = (torch.randint(levels, (20, 700)) - levels // 2).bfloat16() / 4
     logits[::2, -300:] = -torch.inf  # as a bias makes them
     logits[1, ::3] = -0.0
@@ -169,7 +169,7 @@ VALUES = st.one_of(
     ),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_any_logits_and_parameters(
+def test_sampler_is_exact_for_any_logits_and_parameters(
     logits: list[float], dtype: torch.dtype, rows: list[tuple[float, float, int, float, float]]
 ) -> None:
     given = torch.tensor([logits] * len(rows)).to(dtype)
@@ -201,7 +201,7 @@ def test_the_greatest_draw_takes_the_last_token_that_stays(uniform: float) -> No
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @pytest.mark.parametrize("filters", FILTERS)
-def test_rows_of_anything_give_some_token_and_leave_the_others_alone(filters: tuple[float, float, int, float]) -> None:
+def test_invalid_rows_give_a_token_and_do_not_change_others(filters: tuple[float, float, int, float]) -> None:
     vocab = 100
     logits = torch.randn(7, vocab)
     good = torch.tensor([0, 3])

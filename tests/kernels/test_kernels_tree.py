@@ -105,7 +105,9 @@ def test_chains_are_blocks_of_as_many_rows_of_each_request(shape: tuple[Any, ...
 @pytest.mark.gpu
 @pytest.mark.parametrize("contexts", [(700, 0, 5, 2100, 63, 64, 128, 1), (130, 700, 127) * 4], ids=["split", "whole"])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), [(8, 4, 128, 64), (2, 7, 64, 64), (2, 4, 256, 64)])
-def test_on_a_gpu_too_and_in_a_graph(groups: int, group: int, width: int, size: int, contexts: tuple[int, ...]) -> None:
+def test_tree_attention_is_exact_on_a_gpu_and_in_a_graph(
+    groups: int, group: int, width: int, size: int, contexts: tuple[int, ...]
+) -> None:
     for window in (0, 100):
         chains = plant(contexts, 15, 40, 160, size, groups, group, width, torch.bfloat16, children=1)
         found = chains.attend_chains(window)
@@ -155,7 +157,7 @@ def test_top_logits_include_the_log_sum_exp(m: int, n: int, k: int, scale: Logit
     )
 
 
-def test_of_a_head_in_fp8_too() -> None:
+def test_tree_top_logits_of_an_fp8_head_match_float64() -> None:
     numbers, head = torch.randint(-7, 8, (2, 300, 96)).float()
     numbers[:, 0], head[:, 1] = 7, 7  # every row is in the format exactly
     x, scale = (numbers[:20] / 64).to(DEVICE, torch.bfloat16), LogitScale(1.0, 30.0)
@@ -369,7 +371,7 @@ PROMISES = [  # B, K, W, N, limits, blocks, rows
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize(("paired", "ties"), [(False, True), (True, False)], ids=["slots", "pairs"])
 @pytest.mark.parametrize(("batch", "slots", "width", "nodes", "limits", "blocks", "rows"), PROMISES)
-def test_what_trees_promise_is_as_exact_as_the_definition(
+def test_expected_tree_tokens_match_the_definition(
     batch: int, slots: int, width: int, nodes: int, limits: tuple[int, ...], blocks: tuple[int, ...],
     rows: tuple[int, ...], paired: bool, ties: bool,
 ) -> None:  # fmt: skip

@@ -76,7 +76,7 @@ def test_a_drafter_is_read_back_as_it_was_written(target: Target, tmp_path: Path
     assert load_drafter(str(tmp_path / "out"), dtype=torch.float32).dtype == torch.float32
 
 
-def test_the_config_holds_every_key_that_a_loader_asks_for(drafter: Drafter, drafter_dir: Path) -> None:
+def test_config_has_every_key_that_loaders_read(drafter: Drafter, drafter_dir: Path) -> None:
     taps = list(drafter.config.target_layer_ids)
     assert json.loads((drafter_dir / "config.json").read_text()) == {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dtype": "bfloat16",

@@ -124,7 +124,7 @@ def test_a_convolution_never_crosses_a_block(target: Target) -> None:
     torch.testing.assert_close(both[:, size:], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_of_another_size_than_trained_are_blocks_too(target: Target) -> None:
+def test_block_size_may_differ_from_training(target: Target) -> None:
     drafter = make_dflash2(target)
     drafter.config = drafter.config.with_block_size(4)
     x = torch.randn(1, 8, 32)
@@ -380,6 +380,6 @@ def test_plain_configurations_and_records_have_no_dflash2_keys(target: Target, d
     assert configuration(config).items() >= {"conv_kernel_size": 2, "selector_top_k": 16}.items()
 
 
-def test_the_speculators_form_refuses_it(dflash2_dir: Path) -> None:
+def test_the_speculators_form_refuses_dflash2(dflash2_dir: Path) -> None:
     with pytest.raises(UserError, match="the speculators form of DFlash 2 is not written"):
         check_form(read_config(dflash2_dir), "OUT")

@@ -83,7 +83,7 @@ def test_trees_and_sampled_drafts_are_those_of_decoding() -> None:
         assert same(got, generate(target, drafter, prompt, params, "probabilistic"))
 
 
-def test_it_is_trained_exported_loaded_and_served(short_run: Program) -> None:
+def test_registered_architecture_is_trained_and_served(short_run: Program) -> None:
     short_run("drafter.kind=bias", "run.export_selector=always", "optim.steps=6", "optim.learning_rate=1e-2")
     trained = [line for line in short_run.metrics() if "selector_loss" in line]
     assert len(trained) == 6 and any(line["selector_loss"] > 0 for line in trained)
@@ -93,7 +93,7 @@ def test_it_is_trained_exported_loaded_and_served(short_run: Program) -> None:
     check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(9, 12), SamplingParams(max_tokens=14))
 
 
-def test_its_form_on_disk_is_checked_as_every_other(tmp_path: Path) -> None:
+def test_registered_architecture_checkpoints_are_validated(tmp_path: Path) -> None:
     drafter = make_bias()
     save_drafter(drafter, tmp_path / "bias")
     assert load_drafter(str(tmp_path / "bias")).config == drafter.config
@@ -112,7 +112,7 @@ def test_its_form_on_disk_is_checked_as_every_other(tmp_path: Path) -> None:
             load_drafter(str(tmp_path / "bias"))
 
 
-def test_a_plain_drafter_goes_on_as_one_and_back(tmp_path: Path) -> None:
+def test_plain_drafter_converts_to_bias_drafter_and_back(tmp_path: Path) -> None:
     target, plain = make_target(), make_drafter(make_target())
     save_drafter(plain, tmp_path / "plain")
     options = DrafterOptions(kind="bias", mask_token_id=MASK)

@@ -161,7 +161,7 @@ def test_a_context_that_grows_piece_by_piece_equals_one_made_at_once(cuts: set[i
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.slow
-def test_blocks_under_a_mask_see_what_each_would_see_alone() -> None:
+def test_masked_blocks_attend_as_single_blocks_do() -> None:
     """Training runs many blocks at once; each gets what decoding gives it: what precedes its anchor."""
     drafter = make_drafter()
     size, anchors = drafter.config.block_size, [2, 5, 6, 9]  # they overlap

@@ -150,7 +150,7 @@ def test_gpu_rows_share_a_forward_only_if_documents_are_separate(monkeypatch: py
             torch.testing.assert_close(features[: len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_no_row_of_documents_is_refused() -> None:
+def test_invalid_packed_documents_are_refused() -> None:
     target, text = exact("llama"), torch.arange(12)[None]
     for ids, lengths in ((text, [5, 6]), (text.view(2, 6), [6, 6]), (text, [12, 0])):
         with pytest.raises(ValueError, match="documents of"):
@@ -172,7 +172,7 @@ def test_packed_rows_have_the_features_of_single_rows(monkeypatch: pytest.Monkey
     assert torch.allclose(found, alone(rows).hidden, rtol=1e-9, atol=1e-9) and len(seen) == 6
 
 
-def test_this_pytorchs_flash_attention_takes_what_it_is_given() -> None:
+def test_installed_flash_attention_accepts_our_arguments() -> None:
     q, kv, ends = (torch.empty(s, device="meta") for s in ((30, 14, 64), (30, 2, 64), (4,)))
     for window in (None, 8):
         for sinks in (None, q[0, :, 0]):

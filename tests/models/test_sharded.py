@@ -82,7 +82,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITHOUT_PLAN])
-def test_slices_compute_and_decode_what_the_whole_does(name: str, sharded: list[dict[str, Any]]) -> None:
+def test_sharded_target_computes_the_same_as_the_whole(name: str, sharded: list[dict[str, Any]]) -> None:
     target = tiny(name)
     size = sum(parameter.numel() for parameter in target.layers.parameters())
     expected = _computed(target, name)
@@ -99,7 +99,7 @@ def test_an_architecture_without_a_plan_is_one_line(name: str, sharded: list[dic
     assert all("transformers has no plan to shard" in found[name] for found in sharded)
 
 
-def test_slices_of_a_target_in_fp8_compute_what_the_whole_does(sharded: list[dict[str, Any]]) -> None:
+def test_sharded_fp8_target_computes_the_same_as_the_whole(sharded: list[dict[str, Any]]) -> None:
     for found, expected in ((each["in FP8"], each["whole in FP8"]) for each in sharded):
         for what in ("features", "final", "packed"):
             allowed = 1e-4 * float(expected[what].abs().max())

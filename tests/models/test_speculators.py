@@ -48,7 +48,7 @@ WINDOWS = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9, "is_c
     [{}, SLIDING | {"is_causal": False}, WINDOWS, {"rope_scaling": RopeScaling(rope_type="llama3", **LLAMA3)}],
     ids=str,
 )
-def test_the_speculators_form_is_read_back_too(target: Target, tmp_path: Path, changes: Changes) -> None:
+def test_the_speculators_form_round_trips(target: Target, tmp_path: Path, changes: Changes) -> None:
     drafter = make_drafter(target, **changes)
     export_speculators(drafter, tmp_path)
     check_same(load_drafter(str(tmp_path)), drafter)

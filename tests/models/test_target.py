@@ -41,7 +41,7 @@ def tiny(kind: str = "llama", tied: bool = True) -> Target:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cached_continuation_gives_what_one_pass_gives(kind: str) -> None:
+def test_cached_continuation_equals_one_pass(kind: str) -> None:
     target = tiny(kind)
     whole = target.forward(IDS, taps=(1, 3), logits="all")
     cache = target.new_cache()

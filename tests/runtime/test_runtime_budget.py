@@ -106,7 +106,7 @@ def test_small_trees_have_no_more_rows_than_hold_them(nodes: int, rows: tuple[in
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["independent", "selector"])
-def test_what_a_batch_promises_is_what_its_cut_holds(pairs: bool) -> None:
+def test_expected_tokens_of_a_batch_equal_those_of_its_cut(pairs: bool) -> None:
     batch, slots, count = 3, 5, 4
     dice = torch.Generator().manual_seed(1)
     unary = torch.randn(batch, slots, count, generator=dice)
@@ -240,7 +240,7 @@ def test_never_slower_than_plain_decoding_or_the_best_common_block(
         pytest.param([0.9, 0.3, 0.6, 0.9], 4, 0.02, 1.1, id="trees of a mixed batch"),
     ],
 )
-def test_trees_win_where_they_should(rates: list[float], width: int, row_ms: float, gain: float) -> None:
+def test_trees_are_chosen_where_they_are_faster(rates: list[float], width: int, row_ms: float, gain: float) -> None:
     times = table((len(rates),), row_ms, 0.005)
     rate, fixed, made = World(rates, times, width).run(BudgetChooser(BLOCKS, times, lambda n: n), 400)
     assert rate > gain * max(fixed[choice] for choice in fixed if not choice.rows)

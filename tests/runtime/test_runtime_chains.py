@@ -33,7 +33,7 @@ def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> Non
 
 
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "sampled"])
-def test_chains_of_any_length_change_no_answer(params: SamplingParams) -> None:
+def test_chain_length_does_not_change_answers(params: SamplingParams) -> None:
     """Rows go to the likeliest tokens. Blocks and plain steps run between chains and use the states they leave."""
     target, drafter = pair()
     engine, prompts = make_engine(target, drafter, draft_tree=7), prompts_of(4, 19, 7)

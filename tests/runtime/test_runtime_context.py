@@ -107,7 +107,7 @@ def test_acceptance_is_reset_only_between_requests() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_steps_write_what_a_prefill_writes() -> None:
+def test_captured_steps_write_the_same_cache_as_a_prefill() -> None:
     """Every answer's pages, against a prefill of the same tokens; bf16, so by the distance of each token's vectors."""
     import gpu_engines as gpu
 

@@ -39,7 +39,7 @@ def test_ragged_batches_draft_as_the_reference_one_by_one(changes: dict[str, Any
 
 
 @pytest.mark.parametrize("block", [2, 5])
-def test_fewer_slots_than_were_trained_are_a_block_too(block: int) -> None:
+def test_blocks_may_have_fewer_slots_than_in_training(block: int) -> None:
     target, _ = pair()
     drafter = make_dflash2(target)
     engine = make_engine(target, drafter, num_speculative_tokens=block - 1)
@@ -85,7 +85,7 @@ def test_other_requests_of_a_batch_change_no_bit_of_a_block(changes: dict[str, A
     assert drafter is not None and (drafter.selector is None) == (changes is NO_SELECTOR)
 
 
-def test_it_is_loaded_from_disk_and_follows_the_module(target_dir: Path, dflash2_dir: Path) -> None:
+def test_dflash2_loads_from_disk_and_equals_the_module(target_dir: Path, dflash2_dir: Path) -> None:
     options = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
     engine = load_engine(str(target_dir), str(dflash2_dir), "cpu", options=options)[0]
     target, drafter = pair()[0], load_drafter(str(dflash2_dir)).float()

@@ -66,7 +66,7 @@ def test_the_first_drafts_of_all_are_short_and_awaited() -> None:
     assert choose(requests(0.9, 0.9, tried=False, in_flight=(16,))) == 16, "drafts of other requests were verified"
 
 
-def test_what_is_known_of_others_is_known() -> None:
+def test_acceptance_of_other_requests_is_inherited() -> None:
     others = RollingAcceptance()
     ours = RollingAcceptance(others)
     assert not ours.known
@@ -159,7 +159,7 @@ def test_a_small_gain_does_not_change_the_block() -> None:
     assert len({choose(requests(rate)) for rate in [0.80, *[0.79, 0.81] * 10]}) == 1
 
 
-def test_rolling_acceptance_follows_what_happens() -> None:
+def test_rolling_acceptance_follows_observed_steps() -> None:
     rolling = RollingAcceptance()
     for _ in range(60):
         rolling.observe(7, 0)
@@ -210,7 +210,7 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cached_times(["a"], measure) and measure.call_count == 4
 
 
-def test_times_are_measured_again_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retune_measures_step_times_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measure = Mock(side_effect=lambda: {(1, 1): float(measure.call_count)})
     found = [cached_times("key", measure, anew) for anew in (False, False, True, False)]
@@ -271,7 +271,7 @@ def test_a_measured_draft_length_changes_no_answer(target_dir: Path, drafter_dir
     assert answers[0] == answers[1]
 
 
-def test_a_random_drafter_costs_few_steps_before_it_is_left_out() -> None:
+def test_random_drafter_is_disabled_after_few_steps() -> None:
     target, options = make_target(), EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
     engine = load_engine(target, make_drafter(target), options=options)[0]
     times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}

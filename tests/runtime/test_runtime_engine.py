@@ -25,7 +25,7 @@ from dflash_toolkit.runtime.runner import StepRunner
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
-def test_ragged_batches_are_what_generate_writes_one_by_one(kind: str) -> None:
+def test_ragged_batches_equal_generate_row_by_row(kind: str) -> None:
     engine, params = make_engine(*pair(kind)), [SamplingParams(max_tokens=n) for n in (19, 1, 12, 9, 16, 2)]
     check(engine, pair(kind), prompts_of(1, 5, 17, 33, 40, 8), *params)
     engine.pool.check()
@@ -204,7 +204,7 @@ def test_random_arrivals_and_cancels_change_no_answer(
     ("synthetic", "expected"), [({"rate": 0.8}, (1 - 0.8**8) / 0.2), ({"mean_length": 3.4}, 3.4), ({"rate": 0.0}, 1.0)]
 )
 @pytest.mark.slow
-def test_synthetic_acceptance_is_as_long_as_asked(synthetic: dict[str, float], expected: float) -> None:
+def test_synthetic_acceptance_length_matches_its_option(synthetic: dict[str, float], expected: float) -> None:
     engine = make_engine(*pair(), synthetic=SyntheticAcceptance(**synthetic), kv_cache_tokens=2000)
     tokens = 200 if expected > 1 else 40  # fewer suffice without randomness
     answers = engine.generate(prompts_of(*[5] * 8), SamplingParams(max_tokens=tokens, ignore_eos=True))
@@ -300,7 +300,7 @@ def test_padding_changes_nothing_that_a_prefill_writes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_next"])
-def test_a_batched_prefill_writes_what_single_ones_write(kind: str) -> None:
+def test_batched_prefill_writes_the_same_as_single_prefills(kind: str) -> None:
     """In pages of NaN, one of them going on from another chunk; and each leaves the state of its last token."""
     target, drafter = pair(kind)
     prompts = prompts_of(21, 6, 13, seed=9)

@@ -74,7 +74,7 @@ def test_drafts_with_nan_do_not_change_the_calibration(broken: float) -> None:
     assert np.isfinite([found.calibration.slope, *found.calibration.bias]).all() and found.calibration != CALIBRATION
 
 
-def test_an_engine_begins_with_what_was_measured_of_its_drafter() -> None:
+def test_engine_starts_with_the_measured_acceptance() -> None:
     target, drafter = pair()
     drafter = Drafter.of_tensors(
         replace(drafter.config, acceptance_slope=0.7, acceptance_bias=(0.4, -0.2)), dict(drafter.named_parameters())

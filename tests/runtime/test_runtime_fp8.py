@@ -100,7 +100,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
     return config
 
 
-def test_modules_that_are_kept_are_no_blocks(folder: Path) -> None:
+def test_unconverted_modules_are_not_quantized(folder: Path) -> None:
     spec = ModelSpec.of_target(config_of(folder, modules_to_not_convert=["lm_head", "model.layers.1", "layers.3.mlp"]))
     assert [(layer.mixer.weight == FP8_BLOCK, layer.ffn.weight == FP8_BLOCK) for layer in spec.layers] == [
         (True, True), (False, False), (True, True), (True, True),
@@ -268,7 +268,7 @@ def test_gates_in_fp8_by_channels_are_one_line() -> None:
         ModelSpec.of_target(config)
 
 
-def test_what_else_compressed_tensors_has_is_one_line(folder: Path) -> None:
+def test_unsupported_compressed_tensors_formats_are_one_line(folder: Path) -> None:
     static = {"group_0": {"targets": ["Linear"], **GROUP, "input_activations": None}}
     for changes in ({"config_groups": static}, {"format": "pack-quantized"}, {"kv_cache_scheme": {"num_bits": 8}}):
         config = config_of(folder)

@@ -377,7 +377,7 @@ def test_a_prepared_engine_captures_nothing_while_it_answers(
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
 
 
-def test_requests_that_come_and_go_write_what_they_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_and_removed_requests_equal_single_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and answers of mixed lengths, in every batch bucket, growing and shrinking."""
     target, drafter = pair()
     words = torch.randint(0, VOCAB - 1, (900,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -462,7 +462,7 @@ def test_launching_a_step_never_waits_for_the_device(monkeypatch: pytest.MonkeyP
         assert all(answer.tokens for answer in engine.generate(prompts_of(5), params))
 
 
-def test_a_captured_prefill_writes_what_the_host_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_prefill_equals_host_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair()
     prompts = [p[:n] for p, n in zip(prompts_of(9, seed=4), (1, 2, 63, 64, 65, 127, 128, 129, 150), strict=True)]
     prompts += [3 * prompts[-1], (7 * prompts[-1])[: LIMIT - 20]]  # chunks of 512 tokens, the last near the end

@@ -37,7 +37,7 @@ def run_late(engine: Engine) -> Engine:
 
 
 @pytest.mark.parametrize(("drafts", "late"), [(False, False), (True, True)])
-def test_a_batch_of_all_kinds_is_what_generate_writes_one_by_one(drafts: bool, late: bool) -> None:
+def test_mixed_batch_equals_generate_row_by_row(drafts: bool, late: bool) -> None:
     target, drafter = pair()
     models = target, drafter if drafts else None
     engine = make_engine(*models, max_num_seqs=len(MIXED))
@@ -68,7 +68,7 @@ def test_accepted_drafts_change_the_steps_and_nothing_else(every: int) -> None:
     st.booleans(),
 )
 @pytest.mark.slow
-def test_any_arrival_of_any_requests_gives_each_its_own_answer(
+def test_random_arrivals_do_not_mix_up_answers(
     arrivals: Sequence[tuple[int, int, int]], max_num_seqs: int, cache_tokens: int, late: bool
 ) -> None:
     target, drafter = pair()

@@ -76,7 +76,7 @@ def pages_of(options: EngineOptions, context: int = 1000) -> int:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_cache_gets_what_is_left_of_its_share() -> None:
+def test_kv_cache_gets_the_remaining_share_of_memory() -> None:
     left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
     long = replace(OPTIONS, max_model_len=20000)
     assert pages_of(long, context=20000) == int(left // PAGE_BYTES)
@@ -84,7 +84,7 @@ def test_the_cache_gets_what_is_left_of_its_share() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_request_that_does_not_fit_says_what_is_missing() -> None:
+def test_oversized_request_error_names_the_missing_resource() -> None:
     left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
     missing = 50000 * (1 << 17) - left
     with refused(r"one request of 50000 tokens; .*max_model_len .*gpu_memory_utilization") as caught:

@@ -34,7 +34,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_experts_make_of_a_row_what_those_of_transformers_do(kind: str) -> None:
+def test_experts_equal_those_of_transformers(kind: str) -> None:
     block, config = BLOCKS[kind]
     theirs = block(config)
     for parameter in theirs.parameters():

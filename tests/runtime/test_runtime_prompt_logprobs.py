@@ -36,7 +36,7 @@ def check(found: PromptLogprobs | None, prompt: list[int], best: int) -> None:
 # chunks of 8 tokens, and of 300, of which 128 are scored at a time
 @pytest.mark.parametrize(("turn", "lengths"), [(16, (1, 2, 7, 8, 9, 17, 40)), (600, (129, 301))])
 @pytest.mark.parametrize("best", [0, 1, 20])
-def test_they_are_the_log_softmax_of_hugging_face(turn: int, lengths: tuple[int, ...], best: int) -> None:
+def test_prompt_logprobs_are_the_log_softmax_of_hugging_face(turn: int, lengths: tuple[int, ...], best: int) -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_batched_tokens=turn)
     params = SamplingParams(max_tokens=5, prompt_logprobs=best)
@@ -75,7 +75,7 @@ def test_scores_change_no_bit_of_other_requests() -> None:
         assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
 
 
-def test_scored_prompts_ignore_known_pages_and_publish_theirs() -> None:
+def test_scored_prompts_ignore_cached_pages_and_publish_their_own() -> None:
     engine = make_engine(*pair())
     (prompt,) = prompts_of(33)
     plain = SamplingParams(max_tokens=4)
@@ -100,6 +100,6 @@ def test_a_preempted_request_has_each_score_once() -> None:
 
 
 @pytest.mark.parametrize("best", [-1, 21])
-def test_more_than_may_be_asked_for_is_refused(best: int) -> None:
+def test_prompt_logprobs_above_the_maximum_is_refused(best: int) -> None:
     with pytest.raises(ValueError, match=rf"prompt_logprobs is {best}; .*0..20"):
         SamplingParams(prompt_logprobs=best)

@@ -65,7 +65,7 @@ def test_norms_before_cast_rows_are_of_the_order_of_one(size: float) -> None:
             assert quantized.mixer.qkv is layer.mixer.qkv and quantized.input_norm is layer.input_norm
 
 
-def test_step_times_of_quantized_weights_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_times_of_quantized_weights_are_cached_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = make_engine(*pair(), max_num_seqs=1, num_speculative_tokens=None)
     weights = engine.runner.drafter
@@ -76,13 +76,13 @@ def test_step_times_of_quantized_weights_are_kept_apart(tmp_path: Path, monkeypa
     assert weights is not None and weights.head is None, "the given weights are unchanged"
 
 
-def test_layers_of_a_small_model_stay_what_they_are() -> None:
+def test_layers_of_small_models_are_not_quantized() -> None:
     weights = make_engine(*pair("qwen3"), draft_dtype="fp8").runner.drafter
     assert weights is not None and isinstance(weights.head, RowScaledFp8)
     assert all(isinstance(layer.mixer.o, Tensor) for layer in weights.layers)
 
 
-def test_layers_that_are_several_launches_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_several_launches_are_not_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "WIDE_IN_FP8", 0)
     weights = make_engine(*pair("qwen3")).runner.drafter
     (first, *rest), size = weights.layers, weights.spec.hidden_size

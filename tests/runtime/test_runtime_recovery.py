@@ -227,7 +227,7 @@ def test_a_failed_prompt_is_logged_and_computed_again(caplog: Any) -> None:
     assert not failures and answered(request) and errors_of(caplog) == ["prefill fails once"]
 
 
-def test_a_turn_computes_no_token_too_many() -> None:
+def test_scheduler_turn_stays_within_its_token_budget() -> None:
     device = TableDevice(1)
     scheduler = scheduled(device, request_of([1] * 9, 2), request_of([2] * 9, 2), max_num_batched_tokens=16)
     scheduler.advance()
@@ -244,7 +244,7 @@ def test_the_last_row_goes_to_the_oldest_every_second_time() -> None:
     assert ended == [1, 0, 2, 3, 4]
 
 
-def test_a_scored_prompt_asks_for_as_many_tokens_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scored_prompt_generates_the_requested_token_count(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked, request = TableDevice(1), list[ScoredTokens | None](), request_of([1, 2, 3], 2)
     real = device.prefill
     monkeypatch.setattr(device, "prefill", lambda job: asked.append(job.scores) or real(job))

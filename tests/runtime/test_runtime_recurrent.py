@@ -34,7 +34,7 @@ SHORT = replace(LONG, max_tokens=18)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])  # the tests below use qwen3_5
-def test_ragged_batches_are_what_generate_and_hugging_face_write(kind: str) -> None:
+def test_ragged_batches_equal_generate_and_hugging_face(kind: str) -> None:
     """Prompts shorter than the convolution, and such as are cut into several chunks."""
     target, drafter = pair(kind)
     prompts = prompts_of(1, 5, 17, 33, 2, 8)
@@ -268,7 +268,7 @@ def test_checkpoints_are_read_as_transformers_writes_them(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])
-def test_a_module_that_shares_its_weights_computes_what_it_did(kind: str) -> None:
+def test_sharing_weights_does_not_change_module_outputs(kind: str) -> None:
     target, _ = pair(kind)
     ids = torch.tensor(prompts_of(9))
     with torch.no_grad():
@@ -290,6 +290,6 @@ def test_norms_round_where_those_of_transformers_do() -> None:
     ("changes", "said"),
     [({"attention_bias": True}, "attention_bias True"), ({"output_gate_type": "tanh"}, "output_gate_type 'tanh'")],
 )
-def test_what_transformers_computes_otherwise_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_options_that_transformers_treats_differently_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"{said} is not supported by the runtime"):
         ModelSpec.of_target(ARCHITECTURES["Qwen3.5"].config(**changes))

@@ -175,7 +175,7 @@ def test_reported_nodes_are_those_that_were_accepted() -> None:
         assert judged.slots.max(initial=0) <= step.accepted + 1 and np.isfinite(judged.odds).all()
 
 
-def test_pages_after_trees_hold_what_a_prefill_writes() -> None:
+def test_pages_after_trees_equal_those_of_a_prefill() -> None:
     """The target's keys and values of accepted nodes are at their positions, and no others are."""
     target, drafter = pair()
     prompts = prompts_of(4, 19)

@@ -138,7 +138,7 @@ def test_keys_get_equal_numbers_of_tokens() -> None:
     assert 0.5 < sum(len(r.prompt_ids) for r in reported if r.key == "other") / theirs < 2
 
 
-def test_a_key_that_asked_for_nothing_has_saved_nothing_up() -> None:
+def test_idle_api_key_accumulates_no_credit() -> None:
     _, scheduler, reported = roomy(*(asked(CUT, key="busy") for _ in range(300)), max_num_seqs=1)
     for _ in range(50):
         scheduler.advance()

@@ -27,7 +27,7 @@ OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_s
 CPU = torch.device("cpu")
 
 
-def test_an_engine_from_names_writes_what_the_modules_write(
+def test_engine_loaded_by_name_equals_engine_from_modules(
     target_dir: Path, drafter_dir: Path, target: Target, drafter: Drafter
 ) -> None:
     engine, tokenizer = load_engine(str(target_dir), str(drafter_dir), "cpu", options=OPTIONS)
@@ -145,7 +145,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         (LlamaConfig(rope_parameters=DYNAMIC), "rope type 'dynamic'"),
     ],
 )
-def test_what_the_runtime_does_not_compute_is_refused_by_name(config: Any, message: str) -> None:
+def test_unsupported_architecture_options_are_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ModelSpec.of_target(config)
 

@@ -18,7 +18,7 @@ from scripts.measure import setting, without_folders, without_output
         (["--batch", "1", "--output", "step.json"], ["--batch", "1"]),
     ],
 )
-def test_where_the_result_went_is_not_in_it(given: list[str], kept: list[str]) -> None:
+def test_result_command_omits_the_output_path(given: list[str], kept: list[str]) -> None:
     assert without_output(given) == kept
 
 
@@ -26,7 +26,7 @@ def test_where_the_result_went_is_not_in_it(given: list[str], kept: list[str]) -
     ("given", "kept"),
     [("a=/w/x/a.jsonl[8:]", "a=a.jsonl[8:]"), ("/o/drafter-8m", "drafter-8m"), ("model/part", "model/part")],
 )
-def test_folders_of_this_machine_are_not_in_it(given: str, kept: str) -> None:
+def test_result_command_omits_local_folders(given: str, kept: str) -> None:
     assert without_folders(given) == kept
 
 

@@ -22,7 +22,7 @@ def clamp(value: int, top: int = 10) -> int:
 CATCHES = """from small.core import clamp
 
 
-def test_clamp() -> None:
+def test_clamp_limits_values_to_both_bounds() -> None:
     assert [clamp(v) for v in (-5, 3, 99)] == [-5, 3, 10]
 """
 PROGRAM = """

@@ -195,7 +195,7 @@ SCALES = {"output_multiplier": 0.2, "final_logit_softcapping": 2.0, "input_embed
 @pytest.mark.parametrize(
     "changes", [{}, SCALES, {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9}], ids=str
 )
-def test_dflash2_drafts_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_peer_drafts_equal_tokens_with_dflash2(changes: dict[str, Any], tmp_path: Path) -> None:
     if not PEER:
         pytest.skip("DFLASH_PEERS_PYTHON is not set: run `make test-peers`")
     target, limit = make_target("qwen3"), 40

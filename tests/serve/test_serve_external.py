@@ -322,7 +322,7 @@ def _installed(real: Any) -> Any:
 
 
 @pytest.mark.parametrize(("engine", "least"), [("vllm", "0.20.0"), ("sglang", "0.5.11")])
-def test_a_missing_package_says_what_to_install(engine: str, least: str) -> None:
+def test_missing_package_error_names_what_to_install(engine: str, least: str) -> None:
     with pytest.raises(UserError, match=f"^{engine} is not installed for .*: pip install '{engine}>={least}' "):
         external.installed(sys.executable, engine)
 

@@ -92,7 +92,7 @@ def test_vendored_libraries_are_named_with_version_and_licence() -> None:
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node")
-def test_page_computations() -> None:
+def test_page_javascript_tests_pass() -> None:
     run = subprocess.run(
         [str(NODE), "--test", str(Path(__file__).with_name("page.test.mjs"))], capture_output=True, text=True
     )

@@ -184,7 +184,7 @@ def test_cut_reasoning_stays_reasoning(client: OpenAI) -> None:
     assert "\nhm, hm".startswith(choice.message.reasoning_content)
 
 
-def test_the_parsers_can_be_switched_off(target: Target) -> None:
+def test_parsers_can_be_disabled(target: Target) -> None:
     with serving(make_engine(target, None), tool_call_parser="none", reasoning_parser="none") as url:
         client = client_of(url)
         assert say(client, "t", tools=[]).message.content == SAYS["t"]

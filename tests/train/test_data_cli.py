@@ -334,7 +334,7 @@ def test_all_answers_to_a_held_out_prompt_stay_out_of_training(
     assert len({row.index for row in rows}) == 15, "features are kept by this number"
 
 
-def test_answers_of_something_else_are_refused_by_line(dflash_data: Program, dflash_train: Program) -> None:
+def test_responses_of_another_target_are_refused_by_line(dflash_data: Program, dflash_train: Program) -> None:
     dflash_data()
     rows = dflash_data.rows()
     rows[3]["template_hash"] = "0" * 64

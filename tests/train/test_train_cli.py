@@ -123,7 +123,7 @@ def test_answers_stay_within_the_target_s_context(dflash_train: Program, tmp_pat
         assert generate(target, None, prompt, SamplingParams(max_tokens=90)).tokens == answer
 
 
-def test_a_run_json_of_something_else_is_no_finished_run(dflash_train: Program) -> None:
+def test_unrelated_run_json_is_not_a_finished_run(dflash_train: Program) -> None:
     dflash_train.output.mkdir()
     for text in ("{", "[]", '{"finished": true}', '{"finished": "x", "config": 3}'):
         (dflash_train.output / "run.json").write_text(text)
@@ -310,7 +310,7 @@ def test_a_target_in_sixteen_bits_is_trained_for_on_a_cpu(dtype: str, dflash_tra
     dflash_train(f"dtype={dtype}", "optim.steps=3")
 
 
-def test_a_prompt_that_cannot_be_rendered_is_passed_over_and_counted(dflash_train: Program, tmp_path: Path) -> None:
+def test_unrenderable_prompt_is_skipped_and_counted(dflash_train: Program, tmp_path: Path) -> None:
     dflash_train.data = write(tmp_path / "p.jsonl", says("fine 0", "fine 1", "fine 2", "\ud800 half"))
     said = "\n".join(dflash_train("optim.steps=1", "prompts.held_out=0"))
     assert "3 prompts; left out: 1 not valid text (first: p.jsonl/4)" in said
@@ -329,7 +329,7 @@ def test_a_broken_file_leaves_no_partial_output(dflash_train: Program, tmp_path:
     assert said.startswith(f"{tmp_path / 'a.parquet'}: cannot be read") and not dflash_train.output.exists()
 
 
-def test_a_row_that_only_fits_without_packing_is_left_out(dflash_train: Program, tmp_path: Path) -> None:
+def test_row_that_only_fits_unpacked_is_skipped(dflash_train: Program, tmp_path: Path) -> None:
     texts = [*("x" * 200 + str(i) for i in range(4)), *(f"short {i}" for i in range(6))]
     options = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0")
     dflash_train.data = write(tmp_path / "p.jsonl", says(*texts))

@@ -151,7 +151,7 @@ def test_matrices_are_dealt_once_with_balanced_cost(costs: list[int], world: int
     ids=lambda way: "-".join(option.split("=")[1] for option in way) if isinstance(way, list) else "",
 )
 @pytest.mark.parametrize("world", [2, 4])
-def test_several_gpus_train_like_one(
+def test_several_gpus_train_the_same_as_one(
     world: int, way: list[str], tolerance: float, target_dir: Path, tmp_path: Path
 ) -> None:
     """The same micro batches on several GPUs at a time as on one after the other; in fp32 but for the last."""

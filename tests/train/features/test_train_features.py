@@ -222,7 +222,7 @@ def test_rows_that_appear_twice_are_computed_and_kept_once() -> None:
     assert torch.equal(hidden[:3], hidden[3:]) and len(computed) == 3
 
 
-def test_features_of_something_else_are_refused_by_name(tmp_path: Path) -> None:
+def test_foreign_features_are_refused_by_name(tmp_path: Path) -> None:
     source_in(tmp_path, make_target(), features="disk")
     for name, other, change in (
         ("weights", make_target(tied=False), {}),
@@ -277,7 +277,7 @@ def test_a_write_that_fails_is_one_line_and_leaves_no_part(tmp_path: Path) -> No
     source_in(tmp_path, make_target(), features="disk")
 
 
-def test_memory_that_cannot_hold_all_of_it_refuses() -> None:
+def test_features_larger_than_memory_are_refused() -> None:
     with pytest.raises(UserError, match=r"run.features=memory needs [\d.]+ MiB"):
         source_in(Path(), make_target(), features="memory")
 

@@ -105,7 +105,7 @@ def test_packed_documents_draft_like_separate_rows(pair: tuple[Target, Drafter])
 
 @torch.no_grad()
 @pytest.mark.parametrize("fault", ["anchor visible", "blocks mixed", "positions", "layer id", "theta", "mask row"])
-def test_each_known_fault_would_break_that_parity(pair: tuple[Target, Drafter], fault: str) -> None:
+def test_parity_check_detects_each_known_fault(pair: tuple[Target, Drafter], fault: str) -> None:
     target, drafter = pair
     f, blocks = batch(target, drafter)
     masks = masks_of(drafter.config, f, blocks, False)

@@ -83,7 +83,7 @@ def test_loss_and_gradients_are_those_of_the_definition(gold: str, scale: LogitS
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_gold_and_weight_say_how_much_the_selector_counts() -> None:
+def test_selector_gold_and_weight_scale_its_loss() -> None:
     blocks, hidden, head = sampled(), torch.randn(2, 15, D), torch.randn(V, D)
 
     def of(share: float = 1.0, **options: object) -> DraftLoss:

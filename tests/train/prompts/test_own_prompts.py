@@ -74,11 +74,11 @@ def test_a_template_without_a_users_turn_is_refused(template: str | None) -> Non
         ("Sure! Here is a poem about rain.", "like an answer or a refusal"),
     ],
 )  # fmt: skip
-def test_texts_that_are_no_prompts_are_left_out(text: str, reason: str | None) -> None:
+def test_texts_that_are_not_prompts_are_dropped(text: str, reason: str | None) -> None:
     assert fault_of(text) == reason
 
 
-def test_prompts_in_another_script_are_left_out() -> None:
+def test_prompts_in_another_script_are_dropped() -> None:
     assert fault_of("Write a poem about rain.", "latin") is None
     assert fault_of(RUSSIAN, "latin") == "in another script"
 

@@ -129,9 +129,7 @@ def test_a_strict_server_gets_openai_fields_only(length: str, fake: Fake, comman
         ("min_p=0.1", "min_p", 0.1),
     ],
 )
-def test_a_field_that_is_needed_is_not_left_out(
-    option: str, field: str, wanted: Any, fake: Fake, command: Program
-) -> None:
+def test_required_field_is_never_dropped(option: str, field: str, wanted: Any, fake: Fake, command: Program) -> None:
     fake.reply = only_chat(strict(OPENAI))
     needs = f"{field} ({option.split('=')[0]} needs it)"
     last = command.refuses(option, "temperature=1")

@@ -67,7 +67,7 @@ def test_refused_fields_are_dropped_with_a_notice(
     assert set(line.split(" without ")[1].split(", for ")[0].split(", ")) == left_out
 
 
-def test_a_top_p_that_the_sampler_needs_is_not_left_out(fake: Fake) -> None:
+def test_required_top_p_is_never_dropped(fake: Fake) -> None:
     fake.reply = refusing("top_p")
     with closing(backend(fake)) as one:
         one.submit(1, [1, 2], SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9))
@@ -151,7 +151,7 @@ def test_returned_prompt_tokens_are_compared(place: Any, fake: Fake) -> None:
         ask(fake, reply)
 
 
-def test_no_number_is_not_another_prompt(fake: Fake) -> None:
+def test_response_without_prompt_token_count_is_accepted(fake: Fake) -> None:
     assert ask(fake, said("fine", prompt=0)).tokens == FINE
 
 

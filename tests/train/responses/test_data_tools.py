@@ -115,7 +115,7 @@ def test_tools_reach_the_template_which_must_show_all_of_them() -> None:
     assert encode_chat(tokenizer, [user("Hi")]) == tokenizer("Hi").input_ids
 
 
-def test_a_template_that_has_shown_such_a_chat_renders_the_next_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probed_template_renders_similar_chats_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = words(WITH_TOOLS)
     messages, tools = read_chat(SHAPES["ShareGPT"][0] | {"tools": [SEARCH]})
     encode_chat(tokenizer, messages, tools=tools)

@@ -67,7 +67,7 @@ def test_bytes_that_are_no_text_are_not_repeated(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_row_that_is_damaged_or_of_something_else_is_named(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_damaged_or_foreign_row_is_named(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = answers(tmp_path / "a.jsonl")
     row = lines(path)[0]
     with pytest.raises(UserError, match=f"a.jsonl, line 2: .*{said}"):

@@ -99,9 +99,7 @@ def test_a_run_writes_a_card_and_the_same_command_uploads_it(target_dir: Path, d
     assert hub.files["model.safetensors"] == weights and b"--drafter me/tiny\n" in hub.files["README.md"]
 
 
-def test_a_hub_that_refuses_is_one_line_before_anything_is_done(
-    tmp_path: Path, hub: Hub, dflash_train: Program
-) -> None:
+def test_hub_refusal_is_one_line_before_any_work(tmp_path: Path, hub: Hub, dflash_train: Program) -> None:
     hub.refuses = 401
     error = dflash_train.refuses(*SHORT, "--push-to-hub", "me/tiny")
     assert error.startswith("--push-to-hub me/tiny: Client error '401 Unauthorized' for url 'http")

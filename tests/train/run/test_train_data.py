@@ -129,7 +129,7 @@ def test_near_duplicates_go_and_none_is_trained_on_and_measured_on(config: Train
     assert len(read(exact, tmp_path / "w")[0]) == 16
 
 
-def test_a_row_that_is_no_prompt_ends_the_run_or_is_left_out(config: TrainConfig, tmp_path: Path) -> None:
+def test_invalid_prompt_row_ends_the_run_or_is_skipped(config: TrainConfig, tmp_path: Path) -> None:
     with open(config.data[0], "a") as handle:
         handle.write('{"nothing": 1}\n')
     strict = replace(config, prompts=replace(config.prompts, strict=True))
@@ -164,7 +164,7 @@ def test_the_digest_follows_the_contents_of_the_data(config: TrainConfig) -> Non
     assert before != data_digest(config)
 
 
-def test_a_prompt_without_room_is_passed_over_and_the_limit_is_named(
+def test_too_long_prompt_is_skipped_and_the_limit_is_named(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = DataOptions(held_out=8, max_length=len(chat(19)) + 1)  # ten prompts are a token shorter
@@ -340,7 +340,7 @@ def test_features_are_tapped_outputs_of_separate_rows(cache_gb: float, whole: tu
 
 
 @pytest.mark.gpu
-def test_vllm_answers_like_the_target_itself(tmp_path: Path) -> None:
+def test_vllm_answers_equal_those_of_the_target(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from dflash_toolkit.train.responses.vllm_backend import VllmBackend
 

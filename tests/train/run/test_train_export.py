@@ -285,7 +285,7 @@ def test_the_cost_of_a_run_is_printed_before_training(
 # ---- a longer plan ---------------------------------------------------------------------------------------------
 
 
-def test_a_rate_is_led_to_the_longer_plan_s_in_a_line() -> None:
+def test_learning_rate_joins_a_longer_schedule_linearly() -> None:
     led = [joined_factor(step, 80, 0.1, None, 60, 0.01) for step in range(60, 80)]
     plain = [learning_rate_factor(step, 80, 0.1) for step in range(81)]
     there = plain[68]

@@ -73,7 +73,7 @@ def test_wsd_stays_at_the_peak_and_falls_to_zero_in_its_share() -> None:
     assert short == [1.0, 0.0]
 
 
-def test_wsd_goes_by_the_clock_too(timed: Clock, dflash_train: Program) -> None:
+def test_wsd_schedule_follows_the_clock_if_limited_by_minutes(timed: Clock, dflash_train: Program) -> None:
     wsd = ("optim.schedule=wsd", "optim.decay=0.5", "run.evaluate_every=0", "run.save_every=100")
     clock = ("optim.learning_rate=1e-3", "optim.steps=0", "optim.minutes=0.5")  # a step takes a second
     dflash_train(*wsd, *clock)
@@ -86,9 +86,7 @@ def test_wsd_goes_by_the_clock_too(timed: Clock, dflash_train: Program) -> None:
 # ---- W&B -------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_too_full_for_the_name_of_the_wandb_run_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_when_saving_the_wandb_run_id_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     wandb = SimpleNamespace(errors=SimpleNamespace(Error=RuntimeError), init=lambda **given: begun.append(given["id"]))
     monkeypatch.setattr(tracking, "import_wandb", lambda option: wandb)

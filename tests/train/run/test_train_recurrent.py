@@ -85,7 +85,7 @@ def test_a_learnt_text_is_drafted_almost_completely(learnt: Learnt) -> None:
     assert fewest <= sum(len(got.steps) for got in found) <= fewest + 1
 
 
-def test_such_a_target_in_16_bits_is_called_the_one_of_training(learnt: Learnt, tmp_path: Path) -> None:
+def test_recurrent_target_in_bf16_is_recognized_as_trained(learnt: Learnt, tmp_path: Path) -> None:
     """Its states make more of a rounding than attention does."""
     argv = [
         "--target", str(learnt.target_dir), "--drafter", str(learnt.drafter_dir), "--device", "cpu",

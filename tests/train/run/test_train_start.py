@@ -30,7 +30,7 @@ from dflash_toolkit.train.run.start import load_start
 
 
 @pytest.mark.parametrize(("form", "scaling"), [("z-lab", YARN), ("prefixed", None)], ids=["z-lab", "prefixed"])
-def test_a_run_starts_with_the_weights_and_the_acceptance_of_any_form(
+def test_run_starts_from_drafters_of_every_format(
     form: str, scaling: RopeScaling | None, target_dir: Path, data: Path, dflash_train: Program, tmp_path: Path
 ) -> None:
     drafter = small_drafter(rope_scaling=scaling)

@@ -44,7 +44,7 @@ SLIDING, CAUSAL = "a sliding window of 8 tokens", "causal attention inside the b
     ],
     ids=["causal", "sliding", "speculators", "both"],
 )
-def test_layers_that_see_less_are_trained_and_exported_as_such(
+def test_sliding_window_layers_are_trained_and_exported(
     form: str, changes: dict[str, Any], dflash_train: Program, tmp_path: Path
 ) -> None:
     drafter = small_drafter(**changes)
@@ -126,7 +126,7 @@ def reduce_vocabulary(path: Path, rows: int, *, embedding: bool) -> None:
 
 
 @pytest.mark.parametrize(("form", "embedding"), [("speculators", True), ("speculators", False), ("z-lab", False)])
-def test_of_a_reduced_vocabulary_the_layers_are_taken(
+def test_only_layers_are_taken_from_a_reduced_vocabulary_start(
     form: str, embedding: bool, dflash_train: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drafter = small_drafter(rope_scaling=YARN)
