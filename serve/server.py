@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -165,14 +166,41 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses data; refuses a header (or trailer) of more than `MAX_HEADER` bytes as soon as they have arrived."""
-        while data and not self.transport.is_closing():
-            part = data[: MAX_HEADER - self._header_bytes]
+        left = memoryview(data)
+        while left and not self.transport.is_closing():
+            part = left[: MAX_HEADER - self._header_bytes]
             if not part:
                 self._refuse(b"431 Request Header Fields Too Large")
                 return
             self._header_bytes += len(part)
-            super().data_received(part)
-            data = data[len(part) :]
+            left = left[self._parse(part) :]
+            if self._offers_upgrade():
+                self._parse(self._without_upgrade())
+
+    def _parse(self, data: bytes | memoryview) -> int:
+        """Returns how many bytes were parsed: all, or up to the end of a header that offers an upgrade."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return int(upgrade.args[0]) if self._offers_upgrade() else len(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+        return len(data)
+
+    def _offers_upgrade(self) -> bool:
+        """Returns whether the client offers another protocol, e.g. HTTP/2, which it may be answered without."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def _without_upgrade(self) -> bytes:
+        """Returns the request's header without its upgrade, for a new parser; the old one would skip the body."""
+        version = self.parser.get_http_version().encode()
+        head = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        head += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        return b"\r\n".join(head) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
         self._wait()  # the next request of an open connection
@@ -181,7 +209,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._header_bytes = 0
         self._wait()
-        super().on_headers_complete()
+        if not self._offers_upgrade():
+            super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
         self._header_bytes = 0
@@ -192,8 +221,9 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._header_bytes = 0
-        self._stop_waiting()
-        super().on_message_complete()
+        if not self._offers_upgrade():
+            self._stop_waiting()
+            super().on_message_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns whether to keep a connection whose client has closed its sending side; `nc -N` still reads."""

@@ -61,6 +61,31 @@ def test_header_over_64_kib_gets_431_before_it_ends(target: Target) -> None:
         assert exchange(url, many + begin + b"\r\n").count(b"HTTP/1.1 200") == 101
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_upgrade_is_ignored_and_the_body_is_kept(
+    target: Target, caplog: pytest.LogCaptureFixture, protocol: str
+) -> None:
+    body = json.dumps({"prompt": "hello"}).encode()
+    start = f"POST /tokenize HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\n".encode()
+    start += b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nHost: x\r\n"
+    whole = start + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = start + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    last = b"GET /health HTTP/1.1\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with serving(make_engine(target, None)) as url:
+        got = exchange(url, whole + chunked + last)
+        address = (url.split("/")[2].split(":")[0], int(url.rsplit(":", 1)[1]))
+        with socket.create_connection(address, LATE_S) as client:  # the body after its header, as Java sends it
+            cut = len(whole) - len(body)
+            client.sendall(whole[:cut])
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 200)
+            client.sendall(whole[cut:] + last)
+            parts = client.makefile("rb").read()
+        assert exchange(url, b"CONNECT x:80 HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400")
+    assert got.count(b"HTTP/1.1 200") == 3 and got.count(b'"tokens":[') == 2
+    assert parts.count(b"HTTP/1.1 200") == 2 and parts.count(b'"tokens":[') == 1
+    assert not [record for record in caplog.records if "pgrade" in record.getMessage()]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_half_closed_client_gets_its_answer(target: Target, streamed: bool) -> None:
     engine = make_engine(target, None)
