@@ -226,7 +226,7 @@ class GenerationRequest(Structured, Strict):
         extra = request.model_extra or {}
         for name in extra:
             if name not in cls.unsupported and name not in IGNORED:
-                near = difflib.get_close_matches(name, cls.model_fields, 1)
+                near = difflib.get_close_matches(name[:100], cls.model_fields, 1)
                 hint = f"did you mean `{near[0]}`?" if near else "omit it"
                 message = f"`{name[:100]}` is not a parameter of this server; {hint}"
                 raise ApiError(400, message, param=name[:100], code="unknown_parameter")

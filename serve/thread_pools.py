@@ -1,6 +1,7 @@
 """Reads request bodies, and runs long work in threads so that it does not block the event loop."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +12,8 @@ from .protocol import ApiError
 
 MAX_BODY = 4 * 1024 * 1024  # bytes
 MAX_STRINGS = 65536  # in a body, names included; creating each takes time
+MAX_LISTS = 65536  # in a body, objects included
+STRING = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+"?', re.DOTALL)  # in JSON; matches at every quote, in linear time
 TINY_BODY = 8 * 1024  # bytes; parsed and encoded faster than a thread gets the interpreter lock from a busy loop
 SHORT_BODY = 64 * 1024  # bytes; longer bodies have threads of their own and wait only for each other
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a request whose client has left
@@ -28,6 +31,8 @@ class ThreadPools:
         raw = await read_body(request)
         if (strings := raw.count(b'"') - raw.count(b'\\"')) > 2 * MAX_STRINGS:
             raise ApiError(400, f"the body has {strings // 2} strings; send at most {MAX_STRINGS}")
+        if _brackets(raw) > MAX_LISTS and (lists := _brackets(STRING.sub(b"", raw))) > MAX_LISTS:
+            raise ApiError(400, f"the body has {lists} lists and objects; send at most {MAX_LISTS}")
         request.state.size = len(raw)
         return await self.run(request, lambda: parse(raw)) if len(raw) > SHORT_BODY else parse(raw)
 
@@ -46,6 +51,10 @@ class ThreadPools:
         if done is None:
             raise ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
         return done[0]
+
+
+def _brackets(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
 
 
 async def _single(work: Awaitable[T]) -> tuple[T]:

@@ -1,5 +1,6 @@
 """`/tokenize`, `/detokenize`, and the limits on long texts and bodies."""
 
+import difflib
 import http.client
 import json
 import threading
@@ -18,7 +19,7 @@ from dflash_toolkit.serve.endpoints.chat import MAX_MESSAGES, ChatRequest
 from dflash_toolkit.serve.endpoints.completions import CompletionRequest
 from dflash_toolkit.serve.endpoints.tokens import DetokenizeRequest
 from dflash_toolkit.serve.protocol import ApiError
-from dflash_toolkit.serve.thread_pools import MAX_STRINGS, SHORT_BODY
+from dflash_toolkit.serve.thread_pools import MAX_LISTS, MAX_STRINGS, SHORT_BODY
 from dflash_toolkit.serve.tokenizing import Encoder
 
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -132,6 +133,27 @@ def test_long_body_is_parsed_outside_the_event_loop(client: TestClient, monkeypa
     body["stop"] = ["a"] * (MAX_STRINGS + 1)
     refused = client.post("/v1/chat/completions", json=body)
     assert refused.status_code == 400 and f"at most {MAX_STRINGS}" in refused.text and len(threads) == 1
+
+
+def test_lists_are_counted_before_a_body_is_parsed(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, real = [], ChatRequest.parse
+    monkeypatch.setattr(ChatRequest, "parse", lambda body: parsed.append(len(body)) or real(body))
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    for nested in ([[]] * MAX_LISTS, [{}] * MAX_LISTS, ['\\"', "\\", [[]] * MAX_LISTS]):
+        refused = client.post("/v1/chat/completions", json=body | {"metadata": nested})
+        assert refused.status_code == 400 and f"at most {MAX_LISTS}" in refused.text and not parsed
+    body["messages"][0]["content"] = '[{"\\' * MAX_LISTS
+    assert "context" in client.post("/v1/chat/completions", json=body).text and parsed, "text is not counted"
+
+
+def test_long_parameter_name_is_cut_before_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, real = [], difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda name, *more: compared.append(len(name)) or real(name, *more)
+    )
+    with pytest.raises(ApiError, match="not a parameter"):
+        CompletionRequest.parse(json.dumps({"model": "m", "prompt": "a", "b" * 5000: 1}).encode())
+    assert compared == [100]
 
 
 @pytest.mark.parametrize(
