@@ -118,11 +118,11 @@ class Grammars:
         """
         with self._lock:
             found = self._compiled.get(grammar)
-            mine = found is None
+            is_first = found is None
             if found is None:
                 found = self._compiled[grammar] = Future()
             self._compiled.move_to_end(grammar)
-        if mine:
+        if is_first:
             try:
                 found.set_result(self._compile(grammar))
             except BaseException as error:
@@ -132,7 +132,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Any:
         read_grammar = read(grammar)
-        with _said_in_one_line(grammar):
+        with _one_line_errors(grammar):
             return self._vocabulary_for(grammar).compiler.compile_grammar(read_grammar)
 
     def _discard(self, new: Grammar) -> None:
@@ -217,11 +217,11 @@ def read(grammar: Grammar) -> Any:
     reader = _xgrammar().Grammar
     if grammar.kind in ("json", "structural_tag"):
         text, patterns = _rewritten(grammar)
-        with _said_in_one_line(grammar):
+        with _one_line_errors(grammar):
             return _tightened(
                 (reader.from_json_schema if grammar.kind == "json" else reader.from_structural_tag)(text), patterns
             )
-    with _said_in_one_line(grammar):
+    with _one_line_errors(grammar):
         if grammar.kind == "regex":
             return reader.from_regex(grammar.text)
         if grammar.kind == "choice":
@@ -276,7 +276,7 @@ def _tightened(grammar: Any, patterns: Mapping[str, StringPattern]) -> Any:
 
 
 @contextlib.contextmanager
-def _said_in_one_line(grammar: Grammar) -> Iterator[None]:
+def _one_line_errors(grammar: Grammar) -> Iterator[None]:
     """Shortens xgrammar's errors: removes the place in its sources, and most of a long text that it cites."""
     try:
         yield

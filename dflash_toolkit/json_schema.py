@@ -173,14 +173,14 @@ class Rewritten:
         if types == ["object"]:
             both = {*a.get("required", ())} & {*b.get("required", ())}
             if any(
-                self._apart(a["properties"][key], b["properties"][key], depth)
+                self._alternatives_disjoint(a["properties"][key], b["properties"][key], depth)
                 for key in both & {*a.get("properties", ())} & {*b.get("properties", ())}
             ):
                 return True  # fmt: skip
             return any(_forbids(other, key) for one, other in ((a, b), (b, a)) for key in one.get("required", ()))
         return False
 
-    def _apart(self, a: Schema, b: Schema, depth: int) -> bool:
+    def _alternatives_disjoint(self, a: Schema, b: Schema, depth: int) -> bool:
         pairs = product(self._parts(a, ""), self._parts(b, ""))
         return all(self._disjoint(one, other, depth + 1) for one, other in pairs)
 

@@ -149,9 +149,9 @@ class Fronts:
         self._processes: list[tuple[Any, Any]] = []  # and the pipe to each
         context = multiprocessing.get_context("spawn")
         for number in range(1, config.api_server_count):
-            control, theirs = context.Pipe()
-            with share_address(bound) as listener, theirs:
-                options = (config, keys, listener, path, number, theirs)
+            control, child_end = context.Pipe()
+            with share_address(bound) as listener, child_end:
+                options = (config, keys, listener, path, number, child_end)
                 process = context.Process(target=_front_main, args=options, name=f"front{number}")
                 process.start()
             self._processes.append((process, control))

@@ -81,7 +81,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
             processes.rank_zero(log_in, WANDB_OPTION, config.run.wandb)  # only the first process logs
         processes.rank_zero(lambda: held.enter_context(locked(prepared.work)))
         if not (prepared.work / CORPUS).exists():
-            processes.rank_zero(_say_what_it_takes, prepared.config, processes)
+            processes.rank_zero(_announce, prepared.config, processes)
         try:
             answered = gathered(prepared, processes)
         except UserError:
@@ -130,7 +130,7 @@ def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Proc
     return config
 
 
-def _say_what_it_takes(config: TrainConfig, processes: Processes) -> None:
+def _announce(config: TrainConfig, processes: Processes) -> None:
     for line in announced(config, processes.world):
         _say(processes, line)
     if not config.data and not config.response_files:
@@ -220,7 +220,7 @@ def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answe
     write_cards(output, record, config.push_to_hub)
     write_json(output / "run.json", record)
     print(f"\n{output}: drafter exported", file=sys.stderr)
-    for line in _said(output, outcome, by_clock=config.optim.minutes > 0):
+    for line in _export_summary(output, outcome, by_clock=config.optim.minutes > 0):
         print(line, file=sys.stderr)
     pair = ["--target", config.target, "--drafter", str(output)]
     print(shlex.join(["dflash-eval", *pair, "--prompts", "gsm8k", "mt_bench", *config.rendering_words]))
@@ -241,7 +241,7 @@ def _push_finished(output: Path, name: str) -> None:
     _push(output, name)
 
 
-def _said(output: Path, outcome: Outcome, by_clock: bool) -> list[str]:
+def _export_summary(output: Path, outcome: Outcome, by_clock: bool) -> list[str]:
     """Returns lines on which drafter was exported and how good it is."""
     exported, other, lines = outcome.exported, outcome.other, []
     if exported and outcome.earlier:

@@ -58,14 +58,14 @@ class Conversation:
     @property
     def asked(self) -> str:
         """The text of all user messages."""
-        return self._said("user")
+        return self._text_of("user")
 
     @property
     def instructions(self) -> str:
         """The system messages and the tools."""
-        return self._said("system") + (json.dumps(self.tools, sort_keys=True) if self.tools else "")
+        return self._text_of("system") + (json.dumps(self.tools, sort_keys=True) if self.tools else "")
 
-    def _said(self, role: str) -> str:
+    def _text_of(self, role: str) -> str:
         return "\n".join(message["content"] for turn in self.turns for message in turn if message["role"] == role)
 
 

@@ -84,7 +84,7 @@ def read_row(row: dict[str, Any], form: str | None = None) -> Chat:
     if form is not None:
         _formed(left, form, chat)
     elif not chat.messages:
-        names = _asked(left, chat)
+        names = _read_prompt(left, chat)
     _answered(left, chat, names)
     column = next((key for key in SYSTEM if left.get(key)), None)
     if column and [message["role"] for message in chat.messages[:1]] != ["system"]:
@@ -129,7 +129,7 @@ def _wrapped(left: dict[str, Any]) -> Chat | None:
 # ---- what is asked -------------------------------------------------------------------------------------------
 
 
-def _asked(left: dict[str, Any], chat: Chat) -> tuple[str, ...]:
+def _read_prompt(left: dict[str, Any], chat: Chat) -> tuple[str, ...]:
     """Reads the column that holds the whole chat; without one, the question and what precedes it.
 
     Returns the columns that may hold the answer: with a whole chat, `answer` and `solution` are often final values.

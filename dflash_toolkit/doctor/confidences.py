@@ -39,7 +39,7 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
     assert case.config is not None
     slots = case.config.block_size - 1
     log_probs, at, accepted, best = (torch.tensor(part) for part in zip(*nodes, strict=True))
-    chains, everything = (area(log_probs[of], accepted[of]) for of in (best, torch.ones_like(best)))
+    chains, trees = (area(log_probs[of], accepted[of]) for of in (best, torch.ones_like(best)))
     cold, stored = Calibration.cold(slots), case.config.calibration if case.config.acceptance_bias else None
     promises = {name: of(log_probs.exp(), at) for name, of in (("stored", stored), ("own", cold)) if of}
     taken, fitted = int(accepted.sum()), fit(nodes, slots)
@@ -49,7 +49,7 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
         "promised_stored": float(promises["stored"].sum()) if stored else None,
         "promised_by_the_drafter": float(promises["own"].sum()),
         "auc_chains": chains[0],
-        "auc_trees": everything[0],
+        "auc_trees": trees[0],
         "acceptance_slope": fitted.slope if fitted else None,
         "acceptance_bias": list(fitted.bias) if fitted else None,
     }
@@ -57,7 +57,7 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
     measured = (
         f"of {len(nodes)} judged nodes of draft trees {taken} were accepted; {said}, "
         f"{figures['promised_by_the_drafter']:.0f} by the drafter's own probabilities; probabilities of accepted "
-        f"nodes are the higher ones with an AUC of {everything[0]:.2f}, {chains[0]:.2f} among the best of each slot"
+        f"nodes are the higher ones with an AUC of {trees[0]:.2f}, {chains[0]:.2f} among the best of each slot"
     )
     chosen = int((accepted & best).sum())
     few = min(chosen, int(best.sum()) - chosen) < ENOUGH
@@ -66,7 +66,7 @@ def judged(case: Case, nodes: Sequence[JudgedNode], serve: str) -> Finding:
     if not few and surely_none(chains):
         useless = (
             "draft trees and chains of their own length cannot pay"
-            if surely_none(everything)
+            if surely_none(trees)
             else ("chains of their own length cannot pay, and trees by the order of their tokens alone")
         )
         severity, words = "warning", f"its probabilities do not predict acceptance; {measured}"

@@ -207,8 +207,8 @@ def _warnings(first: Run, run: Run) -> list[str]:
         found.append(f"The target of {run.name} has other weights than that of {first.name}, or another dtype.")
     if run.machine != first.machine:
         found.append(
-            f"{run.name} ran on another machine than {first.name} ({_said(run.machine)}, not {_said(first.machine)}): "
-            f"speeds are shown, but not compared."
+            f"{run.name} ran on another machine than {first.name} ({_machine_label(run.machine)}, "
+            f"not {_machine_label(first.machine)}): speeds are shown, but not compared."
         )
     if run.load != first.load:
         found.append(
@@ -220,7 +220,7 @@ def _warnings(first: Run, run: Run) -> list[str]:
     return found + [f"{r.name}: {warning}" for r in (first, run) for warning in r.report["warnings"]]
 
 
-def _said(machine: tuple[Any, ...]) -> str:
+def _machine_label(machine: tuple[Any, ...]) -> str:
     name, dtype, threads = machine
     return f"{name}, {dtype}" + (f", {threads} threads" if threads else "")
 

@@ -209,8 +209,8 @@ def _varlen_attn() -> tuple[Callable[..., Any], Any]:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     # later versions need a flag if there are fewer heads of keys than of queries
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return (functools.partial(varlen_attn, enable_gqa=True) if told else varlen_attn), AuxRequest(lse=True)
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return (functools.partial(varlen_attn, enable_gqa=True) if has_flag else varlen_attn), AuxRequest(lse=True)
 
 
 def one_by_one(
@@ -262,8 +262,8 @@ def _nets_reset(model: "PreTrainedModel", lengths: Sequence[int], ends: Tensor) 
 
 def _refuse(function: str, others: dict[str, Any]) -> None:
     """Raises UserError for arguments that say more than where documents begin."""
-    told = NO_EFFECT | {"cu_seq_lens_q", "max_length_q", "cu_seqlens"}
-    if unknown := [name for name, value in others.items() if value is not None and name not in told]:
+    supported = NO_EFFECT | {"cu_seq_lens_q", "max_length_q", "cu_seqlens"}
+    if unknown := [name for name, value in others.items() if value is not None and name not in supported]:
         raise UserError(
             f"{function} is asked for {', '.join(unknown)}, which rows that are packed do not have: such a target is "
             f"not supported"

@@ -185,9 +185,9 @@ class _Connection:
         return found
 
     def cancel(self, numbers: list[int]) -> None:
-        mine = [number for number in numbers if self.waiting.pop(number, None) is not None]
-        if mine and not self.channel.gone:
-            self.write(Cancel(mine))
+        cancelled = [number for number in numbers if self.waiting.pop(number, None) is not None]
+        if cancelled and not self.channel.gone:
+            self.write(Cancel(cancelled))
 
     def write(self, message: Any) -> None:
         try:

@@ -71,7 +71,7 @@ class EngineLoop:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(control, selectors.EVENT_READ, None)
         self._fronts: dict[int, _Front] = {}  # by file descriptor
-        self._asked = itertools.count()
+        self._group_numbers = itertools.count()
         self._compilers = ThreadPoolExecutor(COMPILERS, "grammars")
         self._done: queue.SimpleQueue[tuple[_Front, Future[Compiled]]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()  # readable when a grammar is compiled
@@ -132,7 +132,7 @@ class EngineLoop:
             self._send_message(front, None)
 
     def _ask(self, front: _Front, ask: Ask) -> None:
-        group = f"{next(self._asked)}" if len(ask.numbers) > 1 else ""
+        group = f"{next(self._group_numbers)}" if len(ask.numbers) > 1 else ""
         for number, prompt, seed in zip(ask.numbers, ask.prompts, ask.seeds, strict=True):
             on_progress = functools.partial(self._on_progress, front, number)
             params = replace(ask.params, seed=seed)

@@ -164,11 +164,11 @@ class Prompts:
 
     def _shares_prefix(self, request: Request, other: Request) -> bool:
         """Returns whether the other request's pages will hold a prefix of this request."""
-        ids, theirs, start = request.prompt_ids, other.prompt_ids, other.prefilled
+        ids, other_ids, start = request.prompt_ids, other.prompt_ids, other.prefilled
         end = start + self._table.pool.page_size
-        if not self._prefix_cache or len(theirs) < end or ids[start:end] != theirs[start:end]:
+        if not self._prefix_cache or len(other_ids) < end or ids[start:end] != other_ids[start:end]:
             return False
-        return ids[:start] == theirs[:start]
+        return ids[:start] == other_ids[:start]
 
     def _prefill_batch(self) -> None:
         """Prefills the batch in one pass. If that fails, its requests restart and are prefilled one at a time."""

@@ -69,7 +69,7 @@ class Attention:
     ops: Ops
 
     @property
-    def takes_groups(self) -> bool:
+    def groups_input(self) -> bool:
         """Whether the rows that are projected are quantized in groups."""
         return format_of(self.weights.qkv).groups_rows
 
@@ -116,7 +116,7 @@ class GatedDeltaNet:
     ops: Ops
 
     @property
-    def takes_groups(self) -> bool:
+    def groups_input(self) -> bool:
         """Whether the rows that are mixed are quantized in groups."""
         return format_of(self.weights.qkvz).groups_rows
 
@@ -152,7 +152,7 @@ class Mlp:
     ops: Ops
 
     @property
-    def takes_groups(self) -> bool:
+    def groups_input(self) -> bool:
         """Whether the rows are quantized in groups."""
         return format_of(self.weights.gate_up).groups_rows
 
@@ -169,7 +169,7 @@ class Moe:
     ops: Ops
 
     @property
-    def takes_groups(self) -> bool:
+    def groups_input(self) -> bool:
         """Whether the rows that experts get are quantized in groups."""
         return format_of(self.weights.gate_up).groups_rows
 
@@ -298,7 +298,7 @@ class Stack:
         """
         taps, block = taps or {}, 1 if rows.tree is not None else len(x) // len(rows.lengths)
         h: Operand
-        quantized = self._mixers[0].takes_groups
+        quantized = self._mixers[0].groups_input
         normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
         _, h = normed(x, None, self.layers[0].input_norm, self.spec.rms_norm_eps)
         begun: tuple[Operand, Tensor | None] | None = self._begin(0, h, block)
@@ -337,9 +337,9 @@ class Stack:
                 )  # fmt: skip
             return x, h, None if projected is None else (projected, after)
         x, h = self._around_mixers[i].leave(
-            x, self._mixers[i].output(mixed), after, block, layer.post_norm, eps, quantized=self._ffns[i].takes_groups
+            x, self._mixers[i].output(mixed), after, block, layer.post_norm, eps, quantized=self._ffns[i].groups_input
         )
         inside, after = self._around_ffns[i].enter(h, block)
-        quantized = following is not None and self._mixers[i + 1].takes_groups
+        quantized = following is not None and self._mixers[i + 1].groups_input
         x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), after, block, norm, eps, tap, quantized=quantized)
         return x, h, self._begin(i + 1, h, block) if following else None

@@ -180,7 +180,7 @@ class Zero:
             found = {i: {*moments} - {"step"} for i, moments in kept.get("state", {}).items()}
             if found != {i: {*part.moments} for i in range(len(part.parameters))}:
                 raise other_optimizer()
-        self._step_on_nothing(config)
+        self._step_without_gradient(config)
         self._link()
         for part, kept in zip(self._parts, saved.values(), strict=True):
             for i, parameter in enumerate(part.parameters):
@@ -198,7 +198,7 @@ class Zero:
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _step_on_nothing(self, config: TrainConfig) -> None:
+    def _step_without_gradient(self, config: TrainConfig) -> None:
         """Steps without gradient or learning rate, so that the optimiser creates its state."""
         drafter, device = self.drafter.config, self._engine.device
         rates = [group["lr"] for group in self.param_groups]

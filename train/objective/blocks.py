@@ -158,20 +158,20 @@ def block_mask_mod(features: Features, blocks: Blocks, window: int = 0, causal: 
     before, same = context_before_anchor(features, blocks), same_block(features, blocks)
     anchor, size, context = blocks.anchor, blocks.size, features.tokens.shape[1]
 
-    def everything(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def whole_block(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return before(b, h, q, kv) | same(b, h, q, kv)
 
-    def less(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def limited(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         # distance from key to query in tokens: inside a document, row indices differ as positions do
         distance = torch.where(kv < context, anchor[b, q // size] + q % size - kv, q - (kv - context))
-        visible = everything(b, h, q, kv)
+        visible = whole_block(b, h, q, kv)
         if causal:
             visible = visible & (distance >= 0)
         if window:
             visible = visible & (distance.abs() < window)
         return visible
 
-    return less if window or causal else everything
+    return limited if window or causal else whole_block
 
 
 def dense_mask(features: Features, blocks: Blocks, window: int = 0, causal: bool = False) -> Tensor:

@@ -81,13 +81,13 @@ class Choice:
         if not self.prompts:
             rows = self.found + self.skipped.counts.total()
             named = ", ".join(self.wanted.names)
-            raise UserError(f"{named}: none of {rows} rows is a prompt to use; left out: {self._left_out()}")
+            raise UserError(f"{named}: none of {rows} rows is a prompt to use; left out: {self._skipped_counts()}")
         lines = []
         if self.judged < self.distinct:
             of = f"{self.distinct} distinct" if self.distinct < self.found else str(self.distinct)
             lines.append(f"{self.prompts} of {of} prompts are used (prompts.max_prompts)")
-        left_out = self._left_out()
-        lines.append(f"{self.prompts} prompts" + (f"; left out: {left_out}" if left_out else ""))
+        skipped = self._skipped_counts()
+        lines.append(f"{self.prompts} prompts" + (f"; left out: {skipped}" if skipped else ""))
         if self.near + self.like_held_out > LOUD * self.judged:
             lines.append(
                 f"warning: {self.near + self.like_held_out} of {self.judged} distinct prompts are left out because "
@@ -95,7 +95,7 @@ class Choice:
             )
         return lines
 
-    def _left_out(self) -> str:
+    def _skipped_counts(self) -> str:
         counted = {
             "duplicates": self.found - self.distinct,
             "near duplicates (prompts.similarity)": self.near,

@@ -111,18 +111,21 @@ class Duplicates:
         """Whether a near duplicate was seen; remembers the text if not."""
         if self._threshold >= 1:
             return False
-        mine, own = self._pairs(_words(normalized(text)))
+        text_pairs, own = self._pairs(_words(normalized(text)))
         if own.sum() < LEAST:
             return False
-        keys = self._keys(mine[own], zlib.crc32(normalized(under).encode(errors="surrogatepass")))
-        if any(self._are_near(mine, own, self._kept[i]) for i in {i for key in keys for i in self._bands.get(key, ())}):
+        keys = self._keys(text_pairs[own], zlib.crc32(normalized(under).encode(errors="surrogatepass")))
+        if any(
+            self._are_near(text_pairs, own, self._kept[i])
+            for i in {i for key in keys for i in self._bands.get(key, ())}
+        ):
             return True
         if remember:
             for key in keys:
                 band = self._bands.setdefault(key, [])
                 if len(band) < CROWD:
                     band.append(len(self._kept))
-            self._kept.append(mine)
+            self._kept.append(text_pairs)
         return False
 
     def _digest(self, text: str, under: str) -> bytes:
@@ -145,16 +148,16 @@ class Duplicates:
         return found[order], own[order]
 
     def _are_near(
-        self, mine: npt.NDArray[np.uint32], own: npt.NDArray[np.bool_], theirs: npt.NDArray[np.uint32]
+        self, text_pairs: npt.NDArray[np.uint32], own: npt.NDArray[np.bool_], other_pairs: npt.NDArray[np.uint32]
     ) -> bool:
-        common = theirs[np.minimum(np.searchsorted(theirs, mine), len(theirs) - 1)] == mine
-        differ = len(mine) + len(theirs) - 2 * int(common.sum())
+        common = other_pairs[np.minimum(np.searchsorted(other_pairs, text_pairs), len(other_pairs) - 1)] == text_pairs
+        differ = len(text_pairs) + len(other_pairs) - 2 * int(common.sum())
         same = int((common & own).sum())
         same = min(same, ENOUGH) if same >= LEAST else 0
         return same > 0 and same >= self._threshold * (same + differ)
 
-    def _keys(self, mine: npt.NDArray[np.uint32], salt: int) -> list[int]:
-        hashes = mine[:, None].astype(np.uint64) * _FACTORS + _OFFSETS  # multiply-shift, wrapping around
+    def _keys(self, text_pairs: npt.NDArray[np.uint32], salt: int) -> list[int]:
+        hashes = text_pairs[:, None].astype(np.uint64) * _FACTORS + _OFFSETS  # multiply-shift, wrapping around
         signature = (hashes >> _HALF).min(0).reshape(BANDS, DEPTH)
         bands = np.arange(BANDS, dtype=np.uint64) + (np.uint64(salt) << _HALF)
         return _hashed(bands, *signature.T).tolist()

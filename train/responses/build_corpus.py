@@ -153,7 +153,7 @@ def write_given(reading: Reading, digest: str, match: Match, folder: Path, finge
                 group = groups.of((written.file, written.number("index")))
                 if not written.number("part"):
                     groups.join(group, groups.of(_prompt(written.row)))
-                for said in _asked(written):
+                for said in _questions_of(written):
                     line = json.dumps([group, *said])
                     if (key := hash(line)) not in texts_of:  # all samples ask the same, unless one was cut short
                         texts_of.add(key)
@@ -236,7 +236,7 @@ def _prompt(row: Row) -> bytes:
     return tokens_digest(row.tokens[: row.prompt_tokens])
 
 
-def _asked(written: Written) -> list[tuple[str, str]]:
+def _questions_of(written: Written) -> list[tuple[str, str]]:
     """Returns instructions with the questions of all turns, and of the first one, from a conversation's last row."""
     messages, tools = (written.values.get(key) for key in ("messages", "tools"))
     if written.number("part") + 1 < written.number("parts", 1) or not isinstance(messages, list):

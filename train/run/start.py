@@ -78,7 +78,7 @@ def load_start(
                 f"drafter {name} has blocks of {shape.block_size}; blocks of {options.block_size} are trained"
             )
             shape = shape.with_block_size(options.block_size)
-        trained = _with_asked_attention(shape, options, given)
+        trained = _with_attention_options(shape, options, given)
     except ValueError as error:
         raise UserError(f"drafter: {error}") from error
     before, after = _attention(shape), _attention(trained)
@@ -105,7 +105,7 @@ def _with_parts(drafter: Drafter, sizes: dict[str, Any], seed: int) -> Drafter:
     return whole
 
 
-def _with_asked_attention(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> DrafterConfig:
+def _with_attention_options(shape: DrafterConfig, options: DrafterOptions, given: Collection[str]) -> DrafterConfig:
     asked = options.layer_types if "layer_types" in given else ()
     kinds = asked or shape.layer_types
     window = options.sliding_window if "sliding_window" in given else None
