@@ -450,7 +450,7 @@ def test_too_little_memory_of_a_cpu_is_one_line(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("text", ["2024-13-45", "9" * 400], ids=["date", "number"])
-def test_a_date_that_is_none_and_a_number_beyond_all_are_refused(text: str, write: Callable[[str], str]) -> None:
+def test_invalid_dates_and_infinite_numbers_are_refused(text: str, write: Callable[[str], str]) -> None:
     for argv in (
         ("--target", "x", f"optimiser.lr={text}"),
         ("--config", write(f"target: x\noptimiser: {{lr: {text}}}\n")),

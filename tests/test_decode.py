@@ -471,7 +471,7 @@ def test_a_target_that_takes_no_tree_is_refused_in_one_line() -> None:
         assert generate(target, None, PROMPT, SamplingParams(max_tokens=2), draft_tree=8).tokens, "nothing is drafted"
 
 
-def test_trees_hold_no_sampled_drafts() -> None:
+def test_draft_trees_refuse_sampled_drafts() -> None:
     with pytest.raises(UserError, match="draft_sample_method greedy"):
         generate(*pair(), PROMPT, SamplingParams(temperature=1.0), "probabilistic", draft_tree=8)
 

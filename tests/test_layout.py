@@ -115,7 +115,7 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
     return found
 
 
-def test_imports_follow_the_arrows() -> None:
+def test_imports_follow_the_documented_layers() -> None:
     assert [said for path in SOURCES for said in violations(PurePosixPath(path), (ROOT / path).read_text())] == []
 
 
@@ -143,7 +143,7 @@ def test_imports_follow_the_arrows() -> None:
         ("dflash_toolkit/utils.py", ""),
     ],
 )
-def test_an_import_against_the_arrows_is_found(path: str, source: str) -> None:
+def test_import_from_a_higher_layer_is_found(path: str, source: str) -> None:
     assert violations(PurePosixPath(path), source) != []
 
 

@@ -22,7 +22,7 @@ def test_penalties_and_biases_count_as_edited_logits() -> None:
 
 
 @pytest.mark.parametrize("bias", [math.inf, math.nan])
-def test_a_bias_that_no_softmax_survives_is_refused(bias: float) -> None:
+def test_logit_bias_that_overflows_softmax_is_refused(bias: float) -> None:
     with pytest.raises(ValueError, match="logit_bias of token 5"):
         SamplingParams(logit_bias=((4, 1.0), (5, bias)))
     SamplingParams(logit_bias=((5, -math.inf),))

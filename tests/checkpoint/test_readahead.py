@@ -73,7 +73,7 @@ def test_files_that_the_loader_skips_are_not_read(tmp_path: Path) -> None:
     assert bytes_read(sharded) == 50
 
 
-def test_an_id_is_read_where_it_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readahead_reads_hub_ids_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader.constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--some--target"
     checkpoint(repository / "snapshots" / "5eed", model=40)
@@ -95,7 +95,7 @@ def test_missing_or_broken_files_are_left_to_the_loader(tmp_path: Path) -> None:
     assert bytes_read(*wrong, good) == 7
 
 
-def test_a_file_that_goes_away_ends_the_reading(tmp_path: Path) -> None:
+def test_deleted_file_ends_readahead(tmp_path: Path) -> None:
     reading = readahead.ReadAhead([(tmp_path / "gone", 9 * PART)])
     reading.join()
     assert reading.bytes == 0

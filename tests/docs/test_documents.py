@@ -125,7 +125,7 @@ def test_every_link_of_readme_works_on_a_package_page() -> None:
     assert named == set(re.findall(r"^\[(\w+)\]: ", text, flags=re.M))
 
 
-def test_the_address_of_the_repository_is_one() -> None:
+def test_repository_address_is_the_same_everywhere() -> None:
     site = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
     assert site["repo_url"] == yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"] == ADDRESS
     owner = ADDRESS.removeprefix("https://").rpartition("/")[0]

@@ -171,7 +171,7 @@ def test_an_untrained_drafter_is_found_by_its_weights(clinic: Clinic, tmp_path: 
 
 
 @pytest.mark.slow
-def test_labels_one_off_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shifted_labels_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = dflash_toolkit.train.loop.sample_blocks
 
     def shifted(*arguments: Any, **more: Any) -> Blocks:

@@ -104,7 +104,9 @@ def test_page_is_self_contained_and_escaped(finished: Path) -> None:
     assert body.count("<b>") == body.count("</b>") == 4  # in the tiles
 
 
-def test_without_baseline(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_without_baseline_has_no_speedup(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "num_speculative_tokens=2"]) == 0
     report = load(tmp_path)
     overall = report["overall"]
@@ -136,7 +138,7 @@ def test_category_figures_pool_the_requests_of_the_category(arguments: list[str]
     assert result["categories"]["how"]["generated_tokens"] == result["per_request"][1]["tokens"]
 
 
-def test_answers_of_one_token(arguments: list[str], tmp_path: Path) -> None:
+def test_evaluation_of_one_token_answers_has_no_drafts(arguments: list[str], tmp_path: Path) -> None:
     assert main([*arguments, "--output", str(tmp_path), "max_tokens=1"]) == 0
     overall = load(tmp_path)["overall"]
     assert (overall["verify_steps"], overall["tau_pooled"], overall["speedup"]) == (0, None, None)

@@ -41,7 +41,7 @@ def test_the_server_starts_with_options_that_it_has() -> None:
     assert (DEPLOY / SERVICES["server"]["build"] / "Dockerfile").is_file()
 
 
-def test_nothing_listens_beyond_the_machine() -> None:
+def test_compose_ports_listen_on_loopback_only() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert ports and all(port.startswith("127.0.0.1:") for port in ports)
 
@@ -119,7 +119,7 @@ def test_panels_are_complete_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("query", sorted(set(queries())))
-def test_a_query_is_well_formed(query: str) -> None:
+def test_dashboard_queries_are_well_formed(query: str) -> None:
     for opened, closed in ("()", "{}", "[]"):
         assert query.count(opened) == query.count(closed)
     if query.startswith("label_values"):

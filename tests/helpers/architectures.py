@@ -59,7 +59,7 @@ class Architecture:
         return make(text_config=values, vision_config=self.vision, tie_word_embeddings=tied)
 
     def model(self, **changes: Any) -> Any:
-        """A random model in fp32: weights so large that a greedy answer is varied, and the same ones every time."""
+        """Returns a random fp32 model with fixed weights, large enough that greedy answers vary."""
         torch.manual_seed(11)
         model = AutoModelForCausalLM.from_config(self.config(**changes), dtype=torch.float32).eval()
         with torch.no_grad():
@@ -115,5 +115,5 @@ ARCHITECTURES = {
 
 @functools.cache
 def tiny(name: str) -> Target:
-    """The target of that architecture; shared by the tests of a module, which leave it as it is."""
+    """Returns the target of an architecture. The tests of a module share it and do not change it."""
     return ARCHITECTURES[name].target()

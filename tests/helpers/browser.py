@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-LATE_S = 60.0  # how long a wait may take; says nothing about speed
+LATE_S = 60.0  # limit of a wait; not a measure of speed
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",

@@ -1,4 +1,4 @@
-"""Checkpoints that something has happened to."""
+"""Damages checkpoints."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 
 def damage(file: Path, change: Any) -> None:
-    """Let a file hold `change` instead (text or bytes), be gone (None), half as long ("half"), or have these values.
+    """Replaces a file by `change` (text or bytes), deletes it (None), cuts it in half ("half"), or sets JSON values.
 
     A mapping changes the keys of JSON or the tensors of safetensors; None takes one out.
     """

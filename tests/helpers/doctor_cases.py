@@ -33,7 +33,7 @@ Break = Callable[[Path], None]
 BLOCK = 6
 SHORT_TEXTS = ("Count to ten.", "What is 2+2?", "Hello!")
 TEXTS = ("Why is the sky blue?", "Count to ten.", "Name a colour.")
-ALL_TEXTS = ("--limit", str(len(TEXTS)))  # else a drafter is examined on one of them
+ALL_TEXTS = ("--limit", str(len(TEXTS)))  # the default is one of them
 TOKENS = 33  # so that the blocks of an answer are drafted at once
 THINKING = TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking %}?{% endif %}"
 

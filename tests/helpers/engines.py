@@ -90,14 +90,14 @@ def same(got: Generation, expected: Generation) -> bool:
 
 
 def check(engine: Engine, models: tuple[Target, Drafter | None], prompts: list[list[int]], *params: Any) -> None:
-    """Every answer, its steps too, is what `generate` gives; one of the parameters for each prompt, or one for all."""
+    """Checks that answers and steps equal those of `generate`; `params` is for all prompts or one for each."""
     each = params * (len(prompts) // len(params))
     for prompt, one, got in zip(prompts, each, engine.generate(prompts, list(each)), strict=True):
         assert same(got, alone(*models, prompt, one))
 
 
 def check_drafts(engine: Engine, models: tuple[Target, Drafter], prompts: list[list[int]], *params: Any) -> None:
-    """As `check`, and every draft is that of `decode.propose` at its place, hardly one of which is accepted."""
+    """Checks answers, and that drafts equal those of `decode.propose`, almost all of which are rejected."""
     expected, drafted = dict[Any, list[int]](), dict[Any, list[int]]()
     alone, together, prompt = decode.propose, engine.runner.proposer.propose, list[int]()
 
@@ -122,6 +122,6 @@ def check_drafts(engine: Engine, models: tuple[Target, Drafter], prompts: list[l
 
 
 def context_of(runner: StepRunner, pages: Sequence[int], tokens: int) -> torch.Tensor:
-    """The drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
+    """Returns the drafter's keys and values [L, 2, tokens, G, H] of the first tokens in these pages."""
     places, table = (torch.tensor([*of], device=runner.device)[None] for of in (range(tokens), pages))
     return runner.proposer.stack.cache[:, :, slots_of(places, table, runner.page_size)[0]]

@@ -1,4 +1,4 @@
-"""Programs in processes of their own that begin in no time: forked from a server that has imported them already."""
+"""Starts programs quickly: forks them from a server that has already imported them."""
 
 import importlib
 import multiprocessing
@@ -29,7 +29,7 @@ IMPORTED += ["dflash_toolkit.serve.front", "dflash_toolkit.runtime.loop"]
 
 
 def start_server() -> None:
-    """Start the server that imports everything, if it does not run; processes get the environment of this moment."""
+    """Starts the fork server unless it runs. Processes get the current environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*map(str, FOLDERS), str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("DS_ACCELERATOR", "cpu")
@@ -38,12 +38,12 @@ def start_server() -> None:
 
 
 def start(program: str, arguments: list[str], until: tuple[Path, int] | None = None) -> BaseProcess:
-    """`main(arguments)` of a module, as a command would run it; `until` as for `stop_at`."""
+    """Runs `main(arguments)` of a module like a command; `until` as for `stop_at`."""
     return call(_run, program, arguments, until)
 
 
 def call(function: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """`function(*arguments)` in a process that has begun."""
+    """Returns a started process that runs `function(*arguments)`."""
     start_server()
     process = CONTEXT.Process(target=function, args=arguments)
     process.start()
@@ -51,7 +51,7 @@ def call(function: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def fork_processes(patch: pytest.MonkeyPatch) -> None:
-    """Have this process fork what it would spawn."""
+    """Makes this process fork where it would spawn."""
     start_server()
     patch.setattr(multiprocessing, "get_context", lambda method=None: CONTEXT)
 
@@ -82,7 +82,7 @@ def line_count(path: Path) -> int:
 
 
 def wait_stopped(process: BaseProcess) -> None:
-    """Wait until `stop_at` has stopped a process. One that ends before that fails the test."""
+    """Waits until `stop_at` has stopped a process. Fails the test if the process ends before that."""
     deadline = time.monotonic() + 240
     while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert process.is_alive(), "it has ended before it came there"
@@ -110,19 +110,19 @@ class Command:
         self.pid = self._process.pid or 0
 
     def line(self) -> str:
-        """The first that it writes to stdout."""
+        """Returns the first line of stdout."""
         while "\n" not in (said := self.out.read_text() if self.out.exists() else ""):
             assert self._process.is_alive(), self.err.read_text()
             time.sleep(0.01)
         return said.partition("\n")[0]
 
     def children(self) -> list[int]:
-        """Its processes that live, in the order in which they were started."""
+        """Returns the running child processes in the order of their start."""
         started = map(int, self._started.read_text().split())
         return [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
     def end(self, timeout_s: float) -> int | None:
-        """Its exit code, once it has ended."""
+        """Waits for the end and returns the exit code."""
         self._process.join(timeout_s)
         return self._process.exitcode
 
@@ -131,7 +131,7 @@ class Command:
 
 
 class _Child(CONTEXT.Process):  # type: ignore[name-defined, misc]
-    """A process that writes where the one that starts it does."""
+    """A process that writes to the output of its parent."""
 
     said: tuple[str, str]
     started: Path
@@ -177,7 +177,7 @@ def free_port() -> int:
 
 
 def start_several(world: int, function: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
-    """`function(rank, *arguments)` in processes of one launcher, which would also end the others when one dies."""
+    """Runs `function(rank, *arguments)` in processes of one launcher, which ends all of them when one dies."""
     start_server()
     port = free_port()
     made = [CONTEXT.Process(target=_placed, args=(rank, world, port, function, arguments)) for rank in range(world)]

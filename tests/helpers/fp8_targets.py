@@ -74,7 +74,7 @@ def rows_of_reference(x: Tensor, weight: BlockScaledFp8) -> Tensor:
 
 
 def in_fp8(target: Target, folder: Path) -> dict[str, torch.Tensor]:
-    """Write a target's checkpoint as Qwen3-*-FP8 has it; returns the numbers that its weights are."""
+    """Writes a checkpoint in the format of Qwen3-*-FP8; returns the dequantized weights."""
     block = 128
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)

@@ -52,7 +52,7 @@ class Worker:
     program: tuple[int, ...]
     warps: int
     weight: float  # how often it runs, relative to the others
-    ready: Callable[[], bool] | None = None  # None: it can go on
+    ready: Callable[[], bool] | None = None  # None: it can run
     waits_for: object = "its turn"
     wake: Any = field(default_factory=threading.Lock)
     thread: Any = None
@@ -66,7 +66,7 @@ class Worker:
 
 
 class Turns:
-    """Threads of which one runs at a time, and loads that come in between."""
+    """Runs one thread at a time, with loads that finish between turns."""
 
     def __init__(self, seed: object) -> None:
         self.random = random.Random(str(seed))
@@ -79,7 +79,7 @@ class Turns:
         self.steps = 0
 
     def start(self, name: str, program: tuple[int, ...], warps: int, body: Callable[[], object]) -> Worker:
-        """A thread that waits for its first turn."""
+        """Adds a thread, which waits for its first turn."""
         worker = Worker(name, program, warps, self.random.choice((0.001, 1.0, 1.0, 4.0)))
         worker.wake.acquire()
         worker.thread = threading.Thread(target=self._live, args=(worker, body), daemon=True)
@@ -88,7 +88,7 @@ class Turns:
         return worker
 
     def run(self) -> None:
-        """Until all threads have ended; raises the first one's error."""
+        """Runs until all threads have ended; raises the first error."""
         self.ended.acquire()
         self._next().wake.release()
         self.ended.acquire()
@@ -98,7 +98,7 @@ class Turns:
             raise Fault(f"{len(self.loads)} loads were under way when all programs had ended")
 
     def pause(self, ready: Callable[[], bool] | None = None, waits_for: object = "its turn") -> None:
-        """Let others run, and wait until `ready`."""
+        """Lets other threads run and waits until `ready`."""
         me = self.now
         me.ready, me.waits_for = ready, waits_for
         chosen = self._next()
@@ -221,7 +221,7 @@ class Product:
 
 
 def _tensor(value: Any) -> Tensor:
-    """A plain one, which is faster."""
+    """Returns a plain Tensor, which is faster than a subclass."""
     return torch.as_tensor(value).as_subclass(Tensor)
 
 

@@ -12,7 +12,7 @@ from dflash_toolkit.kernels.triton import attention
 
 
 def broken(patch: pytest.MonkeyPatch, module: ModuleType, name: str, changes: dict[str, str]) -> None:
-    """Puts a function of a kernel in its place that differs by some of its text."""
+    """Replaces a function of a kernel by one with an edited source."""
     function = getattr(module, name).fn
     source = inspect.getsource(function)
     for old, new in changes.items():

@@ -61,7 +61,7 @@ def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
     )  # fmt: skip
     drafter.init_weights(generator := torch.Generator().manual_seed(5), std=0.05)
     for name, parameter in drafter.named_parameters():
-        if "_conv." in name or "selector" in name:  # which do nothing at first
+        if "_conv." in name or "selector" in name:  # they have no effect in a new drafter
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return target, drafter.to("cuda", torch.bfloat16).eval()
 

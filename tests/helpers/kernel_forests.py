@@ -74,7 +74,7 @@ def plant(
 
 
 def without_others(forest: Forest, request: int) -> Forest:
-    """The forest with NaN in the place of whatever is another request's."""
+    """Returns the forest with NaN in the slots of all other requests."""
     q, cache = (torch.full_like(each, math.nan) for each in (forest.q, forest.pages.cache))
     mine = forest.rows.requests == request
     slots = forest.pages.one(request).table[0, :, None] * forest.pages.size

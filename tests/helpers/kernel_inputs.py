@@ -9,12 +9,12 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# the interpreter's tl.dot knows no bf16
+# tl.dot of the interpreter does not support bf16
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 
 def in_turn(cases: Sequence[tuple[object, ...]], values: Sequence[object] = DTYPES) -> list[tuple[object, ...]]:
-    """Every case with every dtype (or other value) on a GPU; in the interpreter, which is slow, with one in turn."""
+    """Combines cases and dtypes (or other values): all pairs on a GPU, one dtype per case in the slow interpreter."""
     if DEVICE == "cuda":
         return [(*case, value) for case in cases for value in values]
     return [(*case, values[i % len(values)]) for i, case in enumerate(cases)]
@@ -32,7 +32,7 @@ def integers(values: object) -> Tensor:
 
 
 def assert_as_exact_as_torch(ours: Tensor, torchs: Tensor, exact: Tensor, slack: float = 0.0) -> None:
-    """At most twice the error of the same computation in torch, two roundings of the largest element, and `slack`."""
+    """Checks that the error is at most twice that of torch, plus two roundings of the largest element and `slack`."""
     assert ours.dtype == torchs.dtype and ours.shape == torchs.shape == exact.shape
     assert ours.isfinite().all()
     ours_off, torchs_off = ((x.double() - exact).abs().max().item() for x in (ours, torchs))

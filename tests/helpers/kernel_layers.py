@@ -28,7 +28,7 @@ def double(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_fp8(weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The same with quantized weights."""
+    """Returns the same layer with quantized weights."""
     return {name: RowScaledFp8.of(t) if t.ndim == 2 else t for name, t in weights.items()}
 
 

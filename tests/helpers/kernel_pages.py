@@ -44,7 +44,7 @@ def _interpretable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Pages:
-    """Requests of `contexts` tokens and a block of S after each; what is in no page of theirs is NaN."""
+    """Requests of `contexts` tokens and a block of S after each; all other slots hold NaN."""
 
     lengths: Tensor  # int32 [B]
     table: Tensor  # int32 [B, pages]
@@ -96,7 +96,7 @@ def check_attention(q: Tensor, pages: Pages, found: Tensor, *, causal: bool, win
 
 
 def check_slots(q: Tensor, pages: Pages, slots: Iterable[int], **how: Any) -> Tensor:
-    """A slot of a causal block is the plain step at its position, bit for bit."""
+    """Checks that a slot of a causal block has the bits of the plain step at its position."""
     in_block = attend(q, pages, causal=True, **how)
     for k in slots:
         assert torch.equal(attend(q[k : k + 1], pages.one(0, k), causal=True, **how)[0], in_block[k])
@@ -104,7 +104,7 @@ def check_slots(q: Tensor, pages: Pages, slots: Iterable[int], **how: Any) -> Te
 
 
 def check_invariant(q: Tensor, pages: Pages, contexts: Sequence[int], block: int, **how: Any) -> Tensor:
-    """A request is the same alone and in a batch, bit for bit; the page table's width only bounds the grid."""
+    """Checks that a request has the same bits alone and in a batch; the page table's width only bounds the grid."""
     together = attend(q, pages, **how).unflatten(0, (-1, block))
     for request, (mine, context) in enumerate(zip(q.unflatten(0, (-1, block)), contexts, strict=True)):
         alone = pages.one(request)

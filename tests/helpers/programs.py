@@ -79,7 +79,7 @@ def train_argv(target: Path, data: Path | None, output: Path, *more: str) -> lis
 
 @dataclass
 class Program:
-    """A program and what it is asked for unless a call says otherwise: of a flag or key given twice the last counts."""
+    """A program with default arguments. A call may repeat a flag or key: the last one counts."""
 
     main: Callable[[list[str]], int]
     argv: Callable[..., list[str]]
@@ -98,7 +98,7 @@ class Program:
         return self.argv(self.target, self.data, self.place(output), *map(str, more))
 
     def __call__(self, *more: Any, code: int = 0, output: str | None = None) -> list[str]:
-        """The lines that it writes to stderr; `code` is how it has to end."""
+        """Runs the program and returns the lines of stderr; `code` is the expected exit code."""
         self.capsys.readouterr()
         assert self.main(self.words(*more, output=output)) == code
         self.out, err = self.capsys.readouterr()

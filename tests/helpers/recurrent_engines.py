@@ -26,7 +26,7 @@ def pair(kind: str = "qwen3_5") -> tuple[Target, Drafter]:
 
 
 def any_shapes(engine: Engine, dice: random.Random) -> None:
-    """Steps of blocks and of chains of any length, as a budget may choose them, with any number of rows."""
+    """Chooses steps of blocks and of chains of any length, like a row budget, with any number of rows."""
 
     def chosen(requests: Sequence[Request]) -> StepShape:
         block = dice.choice([1, *engine.runner.trees.blocks, 8, 8])

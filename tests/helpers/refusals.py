@@ -9,7 +9,7 @@ from dflash_toolkit import UserError, load_drafter
 
 
 def refusal(load: Callable[..., object], *args: object, **how: object) -> str:
-    """The message with which something is refused: one line."""
+    """Returns the one-line message of a refusal."""
     with pytest.raises(UserError) as caught:
         load(*args, **how)
     message = str(caught.value)
@@ -18,7 +18,7 @@ def refusal(load: Callable[..., object], *args: object, **how: object) -> str:
 
 
 def drafter_refusal(path: Path) -> str:
-    """The message with which a drafter is refused, which begins with its path."""
+    """Returns the message of a refused drafter, which begins with its path."""
     message = refusal(load_drafter, str(path))
     assert message.startswith(f"drafter {path}: ")
     return message

@@ -63,7 +63,7 @@ def ask_chat(fake: Fake, reply: dict[str, Any], *, chat: Chat = CHAT, tokenizer:
 
 
 def of_third(with_3: dict[str, Any], without: dict[str, Any]) -> Callable[[dict[str, Any], int], tuple[int, Any]]:
-    """A server that answers one prompt of the nine in another way."""
+    """Makes the server answer one of the nine prompts differently."""
     return only_chat(lambda body: (200, with_3 if "3" in body["messages"][0]["content"] else without))
 
 

@@ -1,4 +1,4 @@
-"""Servers on this machine that answer as a test says."""
+"""Local servers whose replies a test defines."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ def stand_in(answer: Callable[[BaseHTTPRequestHandler, bytes], Reply | None]) ->
         def do_GET(self) -> None:
             found = answer(self, self.rfile.read(int(self.headers.get("Content-Length", 0))))
             if found is None:
-                self.connection.close()  # in the middle of everything
+                self.connection.close()  # in the middle of the reply
                 return
             status, body, headers = found
             self.send_response(status)

@@ -14,7 +14,7 @@ from training_runs import lines_without_speed, losses
 
 from dflash_toolkit.train.cli import main
 
-# 8 answers: of two processes each has 4, in micro batches of 3 and 1
+# 8 responses: each of two processes has 4, in micro batches of 3 and 1
 SHORT = [
     "optim.steps=0", "optim.epochs=3", "optim.batch_size=3", "optim.learning_rate=3e-3", "optim.optimizer=adamw",
     "responses.max_tokens=24",
@@ -36,7 +36,7 @@ def run_rank(
     keeping = ("run.zero=", "run.fsdp=true", "run.target_tensor_parallel_size=")
     if any(argument.startswith(keeping) for argument in arguments):
         sys.exit(code)  # DeepSpeed and meshes keep their groups to the end
-    # a thread of a group that drops a tensor while Python ends aborts the process
+    # if a thread of a process group frees a tensor while Python exits, the process aborts
     left = [thread for comm in Path("/proc/self/task").glob("*/comm") if "gloo" in (thread := comm.read_text())]
     sys.exit(code or (f"threads outlive their group: {left}" if left else 0))
 

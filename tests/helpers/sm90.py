@@ -48,7 +48,7 @@ KINDS = {
     }.items()
     for name in names.split()
 }
-# numbers that are no multiples of 16
+# numbers that are not multiples of 16
 ODD = {
     "B", "GROUP", "LAYERS", "M", "P", "S", "SPLITS", "TILES", "WORDS", "blocks", "dynamic_parts", "first", "paired",
     "parts", "stride_draft", "stride_lse", "stride_paths", "stride_uniform", "sums", "tiles",

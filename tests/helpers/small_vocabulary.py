@@ -95,5 +95,5 @@ def check_answers(answers: list[Generation], joint: torch.Tensor, wrong: torch.T
 
 
 def dflash2_of_few(target: Target, **shape: object) -> Drafter:
-    """Its drafts are of half of a small vocabulary, each given the one before it."""
+    """A drafter that drafts from half of a small vocabulary; each draft depends on the one before it."""
     return make_dflash2(target, selector_top_k=4, **shape)

@@ -12,7 +12,7 @@ from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
 
-STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that moves no weight of fp32
+STILL = ("optim.steps=1", "optim.learning_rate=1e-30")  # a step that changes no fp32 weight
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
 

@@ -162,7 +162,7 @@ def request_of(prompt: list[int], limit: int, *report: Any) -> Request:
 
 
 def scheduled(device: TableDevice, *requests: Request, pool: Any = 200, block: int = 1, **options: Any) -> Scheduler:
-    """With the requests, in blocks of one length."""
+    """Returns a scheduler with the requests, in blocks of one length."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_block": BLOCK, "prefix_cache": False}
     pool = PagePool(pool, SIZE) if isinstance(pool, int) else pool
     scheduler = Scheduler(device, pool, lambda running: StepShape(block), **(defaults | options))
@@ -177,7 +177,7 @@ def drain(scheduler: Scheduler) -> None:
 
 
 def failing(device: TableDevice, names: list[str]) -> None:
-    """Let calls raise, each once and in this order; all others go well."""
+    """Makes these calls raise, each once and in this order; all others succeed."""
 
     def calls(name: str, real: Any, *args: Any) -> Any:
         if names and names[0] == name:

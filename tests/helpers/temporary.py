@@ -1,4 +1,4 @@
-"""A temporary folder for a suite, so that nothing stays of it or of the servers that it killed."""
+"""A temporary folder for a suite, which is deleted after it, also with files of killed servers."""
 
 import atexit
 import getpass

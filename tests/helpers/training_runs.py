@@ -75,7 +75,7 @@ def weights(run: Path) -> list[tuple[str, bytes]]:
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Writing past `size` bytes of any file fails, as on a full disk."""
+    """Makes writes beyond `size` bytes of any file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -17,7 +17,7 @@ LARGEST_KEPT = 4096  # numbers of a block
 
 
 def hasten(patch: pytest.MonkeyPatch) -> None:
-    """Kernels give the same on every processor, in half the time."""
+    """Makes kernels deterministic on every processor and twice as fast."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     core, builder = interpreter.tl.core, interpreter.interpreter_builder
     prepare, languages = interpreter._patch_lang, (interpreter.tl, core)
@@ -60,7 +60,7 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
         return core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
 
     def make_block_type(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
-        self.element_ty, self.name = element_ty, "a block"  # nothing asks for its name
+        self.element_ty, self.name = element_ty, "a block"  # the name is not used
         self.shape, self.numel = made.get(id(shape)) or of_block(tuple(map(unwrap, shape)))
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:

@@ -54,7 +54,7 @@ class Net:
         return torch.randn(batch * block, self.channels + 2 * self.heads, device=DEVICE).to(self.dtype)
 
     def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Their inputs of the convolution, and partial sums of those of the gates."""
+        """Returns the inputs of the convolution, and partial sums of the gates' inputs."""
         qkv, ba = rows.split([self.channels, 2 * self.heads], dim=1)
         return qkv, torch.stack([0.75 * ba.float(), 0.25 * ba.float()])
 
@@ -162,7 +162,7 @@ def test_drafts_leave_the_bits_that_one_row_at_a_time_leaves() -> None:
         found = own.step(kernels, block, drafted, (0,), (stay,), (ROWS,))
         assert torch.equal(found[:accepted], torch.cat(alone[at : at + accepted])), at
         at, stay = at + accepted, accepted
-    for memory, last in ((drafted, stay), (plain, 1)):  # takes in what stayed
+    for memory, last in ((drafted, stay), (plain, 1)):  # adds the rows that stayed
         own.step(kernels, own.rows(1, 1), memory, (0,), (last,), (0,))
     assert torch.equal(drafted.state, plain.state) and torch.equal(drafted.window, plain.window)
     assert plain.state.any()
@@ -182,7 +182,7 @@ def chains_of(counts: Sequence[int], rows: int) -> TreeRows:
 
 
 def test_chains_are_blocks_of_as_many_rows_of_each_request() -> None:
-    """Their rows follow each other; outputs and memory have the bits that padded blocks leave."""
+    """Rows are consecutive; outputs and memory have the bits of padded blocks."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     own, slots, width = net(1, 2, 8, 20, dtype), (4, 1, 2), 40
     ragged = own.memory(5)

@@ -161,7 +161,7 @@ def test_the_base_s_gradient_over_many_rows_is_summed_in_one_order() -> None:
 
 
 def check_top(x: Tensor, weight: Tensor, found: tuple[Tensor, Tensor], count: int) -> None:
-    """Distinct columns, the largest first, with the logits that they have; no better column is left out."""
+    """Checks that columns are distinct, sorted by logit, have their own logits, and that no larger one is missing."""
     values, ids = found
     assert (values.dtype, ids.dtype, values.shape) == (torch.float32, torch.int64, (len(x), count))
     logits = x.double() @ weight.double().T
@@ -417,6 +417,6 @@ def test_sampled_walk_follows_its_reported_distribution(count: int, rank: int, d
         last = candidates[:, k].gather(1, place[:, None])[:, 0]
         assert torch.equal(tokens[:, k], last)
     assert torch.equal(tokens[2], walk(*given)[2])
-    unary[1] = math.nan  # stands for no request
+    unary[1] = math.nan  # padding
     others, _ = sampled_walk(*given, temperature, uniform)
     assert torch.equal(others[2:], tokens[2:]) and (others[1, :, None] == candidates[1]).any(-1).all()

@@ -1,4 +1,4 @@
-"""The draw that a sampled token rests on: uniform, a function of (seed, position), the same in any arithmetic."""
+"""The uniform number of a sampled token depends on (seed, position) only, in any arithmetic."""
 
 from collections.abc import Iterable, Sequence
 

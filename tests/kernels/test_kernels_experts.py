@@ -88,7 +88,7 @@ def test_experts_with_no_rows_or_all_rows_are_exact(m: int, monkeypatch: pytest.
     [((6, 2, 40, 24), False), ((3, 2, 128, 128), False), ((3, 2, 128, 128), True), *((s, False) for s in ON_GPU)],
 )
 def test_row_bits_do_not_depend_on_batch_size(shape: tuple[int, int, int, int], by_rows: bool) -> None:
-    """Alone, padded, gathered: what its experts make of it, and their sum."""
+    """Checks the experts' outputs of a row and their sum: alone, padded and gathered."""
     dtype = DTYPES[-1]
     (x, *matrices), routing = operands(128, shape, dtype), routed(128, *shape[:2], dtype)
     weights = matrices if shape[2] == 40 else [in_fp8(matrix, by_rows) for matrix in matrices]
@@ -129,7 +129,7 @@ def test_tied_experts_are_chosen_by_lowest_index() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_experts_are_valid_and_distinct_whatever_a_row_holds(value: float) -> None:
+def test_experts_are_valid_and_distinct_for_any_row(value: float) -> None:
     logits = randn(2, 3, 6)
     logits[0, 1, 4] = value
     logits[1, 2] = value

@@ -1,4 +1,4 @@
-"""FlashAttention-3 and -4: what they are asked for and, where they are installed, what they say."""
+"""Tests the calls of FlashAttention-3 and -4 and, where they are installed, their results."""
 
 import itertools
 import os
@@ -54,7 +54,7 @@ def _look_anew() -> Iterator[None]:
 
 @pytest.fixture
 def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> flash.Flash:
-    """The installed one of this module, which everything goes through."""
+    """Returns the installed version of this module, which all calls use."""
     found = flash.load(request.param)
     if found is None:
         pytest.skip(f"{request.param} is not installed")
@@ -118,14 +118,14 @@ with FakeTensorMode():
 
 @pytest.mark.slow
 def test_flash_attention_4_compiles_our_calls_for_hopper() -> None:
-    """On a machine without a GPU, by the real package."""
+    """Compiles with the real package on a machine without a GPU."""
     pytest.importorskip("flash_attn.cute", exc_type=ImportError)
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=os.environ | target, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_build_that_cannot_be_loaded_is_named_once_and_done_without(
+def test_unloadable_flash_attention_is_reported_once_and_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
@@ -153,7 +153,7 @@ def test_long_chunk_is_exact_and_independent_of_its_cuts(
 ) -> None:
     total = 3000
     pages = make_pages((0,), total, SIZE, groups, width, BF16)
-    pages.cache.nan_to_num_(0.0)  # it multiplies what follows the last key by zero
+    pages.cache.nan_to_num_(0.0)  # it multiplies the values after the last key by zero
     q = randn(total, groups * group, width, dtype=BF16)
 
     def chunk(first: int, end: int) -> Tensor:

@@ -49,7 +49,7 @@ def weight_of(n: int, k: int) -> BlockScaledFp8:
 
 
 def exact(x: Tensor, weight: BlockScaledFp8) -> tuple[Tensor, Tensor]:
-    """The product of what is quantized, and the sum of its terms' absolute values, in float64."""
+    """Returns the product of the quantized values, and the sum of its terms' absolute values, in float64."""
     data, scale = quantize_groups(x)
     rows = data.double() * scale.double().repeat_interleave(BLOCK, 1)
     matrix = weight.data.double() * weight.row_scales().double().repeat_interleave(BLOCK, 1)
@@ -120,7 +120,7 @@ def test_block_scaled_swiglu_holds_gates_before_ups(m: int, n: int, k: int, kind
     ("kind", "n", "k"), [("linear", 128, 256), ("linear_split_k", 128, 1024), ("linear_swiglu", 256, 256)]
 )
 def test_block_scaled_gemm_is_batch_invariant(kind: str, n: int, k: int) -> None:
-    """Bitwise, also where rows are quantized in the loop and in a launch of their own, and across tiles of rows."""
+    """Compares bits, also between rows quantized in the loop and in a separate launch, and across tiles of rows."""
     data = torch.randint(-4, 5, (140, k)).float()  # so that 128 columns have an exact sum, but no two of them
     data.unflatten(1, (-1, BLOCK))[:, :, 3] = FP8_MAX / 64
     x = (data * 2.0 ** torch.randint(-9, 9, (140, k // BLOCK)).repeat_interleave(BLOCK, 1)).to(DTYPE).to(DEVICE)
@@ -202,12 +202,12 @@ def test_splits_depend_on_the_shape_alone(n: int, k: int, splits: int) -> None:
         (34816, 5120, 17, 4),  # registers decide
     ],
 )
-def test_the_last_few_programs_are_not_left_alone(n: int, k: int, rows: int, stages: int) -> None:
+def test_fp8_block_tiles_avoid_a_small_last_wave(n: int, k: int, rows: int, stages: int) -> None:
     assert fp8_blocks.tile_for(n, k, rows).stages == stages
 
 
 @pytest.mark.parametrize("m", [1, 33, 130])
-def test_blocks_may_be_whole_rows(m: int) -> None:
+def test_fp8_blocks_may_span_whole_rows(m: int) -> None:
     n, k = 256, 256
     x = torch.randint(-8, 9, (m, k)).float()
     x[:, 5] = 7 * 2.0**6  # the format's largest: what is quantized stays what it is

@@ -42,11 +42,11 @@ class Streamed:
     a: Tensor
 
     def launch(self, rows: slice = slice(None), **others: Any) -> tuple[Any, ...]:
-        """For some of the rows, or with other operands."""
+        """Returns the case for some of the rows, or with other operands."""
         return layer.launch_layer(self.x[rows], self.a[rows], eps=EPS, **(self.weights | others))
 
     def check(self, found: tuple[Any, ...]) -> None:
-        """As exact as torch; NaN, which fresh memory holds, is not."""
+        """Checks the error against that of torch; NaN of unwritten memory fails."""
         wide: dict[str, Any] = double(self.weights)
         torchs: tuple[Any, ...] = reference.fused_post_attention(self.x, self.a, eps=EPS, **self.weights)
         exact: tuple[Any, ...] = reference.fused_post_attention(self.x.double(), self.a.double(), eps=EPS, **wide)
@@ -62,7 +62,7 @@ def streamed(
     quantized: bool = False,
     slots: tuple[int, int] | None = None,
 ) -> Streamed:
-    """The host's own choices, for a device of so many multiprocessors; `slots` are those of the rings, if not its."""
+    """Makes the host's choices for a device of so many multiprocessors; `slots` overrides the pipeline depths."""
     kernel, counters = Interpreted(layer.layer_kernel), torch.zeros(layer.BARRIERS, dtype=torch.int32)
     patch.setattr(layer, "layer_kernel", kernel)
     patch.setattr(layer, "programs_of", lambda _: programs)
@@ -122,7 +122,7 @@ def test_activations_beyond_fp8_become_its_largest(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("slots", [None, (1, 1), (2, 3), (5, 2)])
-def test_the_order_of_loads_and_programs_and_the_rings_do_not_matter(
+def test_layer_bits_do_not_depend_on_load_order_or_pipeline_depth(
     slots: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, launch after launch on the same counters."""

@@ -50,7 +50,7 @@ def test_tokens_do_not_attend_to_padding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernel.launches[0]["COUNTED"]
 
 
-def test_the_order_of_loads_does_not_matter_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_bits_do_not_depend_on_load_order(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_attention(monkeypatch)
     pages = make_pages((5, 130, 460), 2, 64, 1, 64, BF16)
     q = randn(6, 3, 64, dtype=BF16)

@@ -22,7 +22,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs t
 
 
 def changed(value: Any, change: Any) -> Any:
-    """An operand with something done to its tensors."""
+    """Returns an operand with a function applied to its tensors."""
     return tuple(changed(part, change) for part in value) if isinstance(value, tuple) else change(value)
 
 
@@ -69,7 +69,7 @@ class Case:
         return gpu.fused_conv_post_attention(self.x[rows], self.a[rows], **given)
 
     def check(self, found: tuple[Any, ...]) -> None:
-        """As exact as torch, every part."""
+        """Checks every part against the error of torch."""
         given = self.weights | {"x": self.x, "a": self.a, "after": self.after}
         torchs, exact = (
             reference.fused_conv_post_attention(**operands, eps=EPS, block=self.block)
@@ -80,7 +80,7 @@ class Case:
 
 
 def streamed(patch: pytest.MonkeyPatch, programs: int) -> Interpreted:
-    """The kernel in the interpreter, for a device of so many multiprocessors."""
+    """Replaces the kernel by its interpreter, for a device of so many multiprocessors."""
     kernel, counters = Interpreted(conv_layer.conv_layer_kernel), torch.zeros(conv_layer.BARRIERS, dtype=torch.int32)
     patch.setattr(conv_layer, "conv_layer_kernel", kernel)
     patch.setattr(conv_layer, "programs_of", lambda _: programs)
@@ -114,7 +114,7 @@ def test_a_layer_is_as_exact_as_torch(cut: Any, quantized: bool, monkeypatch: py
 
 
 @interpreted
-def test_the_order_of_loads_and_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_bits_do_not_depend_on_load_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, launch after launch on the same counters."""
     kernel, case = streamed(monkeypatch, 7), Case.of(*SMALL, quantized=False)
     first = case.launch()

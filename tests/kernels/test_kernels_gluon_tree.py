@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 def interpret(patch: pytest.MonkeyPatch, short: int = 64) -> list[Interpreted]:
-    """Splits of a tile, twice, and then of five; of two tiles they go in pairs. The plain step's kernel too."""
+    """Splits of a tile, twice, and then of five; of two tiles they go in pairs. Also the plain step's kernel."""
     interpret_attention(patch, short)
     patch.setattr(tree_attention, "multiprocessors", lambda _: 0 if short == 128 else 999)  # pairs, or not
     found = []

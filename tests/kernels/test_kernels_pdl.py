@@ -1,4 +1,4 @@
-"""Launches that may overlap; that kernels wait then is asked of what is compiled, in test_kernels_sm90.py."""
+"""Tests launches that may overlap. test_kernels_sm90.py checks that the compiled kernels wait."""
 
 import pytest
 import torch

@@ -148,7 +148,7 @@ def test_correct_is_true_if_the_argmax_is_the_label() -> None:
     assert result.correct[::2].all() and not result.correct.requires_grad
 
 
-def test_never_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_chunk_of_logits_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     real = Tensor.logsumexp
     monkeypatch.setattr(Tensor, "logsumexp", lambda self, *a, **k: (seen.append(len(self)), real(self, *a, **k))[1])

@@ -84,7 +84,7 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
 
 
 @pytest.mark.parametrize(("parts", "case", "dtype"), in_turn([(3, WRITES[1]), (1, WRITES[2])]), ids=str)
-def test_heads_may_turn_in_part_and_have_gates(parts: int, case: Write, dtype: torch.dtype) -> None:
+def test_rope_write_supports_partial_rotation_and_gates(parts: int, case: Write, dtype: torch.dtype) -> None:
     """Like heads of Qwen3.5, with norm weights in fp32."""
     block, group, groups, width, contexts, size = case
     heads, rows, turning = group * groups, len(contexts) * block, width // 4
@@ -134,7 +134,7 @@ def test_padding_is_written_to_the_null_block(write: Callable[..., Tensor]) -> N
 @pytest.mark.parametrize("write", [rope.rope_write, reference.rope_write])
 @pytest.mark.parametrize("parts", [(2049.0,), (2048.0, 1.0)])
 def test_rope_write_rounds_once_after_the_bias(parts: tuple[float, ...], write: Callable[..., Tensor]) -> None:
-    # 2049 is no fp16 number: rounded before the bias of 1 is added, it would end as 2048
+    # fp16 cannot represent 2049: rounded before the bias of 1 is added, it would become 2048
     pages = make_pages((0,), 1, 4, 1, 8, torch.float16)
     partials = torch.tensor(parts, device=DEVICE)[:, None, None].repeat(1, 1, 24)
     bias = torch.ones(24, dtype=torch.float16, device=DEVICE)

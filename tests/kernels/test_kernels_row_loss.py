@@ -100,7 +100,7 @@ def test_terms_and_gradient_are_those_of_float64_autograd(
     if dtype == torch.float64 and implementation is triton_kernel:
         pytest.skip("the kernel computes in fp32")
     wide = torch.promote_types(dtype, torch.float32)
-    names = ["all"] if vocabulary > 100_000 else list(MIXES)  # the interpreter takes its time
+    names = ["all"] if vocabulary > 100_000 else list(MIXES)  # slow in the interpreter
     for name in names:
         mix, rows = MIXES[name], 2 if vocabulary > 100_000 else 3
         logits, target, labels, at = draw(rows, vocabulary, scale, dtype)

@@ -21,7 +21,7 @@ def surrounded(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("vocabulary", "count"), [(16, 16), (300, 16), (2048, 3), (2049, 16), (5000, 5)])
-def test_the_largest_are_found_wherever_they_are(vocabulary: int, count: int) -> None:
+def test_top_logits_are_found_at_any_column(vocabulary: int, count: int) -> None:
     rows = torch.stack([torch.randperm(vocabulary) for _ in range(5)]).float()
     rows[0] = torch.arange(vocabulary)  # side by side, after whole tiles
     rows[1] = (torch.arange(vocabulary) % 2048 == 7) * 1000.0 + torch.arange(vocabulary) / vocabulary  # in one lane

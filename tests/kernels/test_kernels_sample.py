@@ -78,7 +78,7 @@ def assert_drawn(found: Tensor, given: Arguments, tolerance: float = TOLERANCE) 
 
 
 def check(given: Arguments) -> Tensor:
-    """The kernel's tokens, found right; so are the definition's."""
+    """Returns the kernel's tokens after it has checked them and those of the definition."""
     assert_drawn(reference.sample(*given), given, 5 * TOLERANCE)
     found = kernel.sample(*given)
     assert_drawn(found, given)
@@ -192,7 +192,7 @@ def test_the_greatest_draw_takes_the_last_token_that_stays(uniform: float) -> No
     vocab = 300
     logits = torch.randn(3, vocab) / 8
     logits[:, 200:] = -torch.inf
-    logits[:, 150:200] = -24.0  # they stay, with a mass that a sum in fp32 would not show
+    logits[:, 150:200] = -24.0  # they stay: their mass is too small for a sum in fp32
     rows = [(1.0, 1.0, vocab, 0.0, uniform), (1.0, 1.0, 150, 0.0, uniform), (1.0, 0.9999, 150, 0.0, uniform)]
     found = kernel.sample(*arguments(logits, rows)).tolist()
     assert found[0] == 199
@@ -305,7 +305,7 @@ def test_a_vocabulary_too_large_for_the_mass_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 128])
-def test_a_real_vocabulary_on_the_gpu(rows: int) -> None:
+def test_sampler_is_exact_on_a_real_vocabulary_on_a_gpu(rows: int) -> None:
     vocab = 151_936
     spread = torch.linspace(0.5, 4.0, rows, device="cuda")[:, None]  # from flat to peaked
     logits = (spread * torch.randn(rows, vocab, device="cuda")).bfloat16()

@@ -35,7 +35,7 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
     assert {report["kernel"] for report in found.values()} == kernels, "every kernel has a case"
     assert {name: report["spills"] for name, report in found.items() if report["spills"]} == {}
     assert [name for name, report in found.items() if report["serialized"]] == []
-    # Triton 3.6 fails on what some of them hold; a constexpr in the condition leaves them out
+    # Triton 3.6 fails on the bodies of some of them; a constexpr in the condition skips them
     assert [name for name, report in found.items() if report["never"]] == []
     assert max(report["shared"] for report in found.values()) <= 227 * 1024
     # the end of a launch is that of all before it only if it waits (launch.py), whatever it does before

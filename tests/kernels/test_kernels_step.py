@@ -92,7 +92,7 @@ def test_causal_slots_have_the_bits_of_plain_steps(
     pages = make_pages((context,), block, 16, 1, 64, dtype)
     q, slots = randn(block, group, 64, dtype=dtype), range(0, block, 3 if block < 16 else 7)
     in_block = check_slots(q, pages, slots, window=window, whole=whole)
-    for k in slots:  # nor does it see what the other slots ask or what follows it
+    for k in slots:  # it depends on neither the other slots' queries nor later keys
         others = torch.arange(block, device=DEVICE) != k
         changed = replace(pages, cache=pages.cache.clone())
         changed.cache[:, pages.slots(block)[0, k + 1 :]] = randn(2, block - k - 1, 1, 64, dtype=dtype)
@@ -114,7 +114,7 @@ def test_slots_of_a_free_block_do_not_feel_each_others_queries() -> None:
     assert torch.equal(attend(asked, pages, causal=False)[5], attend(q, pages, causal=False)[5])
 
 
-def test_splits_cover_every_position_once() -> None:
+def test_attention_splits_cover_every_position_once() -> None:
     short, count, long = (getattr(attention, name).value for name in ("SHORT", "SHORT_SPLITS", "LONG"))
     ends = [short * i for i in range(count + 1)] + [short * count + long * i for i in range(1, 4)]
     for reach in range(1, ends[-1] + 1):

@@ -170,6 +170,6 @@ def test_kind_dflash2_has_both_parts_by_default(given: dict[str, int], sizes: di
         ({"kind": "dflash2", "conv_kernel_size": 0, "conv_group_size": 16}, "conv_kernel_size is 0 and conv_group"),
     ],
 )
-def test_parts_that_cannot_be_are_named(given: dict[str, Any], said: str) -> None:
+def test_impossible_drafter_sizes_are_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         drafter_shape(PUBLISHED["Qwen3-8B"][0], **given)

@@ -102,7 +102,7 @@ def test_a_soft_cap_is_applied_with_every_attention() -> None:
     assert torch.equal(target.forward(text, taps=TAPS).features, expected)
 
 
-def test_a_model_gets_its_attention_back_whatever_happens() -> None:
+def test_model_attention_is_restored_after_any_error() -> None:
     target, text = exact("llama"), torch.arange(12)[None]
     before = target.model.config._attn_implementation
     plain = target.forward(text, taps=TAPS).features

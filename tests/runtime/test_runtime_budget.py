@@ -164,7 +164,7 @@ def pool(rate: float, width: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 class World:
-    """Simulates requests with perfectly calibrated drafts, and what steps of every choice would commit."""
+    """Simulates requests with perfectly calibrated drafts, and the tokens that every choice would commit."""
 
     def __init__(self, rates: Sequence[float], times: Times, width: int = 4) -> None:
         self.requests, self.times, self.dice = len(rates), times, random.Random(0)

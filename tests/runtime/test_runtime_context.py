@@ -1,4 +1,4 @@
-"""The drafter's context, written step by step, is what a prefill of the same tokens writes."""
+"""The drafter's context, written step by step, equals that of a prefill of the same tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -69,10 +69,10 @@ def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
     pages=st.sampled_from([30, 300]),
 )
 @pytest.mark.slow
-def test_context_is_there_when_it_is_read(
+def test_draft_context_is_written_before_it_is_read(
     shapes: list[StepShape], prompts: list[tuple[int, int]], cancelled: set[int], pages: int
 ) -> None:
-    """Blocks and trees in any order, rows that come, move and go, requests that are cancelled or lose their pages."""
+    """Blocks and trees in any order, rows that are added, moved and removed, cancelled and preempted requests."""
     engine = make_engine(*pair(), page_size=PAGE, kv_cache_tokens=PAGE * pages, max_model_len=80, draft_tree=11)
     compared = watched(engine, shapes)
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for _, count in prompts]
@@ -108,7 +108,7 @@ def test_acceptance_is_reset_only_between_requests() -> None:
 
 @pytest.mark.gpu
 def test_captured_steps_write_the_same_cache_as_a_prefill() -> None:
-    """Every answer's pages, against a prefill of the same tokens; bf16, so by the distance of each token's vectors."""
+    """Compares every answer's pages with a prefill of the same tokens, by the distance of vectors, as they are bf16."""
     import gpu_engines as gpu
 
     target, drafter = gpu.pair()

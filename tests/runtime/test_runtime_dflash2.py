@@ -101,7 +101,7 @@ def test_dflash2_loads_from_disk_and_equals_the_module(target_dir: Path, dflash2
 
 @pytest.mark.parametrize("size", [0.3, 90.0])
 def test_fp8_layers_are_close_and_change_no_answer(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For norms of any size; their rows are cast without scaling."""
+    """Norm weights have any size; rows are cast without scaling."""
     monkeypatch.setattr(weights, "WIDE_IN_FP8", 0)
     target, _ = pair()
     drafter = make_dflash2(target)

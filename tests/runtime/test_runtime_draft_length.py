@@ -1,4 +1,4 @@
-"""How long a block to draft: the choice, what it costs where none is accepted, the step times it rests on."""
+"""The choice of the block size: its cost without accepted drafts, and the step times that it uses."""
 
 import random
 import statistics

@@ -272,7 +272,7 @@ def _interrupt() -> bool:
 
 
 def test_padding_changes_nothing_that_a_prefill_writes() -> None:
-    """In pages of NaN, as requests before may have left them."""
+    """Pages hold NaN, which earlier requests may leave."""
     target, drafter = pair("qwen3")
     ids, more = prompts_of(21, 6, seed=9)
     pages = [7, 3, 9, 5, 8, 6, 2]
@@ -301,7 +301,7 @@ def test_padding_changes_nothing_that_a_prefill_writes() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_next"])
 def test_batched_prefill_writes_the_same_as_single_prefills(kind: str) -> None:
-    """In pages of NaN, one of them going on from another chunk; and each leaves the state of its last token."""
+    """Pages hold NaN; one prompt continues an earlier chunk; each leaves the state of its last token."""
     target, drafter = pair(kind)
     prompts = prompts_of(21, 6, 13, seed=9)
     pages, states = [[7, 3, 9, 5, 8, 6, 2], [10, 11, 12], [13, 14, 15, 16]], [1, 3, 2]
@@ -378,7 +378,7 @@ def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pyte
 
 @pytest.mark.parametrize("drafted", [7, None])
 def test_an_unused_engine_is_freed_at_once(drafted: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the memory that it has: a second one would find none while the first waits to be collected."""
+    """Its memory is free at once: otherwise a second engine would fail until the first is collected."""
     runners: weakref.WeakSet[StepRunner] = weakref.WeakSet()
     init = StepRunner.__init__
 

@@ -24,7 +24,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_answers_are_those_of_transformers_whatever_happens(name: str) -> None:
+def test_answers_equal_transformers_under_random_events(name: str) -> None:
     assert check_whatever_happens(ARCHITECTURES[name].target()) == 0
 
 
@@ -88,7 +88,7 @@ PUBLISHED = {  # the drafter's part of a configuration, as model pages have it, 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_drafters_of_published_forms_are_served_as_they_are(name: str, tmp_path: Path) -> None:
-    """Windows that see both ways, a large base of their rope, the size of their blocks in a nested key alone."""
+    """Bidirectional windows, a large rope base, and a block size in a nested key only."""
     architecture, changes, layers = PUBLISHED[name]
     source = ARCHITECTURES[architecture].target(**layers)
     source.model.save_pretrained(tmp_path / "target")

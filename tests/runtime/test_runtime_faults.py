@@ -1,4 +1,4 @@
-"""A request that makes steps fail, or computes NaN, ends alone; the others write what they write alone."""
+"""A request that makes steps fail, or computes NaN, ends alone; the answers of the others do not change."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def models() -> tuple[Target, Drafter]:
-    """With a head of its own: the NaN of an embedding is not in every logit."""
+    """Returns a target with an untied head, so that a NaN embedding does not affect every logit."""
     target = make_target("qwen2", tied=False, limit=512)
     return target, make_drafter(target)
 
@@ -138,7 +138,7 @@ def test_a_request_with_nan_ends_alone_and_leaves_no_nan(
 
 
 def test_transient_nan_ends_no_request(models: tuple[Target, Drafter]) -> None:
-    """In the keys and values of one row, which others have a part of."""
+    """The NaN is in the keys and values of one row, some of which other requests share."""
     engine = make_engine(*models)
     prefix, *tails = prompts_of(12, 5, 9, 4)
     requests = [engine.submit(prefix + tail, each) for tail, each in zip(tails, WAYS, strict=True)]
@@ -183,7 +183,7 @@ def test_a_draft_that_is_nan_changes_no_answer(models: tuple[Target, Drafter], n
 
 
 def test_nan_in_a_rejected_draft_is_cleaned_away(models: tuple[Target, Drafter]) -> None:
-    """It is after the answer, where a kernel may multiply it by zero."""
+    """The NaN is after the answer, where a kernel may multiply it by zero."""
     engine = make_engine(*models)
     real, cache, poisoned = engine.runner.read, engine.runner.verifier.stack.cache, []
 

@@ -61,7 +61,7 @@ def test_node_outcomes_have_the_drafters_own_odds() -> None:
 
 @pytest.mark.parametrize("broken", [float("nan"), -float("inf")])
 def test_drafts_with_nan_do_not_change_the_calibration(broken: float) -> None:
-    """Not even if what the target chooses happens to be there."""
+    """Not even if the target happens to choose one of them."""
     starts, parents, depths = np.array([0, 3, 6]), np.array([0, 0, 1, 3, 3, 4]), np.array([0, 1, 2, 0, 1, 2])
     log_probs = np.array([0.0, -0.5, -1.0, broken, broken, broken], dtype=np.float32)
     path, counts = np.array([[0, 1, 0], [3, 4, 5]]), np.array([2, 3])

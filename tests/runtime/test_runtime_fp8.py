@@ -1,4 +1,4 @@
-"""Targets in fp8 blocks: from files and from modules; the engine writes what transformers' modules write."""
+"""Targets in fp8 blocks: from files and from modules; the engine's answers equal those of transformers' modules."""
 
 import contextlib
 import functools

@@ -45,7 +45,7 @@ KINDS = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 
 def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
-    """Nats that the worst token of an answer lacks to the model's best, in Hugging Face's bf16."""
+    """Returns the largest regret of an answer's tokens in nats, in Hugging Face's bf16."""
     text = torch.tensor([prompt + answer], device="cuda")
     with torch.inference_mode():
         logprobs = target.model(text).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
@@ -204,7 +204,7 @@ IN_BLOCKS = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]
 def test_launches_that_overlap_change_no_bit_of_a_pass(
     kind: str, batch: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A captured pass, again and again, in memory that holds NaN wherever nothing has been written yet."""
+    """Replays a captured pass several times, in memory that holds NaN before the first write."""
     target, drafter = pair(kind)
     options = EngineOptions(
         max_num_seqs=batch, kv_cache_tokens=16 * LIMIT, prefix_cache=False, num_speculative_tokens=7
@@ -543,7 +543,7 @@ def test_sampled_answers_repeat_by_seed_alone_and_batched() -> None:
 
 
 def test_every_divergence_from_hugging_face_is_a_near_tie() -> None:
-    """At every token of an answer; and ours are those of the model in fp32 about as often as its own in bf16 are."""
+    """At every token of an answer; ours equal the fp32 model's about as often as those of its bf16 model do."""
     target, _ = pair()
     exact = copy.deepcopy(target.model).float()
     prompts = prompts_of(64, seed=5)
@@ -564,7 +564,7 @@ def test_every_divergence_from_hugging_face_is_a_near_tie() -> None:
 
 
 def test_no_garbage_is_collected_during_a_capture() -> None:
-    """Rubbish may hold the graphs of an engine that is gone, and to free one voids a capture under way."""
+    """Garbage may hold graphs of a deleted engine; freeing a graph invalidates a capture in progress."""
     target, _ = pair()
     during: list[bool] = []
 

@@ -31,7 +31,7 @@ MIXED = [
 
 
 def run_late(engine: Engine) -> Engine:
-    """As on a GPU, where a step is launched before the results of the one before are read."""
+    """Works as on a GPU, where a step is launched before the previous results are read."""
     engine.runner.depth = 1
     return engine
 
@@ -188,7 +188,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_at_once(
 
 
 def test_json_may_contain_white_space() -> None:
-    """Nothing is biased: this is the grammar as it is."""
+    """No logit is biased; only the grammar applies."""
     target, drafter = pair()
     params = SamplingParams(grammar=CASES["schema"][0], max_tokens=60)
     assert NO_SPACE and params.logit_bias == ()

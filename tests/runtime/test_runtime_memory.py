@@ -338,7 +338,7 @@ def test_drafts_are_in_fp8_where_that_is_faster(
 
 
 def test_a_failed_capture_leaves_the_batch_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step runs before it is captured; were it to count, the device would be ahead of the host's pages."""
+    """A step runs before it is captured; if it counted, the device would be ahead of the host's pages."""
     target = make_target()
     options = EngineOptions(max_num_seqs=2, page_size=16, num_speculative_tokens=7, kv_cache_tokens=600)
     engine = load_engine(target, make_drafter(target), options=options)[0]

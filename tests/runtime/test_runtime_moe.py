@@ -1,4 +1,4 @@
-"""Mixtures of experts in the engine: what transformers computes, both forms of a checkpoint, and how they are timed."""
+"""Mixtures of experts in the engine: equality with transformers, both checkpoint formats, and timing."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Requests that choose in different ways share a step: each pays for its own way, and writes what it writes alone."""
+"""Requests with different sampling share a step: no answer changes, and only the needed parts run."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

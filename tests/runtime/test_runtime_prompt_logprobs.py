@@ -22,7 +22,7 @@ def exact_model() -> Any:
 
 
 def check(found: PromptLogprobs | None, prompt: list[int], best: int) -> None:
-    """Against the model of Hugging Face in one pass."""
+    """Compares them with one pass of Hugging Face's model."""
     with torch.inference_mode():
         rows = exact_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     assert found is not None and len(found) == len(prompt) - 1

@@ -1,4 +1,4 @@
-"""A failed call of the device costs no other request its answer. The device is a table."""
+"""A failed device call does not change the answers of other requests. The device is a table."""
 
 import contextlib
 from typing import Any
@@ -86,7 +86,7 @@ def test_a_request_that_fails_alone_is_logged(caplog: Any) -> None:
     assert errors_of(caplog) == ["decode fails once"] * 2
 
 
-def test_a_device_that_is_gone_raises_after_the_last_reports() -> None:
+def test_lost_device_raises_after_the_last_reports() -> None:
     device, reported = TableDevice(1), dict[Request, list[int]]()
     requests = [request_of([10 + i] * 3, limit) for i, limit in enumerate((4, 12))]
 
@@ -104,7 +104,7 @@ def test_a_device_that_is_gone_raises_after_the_last_reports() -> None:
 
 
 def test_a_device_that_never_answers_is_given_up() -> None:
-    """After so many faults without a result."""
+    """The limit counts consecutive faults without a result."""
     device = TableDevice(1)
     scheduler = scheduled(device)
     device.read = lambda pending: gone()  # type: ignore[method-assign]
@@ -119,7 +119,7 @@ def test_a_device_that_never_answers_is_given_up() -> None:
 
 
 def test_an_abandoned_scheduler_holds_no_request() -> None:
-    """It does not use the device, which has failed."""
+    """The failed device is not used."""
     device, running, started = TableDevice(1), request_of([1] * 3, 9), request_of([2] * 40, 9)
     scheduler = scheduled(device, running, max_num_seqs=2, max_num_batched_tokens=8)
     while not running.tokens:
@@ -192,7 +192,7 @@ def batched(device: TableDevice, *requests: Request, **options: Any) -> Any:
 
 
 def test_a_row_that_failed_to_start_is_free_again(caplog: Any) -> None:
-    """Of a prompt that was computed in a pass with others."""
+    """The prompt was computed in a pass with others."""
     device, requests = TableDevice(1), [request_of([10 * i + k for k in range(3)], 3) for i in range(3)]
     scheduler, real, raised = batched(device, *requests), device.add, list[Request]()
 
@@ -256,8 +256,8 @@ def test_scored_prompt_generates_the_requested_token_count(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("recurrent", "scored", "cached"), [(False, False, True), (True, True, True), (True, False, False)]
 )
-def test_no_states_are_copied_where_none_are_shared(recurrent: bool, scored: bool, cached: bool) -> None:
-    """But those after whole pages of a prompt, for the next request."""
+def test_recurrent_states_are_copied_only_if_shared(recurrent: bool, scored: bool, cached: bool) -> None:
+    """States after whole pages of a prompt are still copied, for the next request."""
     device, pool = TableDevice(0), PagePool(200, SIZE, range(40, 44))
     device.recurrent = recurrent
     scheduler = scheduled(device, pool=pool, prefix_cache=cached, recurrent=recurrent)

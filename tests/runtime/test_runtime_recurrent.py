@@ -35,7 +35,7 @@ SHORT = replace(LONG, max_tokens=18)
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])  # the tests below use qwen3_5
 def test_ragged_batches_equal_generate_and_hugging_face(kind: str) -> None:
-    """Prompts shorter than the convolution, and such as are cut into several chunks."""
+    """Prompts shorter than the convolution, and prompts of several chunks."""
     target, drafter = pair(kind)
     prompts = prompts_of(1, 5, 17, 33, 2, 8)
     check(make_engine(target, drafter), (target, drafter), prompts, *[SamplingParams(max_tokens=n) for n in (13, 1, 9)])
@@ -190,7 +190,7 @@ def test_a_partial_failure_leaves_no_wrong_state(place: str, nodes: int) -> None
 
 
 def test_padding_of_a_prompt_touches_no_state() -> None:
-    """Nor do states that others have left show in it."""
+    """States that other requests left do not affect it."""
     ids, more = prompts_of(21, 2, seed=9)
     pages = [7, 3, 9, 5, 8, 6, 2]
 
@@ -216,7 +216,7 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
 
 @pytest.mark.parametrize("nodes", [0, 7], ids=["blocks", "chains"])
 def test_padded_rows_of_a_step_touch_no_state(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in steps that were captured for five requests, and more rows than all their chains have."""
+    """A captured step has room for five requests and for more rows than their chains have."""
     target, drafter = pair()
     engine = make_engine(target, drafter, draft_tree=nodes, max_num_seqs=5, prefix_states=0)
     prompts = prompts_of(6, 19)

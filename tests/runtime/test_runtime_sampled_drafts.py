@@ -83,7 +83,7 @@ def test_sampled_drafts_keep_the_targets_distribution() -> None:
 def test_drafts_from_the_targets_distribution_are_all_accepted(
     filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no q, or the q of another slot or row, hardly half of them would be."""
+    """Without q, or with that of another slot or row, less than about half would be accepted."""
     target, drafter = small_vocabulary_pair(8)
     options = {"num_speculative_tokens": 2, "page_size": 2, "max_num_seqs": 4, "kv_cache_tokens": 400}
     engine = engine_of(target, drafter, **options)

@@ -328,7 +328,7 @@ def test_the_rest_of_a_batched_prompt_runs_in_the_same_turn() -> None:
 
 
 def test_a_request_cancelled_by_a_first_token_gets_no_row() -> None:
-    """Where results are waited for, they come while prompts are still chosen."""
+    """If the scheduler waits for results, they arrive while prompts are still chosen."""
     device, waiting = TableDevice(0), [request_of([20 + i] * 3, 9) for i in range(12)]
     device.prefill_limits = PREFILL_LIMITS
 
@@ -361,7 +361,7 @@ def test_a_first_token_may_cancel_the_guaranteed_request(caplog: pytest.LogCaptu
 
 
 def test_reports_of_a_failed_read_come_before_the_next_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that end one step after the other cannot be removed; the third hears of every step when it is the newest."""
+    """Two requests end in consecutive steps and cannot be removed; each step is still reported to the third."""
     device, failures, reported = TableDevice(1), [True, True], list[int]()
     requests = [request_of([10 + i], limit) for i, limit in enumerate((3, 4, 9))]
     real = device.remove
@@ -417,7 +417,7 @@ def test_a_request_cancelled_during_recovery_is_released(reported: int, cancelle
 
 
 def test_a_row_that_cannot_be_removed_fails_no_ended_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends in the step that it makes alone."""
+    """It ends in the step that it runs alone."""
     device, failures, reported = TableDevice(1), ["decode"], list[int]()
     requests = [request_of([10 + i] * 3, limit) for i, limit in enumerate((5, 12, 12))]
     real = device.remove
@@ -444,7 +444,7 @@ def test_a_row_that_cannot_be_removed_fails_no_ended_request(monkeypatch: pytest
 
 
 def test_a_failed_copy_of_states_ends_one_request() -> None:
-    """The request was computed alone before, as a pass with it had failed."""
+    """The request was computed alone, because a pass with it had failed."""
     device, pool = TableDevice(1), PagePool(2000, SIZE, range(40, 80))
     device.recurrent, device.prefill_limits = True, PREFILL_LIMITS
     first = request_of([1, 2, 3, 4, 5], 3)

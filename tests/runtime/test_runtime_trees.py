@@ -1,4 +1,4 @@
-"""Draft trees in the engine: what it writes is what the target writes alone, in the steps that `decode.py` makes."""
+"""Draft trees in the engine: answers equal those of the target, and steps equal those of `decode.py`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -237,7 +237,7 @@ def test_batches_with_a_grammar_use_blocks() -> None:
 
 
 def test_the_budget_follows_the_drafts_and_the_answers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Good drafts get rows, and where all fail the batch is decoded plainly but for tries."""
+    """Good drafts get rows; if all fail, the batch is decoded plainly except for retries."""
     target, drafter = pair()
     prompts, params = prompts_of(4, 19), SamplingParams(max_tokens=90, ignore_eos=True)
     texts = plain(target, prompts, [params] * 2)
@@ -260,7 +260,7 @@ def test_the_budget_follows_the_drafts_and_the_answers_do_not(monkeypatch: pytes
 
 
 def test_blocks_between_trees_follow_the_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little the drafter thinks of its drafts, all of which are accepted, and however dear trees are."""
+    """Even if the drafter gives its accepted drafts low probabilities and trees are slow."""
     target, drafter = pair()
     prompts, params = prompts_of(4, 19), SamplingParams(max_tokens=90, ignore_eos=True)
     texts = plain(target, prompts, [params] * 2)
@@ -277,7 +277,7 @@ def test_blocks_between_trees_follow_the_acceptance(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_request_with_failing_drafts_gets_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However sure the drafter is of them; the others' trees are as before."""
+    """Even if the drafter gives them high probabilities; other requests keep their trees."""
     target, drafter = pair()
     prompts, params = prompts_of(4, 19, 7, 12), SamplingParams(max_tokens=90, ignore_eos=True)
     texts = plain(target, prompts, [params] * 4)

@@ -1,4 +1,4 @@
-"""The order of prompts: no request waits for ever, and small prompts do not wait for large ones."""
+"""The order of prompts: every request starts in the end, and small prompts do not wait for large ones."""
 
 import random
 from typing import Any
@@ -32,7 +32,7 @@ def in_order_of_first_tokens(scheduler: Scheduler) -> list[Request]:
 
 
 def roomy(*requests: Request, **options: Any) -> tuple[TableDevice, Scheduler, list[Request]]:
-    """Rows and pages for all."""
+    """Returns a scheduler with rows and pages for all requests."""
     device = TableDevice(0)
     defaults = {"pool": 4000, "max_num_seqs": 200, "max_num_batched_tokens": TURN}
     scheduler = scheduled(device, *requests, **(defaults | options))
@@ -157,7 +157,7 @@ def test_lower_priorities_first_then_order_of_arrival() -> None:
     assert [requests.index(request) for request in reported] == [4, 1, 3, 0, 5, 2]
 
 
-def test_the_least_urgent_gives_way() -> None:
+def test_lowest_priority_request_is_preempted() -> None:
     scheduler = scheduled(TableDevice(0), pool=61, max_num_seqs=3, max_block=1)
     early, late = asked(8, 220, priority=1), asked(8, 220)
     scheduler.add(early)

@@ -1,4 +1,4 @@
-"""From checkpoint files to fused weights, and what is refused on the way."""
+"""Loading fused weights from checkpoint files, and refused checkpoints."""
 
 import shutil
 import subprocess
@@ -51,7 +51,7 @@ def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Draft
 
 
 def test_an_engine_starts_without_transformers_networks(target_dir: Path, drafter_dir: Path) -> None:
-    """They take as long to import as an 8B target takes to load."""
+    """Importing them takes as long as loading an 8B target."""
     program = (
         "import sys; from dflash_toolkit.runtime import EngineOptions, load_engine; "
         "options = EngineOptions(max_num_seqs=1, num_speculative_tokens=3); "

@@ -37,7 +37,9 @@ def test_rates_of_a_real_pair_are_measured(target_dir: Path, drafter_dir: Path, 
     assert str(tmp_path) not in str(found["command"])
 
 
-def test_a_whole_run_is_timed(target_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_responses_benchmark_times_a_complete_run(
+    target_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = write(tmp_path / "p.jsonl", says(*(f"ask {i} of it" for i in range(12))))
     output, options = tmp_path / "whole.json", [word for word in TRAINING if not word.startswith("optim.steps")]
     asked = ["run", "--target", str(target_dir), "--data", f"own={data}", "--prompts", "10", "--minutes", "0.01"]

@@ -144,7 +144,7 @@ def full_steps(run: Run, block_size: int, limit: int = MAX_NEW_TOKENS) -> int:
     return len(run.committed)
 
 
-def test_answers_are_equal(pairs: list[tuple[Run, Run]]) -> None:
+def test_peer_answers_equal_our_answers(pairs: list[tuple[Run, Run]]) -> None:
     assert len(pairs) == PROMPTS
     for own, peer in pairs:
         assert own.tokens == peer.tokens

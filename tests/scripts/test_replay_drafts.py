@@ -92,7 +92,7 @@ def test_rows_concatenate_answers_of_one_set(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_every_way_decodes_the_same_rows(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_replay_mode_decodes_the_same_rows(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     import replay_drafts as script
 

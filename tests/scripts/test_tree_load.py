@@ -7,7 +7,7 @@ import pytest
 from paths import ROOT
 
 
-def test_all_ways_give_equal_answers_and_time_full_loads(
+def test_all_tree_modes_give_equal_answers_and_time_full_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_dir: Path, drafter_dir: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))

@@ -291,7 +291,7 @@ def test_new_text_does_not_scroll_a_page_scrolled_up(tab: Page, page_engine: Asy
         tab.size(1200, 700)
 
 
-def test_a_phone_has_a_pinned_box_and_a_scrolling_chat(tab: Page) -> None:
+def test_page_on_a_phone_pins_the_input_and_scrolls_the_chat(tab: Page) -> None:
     try:
         tab.size(390, 780)
         restore(tab, "a paragraph\n\n" * 60)

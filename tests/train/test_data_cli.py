@@ -184,7 +184,7 @@ def test_two_runs_do_not_write_one_file(dflash_data: Program) -> None:
         assert "being written by another run" in dflash_data.refuses()
 
 
-def test_answers_that_are_gone_are_not_finished(dflash_data: Program) -> None:
+def test_run_with_deleted_responses_is_not_finished(dflash_data: Program) -> None:
     dflash_data()
     dflash_data.output.unlink()
     assert "remove a.run.json to begin again" in dflash_data.refuses()
@@ -281,7 +281,7 @@ def test_malformed_rows_are_counted_by_reason(dflash_data: Program, prompts: Pat
     assert f"2 prompts; left out: {', '.join(reasons)}, 1 not valid text (first: p.jsonl/6)" in said
 
 
-def test_a_repetition_penalty_is_reported_as_not_applied(dflash_data: Program, tmp_path: Path) -> None:
+def test_ignored_repetition_penalty_is_reported(dflash_data: Program, tmp_path: Path) -> None:
     penalised = altered(dflash_data.target, tmp_path / "t", generation_config={"repetition_penalty": 1.3})
     said = [line for line in dflash_data("--target", penalised) if "repetition_penalty 1.3" in line]
     assert len(said) == 1 and said[0].startswith("warning:") and "--sampling-defaults openai" in said[0]

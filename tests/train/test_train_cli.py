@@ -336,7 +336,7 @@ def test_row_that_only_fits_unpacked_is_skipped(dflash_train: Program, tmp_path:
     assert "dropped 4 of 10 responses" in "\n".join(dflash_train(*options, "responses.max_tokens=16"))
 
 
-def test_a_drafter_that_is_gone_is_exported_again(short_run: Program) -> None:
+def test_deleted_drafter_is_exported_again(short_run: Program) -> None:
     short_run()
     exported = short_run.output / "model.safetensors"
     before = exported.read_bytes()

@@ -41,7 +41,7 @@ GOLDEN = ROOT / "tests/golden/loss_curve.json"
 
 
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
-def test_the_loss_curve_is_the_golden_one(weights: str, tmp_path: Path) -> None:
+def test_loss_curve_equals_the_golden_file(weights: str, tmp_path: Path) -> None:
     """A change that should move it sets the golden values anew: GOLDEN=write pytest tests/train/test_train_loop.py."""
     target = make_target()
     config = TrainConfig(

@@ -288,7 +288,7 @@ def test_recomputed_activations_change_nothing() -> None:
         ("cuda:1", {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, 2, "device is cuda:1, but each of 2 processes"),
     ],
 )
-def test_an_impossible_place_is_one_line(
+def test_invalid_launcher_environment_is_one_line(
     device: str, place: dict[str, str], gpus: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in place.items():

@@ -260,7 +260,7 @@ def test_features_of_a_target_with_one_other_value_are_refused(target_dir: Path,
 # ---- no room ---------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_too_small_for_features_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_features_larger_than_the_disk_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = source_in(tmp_path, make_target(), features="disk")
     assert " MiB to " in capsys.readouterr().err
     shard = load_file(next(tmp_path.glob("*.safetensors")))

@@ -34,7 +34,7 @@ def test_features_use_a_share_of_memory_free_at_peak() -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("mode", ["auto", "memory"])
-def test_memory_is_filled_after_the_second_step(
+def test_feature_memory_is_filled_after_the_second_step(
     fits: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, texts = make_target(), rows(10)
@@ -135,6 +135,6 @@ def _first_without_room(rank: int, folder: Path) -> None:
         assert len(source.missing(rows(10))) == 10, "auto keeps all or says that it does not"
 
 
-def test_a_process_without_room_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+def test_process_without_feature_memory_does_not_block_others(tmp_path: Path) -> None:
     """The first process decodes held-out prompts, which may leave no room for features on its GPU."""
     assert run_several(2, _first_without_room, tmp_path) == [0, 0]

@@ -67,7 +67,7 @@ def test_one_lane_takes_the_permutations_of_all_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.sampled_from([0, 60, 90]), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), max_size=3))
-def test_after_other_groups_every_row_is_still_seen_once_an_epoch(
+def test_rows_are_seen_once_an_epoch_after_a_changed_world_size(
     lengths: list[int], room: int, before: list[tuple[int, int]]
 ) -> None:
     history: list[Any] = []

@@ -137,7 +137,7 @@ def instructed(count: int) -> list[str]:
     return [f"{instruction} {' '.join(f'w{rng.randrange(10_000)}' for _ in range(20))}" for _ in range(count)]
 
 
-def test_in_a_crowd_repeats_and_one_word_edits_are_still_found() -> None:
+def test_duplicates_are_found_among_many_similar_prompts() -> None:
     duplicates, texts = Duplicates(0.8), instructed(200)
     assert not any(map(duplicates.seen, texts))
     assert all(duplicates.seen(text.upper()) for text in texts)

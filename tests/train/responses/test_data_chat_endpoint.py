@@ -91,7 +91,7 @@ def test_refused_completions_switch_to_chat(refusal: tuple[int, Any], fake: Fake
     }  # fmt: skip
 
 
-def test_the_api_can_be_named_and_then_no_other_is_tried(fake: Fake, command: Program) -> None:
+def test_configured_server_api_is_the_only_one_tried(fake: Fake, command: Program) -> None:
     fake.reply = only_chat(lambda body: (200, said("fine")))
     assert f"{fake.url}/v1/completions: HTTP 404" in command.refuses("server.api=completions")
     assert not any("asking" in line for line in command("server.api=chat"))
@@ -161,7 +161,7 @@ def test_a_message_is_rendered_by_the_targets_template(reply: Any, text: str, re
     assert (WORDS.decode(answer.tokens), answer.finish_reason) == (text, reason)
 
 
-def test_token_ids_are_taken_at_their_word(fake: Fake) -> None:
+def test_token_ids_of_the_server_override_its_counts(fake: Fake) -> None:
     reply = said("hi", count=99)
     reply["choices"][0]["token_ids"] = [5, 6, EOS]
     assert ask(fake, reply).tokens == [5, 6, EOS]

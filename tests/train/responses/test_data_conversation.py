@@ -223,6 +223,6 @@ def test_submit_all_keeps_within_the_backends_width() -> None:
     assert sum(bool(talk.dropped) for talk in ended) == 1
 
 
-def test_a_seed_depends_only_on_prompt_and_sample() -> None:
+def test_response_seed_depends_only_on_prompt_and_sample() -> None:
     seeds = [seed_of(seed, index, sample) for seed in range(4) for index in range(50) for sample in range(4)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)

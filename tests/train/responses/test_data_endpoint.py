@@ -209,7 +209,7 @@ def test_a_broken_off_response_is_retried(fake: Fake, reason: str | None) -> Non
         ask(fake, retries=1)
 
 
-def test_a_run_is_not_gone_on_with_by_another_model_or_runtime(
+def test_run_does_not_resume_with_another_model_or_runtime(
     fake: Fake, command: Program, dflash_data: Program, tmp_path: Path
 ) -> None:
     fake.reply = lambda body, number: (200, whole("fine")) if number <= 5 else (400, {})

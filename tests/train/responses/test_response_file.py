@@ -74,7 +74,7 @@ def test_damaged_or_foreign_row_is_named(change: dict[str, Any], said: str, tmp_
         read(write(path, [row, row | change]))
 
 
-def test_a_file_is_given_once(tmp_path: Path) -> None:
+def test_response_file_given_twice_is_refused(tmp_path: Path) -> None:
     good = answers(tmp_path / "good.jsonl")
     with pytest.raises(UserError, match="given twice"):
         read(good, good)

@@ -39,7 +39,7 @@ def test_shares_of_a_stopped_run_count_for_any_number_of_processes(dflash_data: 
     assert dflash_data.rows() == dflash_data.rows("whole.jsonl")
 
 
-def test_a_row_that_two_shares_hold_is_joined_once(tmp_path: Path) -> None:
+def test_row_in_two_shares_is_joined_once(tmp_path: Path) -> None:
     rows = [{"index": index, "sample": sample, "part": 0, "text": "x"} for sample in (0, 1) for index in (2, 0, 1)]
     output = write(tmp_path / "a.jsonl", rows[:4])
     write(share_file(output, 1), rows[2:])

@@ -43,7 +43,7 @@ def test_weights_are_counted_without_storage() -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "step_s", "gib"), [("muon", 0.691, 48.6), ("adamw", 0.500, 52.5)])
-def test_a_step_is_near_the_measured_one(optimizer: str, step_s: float, gib: float) -> None:
+def test_estimated_step_time_is_near_the_measured_one(optimizer: str, step_s: float, gib: float) -> None:
     optim = MEASURED["optim"] | {"optimizer": optimizer}  # type: ignore[operator]
     found = of(MEASURED | {"optim": optim, "responses": {"max_tokens": 2048}}, thinking=True)
     assert found.row_tokens == 1950  # nearly the 2048 that were measured

@@ -115,7 +115,7 @@ def test_max_prompts_samples_from_all_files(
     assert drawn(40) == list(range(40)) and "are used" not in capsys.readouterr().err
 
 
-def test_near_duplicates_go_and_none_is_trained_on_and_measured_on(config: TrainConfig, tmp_path: Path) -> None:
+def test_near_duplicates_are_dropped_within_and_across_splits(config: TrainConfig, tmp_path: Path) -> None:
     said = "tell me about the number {} in {} short words of yours please and say why"
     asked = [said.format(i, i) + end for end in ("", "!") for i in range(8)]
     data = write(tmp_path / "near.jsonl", [{"prompt": text} for text in asked])

@@ -55,7 +55,7 @@ def test_a_run_measures_the_same_on_either_runtime(dflash_train: Program, tmp_pa
     assert all(torch.allclose(x, y, atol=1e-3) for x, y in zip(a, b, strict=True)), "trained on the same features"
 
 
-def test_more_prompts_than_go_together_and_answers_cut_by_the_context() -> None:
+def test_held_out_batches_and_context_limits_keep_results() -> None:
     target = make_target("qwen3", tied=False, limit=60)
     prompts = [HeldOutPrompt(list(range(20 + i, 24 + 4 * i)), "ab"[i % 2]) for i in range(11)]
     drafter = random_drafter(target, 1)
@@ -278,7 +278,7 @@ def test_evaluate_runtime_engine_refuses_unsupported_targets() -> None:
 
 
 @pytest.mark.parametrize(("option", "ending"), [(None, "off"), (True, "on")])
-def test_held_out_prompts_are_rendered_as_those_of_the_answers_were(
+def test_held_out_prompts_use_the_recorded_thinking_mode(
     option: bool | None, ending: str, target_dir: Path, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(str(target_dir))
