@@ -127,7 +127,7 @@ def test_a_folder_and_a_pattern_are_read_in_order_of_names(tmp_path: Path) -> No
         asked(f"{logs}/*.parquet")
 
 
-def test_a_folder_whose_names_declare_splits_is_a_dataset(tmp_path: Path) -> None:
+def test_folder_with_split_names_is_read_as_a_dataset(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     for name in ("train.jsonl", "test.jsonl"):
         write(tmp_path / name, says(name))

@@ -90,7 +90,7 @@ STEPS = [
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compares definitions, and transformers may take kernels on a GPU")
-def test_the_definition_is_transformers_whichever_rows_are_taken_back() -> None:
+def test_delta_net_definition_equals_transformers() -> None:
     config = Qwen3_5TextConfig(
         hidden_size=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
         linear_value_head_dim=5, linear_conv_kernel_dim=TAPS, num_hidden_layers=1, layer_types=["linear_attention"],
