@@ -364,7 +364,7 @@ def test_masks_are_those_of_each_start_of_the_draft_that_is_allowed() -> None:
 
 def test_a_missing_xgrammar_is_one_sentence_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(GrammarError, match=r"need xgrammar; install it with: pip install 'dflash-toolkit\[serve\]'"):
+    with pytest.raises(GrammarError, match=r"xgrammar.*dflash-toolkit\[serve\]"):
         generate(pair()[0], None, PROMPT, SamplingParams(grammar=Grammar("regex", "a")))
 
 

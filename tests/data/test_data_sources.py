@@ -123,7 +123,7 @@ def test_a_folder_and_a_pattern_are_read_in_order_of_names(tmp_path: Path) -> No
     assert asked(f"{logs}/b/*.jsonl*") == asked(f"{logs}/**/2*") == ["first", "second"]
     assert asked(f"x={logs}/*/[12]*[1:3]") == ["second", "first"], "a range counts the rows of all files"
     assert Source(str(logs)).digest() != Source(f"{logs}/b/*").digest()
-    with pytest.raises(UserError, match=r"logs/\*\.parquet: no such file, and none matches the pattern"):
+    with pytest.raises(UserError, match=r"logs/\*\.parquet: no such file"):
         asked(f"{logs}/*.parquet")
 
 
@@ -198,9 +198,9 @@ def test_only_parquet_and_datasets_need_datasets(tmp_path: Path, monkeypatch: py
     for name in ("a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json", "a.txt"):
         path = make(tmp_path / name)
         assert asked(path) == [prompt.messages[0]["content"] for prompt in read_prompts(path)] == ["first", "second"]
-    with pytest.raises(UserError, match=r"reading \S*a.parquet needs datasets: pip install 'dflash-toolkit\[train\]'$"):
+    with pytest.raises(UserError, match=r"a\.parquet needs datasets: .*\[train\]"):
         asked(parquet)
-    with pytest.raises(UserError, match=r"reading some/set needs datasets: .*, or give a file$"):
+    with pytest.raises(UserError, match=r"some/set needs datasets: "):
         asked("some/set")
 
 

@@ -103,7 +103,7 @@ def test_a_row_that_does_not_fit_the_form_is_named(
 
 
 def test_an_unknown_form_is_an_error(write: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match="form 'gsm8': no such form; there are auto, gsm8k, math500"):
+    with pytest.raises(UserError, match=r"form 'gsm8': .* gsm8k"):
         read_prompts(write({"prompt": "a"}), form="gsm8")
 
 
@@ -287,7 +287,5 @@ def test_row_that_only_references_its_prompt_is_skipped(tmp_path: Path, turns: l
     path = tmp_path / "qualitative.jsonl"
     path.write_text(json.dumps({"turns": ["Why?"], "category": "qa"}) + "\n" + json.dumps({"turns": turns}) + "\n")
     assert read_prompts(f"speed_bench={path}", 1)[0].category == "qa"
-    with pytest.raises(
-        UserError, match=r"qualitative\.jsonl/2: SPEED-Bench only refers to this prompt; give a file made by"
-    ):
+    with pytest.raises(UserError, match=r"qualitative\.jsonl/2: SPEED-Bench"):
         read_prompts(f"speed_bench={path}")

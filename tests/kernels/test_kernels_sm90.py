@@ -77,5 +77,5 @@ def test_attention_is_cut_so_that_it_fits() -> None:
         assert compiled <= shared_bytes(*cut) <= compiled + 1024
     for (itemsize, width), cuts in CUTS_OF.items():
         assert tuple(cut_for(width, itemsize, shared) for shared in (A100, H200)) == cuts
-    with pytest.raises(ValueError, match="265 KiB of shared memory for a thread block, and it has 227"):
+    with pytest.raises(ValueError, match=r"265 KiB .* 227"):
         cut_for(512, 4, H200)

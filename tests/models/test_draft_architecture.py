@@ -152,9 +152,7 @@ def test_the_architecture_follows_from_the_sizes() -> None:
     assert kinds == ["dflash", "dflash2", "dflash2", "bias"]
     assert [each.has_selector for each in (plain, convolved, pairs)] == [False, False, True]
     assert [each.draft_candidates for each in (plain, convolved, pairs)] == [16, 16, 3]
-    with pytest.raises(
-        ValueError, match="no kind of drafter has all of selector_rank, selector_top_k, bias_candidates"
-    ):
+    with pytest.raises(ValueError, match="selector_rank, selector_top_k, bias_candidates"):
         pairs.resized(**SIZE)
     with pytest.raises(ValueError, match="conv_kernel_size and selector_rank are 0: kind dflash2"):
         drafter_shape(make_target().config, taps=3, kind="dflash2", conv_kernel_size=0, selector_rank=0)

@@ -316,5 +316,5 @@ def test_two_scalings_that_differ_are_refused(drafter_dir: Path, tmp_path: Path)
     both = {"rope_parameters": YARN | {"rope_theta": 1e4}, "rope_scaling": YARN}
     assert read_config(write_config(tmp_path, drafter_dir, both)).rope_scaling == RopeScaling(**YARN)
     lost = {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": None}
-    with pytest.raises(UserError, match=r"rope_theta is 500000\.0 in 'rope_parameters', which 'rope_scaling' replaces"):
+    with pytest.raises(UserError, match=r"rope_theta is 500000\.0 in 'rope_parameters'"):
         read_config(write_config(tmp_path, drafter_dir, lost))

@@ -355,7 +355,7 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
     # another's answers under the same name are not taken, unless that is said to be right
     name = f"/elsewhere/{os.path.basename(dflash_data.target)}"
     other = replace(same, target=name, digest="0" * 64)
-    with pytest.raises(UserError, match=r"line 1: written by .* with other weights .* give --trust-responses"):
+    with pytest.raises(UserError, match=r"line 1: .*weights .*--trust-responses"):
         read_training_rows([str(output)], other)
     trusted = replace(other, template="f" * 64, trust=True)
     assert len(read_training_rows([str(output)], trusted)) == 9
@@ -366,7 +366,7 @@ def test_answers_are_matched_by_the_weights_that_wrote_them(
             write(output, [{k: v for k, v in each.items() if k != "target_digest"} for each in lines(output)])
         assert len(read_training_rows([str(output)], match)) == 9
         assert capsys.readouterr().err.count("by name") == 1
-        with pytest.raises(UserError, match=r"line 1: written by .* tokens in its vocabulary, and the target is other"):
+        with pytest.raises(UserError, match=r"line 1: .* tokens in its vocabulary"):
             read_training_rows([str(output)], replace(match, target="other"))
 
 

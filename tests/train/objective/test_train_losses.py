@@ -113,7 +113,7 @@ def test_totals_of_micro_steps_add_up_to_the_step() -> None:
     assert both.rows == 2 * found[0].rows and both.loss.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_micro_steps_without_labels_at_a_slot_leave_its_accuracy_alone() -> None:
+def test_slot_accuracy_ignores_micro_steps_without_labels() -> None:
     b, without = blocks(), blocks()
     without.supervised[:, :, 4] = False
     head, hidden = torch.randn(V, D), torch.randn(B, A * S, D)

@@ -114,7 +114,7 @@ def heard_by_one(fake: Fake, count: int) -> list[list[int]]:
 def test_a_server_that_counts_nothing_ends_the_run_in_one_line(fake: Fake) -> None:
     silent = whole("fine") | {"usage": None}
     fake.reply = lambda body, number: (200, silent)
-    with pytest.raises(UserError, match=r"neither token_ids nor usage.completion_tokens"):
+    with pytest.raises(UserError, match=r"token_ids nor usage.completion_tokens"):
         complete(fake)
     replies = [whole("fine"), silent, whole("fine")]
     fake.reply = lambda body, number: (200, replies[number - 1])
@@ -147,7 +147,7 @@ def test_returned_prompt_tokens_are_compared(place: Any, fake: Fake) -> None:
     place(reply)["prompt_token_ids"] = ours
     assert ask(fake, reply).tokens == FINE
     place(reply)["prompt_token_ids"] = [*ours[:-1], 7]
-    with pytest.raises(UserError, match=f"the prompt has {len(ours)} other tokens there"):
+    with pytest.raises(UserError, match=f"{len(ours)} other tokens"):
         ask(fake, reply)
 
 

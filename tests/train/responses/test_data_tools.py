@@ -272,7 +272,7 @@ def test_recorded_answers_are_read_rendered_and_counted(tmp_path: Path, capsys: 
     for lost in ("tools", "tool calls"):
         assert counts[f"{REFUSED}, which leaves out {lost}"] == 1 and f"1 {REFUSED}, which leaves out {lost}" in said
     write(data, [called])
-    with pytest.raises(UserError, match="none of the data's responses can be trained on: 1 refused by the chat"):
+    with pytest.raises(UserError, match=": 1 refused by the chat"):
         recorded(make_tokenizer())
 
 

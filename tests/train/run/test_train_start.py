@@ -258,7 +258,7 @@ def test_a_target_with_a_quantized_head_is_refused() -> None:
     model = make_target(tied=False).model
     model.lm_head = torch.nn.Linear(32, VOCAB, bias=False)
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCAB * 16, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(UserError, match="its LM head is quantized, and a drafter needs it dense"):
+    with pytest.raises(UserError, match="LM head is quantized"):
         Target(model)
 
 
@@ -277,7 +277,7 @@ def test_a_run_on_a_target_in_four_bits(device: str, target_dir: Path, dflash_tr
     loaded = Target.load(str(path), device)
     assert type(loaded.layers[0].mlp.up_proj).__name__ == "Linear4bit" and loaded.device.type == device
     assert loaded.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
-    with pytest.raises(UserError, match=r"quantized weights with quant_method .* are not served by this engine"):
+    with pytest.raises(UserError, match=r"quant_method .* not served"):
         ModelSpec.of_target(loaded.config)
     dflash_train.target = path
     said = dflash_train("optim.steps=2", f"device={device}")
