@@ -245,6 +245,17 @@ def test_a_reduced_vocabulary_is_part_of_the_target_s(copy: Path, rows: int) -> 
             read_config(copy, layers_only=True)
 
 
+def test_keys_that_a_config_leaves_out_have_the_defaults_of_other_loaders(copy: Path) -> None:
+    values = json.loads((copy / "config.json").read_text())
+    for part in (values, values["dflash_config"]):
+        for key in ("block_size", "head_dim", "acceptance_slope", "acceptance_bias", "input_embedding_scale"):
+            part.pop(key, None)
+    (copy / "config.json").write_text(json.dumps(values))
+    found = read_config(copy)
+    assert (found.block_size, found.head_dim) == (16, values["hidden_size"] // values["num_attention_heads"])
+    assert (found.acceptance_slope, found.acceptance_bias, found.input_embedding_scale) == (1.0, (), 1.0)
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_any_config_value_gives_a_drafter_or_a_user_error(
