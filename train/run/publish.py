@@ -58,6 +58,7 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         prompts=[described(name) for name in _datasets(config_of(record))],
         start=record.get("start", {}).get("drafter"),
         result=record["result"],
+        cut=record.get("data", {}).get("cut", 0),
         version=record["versions"]["dflash_toolkit"],
     )
 

@@ -91,6 +91,7 @@ def test_a_run_writes_a_card_and_the_same_command_uploads_it(target_dir: Path, d
     assert not {"base_model", "datasets"} & metadata_of(card).keys(), "neither has a name on the hub"
     assert f"**{result['acceptance_length']:.2f} tokens a step**" in card
     assert "sampled at temperature 0.0, by" in card, "of one response to a prompt, which is greedy"
+    assert f" {dflash_train.record()['data']['cut']} responses were cut at the limit" in card
     assert f"dflash-serve --target {target_dir} --drafter run\n" in card and "vllm serve" in card
 
     weights = (output / "model.safetensors").read_bytes()
