@@ -12,7 +12,7 @@ from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.request_table import MAX_OVERTAKEN
 from dflash_toolkit.runtime.scheduler import Scheduler
-from dflash_toolkit.runtime.wait_queue import WaitQueue
+from dflash_toolkit.runtime.wait_queue import HEAP_SLACK, WaitQueue
 
 TURN, CUT = 16, 8
 
@@ -51,6 +51,47 @@ def test_an_answer_token_costs_two_prompt_tokens(prompt: int, first: str) -> Non
     queue.charge(requests["prompt"], prompt=prompt)
     queue.charge(requests["answer"], answer=4)
     assert queue.next(may_start=True) is requests[first]
+
+
+def test_a_new_key_starts_at_the_least_of_the_others() -> None:
+    queue, (first, second, third) = WaitQueue(), (asked(3, key=key) for key in "abc")
+    queue.add(first)
+    assert queue.entry(first).key.given == 0, "there are no others"
+    queue.charge(first, prompt=7)
+    queue.add(second)
+    queue.charge(second, prompt=2)
+    queue.add(third)
+    assert [queue.entry(each).key.given for each in (first, second, third)] == [7, 9, 7]
+    another = asked(3, key="a")
+    queue.charge(second, prompt=20)
+    queue.charge(third, prompt=20)
+    queue.add(another)
+    assert queue.entry(another).key.given == 7, "a key whose requests wait keeps what it has"
+
+
+def test_a_preempted_request_is_as_long_as_its_prompt_and_answer() -> None:
+    queue, (preempted, other) = WaitQueue(), (asked(3, key="a"), asked(6, key="a"))
+    preempted.tokens.extend([1] * 4)
+    for request in (preempted, other):
+        queue.add(request)
+    assert (queue.entry(preempted).size, queue.entry(other).size) == (7, 6)
+    assert queue.next(may_start=True) is other
+
+
+def test_stale_entries_of_the_heaps_are_bounded() -> None:
+    queue, waiting = WaitQueue(), asked(3)
+    queue.add(waiting)
+    key = queue.entry(waiting).key
+    for count in range(1, 400):
+        request = asked(1)
+        queue.add(request)
+        assert (key.waiting, len(queue)) == (2, 2)
+        queue.start(request)
+        queue.remove(request, ended=True)
+        assert (key.waiting, len(queue)) == (1, 1)
+        assert count >= 60 or len(key.by_age) == count + 1, "it is not rebuilt at every removal"
+        assert max(len(key.by_age), len(key.by_size)) <= 2 * 2 + HEAP_SLACK
+    assert queue.next(may_start=True) is waiting
 
 
 # ---- prompts of other lengths ------------------------------------------------------------------------------
