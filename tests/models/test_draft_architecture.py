@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MASK, make_drafter, make_target
+from drafter_configs import make_config
 from engines import check_drafts, make_engine, prompts_of, same
 from paths import ROOT
 from programs import Program
@@ -158,3 +159,13 @@ def test_the_architecture_follows_from_the_sizes() -> None:
         drafter_shape(make_target().config, taps=3, kind="dflash2", conv_kernel_size=0, selector_rank=0)
     assert pairs.architecture.is_initial("candidate_selector.successor_codebook", torch.zeros(3, 2))
     assert not pairs.architecture.is_initial("candidate_selector.successor_codebook", torch.eye(3, 2))
+
+
+def test_plain_dflash_adds_no_products_and_comes_first() -> None:
+    plain, dflash2 = architecture.of_kind("dflash"), architecture.of_kind("dflash2")
+    config = make_config()
+    assert (plain.layer_products(config), plain.selector_products(config)) == (0, 0)
+    assert architecture.kinds()[:2] == ("dflash", "dflash2")
+    sizes = dict.fromkeys(dflash2.sizes, 4)
+    assert architecture.asked_by(sizes) is dflash2, "all of its sizes"
+    assert architecture.asked_by({"selector_rank": 4}) is dflash2 and architecture.asked_by({}) is None

@@ -83,6 +83,17 @@ def test_a_drafter_equal_to_the_target_has_no_loss(
     assert loses if shift else result.loss < 1e-4 and result.slot_overlap.min() > 0.9999
 
 
+def test_states_of_each_row_predict_its_own_tokens(target: Target, batch: tuple[Features, Blocks]) -> None:
+    features, blocks = batch
+    twice = Blocks(*(torch.cat([getattr(blocks, name)] * 2) for name in Blocks.__slots__))
+    index = (blocks.anchor[:, :, None] + torch.arange(SIZE) - 1).clamp(min=0)
+    hidden = as_drafted(features, index.clamp(max=features.tokens.shape[1] - 1)).repeat(2, 1, 1)
+    assert features.final is not None
+    final = features.final.repeat(2, 1, 1)
+    result = draft_loss(hidden, twice, target.head_weight, options(kl=1.0), 4.0, final)
+    assert result.loss < 1e-4
+
+
 # ---- mixes, slot weights, and what is reported -------------------------------------------------------------------
 
 
