@@ -198,9 +198,9 @@ def test_only_parquet_and_datasets_need_datasets(tmp_path: Path, monkeypatch: py
     for name in ("a.jsonl", "a.ndjson", "a.jsonl.gz", "a.json", "a.txt"):
         path = make(tmp_path / name)
         assert asked(path) == [prompt.messages[0]["content"] for prompt in read_prompts(path)] == ["first", "second"]
-    with pytest.raises(UserError, match=r"a\.parquet needs datasets: .*\[train\]"):
+    with pytest.raises(UserError, match=r"a\.parquet needs datasets: .*\[train\]'$"):
         asked(parquet)
-    with pytest.raises(UserError, match=r"some/set needs datasets: "):
+    with pytest.raises(UserError, match=r"some/set needs datasets: .*, or give a file$"):
         asked("some/set")
 
 

@@ -118,7 +118,7 @@ def test_reports_of_dflash_eval_can_be_compared(tmp_path: Path) -> None:
         program.check_same(ours, {"a": PROMPTS}, 5)
     report["sections"][0]["temperature"] = 0.6
     (tmp_path / "report.json").write_text(json.dumps(report))
-    with pytest.raises(UserError, match=r"section is of temperature"):
+    with pytest.raises(UserError, match=r"temperature .*greedily"):
         program.read_ours(tmp_path / "report.json", "mine", None)
 
 
