@@ -26,7 +26,7 @@ from torch import Tensor
 from dflash_toolkit import Drafter, DrafterConfig, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.models.dflash import checkpoint
-from dflash_toolkit.models.dflash.checkpoint import check_fits, config_json, read_config
+from dflash_toolkit.models.dflash.checkpoint import check_fits, config_json, read_config, read_tensors
 from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.rope import RopeScaling
 
@@ -254,6 +254,12 @@ def test_keys_that_a_config_leaves_out_have_the_defaults_of_other_loaders(copy: 
     found = read_config(copy)
     assert (found.block_size, found.head_dim) == (16, values["hidden_size"] // values["num_attention_heads"])
     assert (found.acceptance_slope, found.acceptance_bias, found.input_embedding_scale) == (1.0, (), 1.0)
+
+
+def test_the_head_of_a_plain_drafter_is_read_with_its_layers(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors") | {"lm_head.weight": torch.ones(3)}
+    save_file(tensors, copy / "model.safetensors")
+    assert "lm_head.weight" in read_tensors(copy, layers_only=True), "so that it is refused as an unknown tensor"
 
 
 @given(data=st.data())
