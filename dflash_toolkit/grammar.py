@@ -257,8 +257,8 @@ def _rewritten(grammar: Grammar) -> tuple[str, dict[str, StringPattern]]:
         raise GrammarError(f"the {grammar.name} is not valid JSON ({error})") from error
 
 
-# the rule of one character of a string of limited length; xgrammar allows control characters in it
-CHARACTER = re.compile(r'^([\w-]+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+# one character of a string of limited length; xgrammar allows control characters in it
+CHARACTER, ALLOWED = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 SPACE = r"[ \n\r\t]*"
 # the rules of a further property's name; with an escape it could repeat the name of another property
 NAME = re.compile(r"^[\w-]*_addl_key\w* ::= .*$", re.MULTILINE)
@@ -268,7 +268,7 @@ PATTERN = re.compile(r'^([\w-]+) ::= Regex\("(\^pattern-\d+\$)", json_string=tru
 
 def _tightened(grammar: Any, patterns: Mapping[str, StringPattern]) -> Any:
     """Returns xgrammar's grammar of JSON schemas with what these forbid: its rules as text, some of them changed."""
-    text = CHARACTER.sub(lambda rule: f'{rule[1]}(([^\\0-\\x1f\\"\\\\]))', str(grammar))
+    text = str(grammar).replace(CHARACTER, ALLOWED)
     text = text.replace(SPACE, f"{SPACE[:-1]}{{0,{MOST_SPACE}}}")
     text = NAME.sub(lambda rule: rule[0].replace(ESCAPE, ""), text)
     text = PATTERN.sub(lambda rule: "\n".join(patterns[rule[2]].rules(rule[1])), text)

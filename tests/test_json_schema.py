@@ -169,6 +169,12 @@ def test_white_space_has_a_limit() -> None:
             assert (GRAMMARS.matcher(grammar, [EOS]).accept(ids) == len(ids)) == holds
 
 
+@pytest.mark.parametrize("longest", [1, 2, 5])
+def test_short_strings_hold_no_control_characters(longest: int) -> None:
+    schema = {"type": "string", "maxLength": longest}
+    assert accepts(schema, '"a"') and not accepts(schema, '"\x01"') and not accepts(schema, '"\n"')
+
+
 def test_no_escape_repeats_the_name_of_a_property() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     assert accepts(schema, '{"a": 1, "b": "x"}')
