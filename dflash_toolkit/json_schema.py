@@ -9,6 +9,7 @@ Draft 2020-12; `items` as a list and boolean exclusive bounds are read as in the
 nothing, as the standard has it.
 """
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from itertools import combinations, product
 from typing import Any
 from urllib.parse import unquote
 
-from .string_pattern import StringPattern
+from .string_pattern import StringPattern, has_look_around
 
 Schema = Any  # a parsed JSON schema: dict or bool
 Part = dict[str, Any]  # keywords that hold together, without anyOf, oneOf, allOf and $ref
@@ -77,8 +78,8 @@ class Rewritten:
         if isinstance(schema, bool):
             return [{}] if schema else []
         _check_keywords(schema, place)
-        found = [part for part in [_own_keywords(schema, place)] if part is not None]
-        found = [part for part in (self._filtered(part) for part in found) if part is not None]
+        own = self._filtered(_own_keywords(schema, place))
+        found = [] if own is None else [own]
         if "$ref" in schema:
             ref = schema["$ref"]
             if ref in refs:
@@ -91,6 +92,8 @@ class Rewritten:
                 places = [f"{place}/{key}/{i}" for i in range(len(schema[key]))]
                 branches = [self._parts(each, at, refs) for each, at in zip(schema[key], places, strict=True)]
                 branches = [self._all_of(found, branch, place) for branch in branches]
+                if sum(map(len, branches)) > MOST_PARTS:
+                    raise UnsupportedSchema(f"{key!r} has more than {MOST_PARTS} alternatives{_at(place)}")
                 if key == "oneOf":
                     self._check_disjoint(branches, place)
                 found = [part for branch in branches for part in branch]
@@ -122,15 +125,9 @@ class Rewritten:
         return {"enum": values} if (values := [value for value in part["enum"] if self._valid(value, rest)]) else None
 
     def _valid(self, value: Any, part: Part) -> bool:
-        from jsonschema import Draft202012Validator
-
-        rest = dict(part)
-        patterns = rest.pop("pattern", ())
-        if "format" in rest and isinstance(value, str):
-            raise UnsupportedSchema("'format' next to 'enum' or 'const' is not supported")
-        schema = rest | ({"allOf": [{"pattern": each} for each in patterns]} if patterns else {})
         root = self._root if isinstance(self._root, dict) else {}
-        return bool(Draft202012Validator(root).evolve(schema=schema).is_valid(value))
+        schema = {key: keyword[0] if key == "pattern" else keyword for key, keyword in part.items()}
+        return bool(_validator()(root).evolve(schema=schema).is_valid(value))
 
     def _resolve(self, ref: Any, place: str) -> Schema:
         if not isinstance(ref, str) or not ref.startswith("#"):
@@ -282,12 +279,13 @@ class Rewritten:
         if patterns:
             ((pattern, each),) = patterns.items()
             found["patternProperties"] = {pattern: self._write(each, f"{place}/patternProperties/{pattern}", depth + 1)}
-        elif inner or rest is False:
+        elif inner or rest in (None, False):
             found["properties"] = inner
         found |= {"required": [*dict.fromkeys(required)]} if required else {}
-        if rest is not None and not patterns and "propertyNames" not in part:
-            found["additionalProperties"] = rest
-        if "propertyNames" in part:
+        named = "propertyNames" in part and rest is not False  # else there are no properties to name
+        if not patterns and not named:
+            found["additionalProperties"] = False if rest is None else rest
+        if named:
             found["propertyNames"] = self._write(part["propertyNames"], f"{place}/propertyNames", depth + 1)
         return found | {key: part[key] for key in ("minProperties", "maxProperties") if key in part}
 
@@ -323,8 +321,10 @@ class Rewritten:
         if not patterns:
             found: Part = {"type": "string"} | ({"minLength": least} if least else {})
             return found | ({"maxLength": most} if most < math.inf else {})
+        if len(patterns) == 1 and not sized and not has_look_around(patterns[0]):
+            return {"type": "string", "pattern": patterns[0]}
         try:
-            pattern = StringPattern(patterns, least, most)
+            pattern = StringPattern(patterns, least, int(most) if most < math.inf else None)
         except ValueError as error:
             raise UnsupportedSchema(f"'pattern' {error}{_at(place)}") from error
         if pattern.empty:
@@ -335,6 +335,20 @@ class Rewritten:
 
 
 KEYWORDS_TYPE = {key: name for name, keys in KEYWORDS.items() for key in keys}
+
+
+@functools.cache
+def _validator() -> Any:
+    """Returns the judge of values in an enum. It runs no pattern of a request: some take exponential time."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+
+    def refuse(_: Any, keyword: Any, value: Any, schema: Any) -> Iterator[Any]:
+        if isinstance(value, str | dict):
+            raise UnsupportedSchema("'pattern' or 'format' next to 'enum' or 'const' is not supported")
+        return iter(())
+
+    return extend(Draft202012Validator, dict.fromkeys(("pattern", "patternProperties", "format"), refuse))
 
 
 def _at(place: str) -> str:
@@ -360,8 +374,8 @@ def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
             raise UnsupportedSchema(f"{key!r} cannot be {json.dumps(schema[key])[:80]}{_at(place)}")
 
 
-def _own_keywords(schema: Mapping[str, Any], place: str) -> Part | None:
-    """Returns the keywords of one schema, those next to it merged by no rule; None if it allows no value."""
+def _own_keywords(schema: Mapping[str, Any], place: str) -> Part:
+    """Returns the keywords of one schema in the forms of draft 2020-12."""
     part = {key: value for key, value in schema.items() if key in ASSERTIONS}
     if "type" in part:
         part["type"] = [part["type"]] if isinstance(part["type"], str) else list(part["type"])

@@ -106,7 +106,7 @@ class PromptOptions:
     split: str = option("train", "split of datasets to read")
     form: str = option(
         BY_NAME,
-        "benchmark whose prompt template is used; auto: only for sources given as NAME=SOURCE; none: no template",
+        "prompt template of a benchmark; auto: only for sources given as NAME=SOURCE; none: no template",
         FORM_CHOICES,
     )
     max_prompts: int = option(0, "number of prompts from all sources; 0 uses all", common=True)
@@ -146,7 +146,7 @@ class PromptSetOptions:
     )
     form: str = option(
         BY_NAME,
-        "benchmark whose prompt template is used for all sets; auto: each set's own, by its name; none: no template",
+        "prompt template of a benchmark for all sets; auto: each set's own, by its name; none: no template",
         FORM_CHOICES,
     )
     split: str = option("test", "split of datasets to read, in their order")

@@ -16,6 +16,7 @@ from grammars import BYTE_OF, TOKENIZER
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field, conint, constr
 
+from dflash_toolkit import string_pattern
 from dflash_toolkit.grammar import Grammars, Matcher, words_of
 from dflash_toolkit.sampling import Grammar, GrammarError
 
@@ -156,6 +157,20 @@ def test_keywords_next_to_each_other_are_all_followed(schema: Any, good: list[st
     assert [text for text in bad if accepts(schema, text)] == []
 
 
+def test_a_pattern_with_too_many_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(string_pattern, "CPU_SECONDS", 1)
+    for pattern in ("(a|b)*a(a|b){40}", "(a{1,100}){1,100}"):
+        with pytest.raises(GrammarError, match=r"(too many|more than 2000) states"):
+            matcher_of({"type": "string", "pattern": pattern, "maxLength": 90})
+
+
+def test_no_pattern_of_a_request_runs_on_a_value_of_its_enum() -> None:
+    slow = {"enum": ["a" * 60 + "!"], "pattern": "^(a+)+$"}
+    for schema in (slow, {"allOf": [{"enum": slow["enum"]}, {"pattern": slow["pattern"]}]}):
+        with pytest.raises(GrammarError, match="'pattern' or 'format' next to 'enum'"):
+            matcher_of(schema)
+
+
 def test_white_space_has_a_limit() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     call = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
@@ -187,10 +202,11 @@ def test_no_escape_repeats_the_name_of_a_property() -> None:
         ({"not": {}}, "'not' is not supported"),
         ({"properties": {"a": {"uniqueItems": True}}}, r"'uniqueItems' is not supported \(at /properties/a\)"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf' of schemas that a value could be valid under"),
-        ({"type": "string", "pattern": r"^(a|b)\1$"}, "'pattern' .* is not supported"),
-        ({"type": "string", "pattern": r"a\b"}, "'pattern' .* is not supported"),
+        ({"type": "string", "pattern": r"^(a|b)\1$"}, "Backreference is not supported"),
+        ({"type": "string", "pattern": r"a\b"}, "Word boundary is not supported"),
         ({"type": "string", "pattern": "a(?=b)"}, "'pattern' .* is not supported"),
-        ({"type": "string", "pattern": "("}, "is no regular expression"),
+        ({"type": "string", "pattern": "(", "maxLength": 2}, "is no regular expression"),
+        ({"oneOf": [{"const": number} for number in range(600)]}, "more than 512 alternatives"),
         ({"type": "string", "format": "date", "maxLength": 3}, "with 'format' is not supported"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself|allows no"),
         ({"$ref": "#/nowhere"}, "the schema has no such part"),

@@ -61,7 +61,7 @@ def kind_of(path: Path) -> str:
 def local_files(place: str) -> list[Path] | None:
     """Returns the files of a path, a pattern or a folder, sorted; None for a dataset.
 
-    A folder whose card or file names declare splits is a dataset.
+    A folder is a dataset if its card or its file names declare splits.
     """
     path = Path(place)
     if path.is_dir():
@@ -145,7 +145,7 @@ def _array(path: Path) -> Iterator[Found]:
         try:
             conversation(values, "")  # the file's only row
             lists = [[values]]
-        except ValueError:
+        except ValueError:  # it is not a row; an array of rows may be inside
             pass
         if len(lists) != 1:
             raise UserError(f"{path}: expected an array of rows, got an object")

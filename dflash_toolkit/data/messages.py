@@ -36,7 +36,7 @@ def parsed(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # a Python literal, perhaps
         pass
     try:
         return ast.literal_eval(value.strip())

@@ -234,7 +234,7 @@ def _system_text(value: Any) -> str:
 
 
 def _answered(left: dict[str, Any], chat: Chat, names: tuple[str, ...]) -> None:
-    """Adds the recorded answer of a row whose messages end with a question.
+    """Adds the recorded answer of a row to messages that end with a question.
 
     In many data sets columns hold numbers, choices and lists, not answers in words: these are not read.
     """

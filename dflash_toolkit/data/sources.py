@@ -56,7 +56,7 @@ class Batches:
             return  # reading the rows reports it
 
     def joined(self, row: Any) -> Any:
-        """Returns a question with its answer, None for an answer whose question is in another file, else the row."""
+        """Returns a question with its answer; None for an answer to a question of another file; else the row."""
         name = row.get("custom_id") if isinstance(row, dict) else None
         if not isinstance(name, str) or name not in self.asked:
             return row

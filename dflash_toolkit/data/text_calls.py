@@ -53,7 +53,7 @@ def _calls(text: str) -> dict[str, Any]:
         if text.lstrip().startswith("[") and text.rstrip().endswith(")]"):
             return {"content": "", "tool_calls": _python_calls(text.strip()[1:-1])}
     except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError):
-        pass
+        pass  # it only looks like calls, so it stays text
     return {}
 
 

@@ -24,7 +24,7 @@ def conversions(config: DrafterConfig) -> Iterator[Edit]:
 
 
 def _changed(check: str, words: str, remedy: str, changes: dict[str, Change]) -> Edit:
-    """Returns the edit that changes the tensors whose names end with a key."""
+    """Returns the edit that changes each tensor with a name that ends with a key."""
 
     def apply(tensors: Tensors) -> dict[str, Tensor]:
         found = dict(tensors)

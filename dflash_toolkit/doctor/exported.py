@@ -27,7 +27,7 @@ ROUNDED = 0.15  # the target's numbers, if either side computed in 16 bits: twic
 EXACT = 0.02  # if both computed in fp32, on any device
 OTHER = 0.35  # above: other weights, not another quantization of the same
 RECURRENT = 3.0  # factor on tolerances with recurrent layers: a head's read of its state is normed, however small it is
-GROUP = 32  # neighbours that share a scale in the finest usual quantization
+GROUP = 32  # adjacent weights that share a scale in the finest usual quantization
 LIKE_JSON = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
 NESTED = (*SCALES, *all_sizes())  # in dflash_config
 AFTER_HEAD = ("output_multiplier", "final_logit_softcapping")
@@ -385,4 +385,8 @@ def quantization(target: Target) -> str:
         return ""
     ordered = weight.detach()[:64].unflatten(1, (-1, GROUP)).sort(-1).values
     values_each = 1 + (ordered.diff(dim=-1) != 0).sum(-1)
-    return f"quantized to 4 bits (at most 16 values among {GROUP} neighbours)" if int(values_each.max()) <= 16 else ""
+    return (
+        f"quantized to 4 bits (at most 16 values among {GROUP} adjacent weights)"
+        if int(values_each.max()) <= 16
+        else ""
+    )

@@ -50,7 +50,7 @@ def load_engine(
         drafter: the same for the drafter; None decodes plainly.
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto is bfloat16 on a GPU and float32 on a CPU.
-        chat_template: a file, whose end of a response ends answers; None is the target's own template.
+        chat_template: a file. Answers end with its end of a response; None is the target's own template.
 
     Raises:
         UserError: no such model, a target or GPU that the engine does not support, too little memory.

@@ -84,7 +84,7 @@ class EngineOptions(DraftOptions):
     )
     prefix_cache: bool = option(True, "reuse the cached pages of common prompt prefixes")
     prefix_states: int | None = option(
-        None, "prompt prefixes whose recurrent states are kept for reuse (default: --max-num-seqs, at most 32)"
+        None, "prompt prefixes with recurrent states that are kept for reuse (default: --max-num-seqs, at most 32)"
     )
     retune: bool = option(False, "measure step times again instead of using those kept from an earlier start")
     synthetic: SyntheticAcceptance | None = None

@@ -8,8 +8,7 @@
 `rates` writes responses as dflash-data does, with random weights of a shape (--shape; drafts are accepted at random,
 --accept) or with a real target. For each batch size it writes greedy responses without drafts, sampled ones, and
 greedy ones with drafts: `tokens_per_second` of the whole job, prefills included, and `steady_tokens_per_second` while
-the batch is full. --refill also compares how many free rows wait for each other; --profile adds the functions that
-take the host longest.
+the batch is full. --profile adds the functions that take the host longest.
 
 `run` is one dflash-train command, timed from outside: `seconds` and the line that each stage began with.
 """
@@ -118,7 +117,7 @@ def write_responses(decoder: EngineDecoder, jobs: Sequence[Job], temperature: fl
     }  # fmt: skip
 
 
-def measured(parts: Parts, mode: str, batch: int, refill: int | None, args: argparse.Namespace) -> dict[str, Any]:
+def measured(parts: Parts, mode: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the rates of one way of writing responses at one batch size. Raises UserError."""
     parts = replace(parts, drafter=parts.drafter if mode == "drafts" else None)
     accept = SyntheticAcceptance(rate=args.accept, seed=1) if mode == "drafts" and not args.target else None
@@ -126,8 +125,6 @@ def measured(parts: Parts, mode: str, batch: int, refill: int | None, args: argp
     options = EngineOptions(max_num_seqs=batch, max_model_len=args.max_model_len, draft_tree=0, synthetic=accept)
     engine = parts.engine(options)
     decoder = EngineDecoder(engine)
-    if refill:
-        decoder.refill = refill
     vocabulary, stops = parts.target.spec.vocab_size, bool(args.target)
     source, temperature = jobs_of(args, vocabulary), 1.0 if mode == "sampled" else 0.0
     write_responses(
@@ -143,7 +140,7 @@ def measured(parts: Parts, mode: str, batch: int, refill: int | None, args: argp
         text = io.StringIO()
         pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(18)
         found["profile"] = [line.strip() for line in text.getvalue().splitlines() if ":" in line or "{" in line]
-    found |= {"mode": mode, "batch": batch, "refill": decoder.refill, "start_seconds": round(start, 1)}
+    found |= {"mode": mode, "batch": batch, "start_seconds": round(start, 1)}
     if torch.cuda.is_available():
         found["gpu_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     if mode == "drafts":
@@ -159,16 +156,15 @@ def rates(args: argparse.Namespace) -> None:
         for mode in args.modes:
             if mode == "drafts" and parts.drafter is None:
                 continue
-            for refill in args.refill or [None]:
-                gc.collect()
-                try:
-                    found = measured(parts, mode, batch, refill, args)
-                except UserError as error:
-                    found = {"mode": mode, "batch": batch, "refused": str(error)}
-                result["rates"].append(found)
-                shown = found.get("refused") or f"{found['tokens_per_second']} tokens/s in {found['seconds']} s"
-                print(f"{batch} {mode} {refill or ''}: {shown}", flush=True)
-                write_json(args.output, result)
+            gc.collect()
+            try:
+                found = measured(parts, mode, batch, args)
+            except UserError as error:
+                found = {"mode": mode, "batch": batch, "refused": str(error)}
+            result["rates"].append(found)
+            shown = found.get("refused") or f"{found['tokens_per_second']} tokens/s in {found['seconds']} s"
+            print(f"{batch} {mode}: {shown}", flush=True)
+            write_json(args.output, result)
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------
@@ -226,7 +222,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("--layers", type=int, help="layers of the shape (default: all)")
     one.add_argument("--batch", type=int, nargs="+", default=[32, 64, 128, 256], help="requests at a time")
     one.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    one.add_argument("--refill", type=int, nargs="+", help="free rows that wait for each other")
     one.add_argument("--accept", type=float, default=0.8, help="acceptance rate of a position, with --shape")
     one.add_argument("--prompt-tokens", type=int, nargs=2, default=[40, 240], help="fewest and most, with --shape")
     one.add_argument("--tokens", type=int, default=512, help="limit of a response; with --shape a quarter at least")

@@ -5,7 +5,8 @@
 
 320 prompts of 8 to 200 tokens for a random model of each architecture (the first layers of a named shape), at batch
 1 and 8: plain, with a random drafter, and with randomly accepted drafts, so that blocks of every length are
-committed.
+committed. With --target, --drafter and --data, the prompts of these sets for a real pair instead: plain, with blocks
+and with draft trees.
 """
 
 import argparse
@@ -21,11 +22,12 @@ from typing import Any
 import torch
 
 from dflash_toolkit.config import run_command
+from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
-from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
+from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
@@ -35,6 +37,7 @@ from scripts.shapes import named_shape, random_drafter, random_target
 
 SHAPES = ("qwen3-0.6b", "qwen2.5-0.5b", "smollm2")
 MODES = ("plain", "drafts", "dice")
+PAIR_MODES = {"plain": {"num_speculative_tokens": 0}, "blocks": {"draft_tree": 0}, "trees": {"draft_tree": 63}}
 
 
 def digests(shape: str, args: argparse.Namespace) -> dict[str, str]:
@@ -73,9 +76,31 @@ def digests(shape: str, args: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def pair_digests(args: argparse.Namespace) -> dict[str, str]:
+    """sha256 of all tokens of a real pair by `mode/batch`."""
+    found = {}
+    for mode, options in PAIR_MODES.items():
+        for batch in (1, 8):
+            sizes = EngineOptions(max_num_seqs=batch, max_model_len=args.max_model_len, **options)  # type: ignore[arg-type]
+            engine, tokenizer = load_engine(args.target, args.drafter, device=args.device, options=sizes)
+            rows = [row for rows in read_prompt_sets(args.data, args.limit).values() for row in rows]
+            prompts = [encode_chat(tokenizer, row.messages) for row in rows]
+            answers = engine.generate(prompts, SamplingParams(max_tokens=args.tokens))
+            text = json.dumps([list(answer.tokens) for answer in answers])
+            found[f"{mode}/{batch}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            del engine
+            gc.collect()
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=SHAPES)
+    parser.add_argument("--target", help="a real target instead of shapes")
+    parser.add_argument("--drafter", help="its drafter")
+    parser.add_argument("--data", nargs="+", metavar="NAME=SOURCE", default=[], help="prompt sets of a real target")
+    parser.add_argument("--limit", type=int, default=64, help="prompts per set")
+    parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=320)
     parser.add_argument("--tokens", type=int, default=64)
@@ -84,7 +109,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {**setting("bench/tokens.py"), "digests": {}}
-    for shape in args.shape:
+    if args.target:
+        result["digests"] = pair_digests(args)
+        write_json(args.output, result)
+    for shape in () if args.target else args.shape:
         began = time.perf_counter()
         result["digests"] |= digests(shape, args)
         print(f"{shape}: {time.perf_counter() - began:.0f} s", flush=True)

@@ -26,9 +26,9 @@ def test_rates_of_a_real_pair_are_measured(target_dir: Path, drafter_dir: Path, 
     data = write(tmp_path / "p.jsonl", says(*(f"ask {i} of it" for i in range(9))))
     pair = ["rates", "--target", str(target_dir), "--drafter", str(drafter_dir), "--data", f"own={data}"]
     output = tmp_path / "rates.json"
-    assert program.main([*pair, *FEW, "--refill", "1", "2", "--output", str(output)]) == 0
+    assert program.main([*pair, *FEW, "--output", str(output)]) == 0
     found = read_json(output)
-    assert [(each["batch"], each["refill"]) for each in found["rates"]] == [(2, 1), (2, 2)] * 3 + [(4, 1), (4, 2)] * 3
+    assert [each["batch"] for each in found["rates"]] == [2] * 3 + [4] * 3
     greedy, drafts = (
         {each["tokens"] for each in found["rates"] if each["mode"] == mode and each["batch"] == 4}
         for mode in ("greedy", "drafts")

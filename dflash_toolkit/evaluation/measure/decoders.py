@@ -31,7 +31,6 @@ from ...runtime.request import Request
 from ...sampling import DraftSampleMethod, SamplingParams
 
 CERTAIN = 1e6  # a bias larger than any logit
-MOST_REFILLED, ROWS_PER_REFILLED = 8, 32  # free rows that wait for each other before prompts are added
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,7 @@ OnStep = Callable[[Generation], None]  # called with the growing generation
 
 
 class EngineDecoder:
-    """Decodes with continuous batching on the engine that `dflash-serve` runs.
-
-    A large batch is refilled by several prompts at a time: they share one prefill pass, which reads the weights once.
-
-    Attributes:
-        refill: free rows that wait for each other.
-    """
+    """Decodes with continuous batching on the engine that `dflash-serve` runs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -93,7 +86,6 @@ class EngineDecoder:
         self._running: dict[int, Request] = {}
         self._finished: deque[Response] = deque()
         self._rows = engine.options.max_num_seqs or 1
-        self.refill = max(1, min(MOST_REFILLED, self._rows // ROWS_PER_REFILLED))
         self.width = 2 * self._rows  # so a finished request can be replaced at once
 
     def submit(
@@ -117,8 +109,6 @@ class EngineDecoder:
     def _refill_batch(self) -> None:
         assert self._engine is not None
         free = self._rows - len(self._running)
-        if free < self.refill and self._running:
-            return
         while self._waiting and free > 0:
             key, request = self._waiting.popleft()
             self._running[key] = request

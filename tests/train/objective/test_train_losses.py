@@ -9,7 +9,7 @@ from drafted_blocks import A, B, D, S, V, blocks
 
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, TrainConfig
 from dflash_toolkit.train.objective.blocks import Blocks
-from dflash_toolkit.train.objective.loss import DraftLoss, decay_weights, dpace_weights, draft_loss
+from dflash_toolkit.train.objective.loss import DraftLoss, _autocast, decay_weights, dpace_weights, draft_loss
 
 
 def test_decay_weights_are_the_paper_s() -> None:
@@ -132,6 +132,12 @@ def test_without_a_selector_the_oracle_drafts_any_of_the_best_16() -> None:
     result = draft_loss(logits.view(B, A * S, V), b, torch.eye(V), LossOptions(), 4.0)
     assert result.unary_length.item() == 1
     assert result.oracle_length.item() == 2, "rank 15 counts, rank 16 does not"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_computes_in_the_dtype_of_the_target(dtype: torch.dtype) -> None:
+    with _autocast(torch.device("cpu"), dtype):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
 def test_a_batch_without_supervision_is_an_error() -> None:

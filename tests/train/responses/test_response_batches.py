@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
 from programs import Program, lines
 
 from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.evaluation.measure.decoders import EngineDecoder
 from dflash_toolkit.files import read_json
 from dflash_toolkit.runtime import EngineOptions
-from dflash_toolkit.runtime.load import Parts, load_engine
+from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.train.responses import backends, batch_size
 from dflash_toolkit.train.responses.batch_size import sizes_that_fit
 
@@ -56,26 +55,6 @@ def test_a_size_that_the_engine_refuses_is_lowered(target_dir: Path, monkeypatch
     assert tried == [96, 64, 48]
     with pytest.raises(UserError, match="3 GiB short"):
         backends.open_decoder(str(target_dir), device="cpu", batch=96, context=64)
-
-
-def test_a_large_batch_is_refilled_several_rows_at_a_time() -> None:
-    engine, _ = load_engine(make_target(), None, options=EngineOptions(max_num_seqs=64, max_model_len=64))
-    decoder, add, added = EngineDecoder(engine), engine.scheduler.add, [0]
-
-    def counted(request: Any) -> None:
-        added[-1] += 1
-        add(request)
-
-    engine.scheduler.add = counted  # type: ignore[method-assign]
-    for key in range(150):
-        decoder.submit(key, [1 + key % 7, 2], SamplingParams(max_tokens=3 + key % 11, ignore_eos=True))
-    found = []
-    for _ in range(150):
-        found.append(decoder.wait().key)
-        added.append(0)
-    assert sorted(found) == [*range(150)]
-    assert added[0] >= 64 and sum(added) == 150
-    assert all(count != 1 for count in added), "two rows share a prefill"
 
 
 def test_greedy_responses_come_before_sampled_ones(dflash_data: Program, monkeypatch: pytest.MonkeyPatch) -> None:
