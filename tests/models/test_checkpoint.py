@@ -210,6 +210,7 @@ def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
         ({"dflash_config": {"selector_rank": 8}}, "'selector_rank'"),
         ({"dflash_config": {"use_swa": True, "swa_window_size": 64}}, "'use_swa'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_heads is 0"),
         ({"num_hidden_layers": 3}, "layer_types has 2 entries for 3 layers"),
         ({"block_size": 1, "dflash_config": {"block_size": 1}}, "block_size is 1"),
         ({"block_size": 10**9, "dflash_config": {"block_size": 10**9}}, "block_size is 1000000000"),
@@ -254,6 +255,12 @@ def test_keys_that_a_config_leaves_out_have_the_defaults_of_other_loaders(copy: 
     found = read_config(copy)
     assert (found.block_size, found.head_dim) == (16, values["hidden_size"] // values["num_attention_heads"])
     assert (found.acceptance_slope, found.acceptance_bias, found.input_embedding_scale) == (1.0, (), 1.0)
+
+
+def test_a_missing_head_size_is_that_of_all_heads_together(copy: Path) -> None:
+    change_config(copy, {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None})
+    config = read_config(copy)
+    assert config.head_dim == config.hidden_size
 
 
 def test_the_head_of_a_plain_drafter_is_read_with_its_layers(copy: Path) -> None:
@@ -314,6 +321,11 @@ def test_leftovers_of_a_kill_are_removed_by_the_next_export(drafter: Drafter, co
     assert (copy / ".partial-new").exists(), "another process may be writing there"
     shutil.rmtree(copy / ".partial-new")
     assert files(copy).keys() == before.keys()
+
+
+def test_an_export_whose_folder_is_deleted_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write the checkpoint"), checkpoint.staged(tmp_path) as stage:
+        shutil.rmtree(stage)
 
 
 def test_a_truncated_write_leaves_the_last_export_intact(drafter: Drafter, copy: Path) -> None:

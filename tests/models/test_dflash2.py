@@ -339,9 +339,10 @@ def nested(**changes: Any) -> Changes:
         ),
         ({"architectures": "DFlash2DraftModel"}, "'architectures' is 'DFlash2DraftModel', not a list"),
         ({"architectures": ["DFlashDraftModel"]}, "'conv_kernel_size' is of DFlash2DraftModel, but 'architectures' is"),
+        ({"speculators_model_type": "dflash2"}, "speculators form of DFlash 2"),
         (
-            {"speculators_model_type": "dflash2"},
-            "speculators form of DFlash 2",
+            {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]},
+            "the speculators form of DFlash 2 is not supported",
         ),
         (nested(conv_group_size=None), "conv_kernel_size is 2 and conv_group_size 0; give both"),
         (nested(selector_top_k=None), "selector_rank is 6 and selector_top_k 0; give both"),
