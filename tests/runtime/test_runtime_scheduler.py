@@ -511,6 +511,16 @@ def test_no_step_is_launched_for_requests_that_surely_end(limit: int, steps: int
     assert device.called("decode") == [(2,)] * steps
 
 
+def test_a_turn_that_launches_no_step_reads_one_result() -> None:
+    """The device still computes the next one; meanwhile the engine can add requests."""
+    request, tokens = request_of([1, 2], 6), list[int]()
+    scheduler = scheduled(TableDevice(2), request)
+    while not scheduler.idle:
+        scheduler.advance()
+        tokens.append(len(request.tokens))
+    assert tokens == [0, 1, 2, 3, 4, 5, 6]
+
+
 def test_the_page_table_changes_once_in_four_pages() -> None:
     device = TableDevice(0)
     drain(scheduled(device, request_of([1, 2], 60)))

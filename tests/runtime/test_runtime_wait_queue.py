@@ -78,6 +78,14 @@ def test_a_preempted_request_is_as_long_as_its_prompt_and_answer() -> None:
     assert queue.next(may_start=True) is other
 
 
+def test_of_equal_keys_the_one_with_the_oldest_request_is_guaranteed() -> None:
+    queue, (ended, oldest, newest) = WaitQueue(), (asked(3, key=key) for key in ("a", "b", "a"))
+    for request in (ended, oldest, newest):
+        queue.add(request)
+    queue.remove(ended, ended=True)
+    assert queue.guaranteed(may_start=True) is oldest, "although the other key came first"
+
+
 def test_stale_entries_of_the_heaps_are_bounded() -> None:
     queue, waiting = WaitQueue(), asked(3)
     queue.add(waiting)
@@ -89,7 +97,7 @@ def test_stale_entries_of_the_heaps_are_bounded() -> None:
         queue.start(request)
         queue.remove(request, ended=True)
         assert (key.waiting, len(queue)) == (1, 1)
-        assert count >= 60 or len(key.by_age) == count + 1, "it is not rebuilt at every removal"
+        assert count >= 60 or len(key.by_age) == len(key.by_size) == count + 1, "they are not rebuilt at every removal"
         assert max(len(key.by_age), len(key.by_size)) <= 2 * 2 + HEAP_SLACK
     assert queue.next(may_start=True) is waiting
 
@@ -233,6 +241,7 @@ def test_at_most_16_requests_overtake_one_that_lacks_pages() -> None:
         scheduler.add(asked(3, 3))
         scheduler.advance()
     assert len(reported) - 1 == MAX_OVERTAKEN == 16
+    assert scheduler.waiting.entry(large).overtaken == 0, "once preempted, it may be overtaken as often again"
     drain(scheduler)
     assert large in reported
 
