@@ -6,7 +6,7 @@ Imports no torch: files are found, and read ahead, while torch is imported.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,10 +168,10 @@ class _Weights:
     def __init__(self, what: str, views: Mapping[str, "Tensor"]) -> None:
         self._what, self._views = what, views
         self._left = dict(views)
-        self._head: Tensor | None = None  # stored in addition to the embedding that it is tied to
+        self._head: Tensor | None = None  # stored although it is the embedding
 
     def take(self, stored: str, read: "Callable[[str], Tensor]") -> None:
-        name = stored.replace("model.language_model.", "model.", 1)  # in a checkpoint with a vision tower
+        name = text_name(stored)
         view = self._left.pop(name, None)
         if view is not None:
             tensor = read(stored)
@@ -195,24 +195,38 @@ class _Weights:
             )
 
     def check_complete(self) -> None:
+        if self._head is not None and EMBEDDING in self._left:  # some writers keep the head of the two
+            head = self._head
+            self.take(EMBEDDING, lambda _: head)
         if self._left:
-            raise UserError(
-                f"{self._what}: {len(self._left)} tensors are missing from its weights, first {min(self._left)!r}"
-            )
-        if self._head is not None:
-            check_tied(self._what, self._views[EMBEDDING], self._head)
+            raise UserError(f"{self._what}: {missing_tensors(self._left)}")
 
 
-def check_tied(what: str, embedding: "Tensor", head: "Tensor") -> None:
-    """Refuses a stored head that differs from the embedding if they are tied: transformers decodes with the embedding.
+def text_name(stored: str) -> str:
+    """Returns the name that a tensor has in a checkpoint without a vision tower."""
+    return stored.replace("model.language_model.", "model.", 1)
 
-    Raises:
-        UserError: they differ.
+
+def missing_tensors(names: Iterable[str]) -> str:
+    """Describes missing tensors."""
+    first, *others = sorted(names)
+    tied = "; config.json does not tie the head to the embedding (tie_word_embeddings)" if first == HEAD else ""
+    return f"{1 + len(others)} tensors are missing from its weights, first {first!r}{tied}"
+
+
+def stores_own_head(files: Sequence[Path]) -> bool:
+    """Whether safetensors files hold a head that differs from the embedding.
+
+    transformers uses such a head even if config.json ties the two.
     """
-    if head is embedding:
-        return
-    if head.shape != embedding.shape or not bool((head.to(embedding) == embedding).all()):
-        raise UserError(
-            f"{what}: its config.json ties the head to the embedding, but it stores another {HEAD}; set "
-            f"tie_word_embeddings to false in config.json"
-        )
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with contextlib.suppress(OSError, SafetensorError), safe_open(file, framework="pt") as tensors:
+            stored = tensors.keys()
+            found |= {
+                text_name(name): tensors.get_tensor(name) for name in stored if text_name(name) in (EMBEDDING, HEAD)
+            }
+    head, embedding = found.get(HEAD), found.get(EMBEDDING)
+    if head is None or embedding is None:
+        return False
+    return head.shape != embedding.shape or not bool((head == embedding).all())

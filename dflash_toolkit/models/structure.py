@@ -69,11 +69,14 @@ def _is_norm(module: nn.Module, size: int) -> bool:
 def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """Returns the configuration of the language model: a part of it for a model with images, else all of it.
 
-    It also gets the name, the architecture, the quantization and the end-of-sequence ids of the whole.
+    It also gets the name, the architecture, the quantization and the end-of-sequence ids of the whole. The head is
+    tied if either says so: transformers reads the whole's value, and writers of checkpoints may write only one.
     """
     text: Any = config.get_text_config(decoder=True)
     if text is config:
         return config
+    tied = any(getattr(each, "tie_word_embeddings", False) for each in (config, text))
+    text.tie_word_embeddings = config.tie_word_embeddings = tied
     text.name_or_path, text.architectures = config.name_or_path, config.architectures
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..checkpoint.reader import check_merged, locate, weight_files
+from ..checkpoint.reader import check_merged, locate, missing_tensors, weight_files
 from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
 from ..network import unreachable
@@ -268,6 +268,8 @@ class Target:
         self.mesh = mesh
         self.name = name or str(model.config.name_or_path)
         self.structure = Structure.of_model(model, self.name)
+        # a checkpoint with a head of its own is loaded with it, even if its config.json says that they are tied
+        self.config.tie_word_embeddings = self.structure.head.weight is self.structure.embedding.weight
         self._continues = False  # whether a recurrent model was seen to continue from a cached state
         self._takes_trees = False  # whether `forward` was seen to compute trees
         if getattr(self.config, "attn_logit_softcapping", None):
@@ -331,7 +333,7 @@ class Target:
             tensor, stored, wanted = mismatched[0]
             raise UserError(f"target {name}: tensor {tensor!r} has shape {tuple(stored)}, not {tuple(wanted)}")
         if missing := sorted(info["missing_keys"]):
-            raise UserError(f"target {name}: {len(missing)} tensors are missing from its weights, first {missing[0]!r}")
+            raise UserError(f"target {name}: {missing_tensors(missing)}")
         placed = model if quantized or mesh is not None else model.to(where)
         return cls(placed, load_tokenizer(name), name, mesh)
 

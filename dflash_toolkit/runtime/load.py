@@ -1,11 +1,11 @@
 """Loads engines from checkpoints or from modules in memory."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.readahead import read_ahead
-from ..checkpoint.reader import locate
+from ..checkpoint.reader import locate, stores_own_head, weight_files
 from ..models.restrictions import Restrictions, restrictions
 from .options import EngineOptions
 
@@ -121,6 +121,8 @@ def load_parts(
         generation = load_generation_config(folder)
         stop_ids = stop_tokens(config, generation, tokenizer or load_tokenizer(target))
         forbidden = restrictions(target, generation, spec.vocab_size)
+        if spec.tied_head and stores_own_head(weight_files(folder)):
+            spec = replace(spec, tied_head=False)
         check_weights(target, spec, where, precision)
         weights = TargetWeights.load(folder, spec, where, precision)
     else:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.reader import EMBEDDING, HEAD, check_tied, load_files, load_weights, tensor_names, weight_files
+from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
 from ..kernels.formats import RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
@@ -370,8 +370,6 @@ class TargetWeights:
             return cls.of_module(model, spec)
         state = dict(model.named_parameters())
         embedding = state.pop(EMBEDDING).data
-        if spec.tied_head and HEAD in state:
-            check_tied("target", embedding, state[HEAD])
         head = embedding if spec.tied_head else state.pop(HEAD).data
         norm, centered = state.pop("model.norm.weight").data, spec.layers[-1].zero_centered
         if centered:

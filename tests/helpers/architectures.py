@@ -68,10 +68,10 @@ class Architecture:
                     weight.add_(torch.randn_like(weight), alpha=0.1)
         return model
 
-    def whole_model(self) -> Any:
+    def whole_model(self, **changes: Any) -> Any:
         """The whole model for a multimodal one, with its vision tower: its checkpoints hold that."""
         torch.manual_seed(11)
-        return AutoModelForImageTextToText.from_config(self.config(), dtype=torch.float32).eval()
+        return AutoModelForImageTextToText.from_config(self.config(**changes), dtype=torch.float32).eval()
 
     def target(self, **changes: Any) -> Target:
         return Target(self.model(**changes), make_tokenizer(), self.name)

@@ -148,6 +148,24 @@ def test_a_quantized_multimodal_checkpoint_counts_as_quantized() -> None:
     assert text_config(text) is text
 
 
+MERGED = {"_name_or_path", "architectures", "tie_word_embeddings"}  # and quantization_config, eos_token_id, see above
+UNUSED = {  # `dtype` is an option of every command
+    "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "problem_type", "return_dict", "transformers_version",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES.values() if each.vision])
+def test_top_level_keys_of_the_language_model_are_merged(name: str) -> None:
+    """A newer transformers may put further keys into both parts of a config; each must be merged or be without use."""
+    whole = ARCHITECTURES[name].config()
+    shared = whole.to_dict().keys() & whole.get_text_config().to_dict().keys()
+    assert shared <= MERGED | UNUSED
+    whole.architectures, whole.name_or_path, whole.tie_word_embeddings = ["A"], "x/y", True
+    text = text_config(whole)
+    assert (text.architectures, text.name_or_path, text.tie_word_embeddings) == (["A"], "x/y", True)
+
+
 # ---- what is kept of a text ------------------------------------------------------------------------------------------
 
 

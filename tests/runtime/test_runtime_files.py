@@ -1,19 +1,22 @@
 """Which files of a target's folder the engine reads, and which head it uses."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
+from architectures import ARCHITECTURES
+from conftest import make_target, make_tokenizer
+from refusals import refusal
 from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import context_limit
 from dflash_toolkit.runtime import EngineOptions, load_engine
-from dflash_toolkit.runtime.weights import TargetWeights
+from dflash_toolkit.runtime.load import load_parts
 
 PROMPT, SHORT = [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True)
 OPTIONS = EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
@@ -30,7 +33,7 @@ def configured(path: Path, **values: Any) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def answer(path: Path) -> list[int]:
+def answer(path: str | Path) -> list[int]:
     engine, _ = load_engine(str(path), None, "cpu", options=OPTIONS)
     return engine.generate([PROMPT], SHORT)[0].tokens
 
@@ -54,22 +57,58 @@ def test_a_tensor_of_two_files_of_a_target_is_named(tmp_path: Path) -> None:
         answer(path)
 
 
-def test_a_stored_head_that_is_not_the_tied_embedding_is_refused(tmp_path: Path) -> None:
+def test_a_stored_head_is_used_even_if_the_config_ties_it(tmp_path: Path) -> None:
     path = saved(make_target(tied=False), tmp_path)
     expected = answer(path)
     configured(path, tie_word_embeddings=True)
-    with pytest.raises(UserError, match=r"lm_head.weight; .*tie_word_embeddings"):
-        answer(path)
     loaded = Target.load(str(path), "cpu")
-    if loaded.head_weight is not loaded.embedding.weight:  # newer transformers decode with the stored head
-        assert generate(loaded, None, PROMPT, SHORT).tokens == expected
-        for make in (TargetWeights.of_module, TargetWeights.shared_with):
-            with pytest.raises(UserError, match="stores another"):
-                make(loaded.model, ModelSpec.of_target(loaded.config))
+    assert answer(path) == generate(loaded, None, PROMPT, SHORT).tokens == expected
+    for share in (False, True):
+        engine = load_parts(loaded, share=share).engine(OPTIONS, None)
+        assert engine.generate([PROMPT], SHORT)[0].tokens == expected
+
+
+def test_a_stored_copy_of_a_tied_head_takes_no_memory(tmp_path: Path) -> None:
+    path = saved(make_target(), tmp_path)
+    expected = answer(path)
     tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, path / "model.safetensors", metadata={"format": "pt"})
+    weights = load_parts(str(path), device="cpu").target
+    assert weights.head is weights.embedding and answer(path) == expected
+
+
+def test_the_only_stored_matrix_is_embedding_and_head(tmp_path: Path) -> None:
+    path = saved(make_target(), tmp_path)
+    expected = answer(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    assert answer(path) == generate(Target.load(str(path), "cpu"), None, PROMPT, SHORT).tokens
+    assert answer(path) == generate(Target.load(str(path), "cpu"), None, PROMPT, SHORT).tokens == expected
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "absent"])
+@pytest.mark.parametrize(("top", "inner"), [*itertools.product((True, False, None), repeat=2)])
+def test_heads_are_tied_as_in_transformers(top: Any, inner: Any, stored: bool, tmp_path: Path) -> None:
+    """Either part of the config of a model with images may tie the head; a missing key is false in this one."""
+    changes = {} if stored else {"tie_word_embeddings": True}
+    whole = ARCHITECTURES["Qwen3.5 with images"].whole_model(**changes)
+    whole.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part, value in ((config, top), (config["text_config"], inner)):
+        part.pop("tie_word_embeddings", None)
+        part.update({} if value is None else {"tie_word_embeddings": value})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not stored and not top and not inner:
+        for load in (Target.load, answer):
+            assert "'lm_head.weight'; config.json does not tie the head" in refusal(load, str(tmp_path))
+        return
+    with torch.no_grad():
+        expected = whole(torch.tensor([PROMPT])).logits
+    target = Target.load(str(tmp_path), "cpu")
+    torch.testing.assert_close(target.forward(torch.tensor([PROMPT]), taps=(2,), logits="all").logits, expected)
+    assert answer(tmp_path) == generate(target, None, PROMPT, SHORT).tokens
 
 
 def test_yarn_extends_the_context_limit() -> None:
