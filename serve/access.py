@@ -12,6 +12,7 @@ from typing import Any
 from dflash_toolkit.runtime.client import request_name
 
 from .state import ServerState
+from .unknown import HEADER
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -28,8 +29,9 @@ log = logging.getLogger("dflash_toolkit.access")
 class Access:
     """ASGI middleware.
 
-    Every response carries `x-request-id`: the client's own, if it sent a plain one. The access line contains no query,
-    header or text of a request. Successful requests to the routes in `POLLED` are not logged.
+    Every response carries `x-request-id`: the client's own, if it sent a plain one. A header lists the ignored fields
+    of a body. The access line contains no query, header or text of a request. Successful requests to the routes in
+    `POLLED` are not logged.
     """
 
     def __init__(self, app: App, state: ServerState, responded: Callable[[int], None] = lambda status: None) -> None:
@@ -50,6 +52,8 @@ class Access:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", number)]
+                if ignored := scope["state"].get("ignored"):
+                    message["headers"].append((HEADER, ", ".join(ignored).encode()))
             await send(message)
 
         try:

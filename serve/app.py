@@ -40,6 +40,7 @@ def create_app(
     scheduling_policy: str = "fair",
     aliases: Sequence[str] = (),
     per_request_spec_decode_metrics: str = "none",
+    strict_parameters: bool = False,
 ) -> FastAPI:
     """Creates the application that serves `engine` as `model`.
 
@@ -55,6 +56,7 @@ def create_app(
         scheduling_policy: "priority" follows the priority of requests; "fair" shares time among keys.
         aliases: more names of the model.
         per_request_spec_decode_metrics: "summary" or "detailed" adds draft statistics to an answer.
+        strict_parameters: refuse unknown fields of bodies (400) instead of ignoring them.
     """
     service = Service(
         engine,
@@ -66,6 +68,7 @@ def create_app(
         request_timeout_s=request_timeout_s,
         priorities=scheduling_policy == "priority",
         draft_metrics=per_request_spec_decode_metrics,
+        strict_parameters=strict_parameters,
     )
 
     async def authorise(request: Request) -> None:  # async: a thread would wait for the interpreter lock
@@ -84,7 +87,7 @@ def create_app(
 
     routers = [(page(), False), *((make(service), False) for make in OPEN), *((make(service), True) for make in KEYED)]
     routers.append((description, True))
-    described = document(routers, service.names, bool(api_keys), root_path)
+    described = document(routers, service.names, bool(api_keys), root_path, strict_parameters)
 
     async def refuse(request: Request, error: Any) -> Response:
         service.metrics.refused(error.status)

@@ -107,6 +107,9 @@ class ServeConfig(ModelOptions):
         "draft statistics in a response, next to `usage`: none, a summary, or also every step",
         choices=("none", "summary", "detailed"),
     )
+    strict_parameters: bool = option(
+        False, "refuse requests with an unknown parameter (status 400) instead of ignoring it"
+    )
     drain_timeout: float = option(25.0, "seconds that running requests get to finish when the server stops")
     served_model_name: tuple[str, ...] = option(
         (),

@@ -72,6 +72,7 @@ class Front:
             scheduling_policy=config.scheduling_policy,
             aliases=config.models[1:],
             per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
+            strict_parameters=config.strict_parameters,
         )
         Connection.limit = min(config.max_connections or MAX_CONNECTIONS, raise_open_files())
         Connection.client_timeout_s = config.client_timeout

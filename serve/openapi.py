@@ -4,7 +4,7 @@ Fields of replies without a default are always present; options may add more.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -14,7 +14,8 @@ from pydantic.json_schema import models_json_schema
 
 from dflash_toolkit.version import __version__
 
-from .protocol import IGNORED, GenerationRequest
+from .body import Strict
+from .protocol import GenerationRequest
 
 REF = "#/components/schemas/{model}"
 ERRORS = {
@@ -126,7 +127,11 @@ class PromptLogprob(BaseModel):
 
 
 def document(
-    routers: Iterable[tuple[APIRouter, bool]], models: Sequence[str], keyed: bool = False, root_path: str = ""
+    routers: Iterable[tuple[APIRouter, bool]],
+    models: Sequence[str],
+    keyed: bool = False,
+    root_path: str = "",
+    strict: bool = False,
 ) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 description of a server.
 
@@ -135,6 +140,7 @@ def document(
         models: the served names.
         keyed: the server has API keys.
         root_path: path under which a proxy exposes the routes.
+        strict: unknown fields of bodies are refused.
     """
     paths: dict[str, dict[str, Any]] = {}
     bodies, replies = dict[str, Body](), dict[str, Body]({"Error": Error})
@@ -157,7 +163,11 @@ def document(
         optional = not body.model_fields["model"].is_required()
         schemas[name]["properties"]["model"] = {"enum": [*models, *[None] * optional]}
         if issubclass(body, GenerationRequest):
-            _close(schemas[name], body)
+            for elsewhere in body.elsewhere:
+                schemas[name]["properties"][elsewhere] = {"const": None, "description": "Not a parameter of this route"}
+    for model in _models(Strict):
+        if model.__name__ in schemas:
+            _describe_undeclared(schemas[model.__name__], model, strict)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -204,20 +214,24 @@ def _operation(
     return described if keyed else described | {"security": []}
 
 
-def _close(schema: dict[str, Any], request: type[GenerationRequest]) -> None:
-    """Adds the checks of `GenerationRequest.parse` to a schema: ignored and unsupported parameters, and no others."""
-    properties = schema["properties"]
-    for name in request.elsewhere:
-        properties.pop(name, None)
-    for name in IGNORED:
+def _models(base: type[Strict]) -> Iterator[type[Strict]]:
+    for model in base.__subclasses__():
+        yield model
+        yield from _models(model)
+
+
+def _describe_undeclared(schema: dict[str, Any], model: type[Strict], strict: bool) -> None:
+    """Adds the checks of `unknown.py` to the schema of a model."""
+    properties = schema.setdefault("properties", {})
+    for name in model.ignored:
         properties.setdefault(name, {"description": "Ignored; does not change the answer"})
-    for name, harmless in request.unsupported.items():
-        if name not in request.model_fields:
+    for name, harmless in model.unsupported.items():
+        if name not in model.model_fields:
             properties[name] = {
                 "enum": [None, *copy.deepcopy(harmless)],
                 "description": "Not supported; only values without effect are accepted",
             }
-    schema["additionalProperties"] = False
+    schema["additionalProperties"] = model.open or not strict
 
 
 def _reference(body: Body) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """OpenAI's request bodies and errors.
 
-Types are strict (`"max_tokens": "5"` is an error). A parameter that this server does not implement is refused by name
-if it would change the answer, and ignored otherwise (`user`, `metadata`, ...).
+Types are strict (`"max_tokens": "5"` is an error). `unknown.py` handles the parameters that no model declares.
 """
 
-import difflib
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from dflash_toolkit.sampling import (
     COLDEST,
@@ -22,6 +20,7 @@ from dflash_toolkit.sampling import (
     SamplingParams,
 )
 
+from .body import Strict
 from .structured import Structured
 
 MAX_STOPS = 16  # strings; OpenAI accepts four, tasks of lm-eval have more
@@ -30,12 +29,9 @@ MAX_N = 128  # answers to a prompt, OpenAI's limit
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_IDS = 1024
 T = TypeVar("T")
+Body = TypeVar("Body", bound=Strict)
 List = Annotated[list[T], Field(fail_fast=True)]  # listing the errors of a million items would take long
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # longer ones do not fit into messages to the engine
-
-
-# OpenAI's parameters that do not change the answer
-IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"}
 
 
 class ApiError(Exception):
@@ -56,10 +52,6 @@ def clipped(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[len(text) - most // 2 :]}"
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-
-
 class StreamOptions(Strict):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False  # with include_usage: every chunk has a usage
@@ -69,7 +61,6 @@ class StreamOptions(Strict):
 class Speculative(Strict):
     """Draft options of a request."""
 
-    model_config = ConfigDict(extra="forbid")
     # 0 turns the drafter off; the server chooses other lengths
     num_speculative_tokens: int | None = Field(None, ge=0, le=0)
 
@@ -92,21 +83,28 @@ class Cut(NamedTuple):
         return ids[: self.most] if self.side == "right" else ids[:head] + ids[len(ids) - (self.most - head) :]
 
 
-class GenerationRequest(Structured, Strict):
+class GenerationRequest(Structured):
     """Parameters that the routes share. `null` means the default, as in OpenAI's API."""
 
-    model_config = ConfigDict(extra="allow")  # `parse` looks up undeclared fields in `unsupported`
-
     elsewhere: ClassVar[tuple[str, ...]] = ()  # inherited parameters that the endpoint refuses
-    # parameter -> values that have no effect; any other value is refused
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "metadata",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "session_id",
+            "store",
+            "user",
+            "verbosity",
+        }
+    )
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-        "verbosity": ("medium",),
-        "cache_salt": (),
-        "reasoning": (),
+        "cache_salt": (),  # clients rely on it to separate their prompts
         "include_reasoning": (True,),
-        "guided_decoding_backend": (),
         "guided_whitespace_pattern": (),
         "stop_regex": (),
         "bad_words": ([],),
@@ -124,15 +122,10 @@ class GenerationRequest(Structured, Strict):
         "custom_logit_processor": (),
         "watermarking": (False,),
         "logprob_token_ids": ([],),
-        "media_io_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
-        "mm_payload": ("tensors",),
-        "return_mm_kwargs": (),
         "kv_transfer_params": (),
         "ec_transfer_params": (),
         "vllm_xargs": ({},),
         "repetition_detection": (),
-        "stream_interval": (1,),
         "return_weight_versions": (False,),
         "return_token_offsets": (False,),
         "return_prompt_text": (False,),
@@ -142,9 +135,7 @@ class GenerationRequest(Structured, Strict):
         "stream_reasoning": (True,),
         "no_stop_trim": (False,),
         "lora_path": (),
-        "prediction": (),
         "moderation": (),
-        "prompt_cache_options": (),
     }
 
     model: str
@@ -219,23 +210,7 @@ class GenerationRequest(Structured, Strict):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Parses a request body. Raises ApiError (400) that names the first wrong parameter."""
-        try:
-            request = cls.model_validate_json(body)
-        except ValidationError as error:
-            raise describe(error) from error
-        extra = request.model_extra or {}
-        for name in extra:
-            if name not in cls.unsupported and name not in IGNORED:
-                near = difflib.get_close_matches(name[:100], cls.model_fields, 1)
-                hint = f"did you mean `{near[0]}`?" if near else "omit it"
-                message = f"`{name[:100]}` is not a parameter of this server; {hint}"
-                raise ApiError(400, message, param=name[:100], code="unknown_parameter")
-        for name, harmless in cls.unsupported.items():
-            value = extra.get(name)
-            # compare types too, because 1 == True in Python
-            if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
-                message = f"`{name}` is not supported by this server; omit it"
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        request = validate(cls, body)
         request.check()
         try:
             request.grammar()
@@ -347,6 +322,14 @@ class GenerationRequest(Structured, Strict):
             drafting=self.speculative is None or self.speculative.num_speculative_tokens is None,
             grammar=grammar,
         )
+
+
+def validate(kind: type[Body], raw: bytes) -> Body:
+    """Parses a body. Raises ApiError (400) that names the first wrong parameter."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise describe(error) from error
 
 
 def describe(error: ValidationError) -> ApiError:

@@ -50,10 +50,11 @@ class Service:
         request_timeout_s: float | None,
         priorities: bool,
         draft_metrics: str,
+        strict_parameters: bool,
     ) -> None:
         self.engine, self.names, self.state, self.parsers = engine, names, state, parsers
         self.context_limit = engine.info.capacity.context_limit
-        self.pools, self.encoder = ThreadPools(), Encoder(engine.tokenizer, self.context_limit)
+        self.pools, self.encoder = ThreadPools(strict_parameters), Encoder(engine.tokenizer, self.context_limit)
         self.metrics = Metrics(names[0])
         self._defaults = defaults
         self._max_open = engine.info.max_num_seqs + max_queue

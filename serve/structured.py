@@ -1,11 +1,13 @@
 """Parameters that constrain an answer: OpenAI's `response_format`, and those of vLLM and SGLang."""
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from dflash_toolkit.sampling import Grammar
+
+from .body import Strict
 
 OBJECT = '{"type": "object"}'
 
@@ -21,18 +23,14 @@ Schema = Text | dict[str, Any]
 Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="forbid")
-
-
-class NamedSchema(_Strict):
+class NamedSchema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None  # has no effect: every schema is enforced
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
     format: dict[str, Any] | None = None
@@ -56,8 +54,14 @@ class ResponseFormat(_Strict):
         return None
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "whitespace_pattern": (),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+    }
 
     json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -84,7 +88,7 @@ class StructuredOutputs(_Strict):
         return [one for one in found if one]
 
 
-class Structured(BaseModel):
+class Structured(Strict):
     """The fields of a request that constrain its answer; at most one is set."""
 
     response_format: ResponseFormat | None = None

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from .protocol import ApiError
+from .protocol import ApiError, Body
+from .unknown import UnknownFields
 
 MAX_BODY = 4 * 1024 * 1024  # bytes
 MAX_STRINGS = 65536  # in a body, names included; creating each takes time
@@ -21,20 +22,35 @@ T = TypeVar("T")
 
 
 class ThreadPools:
-    """Parses bodies and encodes texts in threads; a short body never waits for a long one."""
+    """Parses bodies and encodes texts in threads; a short body never waits for a long one.
 
-    def __init__(self) -> None:
+    Args:
+        strict: refuse unknown fields of bodies.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self._unknown = UnknownFields(strict)
         self._short, self._long = ThreadPoolExecutor(2, "short texts"), ThreadPoolExecutor(2, "long texts")
 
-    async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
-        """Reads and parses the request's body. Raises ApiError, as `parse` and `read_body` do."""
+    async def parsed(self, request: Request, parse: Callable[[bytes], Body]) -> Body:
+        """Reads and parses the request's body, and notes its ignored fields for the response's header.
+
+        Raises:
+            ApiError: as `parse` and `read_body` do, or the body has a field that is refused.
+        """
         raw = await read_body(request)
         if (strings := raw.count(b'"') - raw.count(b'\\"')) > 2 * MAX_STRINGS:
             raise ApiError(400, f"the body has {strings // 2} strings; send at most {MAX_STRINGS}")
         if _brackets(raw) > MAX_LISTS and (lists := _brackets(STRING.sub(b"", raw))) > MAX_LISTS:
             raise ApiError(400, f"the body has {lists} lists and objects; send at most {MAX_LISTS}")
         request.state.size = len(raw)
-        return await self.run(request, lambda: parse(raw)) if len(raw) > SHORT_BODY else parse(raw)
+
+        def checked() -> tuple[Body, list[str]]:
+            body = parse(raw)
+            return body, self._unknown.check(body)
+
+        body, request.state.ignored = await self.run(request, checked) if len(raw) > SHORT_BODY else checked()
+        return body
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
         """Runs `work` for a request that `parsed` has read, in a thread unless its body is tiny.

@@ -6,17 +6,18 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from dflash_toolkit.data.prompts import template_variables
 from dflash_toolkit.runtime.client import PreparedRequest
 from dflash_toolkit.sampling import MAX_LOGPROBS, Grammar
 
+from ..body import Strict
 from ..logprobs import TokenStrings
 from ..openapi import DECODED, AnswerMetrics, ChatLogprobs, PromptLogprob, Usage, operation
 from ..parsing import after_reasoning, structural_tag
 from ..parsing.output import Start
-from ..protocol import ApiError, GenerationRequest, Int64, List, Strict, clipped
+from ..protocol import ApiError, GenerationRequest, Int64, List, clipped
 from ..replies import Replies, ReplyForm
 from ..service import Service
 
@@ -27,6 +28,8 @@ MakeForm: TypeAlias = Callable[[PreparedRequest, TokenStrings | None], ReplyForm
 
 
 class TextPart(Strict):
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "annotations"})
+
     type: Literal["text"]
     text: str
 
@@ -57,6 +60,8 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     """One turn. `developer` is OpenAI's newer name of `system`; chat templates know the older one."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "audio", "cache_control", "refusal"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     # an assistant's may be null
@@ -100,7 +105,7 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    model_config = ConfigDict(extra="allow")  # templates may render other fields
+    open: ClassVar[bool] = True  # templates may render other fields
     name: str = Field(pattern=r"^[\w.:/-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema

@@ -27,6 +27,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: List[str | List[int]]  # a single prompt need not be in a list
     max_tokens: Int64 | None = Field(None, ge=0)  # 0: no answer, only the prompt
+    max_completion_tokens: Int64 | None = Field(None, ge=1)  # the chat route's name; `max_tokens` goes first
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
     echo: bool | None = False
     best_of: int | None = None
@@ -58,13 +59,18 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(400, message, param="max_tokens")
 
     @property
+    def requested_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
     def prompt_alone(self) -> bool:
         return self.max_tokens == 0
 
     def length(self, most: int) -> int:
         # the engine needs one token to end a request that has no prompt log-probabilities; it is not returned
         least = 1 if self.best_prompt_tokens() is None else 0
-        return min(COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, least), most)
+        wanted = self.requested_tokens
+        return min(COMPLETION_TOKENS if wanted is None else max(wanted, least), most)
 
     def best_tokens(self) -> int | None:
         return self.logprobs

@@ -22,7 +22,7 @@ from ..openapi import DECODED, Acceptance, CompletionDetails, TokenLogprob, oper
 from ..parsing import Delta
 from ..protocol import ApiError
 from ..service import Service
-from .chat import ChatRequest, answer
+from .chat import answer
 from .responses_request import ReasoningOptions, ResponsesRequest, TextOptions, rename_parameters
 
 
@@ -323,11 +323,8 @@ def routes(service: Service) -> APIRouter:
 
     @found.post("/v1/responses", openapi_extra=described)
     async def respond(request: Request) -> Response:
-        def parse(raw: bytes) -> tuple[ResponsesRequest, ChatRequest]:
-            body = ResponsesRequest.parse(raw)
-            return body, body.chat()
-
-        body, chat = await service.pools.parsed(request, parse)
+        body = await service.pools.parsed(request, ResponsesRequest.parse)
+        chat = await service.pools.run(request, body.chat)
         try:
             return await answer(service, request, chat, functools.partial(ResponseReply, body))
         except ApiError as error:

@@ -9,7 +9,8 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, WithJsonSchema, 
 
 from dflash_toolkit.sampling import MAX_LOGPROBS
 
-from ..protocol import ApiError, GenerationRequest, Int64, List, Strict
+from ..body import Strict
+from ..protocol import ApiError, GenerationRequest, Int64, List
 from .chat import MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
 
 LOGPROBS = "message.output_text.logprobs"
@@ -166,13 +167,10 @@ class ResponsesRequest(GenerationRequest):
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
-        "store": (False,),
         "prompt": (),
         "max_tool_calls": (),
         "truncation": ("disabled",),
         "context_management": (),
-        "moderation": (),
-        "prompt_cache_options": (),
     }
 
     elsewhere: ClassVar[tuple[str, ...]] = ("max_tokens", "response_format", "n", "return_token_ids", "prompt_logprobs")

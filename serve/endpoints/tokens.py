@@ -4,25 +4,22 @@ from typing import Any, Self
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from ..body import Strict
 from ..openapi import operation
-from ..protocol import ApiError, List, describe
+from ..protocol import ApiError, List, validate
 from ..service import Service
 from .chat import MAX_MESSAGES, ChatMessage
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+class _Body(Strict):
     model: str | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Parses a body. Raises ApiError (400) that names the wrong parameter."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise describe(error) from error
+        return validate(cls, body)
 
 
 class TokenizeRequest(_Body):

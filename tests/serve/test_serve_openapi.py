@@ -95,13 +95,13 @@ def test_described_bodies_are_accepted_and_replies_match(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", CHAT | {"temprature": 1}),
+        ("/v1/chat/completions", CHAT | {"cache_salt": "a"}),
         ("/v1/chat/completions", CHAT | {"reasoning_effort": "much"}),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "robot", "content": "a"}]}),
         ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "allowed_tools"}}),
         ("/v1/completions", TEXT | {"prompt": {}}),
         ("/v1/completions", TEXT | {"suffix": "x"}),
-        ("/v1/responses", ITEMS | {"store": True}),
+        ("/v1/responses", ITEMS | {"background": True}),
         ("/v1/responses", ITEMS | {"max_tokens": 3}),
         ("/v1/responses", ITEMS | {"tools": [{"type": "web_search"}]}),
         ("/detokenize", {"tokens": "5"}),

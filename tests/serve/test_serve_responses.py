@@ -218,7 +218,6 @@ MESSAGE = {"role": "user", "content": "hi"}
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -240,7 +239,6 @@ MESSAGE = {"role": "user", "content": "hi"}
         ({"max_output_tokens": 100000}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
-        ({"temprature": 1}, "temprature"),
         ({"input": []}, "input"),
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),

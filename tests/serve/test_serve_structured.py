@@ -126,7 +126,8 @@ def test_response_format_text_is_unconstrained(client: OpenAI) -> None:
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of json"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "position 3"),
-        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not permitted"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern",
+         "not supported"),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"guided_regex": ""}, "guided_regex", "must not be empty"),
         ({"guided_json": {"not": {}}}, "guided_json", "'not' is not supported"),
@@ -134,7 +135,7 @@ def test_response_format_text_is_unconstrained(client: OpenAI) -> None:
         ({"ebnf": "root ::= root"}, "ebnf", "allows no answer"),
         ({"regex": "a", "guided_choice": ["b"]}, None, "`guided_choice` and `regex`"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "`ignore_eos`"),
-        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "not supported"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
     ],
     ids=str,
 )  # fmt: skip
