@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dflash_toolkit.config import UserError
 
@@ -127,7 +127,8 @@ def _refused(transport: asyncio.Transport) -> bool:
 class Connection(HttpToolsProtocol):
     """A client's connection; limits the number of connections, the size of a header, and the time to send and read.
 
-    Without limits, idle connections could use every file that the process may open, and `/health` would fail.
+    Without limits, idle connections could use every file that the process may open, and `/health` would fail. An error
+    of the connection itself is sent after the responses to earlier requests, never inside them.
     """
 
     limit = 1 << 30  # open connections
@@ -137,6 +138,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_bytes = 0  # fed to the parser since it last completed a header or a part of a body
+        self._running: RequestResponseCycle | None = None  # `cycle` is the newest request, this one has started
+        self._incomplete = True  # the client has to send the rest of a request
+        self._refusal = b""  # the last response; data that arrives afterwards is ignored
         self._late: asyncio.TimerHandle | None = None
         self._full: asyncio.TimerHandle | None = None
         self._probing: asyncio.TimerHandle | None = None
@@ -149,6 +153,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.open.add(-1)
         self._stop_waiting()
+        if self._running is not None:  # uvicorn informs only the newest
+            self._running.disconnected = not self._running.response_complete
+            self._running.message_event.set()
         for timer in (self._full, self._probing):
             if timer is not None:
                 timer.cancel()
@@ -167,7 +174,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parses data; refuses a header (or trailer) of more than `MAX_HEADER` bytes as soon as they have arrived."""
         left = memoryview(data)
-        while left and not self.transport.is_closing():
+        while left and not self._refusal and not self.transport.is_closing():
             part = left[: MAX_HEADER - self._header_bytes]
             if not part:
                 self._refuse(b"431 Request Header Fields Too Large")
@@ -186,7 +193,7 @@ class Connection(HttpToolsProtocol):
             return int(upgrade.args[0]) if self._offers_upgrade() else len(data)
         except httptools.HttpParserError:
             self.logger.warning("Invalid HTTP request received.")
-            self.send_400_response("Invalid HTTP request received.")
+            self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
         return len(data)
 
     def _offers_upgrade(self) -> bool:
@@ -203,6 +210,7 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join(head) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
+        self._incomplete = True
         self._wait()  # the next request of an open connection
         super().on_message_begin()
 
@@ -222,27 +230,50 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._header_bytes = 0
         if not self._offers_upgrade():
+            self._incomplete = False
             self._stop_waiting()
             super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Starts the next pipelined request, or sends an error that waited for the response."""
+        super().on_response_complete()
+        if self._refusal:
+            self._close()
+        elif self._incomplete:
+            self._unset_keepalive_if_required()
+            self._wait()
+
+    @property
+    def _answers(self) -> bool:
+        """Whether a response is open, or a complete request waits for one."""
+        running = self._running
+        if running is None or running.response_complete:
+            return False
+        return running is not self.cycle or running.response_started or not running.more_body
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns whether to keep a connection whose client has closed its sending side; `nc -N` still reads."""
-        waits = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
-        if not waits or self.scope["http_version"] == "1.0" or self.transport.get_extra_info("sslcontext") is not None:
+        encrypted = self.transport.get_extra_info("sslcontext") is not None
+        if not self._answers or self.scope["http_version"] == "1.0" or encrypted:
             return False
         self._probe(PROBE_S[0])
         return True
 
     def _probe(self, pause: float) -> None:
         """Sends bytes that every client ignores; if the client is gone, its system refuses them."""
-        if self.transport.is_closing() or self.cycle.response_complete:
+        running = self._running
+        if running is None or not self._answers or self.transport.is_closing():
             self.transport.close()
         elif _refused(self.transport):
             self.transport.abort()
         else:
-            if not self.cycle.response_started:
+            if not running.response_started:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            elif self.cycle.chunked_encoding:  # events: an empty comment
+            elif running.chunked_encoding:  # events: an empty comment
                 self.transport.write(b"3\r\n:\n\n\r\n")
             if _refused(self.transport):  # immediate if the client is on this machine
                 self.transport.abort()
@@ -250,18 +281,36 @@ class Connection(HttpToolsProtocol):
                 self._probing = self.loop.call_later(pause, self._probe, min(2 * pause, PROBE_S[1]))
 
     def _wait(self) -> None:
+        """Restarts the time for the rest of a request; it does not run while an earlier response is open."""
         self._stop_waiting()
-        self._late = self.loop.call_later(self.client_timeout_s, self._refuse, b"408 Request Timeout")
+        if self._incomplete and not self._answers and not self.transport.is_closing():
+            self._late = self.loop.call_later(self.client_timeout_s, self._time_out)
+
+    def _time_out(self) -> None:
+        if self.flow.read_paused:  # the client cannot send
+            self._wait()
+        else:
+            self._refuse(b"408 Request Timeout")
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
-    def _refuse(self, status: bytes) -> None:
-        if not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-                self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+    def _refuse(self, status: bytes, text: bytes = b"") -> None:
+        """Sends an error and closes the connection, after the responses to earlier requests."""
+        header = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: %d\r\n" % (status, len(text))
+        self._refusal = header + (b"content-type: text/plain\r\n\r\n" if text else b"\r\n") + text
+        self._close()
+
+    def _close(self) -> None:
+        """Sends the error unless responses must end before it."""
+        if self.transport.is_closing():
+            return
+        if self._answers:
+            self.flow.resume_reading()  # a close with unread data would lose the answer
+        else:
+            self.transport.write(self._refusal)
             self.transport.close()
 
 
