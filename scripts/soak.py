@@ -1,13 +1,14 @@
 """Sends thousands of mixed requests to a server that is killed and restarted; finds leaks and changed answers.
 
-    python scripts/soak.py --target DIR --drafter DIR --requests 10000 --output soak.json
+    python scripts/soak.py --target DIR --drafter DIR --requests 10000 --fuzz --output soak.json
 
 First each deterministic request (greedy or seeded) runs alone, without drafts. It runs twice, because a prefix hit
 cuts the prompt elsewhere, which may break a near-tie differently on a GPU. Then clients send all of them
 concurrently: whole and streamed, with slow readers, disconnects, incomplete requests, garbage and invalid requests.
 After a quarter of the requests the engine's process is killed; after half of them the server is stopped and
-restarted. Exit code 1: an answer differs from the one given alone, a status is unexpected, or pages, files, threads
-or processes leak.
+restarted. With --fuzz, hostile requests (`fuzz.py`) are sent during the whole time. Exit code 1: an answer differs from
+the one given alone, a status is unexpected, the log has a traceback, or pages, memory, files, threads or processes
+leak.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from dflash_toolkit.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, for `scripts`
 
+from scripts import fuzz
 from scripts.measure import setting
 
 TALE = "What is the sum of two small odd numbers , and why does a river bend before it meets the sea ?"
@@ -48,7 +50,7 @@ SCHEMA = {
 REFUSED: tuple[tuple[str, Any], ...] = (
     (CHAT, {"temperature": -1}),
     (CHAT, {"max_tokens": 10**9}),
-    (CHAT, {"no_such_parameter": 1}),
+    (CHAT, {"temperature": "hot"}),
     (CHAT, {"messages": []}),
     (CHAT, {"model": "another"}),
     (CHAT, {"logit_bias": {"999999999": 1}}),
@@ -58,6 +60,7 @@ REFUSED: tuple[tuple[str, Any], ...] = (
     ("/v1/nothing", {}),
 )
 GARBAGE = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\nContent-Le")
+MEMORY_MIB = 128  # that a process may take in addition during the last 40 % of the requests
 GONE = (httpx.TransportError, httpx.StreamError)
 
 
@@ -177,6 +180,7 @@ class Soak:
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     failures: list[str] = field(default_factory=list)
     disturbed_until: float = 0.0  # until then the server may be away
+    fuzzer: fuzz.Fuzzer | None = None
 
     def disturb(self, seconds: float) -> None:
         self.disturbed_until = max(self.disturbed_until, time.monotonic() + seconds)
@@ -190,12 +194,10 @@ class Soak:
                 raise UserError(f"{json.dumps(body)[:300]}: {reply.text[:300]}")
             answers.append(text_of(path, reply.json()["choices"][0]))
 
-    async def one(self, client: httpx.AsyncClient) -> None:
-        """One request of any kind."""
-        kind = self.dice.choices(
-            ("whole", "streamed", "slow", "leaves", "several", "refused", "garbage", "responses"),
-            (30, 30, 5, 12, 5, 10, 4, 4),
-        )[0]
+    async def one(self, client: httpx.AsyncClient, kind: str | None = None) -> None:
+        """Sends one request, of a random kind by default."""
+        kinds = ("whole", "streamed", "slow", "leaves", "several", "refused", "garbage", "responses")
+        kind = kind or self.dice.choices(kinds, (30, 30, 5, 12, 5, 10, 4, 4))[0]
         began = time.monotonic()
         try:
             outcome = await getattr(self, f"_{kind}")(client)
@@ -273,6 +275,9 @@ class Soak:
         reply = await client.post(path, json=body)
         return None if 400 <= reply.status_code < 500 else f"{change}: {reply.status_code} {reply.text[:200]}"
 
+    async def _hostile(self, client: httpx.AsyncClient) -> str | None:
+        return await self.fuzzer.one() if self.fuzzer else None
+
     async def _garbage(self, client: httpx.AsyncClient) -> str | None:
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         writer.write(self.dice.choice(GARBAGE))
@@ -303,13 +308,22 @@ async def settled(client: httpx.AsyncClient) -> dict[str, float]:
 async def soak(args: argparse.Namespace, server: Server, result: dict[str, Any]) -> list[str]:
     dice = random.Random(args.seed)
     state = Soak(server.url, dice, decided(dice, args.distinct, args.max_tokens))
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=args.clients)
+    connections = httpx.Limits(max_connections=None, max_keepalive_connections=args.clients)
     left, figures = args.requests, {}
-    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=connections) as client:
         await state.alone(client)
+        watch = fuzz.Watch(server.url, server.process.pid, disturbed=lambda: time.monotonic() < state.disturbed_until)
+        if args.fuzz:
+            state.fuzzer = fuzz.Fuzzer(server.url, await fuzz.description(server.url), args.seed)
         began = time.monotonic()
 
         with Progress("requests", args.requests) as bar:
+
+            async def hostile() -> None:
+                while left > 0:
+                    await state.one(client, "hostile")
+                    if time.monotonic() < state.disturbed_until:
+                        await asyncio.sleep(1.0)
 
             async def worker() -> None:
                 nonlocal left
@@ -338,22 +352,30 @@ async def soak(args: argparse.Namespace, server: Server, result: dict[str, Any])
                 await asyncio.to_thread(server.stop)
                 result["drained_s"] = time.monotonic() - at
                 await asyncio.to_thread(server.start)
+                watch.pid = server.process.pid
                 state.disturbed_until = time.monotonic()
                 while left > 0.4 * args.requests:
                     await asyncio.sleep(0.05)
                 figures["before"] = server.figures()
 
+            watching = asyncio.create_task(watch.run())
+            fuzzing = [asyncio.create_task(hostile()) for _ in range(args.fuzz)]
             await asyncio.gather(disturbances(), *(worker() for _ in range(args.clients)))
+            await asyncio.gather(*fuzzing)
+            watching.cancel()
         result["seconds"] = time.monotonic() - began
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:  # the other one's connections are closed
         result["held"] = await settled(client)
+    await fuzz.settled_memory(watch)
     figures["after"] = server.figures()
     await asyncio.to_thread(server.stop)
     result |= {"counts": dict(state.counts), "figures": figures, "exit_codes": server.codes}
-    failures = state.failures
+    result |= {"seed": args.seed, **fuzz.figures(watch), "statuses": dict(state.fuzzer.counts if state.fuzzer else {})}
+    failures = state.failures + watch.failures + fuzz.bad_lines(Path(server.log.name).read_text(errors="replace"))
     failures += [f"{name} is {value} at the end" for name, value in result["held"].items() if value]
     failures += [f"exit codes {server.codes}"] if any(server.codes) else []
-    for name, most in (("threads", 8), ("files", args.clients + 16), ("processes", 0)):  # connections that stay open
+    limits = {"threads": 8, "files": args.clients + 16, "processes": 0}  # files: connections that stay open
+    for name, most in (limits | dict.fromkeys(("front_rss_mib", "engine_rss_mib"), MEMORY_MIB)).items():
         if figures["after"][name] > figures["before"][name] + most:
             failures.append(f"{name}: {figures['before'][name]}, later {figures['after'][name]}")
     return failures
@@ -370,6 +392,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=8, help="batch size (default: 8, which is batch-invariant)")
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--fuzz",
+        type=int,
+        nargs="?",
+        const=4,
+        default=0,
+        help="concurrent hostile clients (default: 0, without a number: 4)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -392,7 +422,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_json(args.output, result)
     for failure in failures[:20]:
         print(failure, file=sys.stderr)
-    print(json.dumps({key: result[key] for key in ("counts", "held", "figures", "seconds", "exit_codes", "failures")}))
+    print(
+        json.dumps(
+            {key: result[key] for key in ("counts", "held", "figures", "health", "seconds", "exit_codes", "failures")}
+        )
+    )
     return 1 if failures else 0
 
 
