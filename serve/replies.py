@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from .answer import Piece
+from .answer import Answer, Piece
 from .logprobs import AnswerToken, Echo, TokenStrings, chat_logprobs, text_logprobs
 from .parsing import Delta, joined
 from .protocol import ApiError
@@ -19,6 +19,11 @@ DONE = b"data: [DONE]\n\n"
 def event(body: dict[str, Any]) -> bytes:
     """Encodes a server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def typed_event(body: dict[str, Any]) -> bytes:
+    """Encodes a server-sent event with the name of its `type`."""
+    return b"event: " + body["type"].encode() + b"\n" + event(body)
 
 
 class ReplyForm(Protocol):
@@ -41,8 +46,8 @@ class ReplyForm(Protocol):
     def event(self, chunk: dict[str, Any]) -> bytes:
         """Encodes a chunk."""
 
-    def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Returns the body with all answers and their finish reasons."""
+    def whole(self, answers: Sequence[tuple[Piece, Answer]], usage: dict[str, Any]) -> dict[str, Any]:
+        """Returns the body with all answers, whole and ended."""
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
         """Returns the chunks before the first text."""
@@ -50,7 +55,7 @@ class ReplyForm(Protocol):
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """Returns the chunks of a piece."""
 
-    def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
+    def ended(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         """Returns the chunks after the last text of an answer."""
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -82,15 +87,16 @@ class Replies:
     def failed(self, error: ApiError) -> list[dict[str, Any]]:
         return [error.body()]
 
-    def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[tuple[Piece, Answer]], usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
-        for index, (answer, finish_reason) in enumerate(answers):
-            content: dict[str, Any] = {"text": answer.text}
+        for index, (piece, answer) in enumerate(answers):
+            content: dict[str, Any] = {"text": piece.text}
             if self.kind == "chat":
-                content = {"message": _message(answer)}
-            choices.append(self._choice(index, content, answer.tokens, finish_reason, answer.echo))
+                content = {"message": _message(piece)}
+            choice = self._choice(index, content, piece.tokens, answer.reason, piece.echo)
+            choices.append(choice | {"stop_reason": answer.stop_reason})
             if self.prompt_ids:
-                choices[-1]["token_ids"] = answer.ids
+                choices[-1]["token_ids"] = piece.ids
         body = self._body("chat.completion" if self.kind == "chat" else "text_completion", choices)
         for index in range(len(answers)):
             self._add_prompt_ids(index, body, choices[index])
@@ -120,9 +126,11 @@ class Replies:
             chunks[0]["choices"][0]["token_ids"] = piece.ids
         return self._with_prompt_ids(index, chunks)
 
-    def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
+    def ended(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         content: dict[str, Any] = {"delta": {}} if self.kind == "chat" else {"text": ""}
-        return self._with_prompt_ids(index, [self._chunk(index, content, None, finish_reason)])
+        chunk = self._chunk(index, content, None, answer.reason)
+        chunk["choices"][0]["stop_reason"] = answer.stop_reason
+        return self._with_prompt_ids(index, [chunk])
 
     def closing(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the chunk with the usage, without choices, if it is requested."""

@@ -181,14 +181,12 @@ class Service:
         whole = await unless_disconnected(request, _join(pieces, len(answers)))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        reasons = [answer.reason for answer in answers]
 
         def reply() -> Response:
-            found = replies.whole(list(zip(whole, reasons, strict=True)), usage(answers, body.answers))
+            found = replies.whole(list(zip(whole, answers, strict=True)), usage(answers, body.answers))
             found |= self._metrics_field(answers, replies)
             for choice, answer, one in zip(found.get("choices", ()), answers, requests, strict=False):
                 ids, scores = one.prompt_ids, answer.prompt_logprobs
-                choice["stop_reason"] = answer.stop_reason
                 if body.prompt_logprobs is not None and scores is not None:
                     where = choice if replies.kind == "text" else found
                     where["prompt_logprobs"] = prompt_logprobs(self._strings, ids, scores, body.prompt_logprobs)
@@ -250,9 +248,7 @@ class Service:
             async with aclosing(pieces):
                 async for index, piece in pieces:
                     if piece is None:
-                        chunks = replies.ended(index, answers[index].reason)
-                        if isinstance(replies, Replies):
-                            chunks[0]["choices"][0]["stop_reason"] = answers[index].stop_reason
+                        chunks = replies.ended(index, answers[index])
                     else:
                         long = piece.echo is not None and piece.echo.logprobs is not None
                         make = functools.partial(replies.piece, index, piece)

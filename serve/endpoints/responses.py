@@ -9,18 +9,18 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
 from dflash_toolkit.runtime.client import PreparedRequest
 
-from ..answer import Piece
+from ..answer import Answer, Piece
 from ..logprobs import AnswerToken, TokenStrings, chat_logprobs
 from ..openapi import DECODED, Acceptance, CompletionDetails, TokenLogprob, operation
 from ..parsing import Delta
 from ..protocol import ApiError
+from ..replies import typed_event
 from ..service import Service
 from .chat import answer
 from .responses_request import ReasoningOptions, ResponsesRequest, TextOptions, rename_parameters
@@ -149,12 +149,12 @@ class ResponseReply:
         self._status, self._incomplete = "in_progress", False
 
     def event(self, chunk: dict[str, Any]) -> bytes:
-        return b"event: " + chunk["type"].encode() + b"\ndata: " + msgspec.json.encode(chunk) + b"\n\n"
+        return typed_event(chunk)
 
-    def whole(self, answers: Sequence[tuple[Piece, str | None]], usage: dict[str, Any]) -> dict[str, Any]:
-        ((piece, reason),) = answers
+    def whole(self, answers: Sequence[tuple[Piece, Answer]], usage: dict[str, Any]) -> dict[str, Any]:
+        ((piece, answer),) = answers
         self.piece(0, piece)
-        self.ended(0, reason)
+        self.ended(0, answer)
         return self._response(usage)
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
@@ -181,8 +181,8 @@ class ResponseReply:
                 events += self._more("response.output_text.delta", delta.content, content_index=0, logprobs=logprobs)
         return events
 
-    def ended(self, index: int, finish_reason: str | None) -> list[dict[str, Any]]:
-        self._incomplete = finish_reason == "length"
+    def ended(self, index: int, answer: Answer) -> list[dict[str, Any]]:
+        self._incomplete = answer.reason == "length"
         events = self._begin("message") if not self._items else []  # an empty answer is an empty message
         if self._open == "message":
             self._logprobs += self._logprobs_now()
