@@ -1,4 +1,4 @@
-"""The HTTP application: the endpoints, API keys, and errors in OpenAI's form."""
+"""The HTTP application: the endpoints, API keys and errors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,7 +73,8 @@ def create_app(
 
     async def authorise(request: Request) -> None:  # async: a thread would wait for the interpreter lock
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        number = matching(api_keys, key.strip() if scheme.lower() == "bearer" else "")
+        key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's clients
+        number = matching(api_keys, key.strip())
         if api_keys and number is None:
             message = "wrong or missing API key; send one as `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key")
@@ -91,7 +92,7 @@ def create_app(
 
     async def refuse(request: Request, error: Any) -> Response:
         service.metrics.refused(error.status)
-        return error_response(error)
+        return error_response(error, request.scope["path"].removeprefix(root_path))
 
     async def no_such_route(request: Request, error: Any) -> Response:
         message = f"no such path: {request.url.path}; /openapi.json lists the paths"
@@ -105,7 +106,7 @@ def create_app(
         return response
 
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error))
+        return error_response(as_api_error(error), request.scope["path"].removeprefix(root_path))
 
     # without FastAPI's schema routes, every path that is not listed above is a 404 in OpenAI's form
     app = FastAPI(openapi_url=None, redirect_slashes=False)

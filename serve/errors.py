@@ -1,11 +1,13 @@
-"""Maps errors to responses in OpenAI's form."""
+"""Maps errors to responses in OpenAI's form, or in Anthropic's."""
+
+from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.runtime import EngineClosedError, RequestFailedError
 
-from .protocol import ApiError
+from .protocol import ApiError, clipped
 
 
 class LateError(Exception):
@@ -27,10 +29,31 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
-def error_response(error: ApiError) -> Response:
+MESSAGES = "/v1/messages"  # Anthropic's API; errors under this path have its form
+MESSAGES_ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def messages_error(error: ApiError) -> dict[str, Any]:
+    """Returns an error in Anthropic's form."""
+    kind = MESSAGES_ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    message = clipped(error.message, 1000)
+    if error.code == "context_length_exceeded":  # agents look for Anthropic's words, and then shorten the conversation
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_response(error: ApiError, path: str = "") -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.status == 429:
         headers["Retry-After"] = "1"
     if error.code == "internal_error":  # starlette raises it again, and uvicorn then closes the connection
         headers["Connection"] = "close"
-    return JSONResponse(error.body(), error.status, headers)
+    body = messages_error(error) if path.startswith(MESSAGES) else error.body()
+    return JSONResponse(body, error.status, headers)

@@ -40,6 +40,7 @@ def operation(
     *,
     body: Body | None = None,
     events: Body | None = None,
+    error: Body | None = None,
 ) -> dict[str, Any]:
     """Describes a route of an endpoint, for its `openapi_extra`.
 
@@ -47,8 +48,9 @@ def operation(
         reply: the model of the reply, or the media type of a text.
         errors: statuses that not every route has.
         events: the model of each event of a streamed reply.
+        error: the model of an error; None: OpenAI's.
     """
-    return {"summary": summary, "reply": reply, "errors": errors, "body": body, "events": events}
+    return {"summary": summary, "reply": reply, "errors": errors, "body": body, "events": events, "error": error}
 
 
 class Fault(BaseModel):
@@ -149,7 +151,8 @@ def document(
             assert isinstance(route, APIRoute) and route.openapi_extra is not None, route
             given = route.openapi_extra
             bodies |= {each.__name__: each for each in (given["body"],) if each is not None}
-            replies |= {each.__name__: each for each in (given["reply"], given["events"]) if isinstance(each, type)}
+            answered = (given["reply"], given["events"], given["error"])
+            replies |= {each.__name__: each for each in answered if isinstance(each, type)}
             described = _operation(keyed=keyed and asks, key=asks, **given)
             if "{" in route.path_format:  # a route with a parameter has one, a served name
                 described["parameters"] = [
@@ -157,8 +160,8 @@ def document(
                 ]
             paths[route.path_format] = {method.lower(): described for method in route.methods or () if method != "HEAD"}
     _, accepted = models_json_schema([(each, "validation") for each in bodies.values()], ref_template=REF)
-    _, answered = models_json_schema([(each, "serialization") for each in replies.values()], ref_template=REF)
-    schemas: dict[str, Any] = accepted["$defs"] | answered["$defs"]
+    _, returned = models_json_schema([(each, "serialization") for each in replies.values()], ref_template=REF)
+    schemas: dict[str, Any] = accepted["$defs"] | returned["$defs"]
     for name, body in bodies.items():
         optional = not body.model_fields["model"].is_required()
         schemas[name]["properties"]["model"] = {"enum": [*models, *[None] * optional]}
@@ -176,12 +179,15 @@ def document(
             "description": "OpenAI's API, with speculative decoding",
         },
         "servers": [{"url": root_path or "/"}],
-        "security": [{"key": []}],
+        "security": [{"key": []}, {"x-api-key": []}],
         "paths": paths,
         "components": {
             "schemas": schemas,
             "responses": {str(status): _error(status) for status in ERRORS},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -192,6 +198,7 @@ def _operation(
     errors: Sequence[int],
     body: Body | None,
     events: Body | None,
+    error: Body | None,
     *,
     key: bool,
     keyed: bool,
@@ -207,7 +214,10 @@ def _operation(
         success["content"]["text/event-stream"] = {"itemSchema": event}  # of OpenAPI 3.2; FastAPI writes it too
     statuses = {405, 500, *errors} | ({503} if key else set()) | ({401} if keyed else set())
     statuses |= {400, 413} if body is not None else set()
-    refused = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}
+    refused = {
+        str(status): _error(status, error) if error else {"$ref": f"#/components/responses/{status}"}
+        for status in sorted(statuses)
+    }
     described = {"summary": summary, "responses": {"200": success} | refused}
     if body is not None:
         described["requestBody"] = {"required": True, "content": _json(body)}
@@ -242,9 +252,9 @@ def _json(body: Body) -> dict[str, Any]:
     return {"application/json": {"schema": _reference(body)}}
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error(status: int, error: Body = Error) -> dict[str, Any]:
     headers = {429: ("Retry-After", "seconds"), 405: ("Allow", "methods"), 401: ("WWW-Authenticate", "Bearer")}
-    found: dict[str, Any] = {"description": ERRORS[status], "content": _json(Error)}
+    found: dict[str, Any] = {"description": ERRORS[status], "content": _json(error)}
     if status in headers:
         name, text = headers[status]
         found["headers"] = {name: {"description": text, "schema": {"type": "string"}}}

@@ -4,7 +4,14 @@ An endpoint is a module: the bodies that it accepts and returns, its routes, and
 Its function `routes` is listed here.
 """
 
-from . import chat, completions, health, models, responses, tokens
+from . import chat, completions, health, messages, models, responses, tokens
 
-KEYED = (chat.routes, completions.routes, responses.routes, models.routes, tokens.routes)  # ask for an API key
+KEYED = (
+    chat.routes,
+    completions.routes,
+    responses.routes,
+    messages.routes,
+    models.routes,
+    tokens.routes,
+)  # ask for an API key
 OPEN = (health.routes,)

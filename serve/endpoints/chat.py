@@ -368,18 +368,23 @@ def routes(service: Service) -> APIRouter:
     return found
 
 
-async def answer(service: Service, request: Request, body: ChatRequest, form: MakeForm | None = None) -> Response:
-    """Answers a chat request; `form` replaces the reply form of this endpoint."""
+async def prompt_of(service: Service, request: Request, body: ChatRequest) -> tuple[list[int], list[dict[str, Any]]]:
+    """Returns the prompt of a chat request, and the tools that may be called."""
     service.check_model(body.model)
-    tokenizer, parsers = service.engine.tokenizer, service.parsers
-    tools = body.tools_for(parsers.tool_calls)
-    known = template_variables(tokenizer, tools) if body.has_template_variables else ()
+    tools = body.tools_for(service.parsers.tool_calls)
+    known = template_variables(service.engine.tokenizer, tools) if body.has_template_variables else ()
     variables, cut = body.variables(known), body.cut(service.context_limit)
 
     def encoded() -> list[int]:
         return service.encoder.chat([message.plain() for message in body.messages], tools, variables, cut)
 
-    ids = await service.pools.run(request, encoded)
+    return await service.pools.run(request, encoded), tools
+
+
+async def answer(service: Service, request: Request, body: ChatRequest, form: MakeForm | None = None) -> Response:
+    """Answers a chat request; `form` replaces the reply form of this endpoint."""
+    tokenizer, parsers = service.engine.tokenizer, service.parsers
+    ids, tools = await prompt_of(service, request, body)
     start = parsers.start_of(tokenizer, ids)
     grammar = body.grammar_for(parsers.tool_calls, start)
     requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
