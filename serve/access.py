@@ -11,6 +11,8 @@ from typing import Any
 
 from dflash_toolkit.runtime.client import request_name
 
+from .errors import error_response
+from .protocol import ApiError
 from .state import ServerState
 from .unknown import HEADER
 
@@ -19,9 +21,6 @@ Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
-DRAINING = b'{"error":{"message":"the server is shutting down","type":"server_error","param":null,' + (
-    b'"code":"server_shutting_down"}}'
-)
 POLLED = frozenset({"/metrics", "/health", "/ready"})  # polled every few seconds; logging them would hide the others
 log = logging.getLogger("dflash_toolkit.access")
 
@@ -45,6 +44,7 @@ class Access:
         number = sent if REQUEST_ID.fullmatch(sent) else secrets.token_hex(8).encode()
         scope.setdefault("state", {})["request_id"] = number.decode()
         request_name.set(number.decode())
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         began, status = time.perf_counter(), 0
 
         async def sending(message: Scope) -> None:
@@ -58,14 +58,14 @@ class Access:
 
         try:
             if self._state.draining and scope["method"] == "POST":
-                headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-                await sending({"type": "http.response.start", "status": 503, "headers": headers})
-                await sending({"type": "http.response.body", "body": DRAINING})
+                error = ApiError(503, "the server is shutting down", code="server_shutting_down")
+                refusal = error_response(error, path)
+                refusal.headers["connection"] = "close"
+                await refusal(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
         finally:
             self._responded(status or 499)  # the client closed the connection
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
             if log.isEnabledFor(logging.INFO) and not (status == 200 and path in POLLED):
                 client = scope.get("client")
                 log.info(

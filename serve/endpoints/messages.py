@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
-from pydantic_core import from_json
+from pydantic import BaseModel, TypeAdapter
 
 from dflash_toolkit.runtime.client import PreparedRequest
 
@@ -26,6 +25,7 @@ from .chat import answer, prompt_of
 from .messages_request import CountTokensRequest, MessagesRequest
 
 SIGNATURE = "unsigned"  # of reasoning; clients send back only reasoning with a signature
+OBJECT = TypeAdapter(dict[str, Any])
 # type of a block -> type of its deltas, and the field that holds their text
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -221,10 +221,9 @@ class MessageForm:
 def _arguments(text: str) -> dict[str, Any]:
     """Returns a call's arguments, without an incomplete end, as Anthropic's client reads their events."""
     try:
-        found = from_json(text or "{}", allow_partial=True)
+        return OBJECT.validate_json(text, experimental_allow_partial=True)
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
+        return {}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,10 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ..protocol import ApiError, Int64, List, Strict, describe
+from ..body import Strict
+from ..protocol import ApiError, Int64, List, validate
 from .chat import MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest
 
 # role of a message -> types of its content blocks
@@ -214,10 +215,7 @@ class CountTokensRequest(Strict):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """Parses a body. Raises ApiError (400) that names the wrong parameter."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise describe(error) from error
+        return validate(cls, body)
 
     def chat(self) -> AgentChat:
         """Returns the request for the chat route. Raises ApiError (400) that names the wrong parameter."""
@@ -294,7 +292,7 @@ class CountTokensRequest(Strict):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages, Anthropic's API."""
 
-    max_tokens: Int64 = Field(ge=1)
+    max_tokens: int = Field(ge=1, lt=2**63)
     stream: bool | None = False
     stop_sequences: List[str] | None = None
     temperature: float | None = None

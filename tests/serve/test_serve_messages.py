@@ -9,7 +9,7 @@ import httpx
 import pytest
 from conftest import make_drafter
 from live_server import LATE_S, chat, client_of, gated, make_engine, serving
-from reciting import ARGUMENTS, CLOCKS, SAYS, TIGHT, TOOLS, make_reciting
+from reciting import ARGUMENTS, CLOCKS, SAYS, TOOLS, make_reciting
 
 from dflash_toolkit import Target
 from dflash_toolkit.serve.endpoints.messages_request import CountTokensRequest
@@ -175,13 +175,12 @@ def test_max_tokens_may_exceed_the_rest_of_the_context(target: Target) -> None:
 
 
 def test_cut_call_keeps_its_complete_arguments(url: str) -> None:
-    lengths = [say_cut(url, most) for most in range(14, 45)]
-    assert {"city": "Kyōto 😀"} in lengths or {"city": "Kyōto 😀", "days": 3} in lengths
-
-
-def say_cut(url: str, most: int) -> Any:
-    message = post(url, messages=[user("Please: h")], tools=NAMED, max_tokens=most).json()
-    return next((block["input"] for block in message["content"] if block["type"] == "tool_use"), None)
+    cut = list[Any]()
+    for most in range(14, 45):
+        message = post(url, messages=[user("Please: h")], tools=NAMED, max_tokens=most).json()
+        assert message["stop_reason"] == "max_tokens"
+        cut += [block["input"] for block in message["content"] if block["type"] == "tool_use"][:1]
+    assert [each for i, each in enumerate(cut) if each not in cut[:i]] == [{}, {"city": "Kyōto 😀"}, ARGUMENTS]
 
 
 def test_schema_of_output_config_is_enforced(url: str) -> None:
@@ -210,13 +209,16 @@ def test_tool_loop_renders_as_in_the_chat_route(url: str) -> None:
             "function": {"name": call["name"], "arguments": json.dumps(call["input"], ensure_ascii=False)}}  # fmt: skip
     replayed = {"role": "assistant", "content": None, "reasoning_content": thoughts["thinking"], "tool_calls": [made]}
     expected = chat(client_of(url), messages=[
-        user("Please: t"), replayed, {"role": "tool", "tool_call_id": call["id"], "content": "5 degrees, a"}])  # fmt: skip
+        user("Please: t"), replayed, {"role": "tool", "tool_call_id": call["id"], "content": "5 degrees, a"}
+    ])  # fmt: skip
     assert post(url, "/count_tokens", messages=messages).json() == {"input_tokens": expected.usage.prompt_tokens}
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "5"}
 CALLED = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, CALL]}
 NOTE = {"role": "system", "content": "note"}
+SAID = {"role": "assistant", "content": "b"}
+B = {"type": "text", "text": "b"}
 
 
 @pytest.mark.parametrize(
@@ -225,12 +227,12 @@ NOTE = {"role": "system", "content": "note"}
         ([NOTE, user("a")], ["system note", "user a"]),
         ([user("a"), NOTE], ["user a\n\nnote"]),
         ([user("a"), user("b")], ["user a\n\nb"]),
-        ([user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])], ["user a\nb"]),
-        ([user("a"), {"role": "assistant", "content": "b"}, NOTE], ["user a", "assistant b", "user note"]),
-        ([user("a"), {"role": "assistant", "content": "b"}, NOTE, user("c")], ["user a", "assistant b", "user note\n\nc"]),
+        ([user([{"type": "text", "text": "a"}, B])], ["user a\nb"]),
+        ([user("a"), SAID, NOTE], ["user a", "assistant b", "user note"]),
+        ([user("a"), SAID, NOTE, user("c")], ["user a", "assistant b", "user note\n\nc"]),
         ([user("a"), CALLED, user([RESULT]), NOTE], ["user a", "assistant ", "tool 5\n\nnote"]),
         ([user("a"), CALLED, NOTE, user([RESULT])], ["user a", "assistant ", "tool 5\n\nnote"]),
-        ([user("a"), CALLED, user([RESULT, {"type": "text", "text": "b"}])], ["user a", "assistant ", "tool 5", "user b"]),
+        ([user("a"), CALLED, user([RESULT, B])], ["user a", "assistant ", "tool 5", "user b"]),
         ([user("a"), CALLED, user([RESULT | {"is_error": True}])], ["user a", "assistant ", "tool Error: 5"]),
         ([user("a"), CALLED, user([{"type": "tool_result", "tool_use_id": "1"}])], ["user a", "assistant ", "tool "]),
     ],
@@ -263,7 +265,7 @@ def test_billing_line_of_claude_code_is_left_out(url: str) -> None:
         ({"messages": [user([{"type": "image", "source": {"type": "url", "url": "x"}}])]}, "has type 'image'"),
         ({"messages": [user([RESULT | {"content": [{"type": "image"}]}])]}, "has type 'image'"),
         ({"messages": [user([CALL])]}, "block 0 has type 'tool_use'"),
-        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "end with a user's"),
+        ({"messages": [user("a"), SAID]}, "end with a user's"),
         ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: is 'web_search_20250305'"),
