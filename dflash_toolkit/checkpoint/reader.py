@@ -6,6 +6,7 @@ Imports no torch: files are found, and read ahead, while torch is imported.
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OTHER_MODULES = ("model.visual.", "mtp.")  # tensors of Qwen3.5 outside its text model, nor in transformers' model
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # last parts of names: scales of a quantized KV cache
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -168,6 +170,7 @@ class _Weights:
     def __init__(self, what: str, views: Mapping[str, "Tensor"]) -> None:
         self._what, self._views = what, views
         self._left = dict(views)
+        self._cache_scales = False  # whether there are any
         self._head: Tensor | None = None  # stored although it is the embedding
 
     def take(self, stored: str, read: "Callable[[str], Tensor]") -> None:
@@ -189,6 +192,8 @@ class _Weights:
             view.copy_(tensor)
         elif name == HEAD and EMBEDDING in self._views:
             self._head = read(stored)
+        elif name.rpartition(".")[2] in CACHE_SCALES:
+            self._cache_scales = True
         elif not name.endswith("rotary_emb.inv_freq") and not name.startswith(OTHER_MODULES):  # in old checkpoints
             raise UserError(
                 f"{self._what}: unknown tensor {name!r}; it is not part of the model that its config.json describes"
@@ -200,6 +205,11 @@ class _Weights:
             self.take(EMBEDDING, lambda _: head)
         if self._left:
             raise UserError(f"{self._what}: {missing_tensors(self._left)}")
+        if self._cache_scales:
+            print(
+                f"notice: {self._what}: its scales of a quantized KV cache are not used; the cache has 16 bits",
+                file=sys.stderr,
+            )
 
 
 def text_name(stored: str) -> str:

@@ -57,7 +57,8 @@ class Case:
             config = read_config(path)
         except UserError as error:
             problem = str(error).removeprefix(f"drafter {path}: ")
-        return cls(name, raw, config, problem, read_tensors(path), target, tokenizer, thinking)
+        tensors = read_tensors(path, tensor_shapes(config) if config else ())
+        return cls(name, raw, config, problem, tensors, target, tokenizer, thinking)
 
     @property
     def speculators(self) -> bool:

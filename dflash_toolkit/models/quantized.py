@@ -17,16 +17,25 @@ FORM |= {"fmt": "e4m3", "scale_fmt": "float"}
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 GROUP = {"weights": {**EIGHT, "strategy": "channel", "dynamic": False}}
 GROUP |= {"input_activations": {**EIGHT, "strategy": "token", "dynamic": True}}
+# in a model that also reads images the language model is a module of its own; in patterns a dot may be escaped
+LANGUAGE_MODEL = r"(model\\?\.)language_model\\?\."
 
 
-def _is_fp8_dynamic(stated: Mapping[str, Any]) -> bool:
-    """Whether all matrices are as llm-compressor's scheme FP8_DYNAMIC has them."""
+def _unlike_fp8_dynamic(stated: Mapping[str, Any]) -> str:
+    """Returns the first key that differs from llm-compressor's scheme FP8_DYNAMIC, with its value; empty if none does.
+
+    The scheme of the KV cache does not count: the cache is not quantized.
+    """
     groups = list((stated.get("config_groups") or {}).values())
-    if len(groups) != 1 or stated.get("format") != "float-quantized" or stated.get("kv_cache_scheme"):
-        return False
-    return groups[0].get("targets") == ["Linear"] and all(
-        (groups[0].get(part) or {}).get(key) == value for part, form in GROUP.items() for key, value in form.items()
-    )
+    if len(groups) != 1:
+        return f"{len(groups)} config_groups"
+    found: dict[str, Any] = {"format": stated.get("format"), "targets": groups[0].get("targets")}
+    expected: dict[str, Any] = {"format": "float-quantized", "targets": ["Linear"]}
+    for part, form in GROUP.items():
+        given = groups[0].get(part) or {}
+        found |= {f"{part}.{key}": given.get(key) for key in form}
+        expected |= {f"{part}.{key}": value for key, value in form.items()}
+    return next((f"{key} {value!r}" for key, value in found.items() if value != expected[key]), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +53,17 @@ class QuantizedModules:
         if not asked:
             return cls(name, None)
         stated: dict[str, Any] = asked if isinstance(asked, dict) else asked.to_dict()
-        if stated.get("quant_method") == "compressed-tensors" and _is_fp8_dynamic(stated):
+        if stated.get("quant_method") == "compressed-tensors":
+            if not stated.get("config_groups"):
+                return cls(name, None)  # only the KV cache is to be quantized
+            if other := _unlike_fp8_dynamic(stated):
+                raise UnsupportedModel(
+                    f"target {name}: weights of compressed-tensors with {other} are not served by this engine (it "
+                    f"takes FP8 by channels and tokens), but vLLM may (dflash-serve --engine vllm)"
+                )
             ignored = stated.get("ignore") or ()
-            return cls(
-                name, tuple(key[3:] if key.startswith("re:") else re.escape(key) for key in ignored), format=FP8_CHANNEL
-            )
+            patterns = (key[3:] if key.startswith("re:") else re.escape(key) for key in ignored)
+            return cls(name, tuple(re.sub(LANGUAGE_MODEL, r"\1", key) for key in patterns), format=FP8_CHANNEL)
         for key, value in FORM.items():
             found = stated.get(key, None if key in ("quant_method", "weight_block_size") else value)
             found = list(found) if isinstance(found, list | tuple) else found
@@ -58,8 +73,7 @@ class QuantizedModules:
                     f"{value!r}, or FP8 by channels and tokens), but vLLM may (dflash-serve --engine vllm)"
                 )
         kept = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()
-        # in a model that also reads images the language model is a module of its own
-        return cls(name, tuple(key.replace("model.language_model.", "model.") for key in kept))
+        return cls(name, tuple(re.sub(LANGUAGE_MODEL, r"\1", key) for key in kept))
 
     def __contains__(self, module: str) -> bool:
         """By transformers' rule: a pattern that a module's name begins with, up to a dot, or ends with, keeps it."""
@@ -83,6 +97,7 @@ class QuantizedModules:
         for module, shape in modules.items():
             if any(side % BLOCK for side in shape):
                 raise UnsupportedModel(
-                    f"target {self.target}: '{module}.weight' of {shape} is not a multiple of its fp8 blocks of {BLOCK}"
+                    f"target {self.target}: '{module}.weight' of {shape} is in fp8, but not a multiple of {BLOCK} on "
+                    "both sides, which this engine needs"
                 )
         return self.format

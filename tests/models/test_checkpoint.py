@@ -19,7 +19,7 @@ from conftest import VOCAB, check_same, make_drafter, make_target
 from damage import damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import drafter_refusal
+from refusals import drafter_refusal, refusal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -110,6 +110,48 @@ def test_a_newer_published_form_has_its_block_size_nested_only(copy: Path) -> No
     config = read_config(copy)
     assert (config.block_size, config.rope_theta) == (8, 1e4)
     assert config.is_causal is None, "the type of the layer decides"
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_copies_of_the_target_s_tables_are_not_used(
+    copy: Path, drafter: Drafter, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {f"{prefix}{name}.weight": torch.ones(VOCAB, 32) for name in ("embed_tokens", "lm_head")}
+    save_file(load_file(copy / "model.safetensors") | tables, copy / "model.safetensors")
+    check_same(load_drafter(str(copy)), drafter)
+    notice = "its own embed_tokens.weight and lm_head.weight are not used; it drafts with the target's"
+    assert capsys.readouterr().err == f"notice: drafter {copy}: {notice}\n"
+
+
+def test_a_drafter_in_several_files_is_read(copy: Path, drafter: Drafter) -> None:
+    """Files that the index does not list are not read."""
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    weight_map = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, copy / file)
+    save_file({"optimizer": torch.ones(3)}, copy / "other.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_same(load_drafter(str(copy)), drafter)
+    (copy / file).unlink()
+    assert (
+        refusal(load_drafter, str(copy))
+        == f"{copy / file}: no such file, although model.safetensors.index.json lists it"
+    )
+
+
+def test_the_rope_of_published_configs_is_that_of_transformers(copy: Path) -> None:
+    """Theta nested only, next to rope_parameters, or in rope_scaling with a stale one at the top level."""
+    for change, theta in (
+        ({"rope_theta": None, "block_size": None, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}}, 1e7),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}, 5e5),
+        (
+            {"rope_theta": 1e4, "rope_parameters": None, "rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}},
+            1e6,
+        ),
+    ):
+        damage(copy / "config.json", change)
+        assert load_drafter(str(copy)).config.rope_theta == theta
 
 
 def test_scales_are_read_as_published_and_a_zero_cap_is_none(copy: Path) -> None:

@@ -32,7 +32,7 @@ from dflash_toolkit.kernels.formats import (
     quantize_groups,
 )
 from dflash_toolkit.kernels.ops import Reference
-from dflash_toolkit.models.quantized import FORM, GROUP
+from dflash_toolkit.models.quantized import EIGHT, FORM, GROUP
 from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
 from dflash_toolkit.models.target import load_config
 from dflash_toolkit.runtime import EngineOptions, load_engine
@@ -268,10 +268,63 @@ def test_gates_in_fp8_by_channels_are_one_line() -> None:
         ModelSpec.of_target(config)
 
 
-def test_unsupported_compressed_tensors_formats_are_one_line(folder: Path) -> None:
-    static = {"group_0": {"targets": ["Linear"], **GROUP, "input_activations": None}}
-    for changes in ({"config_groups": static}, {"format": "pack-quantized"}, {"kv_cache_scheme": {"num_bits": 8}}):
+def test_unsupported_compressed_tensors_schemes_name_the_key(folder: Path) -> None:
+    def group(**changes: Any) -> dict[str, Any]:
+        return {"config_groups": {"group_0": {"targets": ["Linear"], **GROUP, **changes}}}
+
+    for changes, said in (
+        (group(input_activations=None), "input_activations.num_bits None"),
+        (group(weights=GROUP["weights"] | {"strategy": "block"}), "weights.strategy 'block'"),
+        (group(targets=["re:.*mlp.*"]), r"targets \['re:.*'\]"),
+        ({"config_groups": {"a": {}, "b": {}}}, "2 config_groups"),
+        ({"format": "pack-quantized"}, "format 'pack-quantized'"),
+    ):
         config = config_of(folder)
-        config.quantization_config = DYNAMIC | changes
-        with pytest.raises(UnsupportedModel, match=r"quant_method 'compressed-tensors' .* --engine vllm"):
+        config.quantization_config = DYNAMIC | KV_CACHE | changes
+        with pytest.raises(UnsupportedModel, match=f"compressed-tensors with {said} are not served .* --engine vllm"):
             ModelSpec.of_target(config)
+
+
+KV_CACHE = {"kv_cache_scheme": EIGHT | {"strategy": "tensor", "dynamic": False}}
+SCALES = {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
+
+
+def test_scales_of_a_quantized_cache_are_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their weights are in 16 bits, in FP8, or nothing says why they are stored."""
+    target = ARCHITECTURES["Qwen3"].target(**SIZES)
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    options = EngineOptions(max_num_seqs=1, kv_cache_tokens=400)
+    expected = load_engine(str(tmp_path), None, "cpu", options=options)[0].generate(
+        [[1, 2]], SamplingParams(max_tokens=8)
+    )
+    assert "notice" not in capsys.readouterr().err
+    damage(tmp_path / "model.safetensors", SCALES)
+    only_the_cache = DYNAMIC | KV_CACHE | {"config_groups": {}}
+    for quantization in (None, only_the_cache):
+        damage(tmp_path / "config.json", {"quantization_config": quantization})
+        found = load_engine(str(tmp_path), None, "cpu", options=options)[0].generate(
+            [[1, 2]], SamplingParams(max_tokens=8)
+        )
+        assert found[0].tokens == expected[0].tokens
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if "KV cache" in line)
+        assert line == (
+            f"notice: target {tmp_path}: its scales of a quantized KV cache are not used; the cache has 16 bits"
+        )
+    in_fp8 = ModelSpec.of_target(fp8_by_channels(KV_CACHE))
+    assert in_fp8 == ModelSpec.of_target(fp8_by_channels({}))
+
+
+def fp8_by_channels(changes: dict[str, Any]) -> Any:
+    config = ARCHITECTURES["Qwen3"].config(**SIZES)
+    config.quantization_config = DYNAMIC | changes
+    return config
+
+
+@pytest.mark.parametrize(
+    "name", ["model.language_model.layers.1.mlp.up_proj", r"re:.*model\.language_model\.layers\.1\.mlp.*"]
+)
+def test_ignored_modules_of_a_model_with_images_are_known(name: str) -> None:
+    ignored = [name.replace("up_proj", part) for part in ("up_proj", "gate_proj", "down_proj")]
+    spec = ModelSpec.of_target(fp8_by_channels({"ignore": ["lm_head", *ignored]}))
+    assert [layer.ffn.weight for layer in spec.layers[:3]] == [FP8_CHANNEL, DENSE, FP8_CHANNEL]

@@ -8,9 +8,10 @@ ever incomplete, and a first export is complete once it has a config.json.
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ SCALES: dict[str, float | None] = {
 }
 STALE_S = 3600.0  # no export takes so long
 DIVERGED = "its training diverged; train again with a lower optim.learning_rate"
-# keys of the speculators format: tensors that repeat the target's, and the map of a reduced vocabulary to the target's
-SPECULATORS_COPIES = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+# tensors of the speculators format: those that repeat the target's, and the map of a reduced vocabulary to the target's
+TARGETS_OWN = {"embed_tokens.weight", "lm_head.weight"}
+SPECULATORS_COPIES = {*TARGETS_OWN, "verifier_lm_head.weight", "verifier_norm.weight"}
 SPECULATORS_MAPS = {"d2t", "t2d"}
 REDUCED = "a reduced vocabulary, which is not drafted with; dflash-train --init-from starts from its layers"
 
@@ -198,7 +200,8 @@ def load_drafter(
     with torch.device("meta"):
         drafter = Drafter(config).to(dtype or torch.bfloat16)
     drafter = drafter.to_empty(device=device).eval().requires_grad_(False)
-    load_weights(f"drafter {name}", dict(drafter.named_parameters()), read_tensors(path, layers_only=layers_only))
+    parameters = dict(drafter.named_parameters())
+    load_weights(f"drafter {name}", parameters, read_tensors(path, parameters, layers_only=layers_only))
     return drafter
 
 
@@ -213,8 +216,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
-    """Returns every tensor on disk, without those of the speculators format that repeat the target's.
+def read_tensors(path: Path, known: Collection[str] = (), *, layers_only: bool = False) -> dict[str, Tensor]:
+    """Returns every tensor on disk, except copies of the target's embedding and head.
+
+    Args:
+        known: names of the drafter's tensors; those without `.weight` at the end are also read with it.
 
     Raises:
         UserError: no or corrupt files; a tensor that is stored twice; a map of a reduced vocabulary, unless
@@ -225,19 +231,34 @@ def read_tensors(path: Path, *, layers_only: bool = False) -> dict[str, Tensor]:
     left_out = set(SPECULATORS_COPIES if speculators else ())
     if layers_only and (speculators or reduced_vocabulary(raw) is not None):
         left_out |= SPECULATORS_COPIES | SPECULATORS_MAPS
+    table = [raw.get("vocab_size"), raw.get("hidden_size")]  # the shape of the target's embedding and head
     tensors: dict[str, Tensor] = {}
+    spellings: dict[str, str] = {}
+    unused: set[str] = set()
 
     def take(stored: str, read: Callable[[str], Tensor]) -> None:
         name = stored.removeprefix("model.")  # some trainers save their module one level up
+        if name not in known and (bare := name.removesuffix(".weight")) in known:  # and a parameter as an nn.Embedding
+            name = bare
         if speculators and name in SPECULATORS_MAPS - left_out:
             raise UserError(f"drafter {path}: tensor {stored!r} maps {REDUCED}")
         if name in left_out:
             return
         tensor = read(stored)
-        if tensors.setdefault(name, tensor) is not tensor:
-            raise UserError(f"drafter {path}: tensor {name!r} is stored twice, once as 'model.{name}'")
+        if name in TARGETS_OWN and list(tensor.shape) == table:
+            unused.add(name)
+            return
+        if (other := spellings.setdefault(name, stored)) != stored:
+            short, long = sorted((other, stored), key=len)
+            raise UserError(f"drafter {path}: tensor {short!r} is stored twice, once as {long!r}")
+        tensors[name] = tensor
 
     each_tensor(f"drafter {path}", weight_files(path), take)
+    if unused:
+        print(
+            f"notice: drafter {path}: its own {' and '.join(sorted(unused))} are not used; it drafts with the target's",
+            file=sys.stderr,
+        )
     return tensors
 
 
