@@ -6,10 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.data.prompts import Message, Tool, apply_template
+from dflash_toolkit.data.conversations import with_call_ids
+from dflash_toolkit.data.prompts import Message, Tool, apply_template, template_shows
 
 from .protocol import ApiError, Cut
 from .text import special_tokens
+from .tools_as_text import calls_as_text, tools_as_text
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -36,14 +38,14 @@ class Encoder:
             ids = list(self._tokenizer.encode(text, add_special_tokens=special))
             marks = special_tokens(self._tokenizer) if special else {}
             return cut.of(ids, next((i for i, token in enumerate(ids) if token not in marks), 0))
-        size = len(text.encode(errors="replace"))
-        if size > (most := self._limit * self._longest):
+        data = text.encode(errors="replace")  # arguments of calls may have lone surrogates, which no tokenizer encodes
+        if (size := len(data)) > (most := self._limit * self._longest):
             raise ApiError(
                 400,
                 f"the text has {size} bytes, but a context of {self._limit} tokens holds at most {most}; shorten it",
                 code="context_length_exceeded",
             )
-        return list(self._tokenizer.encode(text, add_special_tokens=special))
+        return list(self._tokenizer.encode(data.decode(), add_special_tokens=special))
 
     def chat(
         self,
@@ -51,15 +53,23 @@ class Encoder:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] = NOTHING,
         cut: Cut | None = None,
+        form: str = "hermes",
     ) -> list[int]:
         """Renders a conversation with the chat template and encodes it.
 
         Args:
             variables: variables for the template.
+            form: the form of calls for a template that does not show tools or calls.
 
         Raises:
             ApiError: (400) as `text`, or the template refuses the messages.
         """
+        messages = with_call_ids(messages)
+        shows_tools, shows_calls = template_shows(self._tokenizer, tools)
+        if not shows_calls:
+            messages = calls_as_text(messages, form)
+        if tools and not shows_tools:
+            messages, tools = tools_as_text(messages, tools, form), ()
         try:
             rendered = apply_template(
                 self._tokenizer, messages, variables, tools, tokenize=False, add_generation_prompt=True

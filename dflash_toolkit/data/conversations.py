@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +135,7 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     found = []
     given = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
     given |= {message.get("tool_call_id") for message in messages}
-    fresh = (name for i in itertools.count() if (name := f"call{i:05d}") not in given)
+    fresh = _new_ids(given)
     waiting: list[str] = []  # calls without a result so far
     for i, message in enumerate(messages):
         if "tool_calls" in message:
@@ -151,3 +151,25 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
             message = message | {"tool_call_id": waiting.pop(0) if waiting else next(fresh)}
         found.append(message)
     return found
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose ids of calls have nine letters and digits; Mistral's templates refuse others."""
+    named = [[call.get("id") for call in message.get("tool_calls", ())] for message in messages]
+    named += [[message.get("tool_call_id")] for message in messages]
+    ids = dict.fromkeys(name for names in named for name in names if name)
+    fresh = _new_ids(ids)
+    short = {name: name if len(name) == 9 and name.isalnum() else next(fresh) for name in ids}
+    found = []
+    for message in messages:
+        if "tool_calls" in message:
+            calls = [call | {"id": short[call["id"]]} if call.get("id") else call for call in message["tool_calls"]]
+            message = message | {"tool_calls": calls}
+        if message.get("tool_call_id"):
+            message = message | {"tool_call_id": short[message["tool_call_id"]]}
+        found.append(message)
+    return found
+
+
+def _new_ids(taken: Collection[str]) -> Iterator[str]:
+    return (name for i in itertools.count() if (name := f"call{i:05d}") not in taken)

@@ -1,6 +1,7 @@
 """Reads the turns of a chat in the forms that data sets and servers write, as messages for chat templates."""
 
 import ast
+import contextlib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -199,11 +200,30 @@ def read_call(value: Any) -> dict[str, Any]:
     call = parsed(value)
     function = call["function"] if isinstance(call.get("function"), dict) else call
     arguments: Any = next((function[key] for key in ("arguments", "input", "args") if function.get(key)), {})
-    arguments = parsed(arguments)
-    if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
-        raise ValueError("a tool call needs a name, and arguments that are a JSON object")
+    with contextlib.suppress(ValueError):  # a Python literal, perhaps
+        arguments = literal if isinstance(literal := parsed(arguments), dict) else arguments
+    if not isinstance(function.get("name"), str):
+        raise ValueError("a tool call needs a name")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return named | {"type": "function", "function": {"name": function["name"], "arguments": without_nulls(arguments)}}
+    arguments = without_nulls(call_arguments(arguments))
+    return named | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def call_arguments(value: Any) -> dict[str, Any]:
+    """Returns the arguments of a call as a mapping, which chat templates need.
+
+    Servers and clients write an object, its JSON text (also encoded twice), or null, "" and [] for no arguments. Any
+    other value, such as JSON that a model did not complete, is returned under the key `arguments`.
+    """
+    for _ in range(2):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                break
+    if isinstance(value, dict):
+        return value
+    return {} if value in (None, []) or (isinstance(value, str) and not value.strip()) else {"arguments": value}
 
 
 def read_tools(value: Any) -> tuple[Tool, ...]:

@@ -2,6 +2,8 @@
 
 import inspect
 import itertools
+import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Any
 from ..config import UserError
 from ..templates import encode_text, is_text
 from .benchmarks import BENCHMARKS, PLACEHOLDER, SPEED_BENCH
-from .conversations import BY_NAME, Conversation, Message, Tool, split_messages
+from .conversations import BY_NAME, Conversation, Message, Tool, split_messages, with_short_ids
 from .conversations import MALFORMED as MALFORMED
 from .conversations import read_chat as read_chat
 from .messages import REASONING
@@ -150,6 +152,7 @@ def _prompt(found: Conversation | Malformed) -> Prompt:
 
 # ---- chat templates ------------------------------------------------------------------------------------------
 
+SHORT_IDS = re.compile(r"id\s*\|\s*length\s*!=\s*9")  # in Mistral's templates
 _shown: set[int] = set()  # kinds of chats, see `_kind`, that a template has shown whole
 MOST_KINDS = 4096
 
@@ -188,6 +191,14 @@ def template_variables(tokenizer: Any, tools: Sequence[Tool] = ()) -> frozenset[
     given = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", *tokenizer.special_tokens_map}
     given |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
     return _looked_up(tokenizer.get_chat_template(None, list(tools) or None)) - given
+
+
+def template_shows(tokenizer: Any, tools: Sequence[Tool] = ()) -> tuple[bool, bool]:
+    """Returns whether a tokenizer's chat template reads tools, and whether it reads tool calls."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False, False
+    template = tokenizer.get_chat_template(None, list(tools) or None)
+    return "tools" in _looked_up(template), "tool_calls" in template
 
 
 def warn_of_thinking(tokenizer: Any, thinking: bool | None) -> None:
@@ -234,14 +245,19 @@ def apply_template(
         )
 
     def render(messages: list[Message], tools: list[Tool], **options: Any) -> Any:
-        thoughts = ((message, message.get("reasoning_content")) for message in messages)
-        named = [message | dict.fromkeys(REASONING, text) if text else message for message, text in thoughts]
+        text = False
+        if any("tool_calls" in message for message in messages):
+            template = tokenizer.get_chat_template(None, tools or None)
+            text = _wants_text(tokenizer, template)
+            messages = with_short_ids(messages) if SHORT_IDS.search(template) else messages
+        named = [_for_template(message, text) for message in messages]
         return tokenizer.apply_chat_template(named, tools=tools or None, **options, **variables)
 
     try:
-        kind = _kind(tokenizer, messages, variables, tools)
+        thought = not options.get("add_generation_prompt") and _thought(messages)
+        kind = _kind(tokenizer, messages, variables, tools, thought)
         if kind not in _shown:
-            if lost := _lost(partial(render, tokenize=False), list(messages), list(tools)):
+            if lost := _lost(partial(render, tokenize=False), list(messages), list(tools), thought):
                 raise ValueError(f"it leaves out {lost}")
             if len(_shown) == MOST_KINDS:
                 _shown.clear()
@@ -251,22 +267,54 @@ def apply_template(
         raise UserError(f"the chat template refuses these messages: {error}") from error
 
 
-def _kind(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], tools: Sequence[Tool]) -> int:
+def _for_template(message: Message, text_arguments: bool) -> Message:
+    """Returns a message with every name of its reasoning, and arguments as JSON text for templates that print them."""
+    if text := message.get("reasoning_content"):
+        message = message | dict.fromkeys(REASONING, text)
+    if text_arguments and "tool_calls" in message:
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+        functions = [each | {"arguments": text} for each, text in zip(functions, texts, strict=True)]
+        calls = [call | {"function": each} for call, each in zip(message["tool_calls"], functions, strict=True)]
+        message = message | {"tool_calls": calls}
+    return message
+
+
+@lru_cache(maxsize=16)
+def _wants_text(tokenizer: Any, template: str) -> bool:
+    """Returns whether a template joins arguments of calls to text, or prints them: a mapping would be Python's form."""
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": {"quoted": "b"}}}}
+    question: Message = {"role": "user", "content": "a"}
+    result: Message = {"role": "tool", "content": "c", "tool_call_id": "call00000"}
+    chat = [question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    shown = []
+    for text in (False, True):
+        try:
+            messages = [_for_template(message, text) for message in chat]
+            shown.append(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        except Exception:
+            shown.append("")
+    return bool(shown[1]) and (not shown[0] or "{'quoted'" in shown[0])
+
+
+def _thought(messages: Sequence[Message]) -> bool:
+    """Returns whether a chat ends with reasoning, which templates may leave out only of earlier turns."""
+    return bool(messages and messages[-1].get("reasoning_content", "").strip())
+
+
+def _kind(
+    tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], tools: Sequence[Tool], thought: bool
+) -> int:
     """Returns a key for whether a template shows a chat whole: the template, and the kinds of messages.
 
     To find out takes up to four renderings, which are slow for a long chat.
     """
     kinds = frozenset((m.get("role"), bool(m.get("content")), bool(m.get("tool_calls"))) for m in messages)
-    thought = bool(messages and messages[-1].get("reasoning_content", "").strip())
     return hash((str(tokenizer.chat_template), kinds, thought, bool(tools), repr(sorted(variables.items()))))
 
 
-def _lost(render: Callable[..., str], messages: list[Message], tools: list[Tool]) -> str | None:
-    """Returns what a template does not show: one that was written without tools ignores them without an error.
-
-    Templates may leave out the reasoning of earlier turns, but not of the last.
-    """
-    thought = bool(messages and messages[-1].get("reasoning_content", "").strip())
+def _lost(render: Callable[..., str], messages: list[Message], tools: list[Tool], thought: bool) -> str | None:
+    """Returns what a template does not show: one that was written without tools ignores them without an error."""
     called = any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if not (tools or called or thought):
         return None

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from dflash_toolkit.data.prompts import template_variables
 from dflash_toolkit.runtime.client import PreparedRequest
@@ -15,93 +16,16 @@ from dflash_toolkit.sampling import MAX_LOGPROBS, Grammar
 from ..body import Strict
 from ..logprobs import TokenStrings
 from ..openapi import DECODED, AnswerMetrics, ChatLogprobs, PromptLogprob, Usage, operation
-from ..parsing import after_reasoning, structural_tag
+from ..parsing import Parsers, after_reasoning, structural_tag
 from ..parsing.output import Start
 from ..protocol import ApiError, GenerationRequest, Int64, List, clipped
 from ..replies import Replies, ReplyForm
 from ..service import Service
+from .chat_messages import ChatMessage
 
 MAX_MESSAGES = 8192
-MAX_MESSAGE_PARTS = 1024  # parts, or calls
 MAX_TOOLS = 1024
 MakeForm: TypeAlias = Callable[[PreparedRequest, TokenStrings | None], ReplyForm]
-
-
-class TextPart(Strict):
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "annotations"})
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(Strict):
-    name: str
-    arguments: str  # JSON; the model may have written it incompletely
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the call for chat templates; the arguments become a mapping if they are a JSON object."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
-
-
-class ToolCall(Strict):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the call for chat templates."""
-        named = {} if self.id is None else {"id": self.id}
-        return named | {"type": self.type, "function": self.function.plain()}
-
-
-class ChatMessage(Strict):
-    """One turn. `developer` is OpenAI's newer name of `system`; chat templates know the older one."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "audio", "cache_control", "refusal"})
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    # an assistant's may be null
-    content: List[TextPart] = Field(None, validate_default=True, max_length=MAX_MESSAGE_PARTS)
-    tool_calls: List[ToolCall] | None = Field(None, max_length=MAX_MESSAGE_PARTS)
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name
-    function_call: None = None  # OpenAI's older name of a tool call
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
-    @classmethod
-    def _as_parts(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") == "assistant":
-            return []
-        if isinstance(content, str):
-            return [{"type": "text", "text": content}]
-        if not isinstance(content, list):
-            raise ValueError("must be a string or a list of text parts")
-        return content
-
-    @field_validator("tool_calls", "reasoning_content", "reasoning")
-    @classmethod
-    def _check_assistant(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and (role := info.data.get("role")) != "assistant":
-            raise ValueError(f"is allowed only in a message with role assistant, not {role}")
-        return value
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the message for chat templates."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in self.content)}
-        if self.tool_calls:
-            message["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if reasoning := self.reasoning_content or self.reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates know one name or the other
-        if self.role == "tool":
-            message |= {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
-        return message
 
 
 class Function(Strict):
@@ -134,7 +58,29 @@ class NamedChoice(Strict):
     function: NamedTool
 
 
+class Allowed(Strict):
+    """The functions that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: List[NamedChoice] = Field(min_length=1, max_length=MAX_TOOLS)
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools]
+
+
+class AllowedChoice(Strict):
+    """The form of `tool_choice` that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 Choice: TypeAlias = Literal["none", "auto", "required"]
+ChoiceObject: TypeAlias = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
+CHOICE_OBJECT: TypeAdapter[NamedChoice | AllowedChoice] = TypeAdapter(ChoiceObject)
+NAMED = '{"type": "function", "function": {"name": ...}}'
+ALLOWED = '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
 
 
 class ChatRequest(GenerationRequest):
@@ -161,7 +107,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: List[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Choice | NamedTool | None = None
+    tool_choice: Choice | ChoiceObject | None = None
     parallel_tool_calls: bool | None = True
 
     @field_validator("tools")
@@ -174,22 +120,39 @@ class ChatRequest(GenerationRequest):
             seen.add(name)
         return tools
 
-    @field_validator("tool_choice", mode="wrap", json_schema_input_type=Choice | NamedChoice | None)
+    @field_validator("tool_choice", mode="wrap", json_schema_input_type=Choice | ChoiceObject | None)
     @classmethod
     def _check_choice(cls, choice: Any, handler: Any, info: ValidationInfo) -> Any:
-        if isinstance(choice, dict):
-            function = choice.get("function")
-            name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
-            if not isinstance(name, str):
-                raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
-            if name not in (names := [tool.function.name for tool in info.data.get("tools") or ()]):
-                raise ValueError(f"names {name!r}, but `tools` has {', '.join(names) or 'no tool'}")
-            return NamedTool(name=name)
         if choice not in (None, "none", "auto", "required"):
-            raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
-        if choice == "required" and not info.data.get("tools"):
+            try:
+                choice = CHOICE_OBJECT.validate_python(choice)
+            except ValidationError as error:
+                raise ValueError(f"must be none, auto, required, {NAMED} or {ALLOWED}") from error
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if choice == "required" and not names:
             raise ValueError("is 'required', but `tools` is empty; add a tool or omit tool_choice")
+        chosen = [choice.function.name] if isinstance(choice, NamedChoice) else []
+        chosen += choice.allowed_tools.names if isinstance(choice, AllowedChoice) else []
+        if unknown := next((name for name in chosen if name not in names), None):
+            raise ValueError(f"names {clipped(repr(unknown), 200)}, but `tools` has {', '.join(names) or 'no tool'}")
         return choice
+
+    @property
+    def named(self) -> str | None:
+        """Returns the function that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+
+    @property
+    def allowed(self) -> list[str] | None:
+        """Returns the functions that may be called; None: all."""
+        return self.tool_choice.allowed_tools.names if isinstance(self.tool_choice, AllowedChoice) else None
+
+    @property
+    def required(self) -> bool:
+        """Returns whether a function must be called."""
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+        return mode == "required" or self.named is not None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -197,6 +160,10 @@ class ChatRequest(GenerationRequest):
         if best and not info.data.get("logprobs"):
             raise ValueError(f"is {best}, but `logprobs` is not true; set `logprobs: true`")
         return best
+
+    def parsers(self, of_server: Parsers) -> Parsers:
+        """Returns the server's parsers; a forced call has Hermes' form if the target's form is unknown."""
+        return replace(of_server, tool_calls=of_server.tool_calls or "hermes") if self.required else of_server
 
     def tools_for(self, form: str | None) -> list[dict[str, Any]]:
         """Returns the tools that may be called, for chat templates.
@@ -257,15 +224,22 @@ class ChatRequest(GenerationRequest):
         """
         given = self.grammar()
         if form is not None and self.tools and self.tool_choice != "none":
-            named = self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
-            tools = [tool.model_dump() for tool in self.tools]
-            required, parallel = self.tool_choice == "required", self.parallel_tool_calls is not False
-            tag = structural_tag(form, tools, required=required, named=named, parallel=parallel, start=start)
+            tag = structural_tag(
+                form,
+                [tool.model_dump() for tool in self.tools],
+                required=self.required,
+                named=self.named,
+                allowed=self.allowed,
+                parallel=self.parallel_tool_calls is not False,
+                start=start,
+            )
             if tag is not None:
                 if given is not None:
                     message = f"`{given[0]}` cannot be combined with a tool call, which has its own grammar; omit it"
                     raise ApiError(400, message, param=given[0])
-                return ("tool_choice" if required or named else "tools"), Grammar("structural_tag", json.dumps(tag))
+                return ("tool_choice" if self.required or self.allowed else "tools"), Grammar(
+                    "structural_tag", json.dumps(tag)
+                )
         return given and (given[0], after_reasoning(given[1], start))
 
     @property
@@ -371,19 +345,22 @@ def routes(service: Service) -> APIRouter:
 async def prompt_of(service: Service, request: Request, body: ChatRequest) -> tuple[list[int], list[dict[str, Any]]]:
     """Returns the prompt of a chat request, and the tools that may be called."""
     service.check_model(body.model)
-    tools = body.tools_for(service.parsers.tool_calls)
-    known = template_variables(service.engine.tokenizer, tools) if body.has_template_variables else ()
+    tokenizer, parsers = service.engine.tokenizer, body.parsers(service.parsers)
+    tools = body.tools_for(parsers.tool_calls)
+    known = template_variables(tokenizer, tools) if body.has_template_variables else ()
     variables, cut = body.variables(known), body.cut(service.context_limit)
 
     def encoded() -> list[int]:
-        return service.encoder.chat([message.plain() for message in body.messages], tools, variables, cut)
+        return service.encoder.chat(
+            [message.plain() for message in body.messages], tools, variables, cut, parsers.tool_calls or "hermes"
+        )
 
     return await service.pools.run(request, encoded), tools
 
 
 async def answer(service: Service, request: Request, body: ChatRequest, form: MakeForm | None = None) -> Response:
     """Answers a chat request; `form` replaces the reply form of this endpoint."""
-    tokenizer, parsers = service.engine.tokenizer, service.parsers
+    tokenizer, parsers = service.engine.tokenizer, body.parsers(service.parsers)
     ids, tools = await prompt_of(service, request, body)
     start = parsers.start_of(tokenizer, ids)
     grammar = body.grammar_for(parsers.tool_calls, start)
@@ -401,6 +378,6 @@ async def answer(service: Service, request: Request, body: ChatRequest, form: Ma
     )
     if form is not None:
         replies = form(requests[0], strings)
-    parallel, named = body.parallel_tool_calls is not False, isinstance(body.tool_choice, NamedTool)
+    parallel, named = body.parallel_tool_calls is not False, body.named is not None
     output_parsers = [parsers.of_answer(start, tools, parallel, named) for _ in requests]
     return await service.respond(request, body, requests, replies, output_parsers, parsers.markers(bool(tools)))

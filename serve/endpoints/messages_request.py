@@ -9,7 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ..body import Strict
 from ..protocol import ApiError, Int64, List, validate
-from .chat import MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from .chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from .chat_messages import MAX_MESSAGE_PARTS
 
 # role of a message -> types of its content blocks
 BLOCKS = {

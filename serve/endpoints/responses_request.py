@@ -11,7 +11,8 @@ from dflash_toolkit.sampling import MAX_LOGPROBS
 
 from ..body import Strict
 from ..protocol import ApiError, GenerationRequest, Int64, List
-from .chat import MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
+from .chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
+from .chat_messages import MAX_MESSAGE_PARTS
 
 LOGPROBS = "message.output_text.logprobs"
 CHOICE = {

@@ -10,7 +10,8 @@ from ..body import Strict
 from ..openapi import operation
 from ..protocol import ApiError, List, validate
 from ..service import Service
-from .chat import MAX_MESSAGES, ChatMessage
+from .chat import MAX_MESSAGES
+from .chat_messages import ChatMessage
 
 
 class _Body(Strict):

@@ -1,12 +1,12 @@
 """Builds grammars of whole answers that force tool calls, or arguments that match their schema."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dflash_toolkit.sampling import Grammar
 
-from .forms import TOOL_CALL, TOOL_CALL_END, TOOL_CALLS
+from .forms import PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END, TOOL_CALLS
 from .output import THINK, THINK_END, Start
 
 ANY: dict[str, Any] = {"type": "object"}  # the schema of a tool that has none
@@ -20,12 +20,25 @@ WRITTEN = {
 }
 
 
+def written_call(form: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """Returns a call as a model writes it in a form."""
+    before, between, after, *_ = WRITTEN[form]
+    if form == "qwen3_coder":
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        body = "\n".join(f"{PARAMETER}{key}>\n{text}\n{PARAMETER_END}" for key, text in texts.items())
+    else:
+        body = json.dumps(arguments, ensure_ascii=False)
+    call = f"{before}{name}{between}{body}{after}"
+    return f"{TOOL_CALLS}[{call}]" if form == "mistral" else call
+
+
 def structural_tag(
     form: str,
     tools: Sequence[Any],
     *,
     required: bool = False,
     named: str | None = None,
+    allowed: Collection[str] | None = None,
     parallel: bool = True,
     start: Start = "content",
 ) -> dict[str, Any] | None:
@@ -36,14 +49,17 @@ def structural_tag(
         tools: OpenAI's `tools`.
         required: the answer has at least one call; otherwise only calls of `strict` tools are constrained.
         named: the function that must be called, once.
+        allowed: names of the functions that may be called; None: all.
         parallel: allow several calls.
         start: what the answer begins with, see `OutputParser`.
     """
     functions = [tool["function"] for tool in tools]
     if named is not None:
-        functions = [function for function in functions if function["name"] == named]
-    elif not required and not any(function.get("strict") for function in functions):
+        allowed = (named,)
+    elif not required and allowed is None and not any(function.get("strict") for function in functions):
         return None
+    if allowed is not None:
+        functions = [function for function in functions if function["name"] in allowed]
     before, between, after, separator, trigger = WRITTEN[form]
     tags = [
         {

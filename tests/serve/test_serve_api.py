@@ -429,13 +429,14 @@ WRONG_CHATS = WRONG | {
     "tools": [[{"type": "function", "function": {"name": "f"}}]],  # the template does not support tools
     "tool_choice": ["required", "any", {"type": "function", "function": {"name": "f"}}, {"type": "function"}],
     "response_format.type": [{"type": "yaml"}, {}], "chat_template_kwargs.x": [{"x": 1}], 
-    "messages[0].role": [[{"role": "function", "content": "x"}]],
-    "messages[0].content": [[{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "tool"}]],
+    "messages[0].role": [[{"role": "critic", "content": "x"}]],
+    "messages[0].content": [[{"role": "user", "content": 5}]],
+    "messages[0].content[0]": [[{"role": "user", "content": [{"type": "refusal", "text": "a"}]}]],
     "messages[0].content[0].type": [[{"role": "user", "content": [{"type": "image_url"}]}]],
     "messages[0].tool_calls[0].function": [[{"role": "assistant", "content": "", "tool_calls": [{}]}]],
     "messages[0].tool_calls": [[{"role": "user", "content": "", "tool_calls": [CALL]}]],
-    "messages[0].function_call": [[{"role": "assistant", "content": "", "function_call": {"name": "f"}}]],
-    "messages": [[], "hi", [{"role": "assistant", "content": None, "tool_calls": [CALL]}]],  # unsupported
+    "messages[0].function_call": [[{"role": "user", "content": "", "function_call": {"name": "f"}}]],
+    "messages": [[], "hi"],
     "parallel_tool_calls": ["no"],
     "logprobs": [1, "yes"], "top_logprobs": [2, 21, -1, True, 1.5, "2"],
 }  # fmt: skip
