@@ -154,7 +154,7 @@ class GenerationRequest(Structured):
     max_tokens: Int64 | None = Field(None, ge=1)
     min_tokens: Int64 | None = Field(None, ge=0)  # nothing ends an answer earlier
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
-    truncate_prompt_tokens: Int64 | None = Field(None, ge=-1)  # tokens to keep; -1: as many as fit in the context
+    truncate_prompt_tokens: Int64 | None = Field(None, ge=-1)  # tokens to keep; -1: as many as fit next to the answer
     truncation_side: Literal["left", "right"] | None = None
     request_id: str | None = Field(None, pattern=r"^[\w.:-]{1,128}$")
     speculative: Speculative | None = None
@@ -256,7 +256,8 @@ class GenerationRequest(Structured):
         if kept is not None and kept > limit:
             message = f"truncate_prompt_tokens is {kept}, but the context has {limit} tokens; lower it"
             raise ApiError(400, message, param="truncate_prompt_tokens")
-        return None if kept is None else Cut(limit - 1 if kept < 0 else kept, self.truncation_side)
+        most = max(limit - (self.requested_tokens or 1), 1)
+        return None if kept is None else Cut(most if kept < 0 else kept, self.truncation_side)
 
     def length(self, most: int) -> int:
         """Returns the most tokens of an answer, at most `most`."""

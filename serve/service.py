@@ -29,6 +29,7 @@ from .state import ServerState
 from .text import special_tokens
 from .thread_pools import CLIENT_CLOSED_REQUEST, ThreadPools, unless_disconnected
 from .tokenizing import Encoder
+from .unknown import UnknownFields
 
 MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
 Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # with the index of the answer; None ends it
@@ -54,7 +55,8 @@ class Service:
     ) -> None:
         self.engine, self.names, self.state, self.parsers = engine, names, state, parsers
         self.context_limit = engine.info.capacity.context_limit
-        self.pools, self.encoder = ThreadPools(strict_parameters), Encoder(engine.tokenizer, self.context_limit)
+        self.unknown = UnknownFields(strict_parameters)
+        self.pools, self.encoder = ThreadPools(self.unknown), Encoder(engine.tokenizer, self.context_limit)
         self.metrics = Metrics(names[0])
         self._defaults = defaults
         self._max_open = engine.info.max_num_seqs + max_queue

@@ -33,16 +33,21 @@ class NamedSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of Together and llama.cpp, instead of `json_schema`
     format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if self.schema_ is not None and self.type in ("json_object", "json_schema") and self.json_schema is None:
+            return self
         for name, wanted in (("json_schema", "json_schema"), ("format", "structural_tag")):
             if (getattr(self, name) is not None) != (self.type == wanted):
                 raise ValueError(f"type {self.type!r} {'needs' if self.type == wanted else 'cannot have'} `{name}`")
         return self
 
     def grammar(self) -> Grammar | None:
+        if self.schema_ is not None and self.json_schema is None:
+            return _of_schema(self.schema_)
         match self.type:
             case "json_object":
                 return Grammar("json", OBJECT)

@@ -25,11 +25,11 @@ class ThreadPools:
     """Parses bodies and encodes texts in threads; a short body never waits for a long one.
 
     Args:
-        strict: refuse unknown fields of bodies.
+        unknown: checks the fields of bodies.
     """
 
-    def __init__(self, strict: bool = False) -> None:
-        self._unknown = UnknownFields(strict)
+    def __init__(self, unknown: UnknownFields) -> None:
+        self._unknown = unknown
         self._short, self._long = ThreadPoolExecutor(2, "short texts"), ThreadPoolExecutor(2, "long texts")
 
     async def parsed(self, request: Request, parse: Callable[[bytes], Body]) -> Body:

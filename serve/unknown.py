@@ -5,13 +5,14 @@ the log names it once. With `--strict-parameters` it is a 400 too.
 """
 
 import difflib
+import itertools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .body import Strict
-from .protocol import ApiError
+from .protocol import ApiError, clipped
 
 HEADER = b"x-dflash-ignored-parameters"
 MAX_LISTED = 16  # names in a header
@@ -28,20 +29,11 @@ class Undeclared(NamedTuple):
     name: str
     value: Any
 
-    @property
-    def shown(self) -> str:
-        """Returns the name with its path, safe for headers and logs."""
-        return re.sub(r"[^\w.-]", "_", self.path + self.name[:MAX_NAME], flags=re.ASCII)[-MAX_NAME:]
-
     def refusal(self) -> ApiError | None:
         """Returns the error of an unsupported field, unless its value has no effect."""
-        harmless = self.owner.unsupported.get(self.name)
+        value, harmless = self.value, self.owner.unsupported.get(self.name)
         # compare types too, because 1 == True in Python
-        if (
-            harmless is None
-            or self.value is None
-            or any(self.value == v and type(self.value) is type(v) for v in harmless)
-        ):
+        if harmless is None or value is None or any(value == v and type(value) is type(v) for v in harmless):
             return None
         message = f"`{self.path}{self.name}` is not supported by this server; omit it"
         return ApiError(400, message, param=self.path + self.name, code="unsupported_parameter")
@@ -50,17 +42,17 @@ class Undeclared(NamedTuple):
     def unknown(self) -> bool:
         return self.name not in self.owner.unsupported and self.name not in self.owner.ignored
 
-    def hint(self, otherwise: str) -> str:
-        """Returns which declared name is meant, if one is similar."""
-        near = difflib.get_close_matches(self.name[:100], self.owner.model_fields, 1)
-        return f"did you mean `{near[0]}`?" if near else otherwise
+    @property
+    def reason(self) -> str:
+        near = difflib.get_close_matches(self.name[:MAX_NAME], self.owner.model_fields, 1)
+        return f"is not a parameter of this server; {f'did you mean `{near[0]}`?' if near else 'omit it'}"
 
 
 class UnknownFields:
-    """Checks the undeclared fields of bodies.
+    """Refuses or ignores the fields that have no effect.
 
     Args:
-        strict: refuse unknown fields.
+        strict: refuse them.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -68,23 +60,33 @@ class UnknownFields:
         self._logged = set[str]()
 
     def check(self, body: Strict) -> list[str]:
-        """Returns the names of ignored fields, at most `MAX_LISTED`. Raises ApiError (400) if one is refused."""
-        ignored = dict[str, Undeclared]()
+        """Returns the unknown fields of a body, see `report`. Raises ApiError (400) if one is refused."""
+        unknown = dict[str, Undeclared]()
         for field in undeclared(body):
             if (error := field.refusal()) is not None:
                 raise error
-            if self._strict and field.unknown:
-                name = field.path + field.name[:100]
-                message = f"`{name}` is not a parameter of this server; {field.hint('omit it')}"
-                raise ApiError(400, message, param=name, code="unknown_parameter")
-            if field.unknown and field.value is not None and len(ignored) < MAX_LISTED:
-                ignored.setdefault(field.shown, field)
-        for name, field in ignored.items():
-            if name not in self._logged and len(self._logged) < MAX_LOGGED:
-                self._logged.add(name)
-                hint = field.hint("the answer does not depend on it")
-                log.warning("requests have the unknown parameter `%s`, which is ignored; %s", name, hint)
-        return [*ignored]
+            if field.unknown and (self._strict or field.value is not None) and len(unknown) < MAX_LISTED:
+                unknown.setdefault(field.path + field.name[:MAX_NAME], field)
+        return self.report({name: field.reason for name, field in unknown.items()})
+
+    def report(self, fields: Mapping[str, str]) -> list[str]:
+        """Logs the names of fields without effect, each once, and returns those that the response lists.
+
+        Args:
+            fields: names with the reason.
+
+        Raises:
+            ApiError: (400) there is one, and the server is strict.
+        """
+        listed = []
+        for name, reason in itertools.islice(fields.items(), MAX_LISTED):
+            if self._strict:
+                raise ApiError(400, f"`{name}` {reason}", param=name, code="unknown_parameter")
+            listed.append(re.sub(r"[^\w.-]", "_", clipped(name, MAX_NAME), flags=re.ASCII))
+            if listed[-1] not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(listed[-1])
+                log.warning("ignored in requests: `%s` %s", listed[-1], reason)
+        return listed
 
 
 def undeclared(model: Strict, path: str = "") -> Iterator[Undeclared]:

@@ -76,6 +76,24 @@ class AllowedChoice(Strict):
     allowed_tools: Allowed
 
 
+class Thinking(Strict):
+    """Anthropic's and DeepSeek's switch of the reasoning."""
+
+    type: str | None = None
+
+    @property
+    def on(self) -> bool:
+        return self.type != "disabled"
+
+
+class Reasoning(Strict):
+    """OpenRouter's and SGLang's switch of the reasoning."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+SWITCHES = ("enable_thinking", "thinking")  # names of the same variable in templates
 Choice: TypeAlias = Literal["none", "auto", "required"]
 ChoiceObject: TypeAlias = Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")]
 CHOICE_OBJECT: TypeAdapter[NamedChoice | AllowedChoice] = TypeAdapter(ChoiceObject)
@@ -104,6 +122,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int64 | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None  # other servers' names of these two
+    thinking: Thinking | bool | None = None
+    reasoning: Reasoning | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: List[Tool] | None = Field(None, max_length=MAX_TOOLS)
@@ -182,35 +203,38 @@ class ChatRequest(GenerationRequest):
         return [tool.plain() for tool in self.tools]
 
     @property
-    def has_template_variables(self) -> bool:
-        return bool(self.chat_template_kwargs) or self.reasoning_effort is not None
+    def template_variables(self) -> dict[str, Any]:
+        """Returns the requested variables of the chat template, besides messages and tools."""
+        found = dict[str, Any]()
+        if (effort := self.reasoning_effort or (self.reasoning and self.reasoning.effort)) is not None:
+            found = dict.fromkeys(SWITCHES, effort != "none") | {"reasoning_effort": effort}
+        thinking = self.thinking.on if isinstance(self.thinking, Thinking) else self.thinking
+        for switch in (self.reasoning and self.reasoning.enabled, thinking, self.enable_thinking):
+            if switch is not None:
+                found |= dict.fromkeys(SWITCHES, switch)
+        named = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
+        if not isinstance(switch := named.get("enable_thinking", False), bool):
+            message = f"enable_thinking is {clipped(repr(switch), 100)}; it must be true or false"
+            raise ApiError(400, message, param="chat_template_kwargs.enable_thinking")
+        return found | named
 
-    def variables(self, known: Collection[str]) -> dict[str, Any]:
-        """Returns the variables for the chat template, besides messages and tools.
+    def unused(self, known: Collection[str]) -> dict[str, str]:
+        """Returns the fields that have no effect, each with the reason.
 
         Args:
             known: the variables that the template uses.
-
-        Raises:
-            ApiError: (400) the template does not use a variable.
         """
-        given = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
-        if not isinstance(thinking := given.get("enable_thinking", False), bool):
-            message = f"enable_thinking is {clipped(repr(thinking), 100)}; it must be true or false"
-            raise ApiError(400, message, param="chat_template_kwargs.enable_thinking")
-        if given.get("enable_thinking") is False and "enable_thinking" not in known:
-            del given["enable_thinking"]  # many clients send it to every model
-        if unknown := next((name for name in given if name not in known), None):
-            knows = ", ".join(sorted(known)) or "none"
-            message = f"the target's chat template does not use {unknown[:100]!r}; it uses: {knows}"
-            raise ApiError(400, message, param=f"chat_template_kwargs.{unknown[:100]}")
-        if (effort := self.reasoning_effort) is None:
-            return given
-        if not {"reasoning_effort", "enable_thinking"} & set(known):
-            message = "`reasoning_effort` is not supported by the target's chat template; omit it"
-            raise ApiError(400, message, param="reasoning_effort", code="unsupported_parameter")
-        given = {"enable_thinking": effort != "none"} | given | {"reasoning_effort": effort}
-        return {name: value for name, value in given.items() if name in known}
+        reason = f"is not used by the target's chat template, which uses: {', '.join(sorted(known)) or 'none'}"
+        # many clients send `enable_thinking: false` to every model
+        found = [
+            f"chat_template_kwargs.{name}"
+            for name, value in (self.chat_template_kwargs or {}).items()
+            if name not in known and value is not None and not (name == "enable_thinking" and value is False)
+        ]
+        if not {"reasoning_effort", *SWITCHES} & {*known}:
+            found += [name for name in ("reasoning_effort", "thinking", "reasoning") if getattr(self, name) is not None]
+            found += ["enable_thinking"] if self.enable_thinking else []
+        return dict.fromkeys(found, reason)
 
     def grammar_for(self, form: str | None, start: Start) -> tuple[str, Grammar] | None:
         """Returns the grammar of the answer, tool calls included, and the parameter that sets it.
@@ -347,8 +371,11 @@ async def prompt_of(service: Service, request: Request, body: ChatRequest) -> tu
     service.check_model(body.model)
     tokenizer, parsers = service.engine.tokenizer, body.parsers(service.parsers)
     tools = body.tools_for(parsers.tool_calls)
-    known = template_variables(tokenizer, tools) if body.has_template_variables else ()
-    variables, cut = body.variables(known), body.cut(service.context_limit)
+    wanted = body.template_variables
+    known = template_variables(tokenizer, tools) if wanted else ()
+    variables = {name: value for name, value in wanted.items() if name in known}
+    request.state.ignored += service.unknown.report(body.unused(known))
+    cut = body.cut(service.context_limit)
 
     def encoded() -> list[int]:
         return service.encoder.chat(

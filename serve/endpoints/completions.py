@@ -6,6 +6,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
+from dflash_toolkit.sampling import MAX_LOGPROBS
+
 from ..logprobs import Echo
 from ..openapi import DECODED, AnswerMetrics, PromptLogprob, Usage, operation
 from ..protocol import ApiError, GenerationRequest, Int64, List
@@ -13,7 +15,6 @@ from ..replies import Replies
 from ..service import Service
 
 COMPLETION_TOKENS = 16  # OpenAI's default length; a chat answer may fill the context
-COMPLETION_LOGPROBS = 5  # OpenAI's limit; a chat may have MAX_LOGPROBS
 MAX_ANSWERS = 1024  # to all prompts of a request
 
 
@@ -28,7 +29,8 @@ class CompletionRequest(GenerationRequest):
     prompt: List[str | List[int]]  # a single prompt need not be in a list
     max_tokens: Int64 | None = Field(None, ge=0)  # 0: no answer, only the prompt
     max_completion_tokens: Int64 | None = Field(None, ge=1)  # the chat route's name; `max_tokens` goes first
-    logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # the chat route's name
     echo: bool | None = False
     best_of: int | None = None
 
@@ -73,10 +75,10 @@ class CompletionRequest(GenerationRequest):
         return min(COMPLETION_TOKENS if wanted is None else max(wanted, least), most)
 
     def best_tokens(self) -> int | None:
-        return self.logprobs
+        return self.logprobs if self.logprobs is not None else self.top_logprobs or None
 
     def best_prompt_tokens(self) -> int | None:
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        wanted = [self.prompt_logprobs, self.best_tokens() if self.echo else None]
         return max((best for best in wanted if best is not None), default=None)
 
 
@@ -134,7 +136,7 @@ def routes(service: Service) -> APIRouter:
         shown = (
             await pools.run(request, lambda: list(map(text_of, body.prompt, prompts))) if strings or body.echo else []
         )
-        echoes = [Echo(*prompt, body.logprobs) for prompt in zip(prompts, shown, strict=True)] if body.echo else []
+        echoes = [Echo(*prompt, body.best_tokens()) for prompt in zip(prompts, shown, strict=True)] if body.echo else []
         ids = [one.prompt_ids for one in requests] if body.return_token_ids else ()
         lengths = list(map(len, shown))
         name = body.request_id or request.state.request_id

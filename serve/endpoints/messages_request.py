@@ -174,10 +174,7 @@ class OutputConfig(Strict):
 
 
 class AgentChat(ChatRequest):
-    """A chat by Anthropic's rules.
-
-    The context may end the answer before `max_tokens`, and variables that the chat template does not use are ignored.
-    """
+    """A chat by Anthropic's rules: the context may end the answer before `max_tokens`."""
 
     @property
     def requested_tokens(self) -> int | None:
@@ -185,10 +182,6 @@ class AgentChat(ChatRequest):
 
     def length(self, most: int) -> int:
         return min(self.max_tokens or most, most)
-
-    def variables(self, known: Collection[str]) -> dict[str, Any]:
-        given = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
-        return {name: value for name, value in given.items() if name in known and value is not None}
 
 
 class CountTokensRequest(Strict):
@@ -222,9 +215,6 @@ class CountTokensRequest(Strict):
         """Returns the request for the chat route. Raises ApiError (400) that names the wrong parameter."""
         output, choice = self.output_config or OutputConfig(), self.tool_choice or ToolChoice(type="auto")
         schema = output.format and {"type": "json_schema", "json_schema": {"schema": output.format.schema_}}
-        variables: dict[str, Any] = {}
-        if self.thinking is not None:  # the two names in chat templates
-            variables = dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
         chat = {
             "model": self.model,
             "messages": self._messages(),
@@ -233,7 +223,8 @@ class CountTokensRequest(Strict):
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "response_format": schema,
             "reasoning_effort": output.effort,
-            "chat_template_kwargs": variables | (self.chat_template_kwargs or {}),
+            "thinking": self.thinking and self.thinking.type != "disabled",
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         try:
             return AgentChat.parse(json.dumps(chat | self._sampling()).encode())

@@ -109,7 +109,7 @@ class ResponseObject(BaseModel):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
 
 
@@ -296,7 +296,7 @@ class ResponseReply:
             "tools": [{"parameters": None, "strict": False} | tool for tool in tools],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": self._params.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": usage and _usage(usage),
         }
 

@@ -25,6 +25,7 @@ CHOICE = {
         },
     ]
 }
+MAX_INCLUDED = 64
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 # parameter of the chat route -> its name here
@@ -83,7 +84,7 @@ class ReasoningItem(Strict):
     type: Literal["reasoning"]
     content: List[ReasoningText] | None = Field(None, max_length=MAX_MESSAGE_PARTS)
     summary: List[ReasoningText] | None = Field(None, max_length=MAX_MESSAGE_PARTS)  # used if there is no content
-    encrypted_content: None = None  # only OpenAI can decrypt it
+    encrypted_content: str | None = None  # ignored: only OpenAI can decrypt it
 
     @property
     def text(self) -> str:
@@ -146,19 +147,12 @@ class TextOptions(Strict):
 
 class ReasoningOptions(Strict):
     effort: str | None = None
-    summary: None = None  # reasoning is returned unabridged
-    generate_summary: None = None
+    summary: str | None = None  # has no effect: reasoning is returned unabridged
+    generate_summary: str | None = None  # OpenAI's older name of `summary`
 
 
 class EventOptions(Strict):
-    include_obfuscation: bool | None = None
-
-    @field_validator("include_obfuscation", mode="before", json_schema_input_type=Literal[False] | None)
-    @classmethod
-    def _plain(cls, wanted: Any) -> Any:
-        if wanted is True:
-            raise ValueError("is true, which is not supported; omit it")
-        return wanted
+    include_obfuscation: bool | None = None  # has no effect: events are not padded
 
 
 class ResponsesRequest(GenerationRequest):
@@ -169,8 +163,6 @@ class ResponsesRequest(GenerationRequest):
         "conversation": (),
         "background": (False,),
         "prompt": (),
-        "max_tool_calls": (),
-        "truncation": ("disabled",),
         "context_management": (),
     }
 
@@ -185,10 +177,12 @@ class ResponsesRequest(GenerationRequest):
     tools: List[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None  # the chat route checks it
     parallel_tool_calls: bool | None = True
-    include: List[Literal["message.output_text.logprobs"]] | None = None
+    include: List[str] | None = Field(None, max_length=MAX_INCLUDED)  # only log-probabilities have an effect
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None  # returned with the answer
+    truncation: Literal["auto", "disabled"] | None = None  # auto: keeps the last tokens of a long prompt, as in vLLM
+    max_tool_calls: int | None = None  # has no effect: it limits only calls of OpenAI's own tools
 
     @field_validator("input", mode="before", json_schema_input_type=str | list[Item])
     @classmethod
@@ -205,7 +199,7 @@ class ResponsesRequest(GenerationRequest):
     @field_validator("top_logprobs")
     @classmethod
     def _with_include(cls, best: int | None, info: ValidationInfo) -> int | None:
-        if best and not info.data.get("include"):
+        if best and LOGPROBS not in (info.data.get("include") or ()):
             raise ValueError(f"is {best}, but `include` does not have {LOGPROBS!r}; add it")
         return best
 
@@ -221,10 +215,14 @@ class ResponsesRequest(GenerationRequest):
                 hint = f"use `{RENAMED[name]}`" if name in RENAMED else "omit it"
                 message = f"`{name}` is not a parameter of /v1/responses; {hint}"
                 raise ApiError(400, message, param=name, code="unknown_parameter")
-        if request.include and request.tools:  # with calls within the text, tokens cannot be assigned to it
+        if request.logprobs and request.tools:  # with calls within the text, tokens cannot be assigned to it
             message = f"`include`: {LOGPROBS!r} cannot be combined with tools; omit one of them"
             raise ApiError(400, message, param="include")
         return request
+
+    @property
+    def logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     def chat(self) -> ChatRequest:
         """Returns the request for the chat route. Raises ApiError (400) that names the wrong parameter."""
@@ -241,9 +239,11 @@ class ResponsesRequest(GenerationRequest):
             "tools": [{"type": tool.pop("type"), "function": tool} for tool in tools] or None,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "logprobs": bool(self.include),
+            "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs,
         }
+        if self.truncation == "auto":
+            chat.setdefault("truncate_prompt_tokens", -1)
         if self.reasoning and self.reasoning.effort is not None:
             chat["reasoning_effort"] = self.reasoning.effort
         try:

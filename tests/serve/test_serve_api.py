@@ -428,7 +428,7 @@ WRONG: dict[str, list[Any]] = {  # parameter named in the error -> wrong values,
 WRONG_CHATS = WRONG | {
     "tools": [[{"type": "function", "function": {"name": "f"}}]],  # the template does not support tools
     "tool_choice": ["required", "any", {"type": "function", "function": {"name": "f"}}, {"type": "function"}],
-    "response_format.type": [{"type": "yaml"}, {}], "chat_template_kwargs.x": [{"x": 1}], 
+    "response_format.type": [{"type": "yaml"}, {}], "chat_template_kwargs": [5],
     "messages[0].role": [[{"role": "critic", "content": "x"}]],
     "messages[0].content": [[{"role": "user", "content": 5}]],
     "messages[0].content[0]": [[{"role": "user", "content": [{"type": "refusal", "text": "a"}]}]],
@@ -443,7 +443,7 @@ WRONG_CHATS = WRONG | {
 WRONG_COMPLETIONS = WRONG | {
     "best_of": [2], "echo": ["yes", 1], "suffix": ["x"], "add_special_tokens": [False], "prompt_embeds": ["AAAA"],
     "prompt": ["", [], ["a", ""], ["a", 5], [["a"]], [1, "a"], [300], [-1], ["a", [300]], None, ["a"] * 9],
-    "logprobs": [6, -1, True, False, "2"],
+    "logprobs": [21, -1, True, False, "2"],
 }  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Fields of requests that the server does not know: they are ignored, and a header and the log name them."""
 
+import copy
+import json
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -97,7 +99,7 @@ def test_strict_parameters_refuse_unknown_fields(strict: TestClient, path: str) 
     for name, value, hint in (("keep_alive", 5, "omit it"), ("x" * 5000, None, "omit it"), ("modle", "m", "`model`?")):
         reply = strict.post(path, json=BODIES[path] | {name: value})
         error = reply.json()["error"]
-        assert (reply.status_code, error["code"], error["param"]) == (400, "unknown_parameter", name[:100])
+        assert (reply.status_code, error["code"], error["param"]) == (400, "unknown_parameter", name[:MAX_NAME])
         assert hint in error["message"] and len(error["message"]) < 300
 
 
@@ -137,6 +139,52 @@ def test_completions_accept_max_completion_tokens(client: TestClient, strict: Te
             reply = server.post("/v1/completions", json=body | more)
             assert reply.status_code == 200 and HEADER not in reply.headers
             assert reply.json()["usage"]["completion_tokens"] == tokens
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["ignored", "strict"])
+def test_template_variables_without_effect_are_listed(target: Target, plain: bool) -> None:
+    """The fixture's template has `enable_thinking`; this one has no switch."""
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ note }}"
+    engine = make_engine(target, None)
+    engine.tokenizer = tokenizer
+    fields: dict[str, Any] = {
+        "reasoning_effort": "high", "thinking": {"type": "enabled"}, "reasoning": {"enabled": True},
+        "enable_thinking": True, "chat_template_kwargs": {"note": "x", "depth": 3, "enable_thinking": False},
+    }  # fmt: skip
+    with TestClient(create_app(engine, "m", strict_parameters=not plain)) as client:
+        body = CHAT | fields
+        reply = client.post("/v1/chat/completions", json=body)
+        if plain:
+            names = ["chat_template_kwargs.depth", "reasoning_effort", "thinking", "reasoning", "enable_thinking"]
+            assert ignored(reply) == names
+            responses = client.post("/v1/responses", json=ITEMS | {"reasoning": {"effort": "low", "summary": "auto"}})
+            assert ignored(responses) == ["reasoning_effort"]
+        else:
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, "chat_template_kwargs.depth")
+            assert "which uses: note" in error["message"]
+
+
+def test_responses_accept_fields_without_effect(client: TestClient, strict: TestClient) -> None:
+    fields = {
+        "store": True, "max_tool_calls": 3, "truncation": "auto", "stream_options": {"include_obfuscation": True},
+        "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto", "generate_summary": "concise"},
+        "service_tier": "flex", "text": {"verbosity": "low"}, "prompt_cache_key": "k",
+    }  # fmt: skip
+    for server in (client, strict):
+        with server.stream("POST", "/v1/responses", json=ITEMS | fields | {"stream": True}) as streamed:
+            assert streamed.status_code == 200 and HEADER not in streamed.headers
+            *_, last = streamed.read().decode().strip().split("\n\n")
+        found = json.loads(last.partition("data: ")[2])["response"]
+        assert (found["store"], found["truncation"]) == (False, "auto")
+
+
+def test_responses_truncation_auto_keeps_the_last_tokens(client: TestClient) -> None:
+    long = ITEMS | {"input": "a" * 5000}
+    assert client.post("/v1/responses", json=long).status_code == 400
+    reply = client.post("/v1/responses", json=long | {"truncation": "auto"})
+    assert reply.status_code == 200 and reply.json()["usage"]["input_tokens"] == 4096 - 3
 
 
 def test_description_allows_unknown_fields_unless_strict(client: TestClient, strict: TestClient) -> None:

@@ -119,6 +119,17 @@ def test_logprobs_are_null_unless_requested(client: OpenAI) -> None:
     assert {logprobs for _, logprobs in streamed(chat(client, stream=True))} == {None}
 
 
+def test_completions_accept_the_name_top_logprobs(client: OpenAI) -> None:
+    for extra, same in (
+        ({"top_logprobs": 20}, 20),
+        ({"top_logprobs": 3, "logprobs": 2}, 2),
+        ({"top_logprobs": 0}, None),
+    ):
+        found = complete(client, temperature=0, extra_body=extra).choices[0]
+        assert found == complete(client, temperature=0, logprobs=same).choices[0]
+        assert (found.logprobs is None) == (same is None)
+
+
 def test_bias_and_penalties_do_not_change_reported_logprobs(client: OpenAI, target: Target) -> None:
     prompt = target.tokenizer.encode("The sky")
     got = complete(client, logprobs=0, presence_penalty=1.5, **CHARACTERS).choices[0].logprobs

@@ -28,6 +28,8 @@ COLOURS = ["red", "green", 'no "colour"']
 COLOUR, DIGITS = (lambda text: text in COLOURS), matches("[0-9]{3}")
 CONSTRAINTS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, is_json(PERSON)),
+    ({"response_format": {"type": "json_schema", "schema": PERSON}}, is_json(PERSON)),
+    ({"response_format": {"type": "json_object", "schema": PERSON}}, is_json(PERSON)),
     ({"structured_outputs": {"json": PERSON}}, is_json(PERSON)),
     ({"structured_outputs": {"json": json.dumps(PERSON)}}, is_json(PERSON)),
     ({"structured_outputs": {"regex": "[0-9]{3}"}}, DIGITS),
