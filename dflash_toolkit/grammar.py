@@ -282,7 +282,7 @@ def _one_line_errors(grammar: Grammar) -> Iterator[None]:
         yield
     except (RuntimeError, UnicodeDecodeError) as error:  # the second where it cites a part of a character
         text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
-        said = " ".join(re.sub(r"^\[[^]]*\] \S+: ", "", text.strip()).split())
+        said = " ".join(re.sub(r"^(\[[^]]*\] \S+: )?(Check failed: \(.*?\) is false: )?", "", text.strip()).split())
         said = said if len(said) < 300 else f"{said[:300]}..."
         raise GrammarError(f"the {grammar.name} cannot be used: {said}") from error
 

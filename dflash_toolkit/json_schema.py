@@ -47,6 +47,9 @@ ASSERTIONS = {"type", "enum", *(key for keys in KEYWORDS.values() for key in key
 READ = {*ASSERTIONS, "const", "$ref", "allOf", "anyOf", "oneOf"}
 LEAST = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
 MOST = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
+SIZES = {key for key in LEAST | MOST if key.endswith(("Length", "Items", "Properties"))}
+LONGEST_SIZE = 2**31 - 1  # xgrammar's limits
+INT64 = range(-(2**63), 2**63)
 
 
 class UnsupportedSchema(ValueError):
@@ -77,7 +80,7 @@ class Rewritten:
         """Returns the alternatives that a schema is made of: a value is valid if one of them holds."""
         if isinstance(schema, bool):
             return [{}] if schema else []
-        _check_keywords(schema, place)
+        _check_schema(schema, place)
         own = self._filtered(_own_keywords(schema, place))
         found = [] if own is None else [own]
         if "$ref" in schema:
@@ -122,6 +125,8 @@ class Rewritten:
         if "enum" not in part:
             return part
         rest = {key: value for key, value in part.items() if key != "enum"}
+        if rest.keys() - {"type", "pattern", "multipleOf"} - LEAST - MOST:
+            _check_valid(rest)
         return {"enum": values} if (values := [value for value in part["enum"] if self._valid(value, rest)]) else None
 
     def _valid(self, value: Any, part: Part) -> bool:
@@ -187,16 +192,12 @@ class Rewritten:
         """Returns a schema that the compiler follows: alternatives of one type each, lists of values, references."""
         if isinstance(schema, bool) or schema == {}:
             return schema
-        if not isinstance(schema, dict):
-            raise UnsupportedSchema(
-                f"a schema should be an object or bool, but it is {json.dumps(schema)[:80]}{_at(place)}"
-            )
         self._count += 1
         if depth > DEEPEST:
             raise UnsupportedSchema(f"it is more than {DEEPEST} levels deep")
         if self._count > MOST_SCHEMAS:
             raise UnsupportedSchema(f"it stands for more than {MOST_SCHEMAS} schemas")
-        _check_keywords(schema, place)
+        _check_schema(schema, place)
         read = [name for name in schema if name in READ]
         key = json.dumps({name: schema[name] for name in read})
         if key in self._done:
@@ -351,6 +352,16 @@ def _validator() -> Any:
     return extend(Draft202012Validator, dict.fromkeys(("pattern", "patternProperties", "format"), refuse))
 
 
+def _check_valid(schema: Part) -> None:
+    """Raises UnsupportedSchema if a schema next to an enum cannot judge its values."""
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        _validator().check_schema({key: value for key, value in schema.items() if key != "pattern"})
+    except SchemaError as error:
+        raise UnsupportedSchema(f"a schema next to 'enum' or 'const' is not valid: {error.message[:80]}") from error
+
+
 def _at(place: str) -> str:
     return f" (at {place})" if place else ""
 
@@ -359,28 +370,50 @@ def _distinct(schemas: Iterable[Schema]) -> list[Schema]:
     return list({json.dumps(each): each for each in schemas}.values())
 
 
-def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
+def _check_schema(schema: Any, place: str) -> None:
+    """Raises UnsupportedSchema unless the schema is an object whose keywords can be followed."""
+    if not isinstance(schema, dict):
+        raise UnsupportedSchema(
+            f"a schema should be an object or bool, but it is {json.dumps(schema)[:80]}{_at(place)}"
+        )
     for key in UNSUPPORTED:
         harmless: Any = False if key == "uniqueItems" else {} if key.startswith("depend") else None
         if key in schema and (harmless is None or schema[key] != harmless):
             raise UnsupportedSchema(f"{key!r} is not supported{_at(place)}")
     kinds: dict[str, type | tuple[type, ...]] = {
         "properties": dict, "patternProperties": dict, "required": list, "enum": list, "anyOf": list, "oneOf": list,
-        "allOf": list, "prefixItems": list, "pattern": str, "multipleOf": (int, float),
+        "allOf": list, "prefixItems": list, "pattern": str, "format": str, "$ref": str, "type": (str, list),
+        **dict.fromkeys(("propertyNames", "additionalProperties", "unevaluatedProperties"), (dict, bool)),
+        "multipleOf": (int, float),
         **dict.fromkeys(LEAST | MOST, (int, float)),
     }  # fmt: skip
     for key, kind in kinds.items():
-        if key in schema and not isinstance(schema[key], kind):
-            raise UnsupportedSchema(f"{key!r} cannot be {json.dumps(schema[key])[:80]}{_at(place)}")
+        if key in schema and not (isinstance(schema[key], kind) and _is_read(key, schema[key])):
+            wanted = f"; it must be an integer from 0 to {LONGEST_SIZE}" if key in SIZES else ""
+            raise UnsupportedSchema(f"{key!r} cannot be {json.dumps(schema[key])[:80]}{wanted}{_at(place)}")
+
+
+def _is_read(key: str, value: Any) -> bool:
+    """Whether a keyword's value is one that can be followed, if it is of the right type."""
+    if key in SIZES:
+        return not isinstance(value, bool) and 0 <= value <= LONGEST_SIZE and value == int(value)
+    if key == "multipleOf" or key in LEAST | MOST:  # a boolean exclusive bound is read as in the drafts before
+        finite = isinstance(value, int) or math.isfinite(value)
+        return (
+            finite
+            and (not isinstance(value, bool) or key.startswith("exclusive"))
+            and (key in LEAST | MOST or value > 0)
+        )
+    return True
 
 
 def _own_keywords(schema: Mapping[str, Any], place: str) -> Part:
     """Returns the keywords of one schema in the forms of draft 2020-12."""
-    part = {key: value for key, value in schema.items() if key in ASSERTIONS}
+    part = {key: int(value) if key in SIZES else value for key, value in schema.items() if key in ASSERTIONS}
     if "type" in part:
         part["type"] = [part["type"]] if isinstance(part["type"], str) else list(part["type"])
         for name in part["type"]:
-            if name not in KEYWORDS:
+            if not isinstance(name, str) or name not in KEYWORDS:
                 raise UnsupportedSchema(f"Unsupported type {json.dumps(name)}{_at(place)}")
     if "const" in schema:
         part["enum"] = [each for each in part.get("enum", [schema["const"]]) if _same(each, schema["const"])]
@@ -506,6 +539,11 @@ def _number(part: Part, name: str, place: str) -> Schema:
         highs += [math.ceil(below) - 1] if below is not None else []
         if lows and highs and max(lows) > min(highs):
             return False
+        if outside := [bound for bound in (*lows, *highs) if bound not in INT64]:
+            raise UnsupportedSchema(
+                f"the bound {str(outside[0])[:80]} of an integer is not supported; it must be from {INT64[0]} to "
+                f"{INT64[-1]}{_at(place)}"
+            )
         if "multipleOf" in found and (lows or highs):
             return _multiples(found["multipleOf"], max(lows, default=None), min(highs, default=None), place)
         return found | ({"minimum": max(lows)} if lows else {}) | ({"maximum": min(highs)} if highs else {})
