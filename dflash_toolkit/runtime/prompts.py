@@ -7,6 +7,7 @@ from .prefill_job import PrefillJob, ScoredTokens
 from .request import Request
 from .request_table import RequestTable, name_of
 
+MAX_PASSES = 16  # of a turn, so that many short chunks do not delay the batch's next step
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +32,7 @@ class Prompts:
         self._batch: list[Request] = []  # requests with chunks that are prefilled in one pass
 
     def run_turn(self) -> None:
-        """Computes chunks, up to the maximum tokens of a turn.
+        """Computes chunks, up to the maximum tokens of a turn. A short pass counts as a sixteenth of them.
 
         The guaranteed request always advances. Other requests advance before and after it, in the order of the queue,
         if their chunks fit.
@@ -53,8 +54,8 @@ class Prompts:
                 continue
             if request is None:
                 break
-            reserved = 0 if guaranteed is None or request is guaranteed else self._next_chunk(guaranteed)
-            advances = self._next_chunk(request) <= left - reserved
+            reserved = 0 if guaranteed is None or request is guaranteed else self._cost(self._next_chunk(guaranteed))
+            advances = self._cost(self._next_chunk(request)) <= left - reserved
             if advances and request not in queue.started:
                 if any(self._shares_prefix(request, other) for other in self._batch):
                     self._prefill_batch()  # so that it finds their pages
@@ -70,7 +71,7 @@ class Prompts:
                 left -= self._add_to_batch(request)
             elif advances:
                 self._prefill_batch()
-                left -= max(self._prefill_twice(request), 1)
+                left -= self._cost(self._prefill_twice(request))
             elif request in queue:  # otherwise it has failed
                 queue.skip(request)
             while table.launches and not self._device.depth:  # with depth 0, first tokens are also read at once
@@ -87,6 +88,10 @@ class Prompts:
         """Returns the maximum tokens of its next chunk; it may still find a prefix."""
         end = next((tokens for tokens in request.keep_states_at if tokens > request.prefilled), request.length)
         return min(end - request.prefilled, self._chunk)
+
+    def _cost(self, tokens: int) -> int:
+        """Returns the tokens of a turn that a pass uses up."""
+        return max(tokens, self._max_tokens // MAX_PASSES, 1)
 
     # ---- one chunk -------------------------------------------------------------------------------------
 
@@ -153,14 +158,14 @@ class Prompts:
         return requests > EXACT_BATCH and not alone and self._device.prefill_limits.fits([tokens])
 
     def _add_to_batch(self, request: Request) -> int:
-        """Adds the next chunk to the pass of this turn and returns its tokens."""
+        """Adds the next chunk to the pass of this turn; returns the tokens of the turn that it uses up."""
         chunks = [self._next_chunk(each) for each in (*self._batch, request)]
         if not self._device.prefill_limits.fits(chunks):
             self._prefill_batch()
         self._batch.append(request)
         self._table.queue.charge(request, prompt=chunks[-1])
         self._table.queue.skip(request)  # until it is computed
-        return chunks[-1]
+        return chunks[-1] if len(self._batch) > 1 else self._cost(chunks[-1])
 
     def _shares_prefix(self, request: Request, other: Request) -> bool:
         """Returns whether the other request's pages will hold a prefix of this request."""

@@ -504,6 +504,31 @@ def test_prompts_fill_a_chunk_to_its_last_token() -> None:
     assert [request.prefilled for request in requests] == [1] * 4
 
 
+def test_a_turn_has_a_limit_of_passes_for_short_prompts() -> None:
+    """Their rows are free again at once, as each answer has one token."""
+    device, passes = TableDevice(depth=0), module.MAX_PASSES
+    scheduler = scheduled(device, request_of([5, 6], 9), max_num_batched_tokens=256)
+    scheduler.advance()
+    device.calls.clear()
+    for i in range(3 * passes):
+        scheduler.add(request_of([i], 1))
+    for _ in range(4):
+        scheduler.advance()
+    names = [name for name, *_ in device.calls if name in ("prefill", "decode")]
+    assert names == (["prefill"] * passes + ["decode"]) * 3 + ["decode"]
+
+
+def test_the_guaranteed_request_has_a_pass_of_a_full_turn() -> None:
+    device = TableDevice(depth=0)
+    scheduler = scheduled(device, max_num_batched_tokens=256)
+    large = request_of(list(range(9)), 1)
+    scheduler.add(large)
+    for i in range(3 * module.MAX_PASSES):
+        scheduler.add(request_of([20 + i], 1))
+    scheduler.advance()
+    assert large.finished and len(device.called("prefill")) == module.MAX_PASSES
+
+
 @pytest.mark.parametrize(("limit", "steps"), [(1, 0), (2, 1), (5, 4)])
 def test_no_step_is_launched_for_requests_that_surely_end(limit: int, steps: int) -> None:
     device = TableDevice(2)
