@@ -397,19 +397,17 @@ def _is_read(key: str, value: Any) -> bool:
     """Whether a keyword's value is one that can be followed, if it is of the right type."""
     if key in SIZES:
         return not isinstance(value, bool) and 0 <= value <= LONGEST_SIZE and value == int(value)
-    if key == "multipleOf" or key in LEAST | MOST:  # a boolean exclusive bound is read as in the drafts before
-        finite = isinstance(value, int) or math.isfinite(value)
-        return (
-            finite
-            and (not isinstance(value, bool) or key.startswith("exclusive"))
-            and (key in LEAST | MOST or value > 0)
-        )
+    if key == "multipleOf" or key in LEAST | MOST:
+        if isinstance(value, bool):  # an exclusive bound of the drafts before
+            return key.startswith("exclusive")
+        return (isinstance(value, int) or math.isfinite(value)) and (key != "multipleOf" or value > 0)
     return True
 
 
 def _own_keywords(schema: Mapping[str, Any], place: str) -> Part:
     """Returns the keywords of one schema in the forms of draft 2020-12."""
-    part = {key: int(value) if key in SIZES else value for key, value in schema.items() if key in ASSERTIONS}
+    part: Part = {key: value for key, value in schema.items() if key in ASSERTIONS}
+    part |= {key: int(part[key]) for key in SIZES & part.keys()}  # 5.0 is an integer in JSON Schema
     if "type" in part:
         part["type"] = [part["type"]] if isinstance(part["type"], str) else list(part["type"])
         for name in part["type"]:
