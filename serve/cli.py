@@ -5,8 +5,8 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -24,6 +24,7 @@ DESCRIPTION = """\
 Serves a target over OpenAI's API. A drafter makes decoding faster and does not change the output; without a drafter
 the server decodes plainly. Requests are batched continuously: they join and leave the batch at every step."""
 EXAMPLE = "dflash-serve --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --max-model-len 16384"
+MAX_FOLDER = 96  # bytes; a socket's path has at most 107
 EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "httptools")  # what `dflash-toolkit[serve]` installs
 
 
@@ -61,23 +62,25 @@ def _run(config: ServeConfig) -> int:
     from .keys import read_keys
     from .processes import EngineProcess, Fronts
     from .server import bind, bind_path, url_of
+    from .signals import Signals
 
     read_ahead(config.drafter, config.target)  # into the page cache, for the engine's process
     keys = read_keys(config.api_key_file)
     set_up_logs(config.log_json, config.access_log)
     several = config.api_server_count > 1
-    bound = bind(config.host, config.port, several) if config.uds is None else bind_path(config.uds)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(bound)
+    with contextlib.ExitStack() as files, Signals(files.close) as signals, contextlib.ExitStack() as stack:
+        bound = bind(config.host, config.port, several) if config.uds is None else bind_path(config.uds)
+        files.enter_context(bound)
+        if config.uds is not None:
+            files.callback(Path(config.uds).unlink, missing_ok=True)
+        folder = Path(files.enter_context(_socket_folder()))
         pair = f"target {config.target}" + (f", drafter {config.drafter}" if config.drafter else "")
         where = f"on {config.device}" if config.device != "auto" else "on the GPU, if there is one"
         address = url_of(bound, https=config.ssl_certfile is not None)
         notice(f"loads {pair} {where}; will listen on {address}", config)
-        # until uvicorn handles SIGTERM: leaving this block ends the engine, even while it loads
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        process = stack.enter_context(contextlib.closing(EngineProcess(config)))
+        process = stack.enter_context(contextlib.closing(EngineProcess(config, folder, signals)))
         process.start()
-        fronts = stack.enter_context(contextlib.closing(Fronts(config, keys, bound, process.path)))
+        fronts = stack.enter_context(contextlib.closing(Fronts(config, keys, bound, process.path, signals)))
         # imports torch and transformers, which takes seconds, while the engine's process does the same
         from .front import Front
 
@@ -88,14 +91,21 @@ def _run(config: ServeConfig) -> int:
         line = f"{PROG}: {address}/v1 serves {config.models[0]} ({drafting}, {info.place})"
         server = front.server(process.path, info, 0, ready=lambda: say(line), drain=fronts.drain)
         fronts.ready(info, server)
-        # uvicorn finishes open answers and then raises the signal again
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=[bound])
-        if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
+        signals.serve(server)
+        server.run(sockets=[bound])
         fronts.close()
         return 1 if fronts.failed else 0
+
+
+def _socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Creates a directory, mode 0700, for the sockets between processes. Raises UserError."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="dflash-")
+    except OSError as error:
+        raise UserError(f"no directory for temporary files is writable ({error}); set TMPDIR to one") from error
+    if len(os.fsencode(folder.name)) > MAX_FOLDER:
+        raise UserError(f"TMPDIR is {Path(folder.name).parent}, too long for the path of a socket; set a shorter one")
+    return folder
 
 
 def say(line: str, file: TextIO | None = None) -> None:

@@ -113,7 +113,6 @@ def front_main(
     except (UserError, EOFError, OSError):
         return  # the first process has ended, or reports the same error
     server = front.server(path, info, number, ready=lambda: control.send("ready"))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):

@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from dflash_toolkit.runtime.wire import Channel, Info, Lost
 
 from .access import set_up_logs
 from .server import share_address
+from .signals import NUMBERS, Signals, kill
 
 if TYPE_CHECKING:
     from dflash_toolkit.runtime import Engine
@@ -38,14 +38,16 @@ LONGEST_WAIT_S = 60.0
 class EngineProcess:
     """Starts and restarts the engine's process, which reads the weights itself.
 
+    Args:
+        folder: directory for sockets.
+
     Attributes:
         path: path of the Unix socket that the engine listens on.
     """
 
-    def __init__(self, config: "ServeConfig") -> None:
-        self._config = config
-        self._folder = tempfile.TemporaryDirectory(prefix="dflash-")  # mode 0700
-        self.path = Path(self._folder.name) / "engine"
+    def __init__(self, config: "ServeConfig", folder: Path, signals: Signals) -> None:
+        self._config, self._signals = config, signals
+        self.path = folder / "engine"
         self._process: Any = None
         self._control: socket.socket | None = None
         self._ready = self._closing = False
@@ -58,7 +60,8 @@ class EngineProcess:
         self._control, control = socket.socketpair()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=_engine_main, args=(self._config, self.path, control), name="engine")
-        self._process.start()
+        with self._signals.starting():
+            self._process.start()
         control.close()
 
     def ready(self) -> Info:
@@ -123,9 +126,8 @@ class EngineProcess:
         if self._process is not None and self._process.pid is not None:  # None: it could not be started
             self._process.join(0 if loading else END_S)
             if self._process.is_alive():  # a long prefill, or a kernel is being compiled
-                self._process.kill()
+                kill(self._process)
                 self._process.join()
-        self._folder.cleanup()
 
 
 class Fronts:
@@ -142,7 +144,9 @@ class Fronts:
         failed: a process has ended by itself.
     """
 
-    def __init__(self, config: "ServeConfig", keys: Sequence[str], bound: socket.socket, path: Path) -> None:
+    def __init__(
+        self, config: "ServeConfig", keys: Sequence[str], bound: socket.socket, path: Path, signals: Signals
+    ) -> None:
         self.failed = False
         self._ready = self._closing = False
         self._wait_s = config.drain_timeout + 2 * END_S
@@ -150,7 +154,7 @@ class Fronts:
         context = multiprocessing.get_context("spawn")
         for number in range(1, config.api_server_count):
             control, child_end = context.Pipe()
-            with share_address(bound) as listener, child_end:
+            with share_address(bound) as listener, child_end, signals.starting():
                 options = (config, keys, listener, path, number, child_end)
                 process = context.Process(target=_front_main, args=options, name=f"front{number}")
                 process.start()
@@ -207,16 +211,28 @@ class Fronts:
 
 
 def _front_main(*options: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first front-end process decides when to end
-        signal.signal(number, signal.SIG_IGN)
+    _follow_parent()
     from .front import front_main
 
     front_main(*options)
 
 
-def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when to end; `control` closes when it ends
+def _follow_parent() -> None:
+    """Leaves signals to the first process, and ends this process when the first one ends, also while it loads."""
+    for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _engine_main(config: "ServeConfig", path: Path, control: socket.socket) -> None:
+    os.setpgid(0, 0)  # `kill` then also ends compilers that it has started
+    _follow_parent()
     set_up_logs(config.log_json, config.access_log)
     channel = Channel(control)
     code = 0

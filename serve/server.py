@@ -1,12 +1,13 @@
 """Binds the listening socket and runs uvicorn on it."""
 
 import asyncio
-import math
+import contextlib
 import os
 import resource
 import socket
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from typing import Any
 
 import anyio
@@ -23,6 +24,7 @@ SPARE_FILES = 64  # open files other than connections
 PROBE_S = (0.005, 1.0)  # first and longest pause between probes of a client that has closed its sending side
 MAX_HEADER = 64 * 1024  # bytes; the parser copies an unfinished header again whenever more of it arrives
 CLOSED = 7  # TCP_CLOSE in Linux's tcp_info
+TICK_S = 0.1  # pause between looks for a second Ctrl-C
 GRACE_S = 5  # seconds that open answers get to send an error when they are aborted
 
 
@@ -317,7 +319,8 @@ class Connection(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """Serves an ASGI app.
 
-    A server that stops accepts no more connections, lets open answers finish, and aborts them after `drain_s` seconds.
+    A server that stops lets running requests finish, and aborts them after `drain_s` seconds. It accepts connections
+    until then: the app refuses new answers, and a probe sees that the server is not ready.
 
     Args:
         ready: called once requests are accepted.
@@ -343,7 +346,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                timeout_graceful_shutdown=math.ceil(drain_s) + GRACE_S,
+                timeout_graceful_shutdown=GRACE_S,
                 **options,
             )
         )
@@ -354,9 +357,14 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield  # `signals.py` handles them
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._drain()
-        ending = asyncio.get_running_loop().call_later(self._drain_s, self._stop)
-        await super().shutdown(sockets)
-        ending.cancel()
+        running, ends = set(self.server_state.tasks), time.monotonic() + self._drain_s
+        while running and not self.force_exit and (left := ends - time.monotonic()) > 0:
+            _, running = await asyncio.wait(running, timeout=min(left, TICK_S))
         self._stop()
+        await super().shutdown(sockets)

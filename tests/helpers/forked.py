@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
@@ -151,6 +152,7 @@ def _serve(
     program: str, arguments: list[str], said: tuple[str, str], started: Path, environment: dict[str, str]
 ) -> None:
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
+    tempfile.tempdir = None  # of the fork server's environment
     torch.set_num_threads(1)
     _write_to(said)
     _Child.said, _Child.started = said, started

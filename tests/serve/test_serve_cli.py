@@ -1,13 +1,10 @@
 """`dflash-serve` as a command: its errors, its output and its end."""
 
-import contextlib
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -130,22 +127,6 @@ def test_ctrl_c_while_loading_exits_with_130(
     monkeypatch.setattr(EngineProcess, "ready", interrupted)
     assert cli.main(["--target", str(target_dir), "--port", "0"]) == 130
     assert "interrupted" in capsys.readouterr().err
-
-
-def test_sigterm_while_loading_ends_the_engine(target_dir: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "dflash_toolkit.serve.cli", "--target", str(target_dir), "--port", "0"]
-    with subprocess.Popen([*words, "--device", "cpu"], env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
-        children, engine = Path(f"/proc/{process.pid}/task/{process.pid}/children"), 0
-        while not engine:  # right after its start, while it imports torch
-            assert process.poll() is None
-            for pid in children.read_text().split():
-                with contextlib.suppress(OSError):
-                    engine = int(pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else engine
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{engine}").exists(), "it did not wait until the engine was loaded"
-    assert list(tmp_path.glob("dflash-*")) == []
 
 
 def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
