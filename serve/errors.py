@@ -9,6 +9,8 @@ from dflash_toolkit.runtime import EngineClosedError, RequestFailedError
 
 from .protocol import ApiError, clipped
 
+RETRY_S = {"engine_restarting": 5, "server_shutting_down": 5}  # seconds until a client should try again
+
 
 class LateError(Exception):
     """Raised when an answer takes longer than the server allows."""
@@ -51,8 +53,8 @@ def messages_error(error: ApiError) -> dict[str, Any]:
 
 def error_response(error: ApiError, path: str = "") -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    if error.status == 429:
-        headers["Retry-After"] = "1"
+    if (pause := 1 if error.status == 429 else RETRY_S.get(error.code or "")) is not None:
+        headers["Retry-After"] = str(pause)
     if error.code == "internal_error":  # starlette raises it again, and uvicorn then closes the connection
         headers["Connection"] = "close"
     body = messages_error(error) if path.startswith(MESSAGES) else error.body()

@@ -34,12 +34,16 @@ class EngineClosedError(Exception):
     """The engine is shutting down or has failed; the answer will not be finished.
 
     Attributes:
-        code: "server_shutting_down" or "engine_failed", for programs.
+        code: "server_shutting_down", "engine_failed", or "engine_restarting" if another engine will start.
     """
 
-    def __init__(self, failed: bool = False) -> None:
-        super().__init__("the engine has failed; restart the server" if failed else "the server is shutting down")
-        self.code = "engine_failed" if failed else "server_shutting_down"
+    def __init__(self, failed: bool = False, restarts: bool = False) -> None:
+        message, self.code = "the server is shutting down", "server_shutting_down"
+        if failed and restarts:
+            message, self.code = "the engine has ended and is restarting; try again later", "engine_restarting"
+        elif failed:
+            message, self.code = "the engine has failed; restart the server", "engine_failed"
+        super().__init__(message)
 
 
 class RequestFailedError(Exception):
@@ -393,7 +397,7 @@ class EngineClient:
         return self._closed_error()
 
     def _closed_error(self) -> EngineClosedError:
-        return EngineClosedError(failed=self.broken is not None)
+        return EngineClosedError(failed=self.broken is not None, restarts=self._again and not self._closing)
 
 
 class AsyncEngine(EngineClient):

@@ -26,7 +26,7 @@ def routes(service: Service) -> APIRouter:
         try:
             await service.engine.check(ENGINE_TIMEOUT_S)
         except EngineClosedError as error:
-            if error.code == "engine_failed":
+            if error.code != "server_shutting_down":
                 return error_response(as_api_error(error))
         return Response()
 

@@ -280,7 +280,10 @@ def test_killed_engine_restarts_and_open_answers_finish(target_dir: Path, tmp_pa
         os.kill(engine, signal.SIGKILL)
         killed = time.monotonic()
         wait_until(lambda: c.get("/ready").status_code == 503)
-        assert time.monotonic() - killed < LATE_S and ask().status_code == 503
+        assert time.monotonic() - killed < LATE_S
+        for refused in (ask(), c.get("/health"), c.get("/ready")):
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            assert error_of(refused)["code"] == "engine_restarting" and "is restarting" in refused.text
         wait_until(lambda: c.get("/ready").status_code == 200)
         assert ask().json()["choices"][0]["text"] == before
 
@@ -300,6 +303,33 @@ def test_killed_engine_restarts_and_open_answers_finish(target_dir: Path, tmp_pa
     log = [json.loads(line) for line in process.err.read_text().splitlines()]
     assert any("ended by itself (exit code -9)" in line["message"] for line in log)
     assert not process.children()
+
+
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_draining_server_listens_and_is_not_ready(target_dir: Path, tmp_path: Path, fronts: str) -> None:
+    with command(target_dir, tmp_path, "--api-server-count", fronts, "--drain-timeout", "300") as process:
+        url = process.line().split()[1].removesuffix("/v1")
+        (engine, *_) = process.children()
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 400}) as running:
+            next(events := running.iter_lines())
+            os.kill(engine, signal.SIGSTOP)  # keeps the request running
+            os.kill(process.pid, signal.SIGTERM)
+
+            def draining() -> bool:  # each on a new connection; a front without requests may end in between
+                with contextlib.suppress(httpx.TransportError):
+                    return (
+                        httpx.get(f"{url}/ready", timeout=2).status_code == 503
+                    )  # before the drain the engine is asked
+                return False
+
+            for _ in range(3):
+                wait_until(draining)
+            refused = httpx.post(f"{url}/v1/completions", json=LONG, timeout=LATE_S)
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            assert error_of(refused)["code"] == "server_shutting_down"
+            os.kill(engine, signal.SIGCONT)
+            assert "data: [DONE]" in list(events)
+        assert process.end(LATE_S) == 0
 
 
 def test_front_ends_share_address_queue_and_counts_and_end_together(target_dir: Path, tmp_path: Path) -> None:
