@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import glob
 import json
 import os
 import re
@@ -36,7 +37,8 @@ from scripts.fuzz_cases import Case, Cases, request
 
 ANSWER_S = 120.0  # longest wait for an expected answer
 PATIENCE_S = 1.0  # wait for an answer to broken HTTP, which the server may take for an unfinished request
-MAX_STALL = 40  # processor time that /health may take, in units of `loop_seconds`
+MAX_STALL = 15  # processor time that a thread may take before /health is answered, in units of `loop_seconds`
+MAX_PEAK, MAX_GROWTH = 512, 256  # MiB that the server may take in addition, for a while and at the end
 MIB = 1 << 20
 LAST = re.compile(rb"data: \[DONE\]|^event: (response\.(completed|incomplete)|message_stop)\b", re.MULTILINE)
 BAD_LOG = re.compile(r"Traceback \(most recent call last\)|\bCRITICAL\b|exception in ASGI|never (retrieved|awaited)")
@@ -59,6 +61,7 @@ class Replies:
 
     def __init__(self, head: bool) -> None:
         self.found: list[Reply] = []
+        self.refused = False  # the server closed the connection before it had read all, which can lose an answer
         self._head, self._parser = head, httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> None:
@@ -101,11 +104,13 @@ async def exchange(url: str, case: Case) -> Replies:
     """Sends a case and returns the answers, up to the expected number or the end of the connection."""
 
     async def send(writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):  # the server may answer and close before it has read all
+        try:
             for part in case.parts:
                 writer.write(part)
                 await writer.drain()
                 await asyncio.sleep(case.pause_s)
+        except ConnectionError:
+            replies.refused = True
 
     replies = Replies(case.method == "head")
     async with connection(url) as (reader, writer):
@@ -114,10 +119,12 @@ async def exchange(url: str, case: Case) -> Replies:
             if case.leaves:
                 await sending
                 return replies
-            with contextlib.suppress(ConnectionError, httptools.HttpParserError):
+            with contextlib.suppress(httptools.HttpParserError):
                 async with asyncio.timeout(ANSWER_S if case.replies else PATIENCE_S):
                     while len(replies.whole) < (case.replies or 1) and (data := await reader.read(65536)):
                         replies.feed(data)
+        except ConnectionError:
+            replies.refused = True
         finally:
             sending.cancel()
     return replies
@@ -132,12 +139,14 @@ class Rules:
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
 
-    def broken(self, case: Case, replies: Sequence[Reply]) -> str | None:
+    def broken(self, case: Case, replies: Replies) -> str | None:
         """Returns which rule the answers to a case break, if any."""
         if case.leaves:
             return None
-        if len(whole := [reply for reply in replies if reply.complete]) < (case.replies or 1):
-            last = replies[-1] if replies else None
+        if len(whole := replies.whole) < (case.replies or 1):
+            if case.replies is None and replies.refused:
+                return None
+            last = replies.found[-1] if replies.found else None
             return f"{len(whole)} whole answers; the last one: {last and (last.status, last.body[-300:])}"
         return next(filter(None, (self._judge(case, reply) for reply in whole)), None)
 
@@ -211,9 +220,14 @@ def memory_of(pids: Iterable[int]) -> int:
     return found
 
 
-def processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def thread_seconds(pids: Iterable[int]) -> dict[str, float]:
+    """Returns the processor time of every thread of processes."""
+    found = {}
+    for path in (path for pid in pids for path in glob.iglob(f"/proc/{pid}/task/*/stat")):
+        with contextlib.suppress(OSError):
+            fields = Path(path).read_text().rpartition(")")[2].split()
+            found[path] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 @dataclass
@@ -221,7 +235,7 @@ class Watch:
     """Asks for /health all the time, and measures the server's processes.
 
     Attributes:
-        stall: most processor time of the front end before an answer, in units of `loop_seconds`.
+        stall: most processor time of a thread before an answer, in units of `loop_seconds`.
         slowest_s: longest wait for an answer; it depends on the machine, and is only for people to read.
         before, peak, after: bytes of memory.
     """
@@ -246,7 +260,7 @@ class Watch:
             with contextlib.suppress(OSError, TimeoutError):
                 replies = (await exchange(self.url, case)).whole
             if not (away or self.disturbed()):
-                stall = (self._used() - used) / unit
+                stall = max((now - used.get(key, 0.0) for key, now in self._used().items()), default=0.0) / unit
                 self.asked += 1
                 self.slowest_s = max(self.slowest_s, time.monotonic() - began)
                 if stall > MAX_STALL:
@@ -260,10 +274,8 @@ class Watch:
     def memory(self) -> int:
         return memory_of(tree_of(self.pid)) if self.pid else 0
 
-    def _used(self) -> float:
-        with contextlib.suppress(OSError):
-            return processor_seconds(self.pid) if self.pid else 0.0
-        return 0.0
+    def _used(self) -> dict[str, float]:
+        return thread_seconds(tree_of(self.pid)) if self.pid else {}
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------
@@ -296,16 +308,15 @@ class Fuzzer:
         case = self.cases.case(number)
         self.running.append(name := f"case {number}: {case.name}")
         try:
-            replies = (await exchange(self.url, case)).found
+            replies = await exchange(self.url, case)
+            self.counts.update(str(reply.status) for reply in replies.whole)
             broken = self._rules.broken(case, replies)
         except TimeoutError:
             broken = f"no answer in {ANSWER_S:g} s" if case.replies else None
-            replies = []
         except OSError as error:
-            broken, replies = f"{type(error).__name__}: {error}", []
+            broken = f"{type(error).__name__}: {error}"
         finally:
             self.running.remove(name)
-        self.counts.update(str(reply.status) for reply in replies)
         self.counts["cases"] += 1
         return broken and f"seed {self.seed}, {name}: {broken}"
 
@@ -324,6 +335,12 @@ class Fuzzer:
             watching.cancel()
         watch.after = await settled_memory(watch)
         self.failures += watch.failures
+        for name, more, most in (
+            ("for a while", watch.peak - watch.before, MAX_PEAK),
+            ("at the end", watch.after - watch.before, MAX_GROWTH),
+        ):
+            if more > most * MIB:
+                self.failures.append(f"the server takes {more // MIB} MiB more {name}; {most} are expected")
 
 
 async def settled_memory(watch: Watch) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.fuzz_values import GARBAGE, HEADERS, SIZES, TEXTS, hostile
+from scripts.fuzz_values import GARBAGE, HEADERS, SIZES, TEXTS, hostile, repeated
 
 MARK = "@hostile@"  # replaced by JSON that json.dumps would not write
 MAX_DEPTH = 9  # of fields within fields
@@ -132,7 +132,7 @@ class Bodies:
         lists = [each for each in (node, *map(self._resolved, _options(node))) if "items" in each]
         if lists and dice.random() < 0.3:
             one = json.dumps(self.example(dice.choice(lists)["items"], dice, 0.2)).encode()
-            return b"[" + b",".join([one] * min(dice.choice([17, 129, *SIZES]), (3 << 20) // (len(one) + 1))) + b"]"
+            return repeated(one, dice.choice([100, 1000, *SIZES]))
         return hostile(dice, kind)
 
     def build(self, node: Any, place: tuple[Step, ...], leaf: Any, dice: random.Random) -> Any:
@@ -149,14 +149,22 @@ class Bodies:
         whole = self.example({**node, "type": "object", "anyOf": [], "oneOf": []}, dice)
         return {**whole, key: inner}
 
-    def body(self, path: str, place: tuple[Step, ...], raw: bytes, dice: random.Random) -> bytes:
-        """Returns a body with raw JSON at a place."""
-        value = self.build(self.schemas[path], place, MARK, dice)
-        if isinstance(value, dict):
-            value = self._bounded(path, value)
-            if ("name", "stream") not in place and dice.random() < 0.3:
-                value = {**value, "stream": True}
-        return json.dumps(value).encode().replace(json.dumps(MARK).encode(), raw)
+    def body(self, path: str, places: dict[tuple[Step, ...], bytes], dice: random.Random) -> bytes:
+        """Returns a body with raw JSON at each of some places; of a field of the body, the last place counts."""
+        marks = {f"{MARK}{i}": raw for i, raw in enumerate(places.values())}
+        values = [self.build(self.schemas[path], place, mark, dice) for place, mark in zip(places, marks, strict=True)]
+        whole: Any = values[0]
+        for place, value in zip(places, values, strict=True):
+            if place and isinstance(whole, dict) and isinstance(value, dict):
+                whole = {**whole, place[0][1]: value.get(place[0][1])}
+        if isinstance(whole, dict):
+            whole = self._bounded(path, whole)
+            if ("name", "stream") not in next(iter(places)) and dice.random() < 0.3:
+                whole = {**whole, "stream": True}
+        body = json.dumps(whole).encode()
+        for mark, raw in marks.items():
+            body = body.replace(json.dumps(mark).encode(), raw)
+        return body
 
     def _bounded(self, path: str, value: dict[str, Any]) -> dict[str, Any]:
         names = [name for name in LENGTHS if name in self._resolved(self.schemas[path]).get("properties", {})]
@@ -193,19 +201,34 @@ class Cases:
         dice = random.Random(f"{self.seed}/{number}")
         if number < len(self._order):
             return self._field(*self._order[number], dice)
-        kinds = {self._any_field: 50, self._whole: 20, self._sample: 10, self._route: 10, self._http: 30}
+        kinds = {
+            self._any_field: 50,
+            self._several: 20,
+            self._whole: 20,
+            self._sample: 10,
+            self._route: 10,
+            self._http: 30,
+        }
         return dice.choices(list(kinds), list(kinds.values()))[0](dice)
 
     def _post(self, path: str, body: bytes, name: str) -> Case:
         return Case(f"POST {path} {name}", (request("POST", path, body),), method="post", path=path)
 
     def _field(self, path: str, place: tuple[Step, ...], dice: random.Random) -> Case:
-        raw = self.bodies.hostile(path, place, dice)
-        name = "".join(f".{key}" if kind == "name" else "[]" * (kind == "item") for kind, key in place)
-        return self._post(path, self.bodies.body(path, place, raw, dice), f"{name or 'body'} = {_short(raw)}")
+        return self._fields(path, [place], dice)
+
+    def _fields(self, path: str, places: list[tuple[Step, ...]], dice: random.Random) -> Case:
+        values = {place: self.bodies.hostile(path, place, dice) for place in places}
+        name = ", ".join(f"{_name(place)} = {_short(raw)}" for place, raw in values.items())
+        return self._post(path, self.bodies.body(path, values, dice), name)
 
     def _any_field(self, dice: random.Random) -> Case:
         return self._field(*dice.choice(self._order), dice)
+
+    def _several(self, dice: random.Random) -> Case:
+        path = dice.choice(self._order)[0]
+        places = [place for other, place in self._order if other == path and place]
+        return self._fields(path, dice.sample(places, min(dice.choice([2, 3, 6]), len(places))), dice)
 
     def _sample(self, dice: random.Random) -> Case:
         """Fields that are allowed, in combinations that may not be."""
@@ -251,7 +274,7 @@ class Cases:
     # ---- HTTP
 
     def _http(self, dice: random.Random) -> Case:
-        kinds = (self._slow, self._chunked, self._pipelined, self._quits, self._header, self._garbage)
+        kinds = (self._slow, self._chunked, self._pipelined, self._quits, self._header, self._flood, self._garbage)
         return dice.choice(kinds)(dice)
 
     def _good(self, dice: random.Random) -> tuple[str, bytes]:
@@ -301,9 +324,20 @@ class Cases:
         path, body = self._good(dice)
         return Case(f"POST {path} with {_short(odd)}", (request("POST", path, body, odd),), None)
 
+    def _flood(self, dice: random.Random) -> Case:
+        line = dice.choice([b"", b"X: a\r\n", b"X: " + b"a" * 1000 + b"\r\n", b"a"])
+        start = b"GET /health HTTP/1.1\r\n" + (b"" if line.endswith(b"\n") else b"X: ")
+        count = dice.choice([1, 20, 400])
+        parts = (start, *[(line or b"a") * (65_536 // max(1, len(line)))] * count)
+        return Case(f"a header of {count} times 64 KiB", parts, None)
+
     def _garbage(self, dice: random.Random) -> Case:
         sent = dice.choice([*GARBAGE, dice.randbytes(300) + b"\r\n\r\n"])
         return Case(f"bytes {_short(sent)}", (sent,), None)
+
+
+def _name(place: tuple[Step, ...]) -> str:
+    return "".join(f".{key}" if kind == "name" else "[]" * (kind == "item") for kind, key in place) or "body"
 
 
 def _short(raw: bytes) -> str:

@@ -5,11 +5,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-SIZES = (1000, 65_535, 65_537, 300_000, 2_000_000, 4_000_000)  # of large values
+SIZES = (1000, 65_535, 65_537, 300_000, 2_000_000, 4_000_000)  # of large values, in bytes; a body may have 4 MiB
 
 
-def _nested(text: str, depth: int) -> bytes:
+def repeated(item: bytes, size: int) -> bytes:
+    """Returns a list of about `size` bytes."""
+    return b"[" + b",".join([item] * max(1, size // (len(item) + 1))) + b"]"
+
+
+def _nested(text: str, size: int) -> bytes:
     opened, _, closed = text.partition(" ")
+    depth = size // (len(opened) + len(closed))
     return (opened * depth + "0" + closed * depth).encode()
 
 
@@ -35,7 +41,7 @@ PATTERNS = [
     "root ::=", "root ::= x", 'root ::= "a"{1,100000}', "((a?){50}){50}", "^" * 2000,
 ]  # fmt: skip
 SCHEMAS: list[Any] = [
-    _wide(300), {"$ref": "#"},
+    _wide(300), _wide(3000), {"enum": [f"{i}" * 40 for i in range(2000)]}, {"$ref": "#"},
     {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, {"type": "nothing"},
     {"type": ["string", 5]}, {"enum": []}, {"enum": [[["x"] * 100] * 100]}, {"anyOf": []}, {"not": {}},
     {"type": "array", "items": {"$ref": "#"}}, {"type": "string", "pattern": "(" * 100},
@@ -79,20 +85,25 @@ def hostile(dice: random.Random, kind: str = "", large: float = 0.15) -> bytes:
         "string": [
             lambda: dice.choice(TEXTS),
             lambda: json.dumps(dice.choice(PATTERNS)).encode(),
-            lambda: b'"' + dice.choice([b"a", b" ", b"\\n", b"\\\\", b"\xc3\xa9", b"\\ud83d\\ude00"]) * size + b'"',
+            lambda: (
+                b'"' + dice.choice([b"a", b" ", b"\\n", b"\\\\", b"\xc3\xa9", b"\\ud83d\\ude00"]) * (size // 4) + b'"'
+            ),
+            lambda: b'"' + dice.choice([b"a", b"(", b"\xff"]) * size + b'"',
         ],
         "array": [
             lambda: dice.choice([b"[]", b"[[]]", b"[null]", b"[{}]"]),
-            lambda: b"[" + b",".join([dice.choice([b"0", b"[]", b"{}", b'"a"', b"null", b"10e99"])] * size) + b"]",
-            lambda: _nested(dice.choice(["[ ]", '[{"b": }]']), min(size, 200_000)),
+            lambda: repeated(
+                dice.choice([b"0", b"[]", b"{}", b'"a"', b'""', b"null", b"1e99", b"[[[[[[[]]]]]]]"]), size
+            ),
+            lambda: _nested(dice.choice(["[ ]", '[{"b": }]']), size),
         ],
         "object": [
             lambda: json.dumps(dice.choice(SCHEMAS)).encode(),
             lambda: json.dumps({"type": "json_schema", "json_schema": {"schema": dice.choice(SCHEMAS)}}).encode(),
-            lambda: b"{" + b",".join(b'"%d":%d' % (i, i) for i in range(min(size, 200_000))) + b"}",
+            lambda: b"{" + b",".join(b'"%d":%d' % (i, i) for i in range(size // 16)) + b"}",
             lambda: b'{"a":1,"a":{"a":2,"a":3}}',
             lambda: b'{"' + b"n" * size + b'": 0}',
-            lambda: _nested('{"a": }', min(size, 200_000)),
+            lambda: _nested('{"a": }', size),
         ],
         "": [
             lambda: dice.choice([b"null", b"true", b"false", b"{}", b'{"": null}', b"nul", b'{"a":1,{"a"}}', b"'a'"]),
