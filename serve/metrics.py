@@ -70,6 +70,11 @@ BETWEEN_S = (
 WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
 
+PROMPT_TOKENS = (256, 1024, 4096, 16384, 65536)  # longest prompts of the groups
+MOST_KEYS = 64  # API keys with counts of their own
+GROUPS = {"prompt_length": "prompt_tokens", "api_key": "api_key"}  # and the label of a group
+
+
 class _EngineCollector:
     """Collects the engine's last statistics."""
 
@@ -145,6 +150,33 @@ class _Histogram:
         self.sum += seconds
 
 
+class _Drafts:
+    """Counts drafts."""
+
+    __slots__ = ("accepted", "drafted", "drafts")
+
+    def __init__(self) -> None:
+        self.drafts = self.drafted = self.accepted = 0
+
+    def add(self, step: Step) -> None:
+        self.drafts += 1
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+
+    def items(self) -> Iterator[tuple[str, str, int]]:
+        """Yields name, description and value of the counters."""
+        yield "spec_decode_num_drafts", "Drafts verified", self.drafts
+        yield "spec_decode_num_draft_tokens", "Tokens drafted", self.drafted
+        yield "spec_decode_num_accepted_tokens", "Drafted tokens accepted", self.accepted
+
+
+def _length_group(tokens: int) -> str:
+    """Returns the group of a prompt's length, e.g. 257-1024."""
+    number = bisect_left(PROMPT_TOKENS, tokens)
+    least = PROMPT_TOKENS[number - 1] + 1 if number else 1
+    return f"{least}-{PROMPT_TOKENS[number]}" if number < len(PROMPT_TOKENS) else f"{least}-"
+
+
 class _StepCollector:
     """Counts every step of every answer.
 
@@ -153,17 +185,29 @@ class _StepCollector:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self.answered = self.steps = self.committed = self.drafts = self.drafted = self.accepted = 0
+        self.answered = self.steps = self.committed = 0
+        self.all = _Drafts()
+        self.groups: dict[str, dict[str, _Drafts]] = {kind: {} for kind in GROUPS}
         self.by_position: list[int] = []
         self.first, self.between = _Histogram(FIRST_S), _Histogram(BETWEEN_S)
 
-    def step(self, step: Step) -> None:
+    def drafts_of(self, prompt_tokens: int, key: str) -> list[_Drafts]:
+        """Returns the counts of all groups to which an answer belongs.
+
+        Args:
+            key: number of the API key; empty: the server has none.
+        """
+        chosen = {"prompt_length": _length_group(prompt_tokens)}
+        if key:
+            chosen["api_key"] = key if int(key) < MOST_KEYS else "other"
+        return [self.all, *(self.groups[kind].setdefault(group, _Drafts()) for kind, group in chosen.items())]
+
+    def step(self, step: Step, drafts: Iterable[_Drafts]) -> None:
         self.steps += 1
         self.committed += len(step.tokens)
         if step.drafted:
-            self.drafts += 1
-            self.drafted += step.drafted
-            self.accepted += step.accepted
+            for counts in drafts:
+                counts.add(step)
             by_position = self.by_position
             if len(by_position) < step.accepted:
                 by_position += [0] * (step.accepted - len(by_position))
@@ -172,15 +216,18 @@ class _StepCollector:
 
     def collect(self) -> Iterator[Metric]:
         model, named = [self._model], ["model_name"]
-        for name, text, count in (
-            ("vllm:generation_tokens", "Tokens answered", self.answered),
-            ("vllm:spec_decode_num_drafts", "Drafts verified", self.drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Tokens drafted", self.drafted),
-            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted", self.accepted),
-        ):
-            counter = CounterMetricFamily(name, text, labels=named)
+        for name, text, count in (("generation_tokens", "Tokens answered", self.answered), *self.all.items()):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=named)
             counter.add_metric(model, count)
             yield counter
+        for kind, label in GROUPS.items():
+            families: dict[str, CounterMetricFamily] = {}
+            for group, drafts in sorted(self.groups[kind].items()):
+                for name, text, count in drafts.items():
+                    own = f"dflash:{name}_by_{kind}"
+                    families.setdefault(own, CounterMetricFamily(own, text, labels=[*named, label]))
+                    families[own].add_metric([*model, group], count)
+            yield from families.values()
         positions = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafted tokens by their position",
@@ -251,6 +298,10 @@ class Metrics:
         """Counts a response by its status."""
         self._responses.labels(str(status)).inc()
 
+    def clock(self, prompt_tokens: int, key: str) -> "Clock":
+        """Returns the clock of an answer that begins; `key` is the number of its API key, or empty."""
+        return Clock(self._steps.drafts_of(prompt_tokens, key))
+
     def prompt(self, tokens: int) -> None:
         """Counts a prompt when its first answer begins, once for all of its answers."""
         self._prompt.inc(tokens)
@@ -262,7 +313,7 @@ class Metrics:
         (counts.first if clock.last is None else counts.between).observe(now - (clock.last or clock.began))
         clock.last = now
         if step is not None:
-            counts.step(step)
+            counts.step(step, clock.drafts)
 
     def ended(self, clock: "Clock", outcome: str) -> None:
         """Counts an answer that has ended: stop, length, disconnected or error."""
@@ -351,8 +402,9 @@ async def fetch_counts(path: Path) -> bytes | None:
 
 
 class Clock:
-    """Holds the time of a request and of the last tokens of its answer."""
+    """Holds the time of a request and of the last tokens of its answer, and where its drafts are counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafts: Sequence[_Drafts]) -> None:
         self.began = time.perf_counter()
         self.last: float | None = None
+        self.drafts = drafts

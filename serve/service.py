@@ -21,7 +21,7 @@ from dflash_toolkit.sampling import BiasError, Grammar, GrammarError
 from .answer import Answer, AnswerOptions, Piece, speculative_decoding, usage
 from .errors import LateError, as_api_error
 from .logprobs import Echo, TokenStrings, prompt_logprobs
-from .metrics import Clock, Metrics
+from .metrics import Metrics
 from .parsing import OutputParser, Parsers
 from .protocol import ApiError, GenerationRequest
 from .replies import Replies, ReplyForm
@@ -200,7 +200,8 @@ class Service:
     async def _pieces(self, requests: list[PreparedRequest], answers: list[Answer]) -> Pieces:
         """Yields the pieces of the answers as they arrive, and counts how each answer ends."""
         outcome = "disconnected"
-        clocks, prompts = [Clock() for _ in requests], set[int]()
+        clocks = [self.metrics.clock(len(one.prompt_ids), one.key) for one in requests]
+        prompts = set[int]()
         self.metrics.waiting.inc(len(answers))
         self._open.add(len(answers))
         late = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -366,6 +367,32 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
         "no stop token was a draft"
     )
     assert counted["dflash_committed_tokens_total"] == pytest.approx(committed)
+
+
+def test_acceptance_is_counted_by_prompt_length_and_key(target: Target) -> None:
+    options = EngineOptions(
+        num_speculative_tokens=3, page_size=4, max_num_seqs=3, synthetic=SyntheticAcceptance(rate=0.5)
+    )
+    engine = AsyncEngine(load_engine(target, make_drafter(target), options=options)[0], target.tokenizer)
+    keys = [f"secret{number}" for number in range(66)]
+    client = TestClient(create_app(engine, "org/tiny", keys))
+    used = {}
+    for key, length, groups in ((0, 3, ("1-256", "0")), (1, 256, ("1-256", "1")), (1, 257, ("257-1024", "1")),
+                                (64, 2, ("1-256", "other")), (65, 2, ("1-256", "other"))):  # fmt: skip
+        body = {"model": "org/tiny", "prompt": [1] * length, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+        headers = {"Authorization": f"Bearer {keys[key]}"}
+        usage = client.post("/v1/completions", json=body, headers=headers).json()["usage"]["dflash"]
+        for label, group in zip(("prompt_tokens", "api_key"), groups, strict=True):
+            drafted, accepted = used.get((label, group), (0, 0))
+            used[label, group] = drafted + usage["drafted"], accepted + usage["accepted"]
+    text = client.get("/metrics", headers=headers).text
+    assert "secret" not in text
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    pattern = r'dflash:spec_decode_num_(\w+)_by_\w+_total\{(?:model_name="org/tiny"|,|(\w+)="([^"]*)")+\} (\S+)'
+    for name, label, group, value in re.findall(pattern, text):
+        found.setdefault((label, group), {})[name] = float(value)
+    assert {place: (one["draft_tokens"], one["accepted_tokens"]) for place, one in found.items()} == used
+    assert all(one["drafts"] >= one["draft_tokens"] / 3 > 0 for one in found.values())
 
 
 def test_metrics_count_rows_of_steps_and_nodes_of_draft_trees(target: Target) -> None:
