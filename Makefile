@@ -91,7 +91,7 @@ mutate: $(READY) ## plant faults in the core modules and count those that the te
 # lm-eval measures a tiny target through the server. Each other client has its own environment, with our torch.
 PEERS_SITE := .venv-peers/site
 LM_EVAL := .venv-peers/lm-eval
-CLIENTS := schemathesis==4.32.5 guidellm==0.8.1 aiperf==0.13.0 litellm==1.110.2
+CLIENTS := schemathesis==4.32.5 guidellm==0.8.1 aiperf==0.13.0 litellm==1.110.2 anthropic==2.14.0
 PARSERS := vllm==0.33.0 sglang==0.5.23 aiohappyeyeballs aiohttp aiosignal attrs cachetools cbor2 cloudpickle frozenlist \
     ipython llguidance multidict openai_harmony orjson partial_json_parser pillow propcache pybase64 pyzmq traitlets yarl
 test-peers: $(READY) ## check against z-lab's client (run `make demo` first), vLLM's loader, vLLM's and SGLang's parsers, lm-eval and other clients

@@ -170,10 +170,11 @@ class Rules:
         return None
 
     def _judge_json(self, described: Any, reply: Reply) -> str | None:
-        """Errors of routes that do not exist have the common form."""
-        if described is None or "$ref" in described:
-            described = self._document["components"]["responses"]["400" if described is None else str(reply.status)]
-        schema = described.get("content", {}).get("application/json", {}).get("schema", {})
+        """Errors of routes that do not exist have the form of either API."""
+        if described is not None and "$ref" in described:
+            described = self._document["components"]["responses"][str(reply.status)]
+        either = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("Error", "MessagesError")]}
+        schema = described.get("content", {}).get("application/json", {}).get("schema", {}) if described else either
         try:
             value = json.loads(reply.body)
         except ValueError:

@@ -18,7 +18,7 @@ import pytest
 from conftest import make_drafter
 from live_server import make_engine, serving
 from paths import ROOT
-from reciting import SAYS, make_reciting
+from reciting import ARGUMENTS, SAYS, make_reciting
 
 from dflash_toolkit import Target
 
@@ -147,3 +147,13 @@ def test_litellm_reads_chats_streams_calls_and_responses(url: str) -> None:
     found = json.loads(run(program("litellm", "python"), script, url, "org/tiny").splitlines()[-1])
     assert found["chat"] == found["streamed"] == found["response"] == SAYS["a"]
     assert found["calls"] == ["weather", "now"] and found["usage"] > 0
+
+
+def test_anthropic_reads_messages_streams_thinking_and_calls(url: str) -> None:
+    """The script also checks that the client assembles each stream into the whole message."""
+    script = str(ROOT / "scripts/peers/anthropic_calls.py")
+    found = json.loads(run(program("anthropic", "python"), script, url, "org/tiny").splitlines()[-1])
+    assert found["text"] == found["after"] == SAYS["a"] and found["counted"] == found["used"]
+    assert found["thinking"] == ["thinking", "text"]
+    assert (found["called"], found["stop_reason"]) == (ARGUMENTS, "tool_use")
+    assert found["refused"] == "invalid_request_error"

@@ -13,6 +13,7 @@ from reciting import ARGUMENTS, CLOCKS, SAYS, TOOLS, make_reciting
 
 from dflash_toolkit import Target
 from dflash_toolkit.serve.endpoints.messages_request import CountTokensRequest
+from dflash_toolkit.serve.state import ServerState
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 NAMED: list[Any] = [
@@ -302,6 +303,21 @@ def test_other_errors_have_anthropics_types(target: Target) -> None:
                 assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
         reply = post(url, max_tokens=1)
         assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_unknown_field_is_ignored_and_listed(url: str) -> None:
+    known = {"context_management": {"edits": []}, "metadata": {"user_id": "a"}, "cache_control": {"type": "ephemeral"}}
+    reply = post(url, max_tokens=4, colour="red", **known)
+    assert (reply.status_code, reply.headers["x-dflash-ignored-parameters"]) == (200, "colour")
+
+
+def test_draining_server_answers_in_anthropics_form(target: Target) -> None:
+    state = ServerState()
+    with serving(make_engine(target, None), state=state) as url:
+        state.draining = True
+        reply = post(url, max_tokens=1)
+        assert (reply.status_code, reply.headers["connection"]) == (503, "close")
+        assert reply.json()["error"]["type"] == "overloaded_error"
 
 
 def test_error_after_the_first_event_is_an_error_event(target: Target) -> None:
