@@ -24,7 +24,14 @@ from packaging.version import Version
 from dflash_toolkit.checkpoint.reader import check_merged
 from dflash_toolkit.config import UnsupportedModel, UserError, to_mapping
 from dflash_toolkit.models.dflash.architecture import DFLASH, architectures, named
-from dflash_toolkit.models.dflash.serving import READ, SERVED, block_scale, sglang_options, vllm_options
+from dflash_toolkit.models.dflash.serving import (
+    READ,
+    SERVED,
+    block_scale,
+    served_elsewhere,
+    sglang_options,
+    vllm_options,
+)
 from dflash_toolkit.network import unreachable
 from dflash_toolkit.threads import given_environment
 
@@ -342,8 +349,8 @@ class Draft:
         if self.architecture not in engine.releases:
             known = ", ".join(name for name in engine.releases if name != SLIDING)
             raise UserError(
-                f"drafter {self.name}: {engine.name} does not support architecture {self.architecture!r}; it supports "
-                f"{known}"
+                f"drafter {self.name}: dflash-serve cannot start {engine.name} with architecture "
+                f"{self.architecture!r}, only with {known}{served_elsewhere(self.architecture)}"
             )
         if self.speculators and not engine.speculators:
             raise UserError(

@@ -267,6 +267,7 @@ def test_a_missing_config_key_is_named(copy: Path, key: str) -> None:
         ({"dflash_config": []}, "config.json has no 'target_layer_ids'"),
         ({"dflash_config": [1]}, "'dflash_config' is [1]"),
         ({"is_causal": "no"}, "is_causal is 'no'"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "its weights are quantized (modelopt), which is not"),
         ({"dflash_config": {"acceptance_bias": [0.1, "x"]}}, "'acceptance_bias' is [0.1, 'x']"),
         ({"dflash_config": {"acceptance_bias": [10**400]}}, "too large"),
         ({"dflash_config": {"acceptance_slope": 0}}, "acceptance_slope is 0.0"),

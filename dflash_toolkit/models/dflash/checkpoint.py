@@ -27,6 +27,7 @@ from ...config import UserError
 from ..rope import read_rope, warn_of_vllm
 from .architecture import DFLASH, DraftArchitecture, all_sizes, architectures, named, of_sizes
 from .network import Drafter, DrafterConfig
+from .serving import served_elsewhere
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader
 WEIGHTS = "model.safetensors"
@@ -304,6 +305,11 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             raise UserError(f"drafter {path}: config.json: {key!r} is {found}, which is out of range")
         return found
 
+    if method := group(raw, "quantization_config").get("quant_method"):
+        raise UserError(
+            f"drafter {path}: its weights are quantized ({method}), which is not supported; give the drafter in 16 bits "
+            f"(--draft-dtype fp8 casts it)"
+        )
     speculators = "speculators_model_type" in raw
     projector = find("projector_type", "dflash")
     plain = speculators and raw["speculators_model_type"] == projector == "dflash"
@@ -385,6 +391,7 @@ def _read_architecture(path: Path, raw: dict[str, Any], sizes: dict[str, Any]) -
         *known, last = (each.names[0] for each in architectures())
         raise UserError(
             f"drafter {path}: config.json: architecture {unknown[0]!r} is not known; {', '.join(known)} and {last} are"
+            f"{served_elsewhere(unknown[0])}"
         )
     found = next((each for each in map(named, names) if each), None)
     if "speculators_model_type" in raw:

@@ -39,6 +39,29 @@ SERVED = {
     "Olmo3ForCausalLM": ("vllm",),
 }
 
+# architectures of drafters that other engines implement and this project does not: names in their model registries
+BOTH = ("vllm", "sglang")
+ELSEWHERE = {
+    "DFlash2BeamDraftModel": BOTH,
+    "DFlashLagunaForCausalLM": BOTH,
+    "DSparkDraftModel": BOTH,
+    "Gemma4DSparkModel": ("vllm",),
+    "K3DSparkModel": ("vllm",),
+    "LiLiCorrDraftModel": BOTH,
+    "Lfm2DSparkDraftModel": ("sglang",),
+    "LingDSparkModel": ("sglang",),
+    "MiniMaxDFlash2DraftModel": ("sglang",),
+    "MuseGlimmerAssistantModel": BOTH,
+    "Qwen3DSparkModel": BOTH,
+    "Qwen3XPressModel": ("vllm",),
+}
+
+
+def served_elsewhere(architecture: str) -> str:
+    """Returns which engines implement an architecture of drafters, for messages; empty if none is known to."""
+    engines = [f"{engine} {READ[engine]}" for engine in ELSEWHERE.get(architecture, ())]
+    return f"; start {' or '.join(engines)} directly to serve it" if engines else ""
+
 
 def block_scale(engine: str, architecture: str, hidden_size: int) -> float:
     """Returns an engine's factor on a plain drafter's rows of a target's embedding table."""
