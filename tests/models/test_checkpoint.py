@@ -56,7 +56,7 @@ def change_config(path: Path, changes: Changes) -> None:
     """Let config.json have other values; a mapping changes those of a group."""
     values = json.loads((path / "config.json").read_text())
     for key, value in changes.items():
-        values[key] = values[key] | value if isinstance(value, dict) else value
+        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
     (path / "config.json").write_text(json.dumps(values))
 
 

@@ -307,7 +307,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
 
     if method := group(raw, "quantization_config").get("quant_method"):
         raise UserError(
-            f"drafter {path}: its weights are quantized ({method}), which is not supported; give the drafter in 16 bits "
+            f"drafter {path}: its weights are quantized ({method}), which is not supported; give the one in 16 bits "
             f"(--draft-dtype fp8 casts it)"
         )
     speculators = "speculators_model_type" in raw
