@@ -19,7 +19,7 @@ def choose_template(tokenizer: Any, chat_template: str | None = None, prompt_for
         prompt_format: one of `FORMATS`.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or is no template.
     """
     if prompt_format == "text":
         tokenizer.chat_template = TEXT
@@ -28,7 +28,20 @@ def choose_template(tokenizer: Any, chat_template: str | None = None, prompt_for
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"chat_template {chat_template}: cannot be read ({error})") from error
+        _check_syntax(tokenizer, chat_template)
     return tokenizer
+
+
+def _check_syntax(tokenizer: Any, file: str) -> None:
+    """Raises UserError if the tokenizer's template, from a file, cannot be parsed."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise UserError(f"chat_template {file}: line {error.lineno}: {error.message}; correct the file") from error
+    except Exception:  # a template may refuse this conversation
+        return
 
 
 def is_text(tokenizer: Any) -> bool:

@@ -61,11 +61,13 @@ def _run(config: ServeConfig) -> int:
     from .access import set_up_logs
     from .keys import read_keys
     from .processes import EngineProcess, Fronts
-    from .server import bind, bind_path, url_of
+    from .server import bind, bind_path, check_certificate, url_of
     from .signals import Signals
 
-    read_ahead(config.drafter, config.target)  # into the page cache, for the engine's process
     keys = read_keys(config.api_key_file)
+    if config.ssl_certfile is not None and config.ssl_keyfile is not None:
+        check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    read_ahead(config.drafter, config.target)  # into the page cache, for the engine's process
     set_up_logs(config.log_json, config.access_log)
     several = config.api_server_count > 1
     with contextlib.ExitStack() as files, Signals(files.close) as signals, contextlib.ExitStack() as stack:
@@ -104,6 +106,7 @@ def _socket_folder() -> tempfile.TemporaryDirectory[str]:
     except OSError as error:
         raise UserError(f"no directory for temporary files is writable ({error}); set TMPDIR to one") from error
     if len(os.fsencode(folder.name)) > MAX_FOLDER:
+        folder.cleanup()
         raise UserError(f"TMPDIR is {Path(folder.name).parent}, too long for the path of a socket; set a shorter one")
     return folder
 

@@ -129,6 +129,16 @@ class ServeConfig(ModelOptions):
                 raise ValueError(f"{name} is empty")
         if "" in self.served_model_name:
             raise ValueError("served_model_name is empty")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ValueError(f"root_path is {self.root_path!r}; it must begin with /")
+        runtime = self.runtime
+        if runtime.kv_cache_tokens and runtime.kv_cache_tokens < (runtime.max_model_len or 0):
+            raise ValueError(
+                f"kv_cache_tokens is {runtime.kv_cache_tokens}, less than max_model_len, {runtime.max_model_len}; "
+                f"raise the one or lower the other"
+            )
+        if runtime.num_speculative_tokens and self.drafter is None and self.external.engine == OWN:
+            raise ValueError(f"num_speculative_tokens is {runtime.num_speculative_tokens}, but there is no drafter")
         if self.per_request_spec_decode_metrics != "none" and self.drafter is None:
             raise ValueError("per_request_spec_decode_metrics needs a drafter")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import socket
+import ssl
 import stat
 import time
 from collections.abc import Callable, Generator
@@ -98,6 +99,19 @@ def bind_path(path: str) -> socket.socket:
         bound.close()
         raise UserError(f"--uds {path}: cannot listen ({error.strerror or error}); give another path") from error
     return bound
+
+
+def check_certificate(certificate: str, key: str) -> None:
+    """Raises UserError if TLS cannot use the files."""
+
+    def password() -> str:
+        raise UserError(f"ssl_keyfile {key}: the key is encrypted; give one without a password")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password)
+    except OSError as error:  # OpenSSL does not say which of the files is at fault
+        said = f"ssl_certfile {certificate} and ssl_keyfile {key}: cannot be used ({error.strerror or error})"
+        raise UserError(f"{said}; give a certificate and its key as PEM files") from error
 
 
 def url_of(bound: socket.socket, https: bool = False) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from ..models.dflash.network import Drafter
+    from ..models.dflash.network import Drafter, DrafterConfig
     from ..models.target import Target
     from .engine import Engine
     from .weights import DrafterWeights, TargetWeights
@@ -79,7 +79,7 @@ def load_parts(
     share: bool = False,
     tokenizer: Any = None,
 ) -> Parts:
-    """Loads a target and, unless it is None, its drafter. Checks everything before it loads the large files.
+    """Loads a target and, unless it is None, its drafter. Checks everything before it loads any weights.
 
     Args:
         target, drafter: Hugging Face id, directory, or module; weights of a module are copied.
@@ -107,15 +107,13 @@ def load_parts(
     spec = ModelSpec.of_target(config)
     operations(where)
     check_fp8(spec, where)
-    draft = None
+    drafts = None
     if drafter is not None:
-        module = read_drafter(drafter, config, where, precision) if isinstance(drafter, str) else drafter
-        check_heads(module.config.spec(), where, precision)
-        with for_the_drafter(where):
-            draft = DrafterWeights.of_module(module.to(where, precision))
-    if options is not None:
-        options.fitted(spec, draft.config if draft else None, where)
-    check_heads(spec, where, precision)
+        drafts = read_drafter_config(drafter, config) if isinstance(drafter, str) else drafter.config
+    more = [drafts.spec()] if drafts else []
+    fitted = options.fitted(spec, drafts, where) if options else None
+    for each in (spec, *more):
+        check_heads(each, where, precision)
     if isinstance(target, str):
         folder = locate("target", target)
         generation = load_generation_config(folder)
@@ -123,12 +121,29 @@ def load_parts(
         forbidden = restrictions(target, generation, spec.vocab_size)
         if spec.tied_head and stores_own_head(weight_files(folder)):
             spec = replace(spec, tied_head=False)
-        check_weights(target, spec, where, precision)
-        weights = TargetWeights.load(folder, spec, where, precision)
+        check_weights(target, [spec, *more], where, precision, fitted)
     else:
         stop_ids, forbidden = target.stop_token_ids, target.restrictions
+    draft = None
+    if drafter is not None:
+        module = read_drafter(drafter, config, where, precision) if isinstance(drafter, str) else drafter
+        with for_the_drafter(where):
+            draft = DrafterWeights.of_module(module.to(where, precision))
+    if isinstance(target, str):
+        check_weights(target, [spec], where, precision)  # with the memory that the drafter leaves
+        weights = TargetWeights.load(folder, spec, where, precision)
+    else:
         weights = (TargetWeights.shared_with if share else TargetWeights.of_module)(target.model, spec)
     return Parts(weights, draft, stop_ids, forbidden)
+
+
+def read_drafter_config(name: str, target: "PreTrainedConfig") -> "DrafterConfig":
+    """Returns the configuration of a drafter that fits the target. Raises UserError."""
+    from ..models.dflash.checkpoint import check_fits, read_config
+
+    config = read_config(locate("drafter", name))
+    check_fits(config, target)
+    return config
 
 
 def read_drafter(name: str, target: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> "Drafter":

@@ -81,17 +81,22 @@ def room_for_cache(
     free, scratch = _cache_budget(probe, options, share)
     pages = int(free // bytes_of_page) - 1
     if pages < (wanted or least):
-        missing = ((wanted or least) - pages) * bytes_of_page / GIB
-        what = f"one request of {context} tokens"
-        now = options.gpu_memory_utilization
-        rows = "max_num_seqs or prefix_states" if options.prefix_states else "max_num_seqs"
-        way_out = f"lower max_model_len or {rows}, or raise gpu_memory_utilization (now {now})"
-        if wanted is not None:
-            what, way_out = f"a cache of {options.kv_cache_tokens} tokens", f"lower kv_cache_tokens or {rows}"
-        said = f"GPU memory is {missing:.1f} GiB short of {what}; {way_out}{_without_trees(options)}"
-        raise UnsupportedModel(said, gpus=2) if wanted is None else UserError(said)
+        raise _too_small(options, context, ((wanted or least) - pages) * bytes_of_page)
     # even a prefix cache has little use for more pages
     return Room(1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
+
+
+def _too_small(options: EngineOptions, context: int, missing: float) -> UserError:
+    """Returns the error for a cache that lacks bytes for `kv_cache_tokens`, or for a request of `context` tokens."""
+    rows = "max_num_seqs or prefix_states" if options.prefix_states else "max_num_seqs"
+    if options.kv_cache_tokens is None:
+        what = f"one request of {context} tokens"
+        now = options.gpu_memory_utilization
+        way_out = f"lower max_model_len or {rows}, or raise gpu_memory_utilization (now {now})"
+    else:
+        what, way_out = f"a cache of {options.kv_cache_tokens} tokens", f"lower kv_cache_tokens or {rows}"
+    said = f"GPU memory is {missing / GIB:.1f} GiB short of {what}; {way_out}{_without_trees(options)}"
+    return UnsupportedModel(said, gpus=2) if options.kv_cache_tokens is None else UserError(said)
 
 
 def _without_trees(options: EngineOptions) -> str:
@@ -131,11 +136,21 @@ def _first_sentence(error: torch.OutOfMemoryError) -> str:
     return " ".join(str(error).split()).partition(" Including")[0]
 
 
-def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises UnsupportedModel if a target's weights need more memory than the GPU has free."""
+def check_weights(
+    name: str, specs: list[ModelSpec], device: torch.device, dtype: torch.dtype, options: EngineOptions | None = None
+) -> None:
+    """Refuses a target whose weights, or whose weights and smallest cache, need more memory than the GPU has free.
+
+    Args:
+        specs: of the target and, if any, the drafter.
+        options: `fitted`; None: the cache is not checked.
+
+    Raises:
+        UnsupportedModel, UserError: the memory does not suffice.
+    """
     if device.type != "cuda":
         return
-    weights = TargetWeights.empty(spec, torch.device("meta"), dtype)
+    weights = TargetWeights.empty(specs[0], torch.device("meta"), dtype)
     needed = sum(view.nbytes for view in weights.parameter_views().values())
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
@@ -146,6 +161,12 @@ def check_weights(name: str, spec: ModelSpec, device: torch.device, dtype: torch
             # heads divide by a power of two; a quarter of each GPU is left for caches
             gpus=max(2, int(2 ** math.ceil(math.log2(needed / (0.75 * total))))),
         )
+    if options is not None:  # a lower bound: the workspace of a step is measured later
+        context = options.max_model_len or 0
+        share = options.gpu_memory_utilization if options.kv_cache_tokens is None else 1.0
+        cache = (options.kv_cache_tokens or context) * sum(spec.kv_values_per_token for spec in specs) * dtype.itemsize
+        if (missing := cache + needed + total - free - share * total) > 0:
+            raise _too_small(options, context, missing)
 
 
 def check_fp8(spec: ModelSpec, device: torch.device) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from conftest import make_target, make_tokenizer
+from conftest import make_drafter, make_target, make_tokenizer
 from refusals import refusal
 from safetensors.torch import load_file, save_file
 
-from dflash_toolkit import SamplingParams, Target, UserError, generate
+from dflash_toolkit import SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import context_limit
 from dflash_toolkit.runtime import EngineOptions, load_engine
@@ -36,6 +36,34 @@ def configured(path: Path, **values: Any) -> None:
 def answer(path: str | Path) -> list[int]:
     engine, _ = load_engine(str(path), None, "cpu", options=OPTIONS)
     return engine.generate([PROMPT], SHORT)[0].tokens
+
+
+@pytest.mark.parametrize(("options", "drafter", "said"), [
+    ({"max_model_len": 513}, {}, "max_model_len is 513, but the target supports 512"),
+    ({"num_speculative_tokens": 99}, {}, "num_speculative_tokens is 99; the drafter drafts at most"),
+    ({"max_model_len": 300, "kv_cache_tokens": 256}, {}, "kv_cache_tokens is 256 and a request of 300 tokens"),
+    ({}, {"hidden_size": 128}, "the drafter's hidden size is 128, the target's 32"),
+    ({}, {"vocab_size": 500}, "the drafter's vocabulary is 500, the target's"),
+])  # fmt: skip
+def test_mistakes_are_refused_before_any_weights_are_read(
+    tmp_path: Path, options: dict[str, Any], drafter: dict[str, Any], said: str
+) -> None:
+    target = make_target()
+    path = saved(target, tmp_path / "target")
+    save_drafter(make_drafter(target), tmp_path / "drafter")
+    configured(tmp_path / "drafter", **drafter)
+    for file in tmp_path.glob("*/*.safetensors"):
+        file.unlink()
+    chosen = EngineOptions(**options)
+    assert said in refusal(load_engine, str(path), str(tmp_path / "drafter"), "cpu", options=chosen)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ messages"])
+def test_chat_template_that_cannot_be_parsed_is_refused(tmp_path: Path, template: str) -> None:
+    path = saved(make_target(), tmp_path / "target")
+    (tmp_path / "chat.jinja").write_text("\n" + template)
+    said = refusal(load_engine, str(path), device="cpu", chat_template=str(tmp_path / "chat.jinja"))
+    assert said.startswith(f"chat_template {tmp_path / 'chat.jinja'}: line 2: ")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,15 +145,34 @@ def test_weights_larger_than_the_gpu_are_refused_unread(monkeypatch: pytest.Monk
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
         if fits:
-            check_weights("T", spec, torch.device("cuda"), torch.float32)
+            check_weights("T", [spec], torch.device("cuda"), torch.float32)
             continue
         with refused(r"target T: its weights take .* of 24.0 GiB free"):
-            check_weights("T", spec, torch.device("cuda"), torch.float32)
+            check_weights("T", [spec], torch.device("cuda"), torch.float32)
     for total, gpus in ((needed, 2), (needed // 2, 4), (needed // 8, 16)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, total=total: (0, total))
         with pytest.raises(UnsupportedModel) as caught:
-            check_weights("T", spec, torch.device("cuda"), torch.float32)
+            check_weights("T", [spec], torch.device("cuda"), torch.float32)
         assert caught.value.gpus == gpus, "with a quarter of each left to caches"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("options", "tokens", "said"), [
+    (EngineOptions(max_model_len=300, gpu_memory_utilization=1.0), 300, "one request of 300 tokens; lower"),
+    (EngineOptions(max_model_len=300, kv_cache_tokens=900), 900, "a cache of 900 tokens; lower kv_cache_tokens"),
+])  # fmt: skip
+def test_cache_that_cannot_fit_is_refused_before_loading(
+    options: EngineOptions, tokens: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    specs = [ModelSpec.of_target(target.config), make_drafter(target).config.spec()]
+    empty = TargetWeights.empty(specs[0], torch.device("cpu"), torch.float32)
+    needed = sum(view.nbytes for view in empty.parameter_views().values())
+    needed += 4 * tokens * sum(spec.kv_values_per_token for spec in specs)
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
+        with contextlib.nullcontext() if fits else refused(f"GPU memory is 0.0 GiB short of {said}"):
+            check_weights("T", specs, torch.device("cuda"), torch.float32, options)
 
 
 def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
@@ -222,7 +242,7 @@ def test_unsupported_heads_are_refused_before_loading(
     loaded = []
     monkeypatch.setattr(TargetWeights, "load", lambda *_: loaded.append(1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL, TOTAL))
-    monkeypatch.setattr(loading, "locate", lambda what, name: name)
+    monkeypatch.setattr(loading, "locate", lambda what, name: Path(name))
     for name, found in (("load_config", target.config), ("use_device", torch.device("cuda")),
                         ("load_generation_config", None), ("load_tokenizer", target.tokenizer)):  # fmt: skip
         monkeypatch.setattr(target_module, name, lambda *_, found=found: found)
@@ -244,7 +264,8 @@ def test_a_drafters_heads_are_checked_before_loading(
     monkeypatch.setattr(TargetWeights, "load", lambda *_: pytest.fail("the target is loaded"))
     for module in (backends, runtimes, loading, engine_module, target_module):
         for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
-                            ("load_tokenizer", None), ("read_drafter", drafter), ("operations", None)):  # fmt: skip
+                            ("load_tokenizer", target.tokenizer), ("read_drafter", drafter), ("operations", None),
+                            ("read_drafter_config", drafter.config)):  # fmt: skip
             monkeypatch.setattr(module, name, lambda *_, found=found, **_options: found, raising=False)
     said = r"attention heads of 512 in bfloat16 need \d+ KiB"
     with refused(said):

@@ -2,9 +2,12 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from dflash_toolkit.config import from_mapping, given_values
 from dflash_toolkit.serve import cli
 from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.processes import EngineProcess
+from dflash_toolkit.serve.server import check_certificate
 from dflash_toolkit.serve.vllm_flags import translate_vllm_flags
 
 
@@ -46,6 +50,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--target", "x", "--uds", "/no/such/folder/s"], "--uds /no/such/folder/s: cannot listen"),
         (["--target", "x", "--host", "no.such.host.invalid"], "host 'no.such.host.invalid' cannot be resolved"),
         (["--target", "x", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000"),
+        (["--target", "x", "--root-path", "v"], "--root-path is 'v'; it must begin with /"),
+        (["--target", "x", "--num-speculative-tokens", "7"], "--num-speculative-tokens is 7, but there is no drafter"),
+        (
+            ["--target", "x", "--max-model-len", "9", "--kv-cache-tokens", "8"],
+            "--kv-cache-tokens is 8, less than --max-model-len, 9",
+        ),
+        (
+            ["--target", "x", "--ssl-keyfile", "k", "--ssl-certfile", "c"],
+            "--ssl-certfile c and --ssl-keyfile k: cannot be used (No such file or directory)",
+        ),
         (["--target", "x", "--draft-dtype", "int4"], "--draft-dtype: 'int4' is not one of auto, fp8, full"),
         (["--target", "x", "--draft-dtype", "fp8", "prot=1"], "did you mean `port`?"),
         (["x", "--tokenizer", "y"], "--tokenizer y is not supported"),
@@ -102,6 +116,30 @@ def test_port_in_use_is_reported_before_loading(capsys: pytest.CaptureFixture[st
         port = str(taken.getsockname()[1])
         line = refusal(capsys, "--target", "./nowhere", "--port", port)
     assert line == f"cannot listen on 127.0.0.1 port {port} (Address already in use); give another --host or --port"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes keys with openssl")
+def test_unusable_tls_files_are_refused_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, locked, certificate, other = (str(tmp_path / name) for name in ("key", "locked", "cert", "other"))
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=x"]
+    for words in (["-nodes", "-keyout", key, "-out", certificate],
+                  ["-passout", "pass:secret", "-keyout", locked, "-out", other]):  # fmt: skip
+        subprocess.run([*new, *words], check=True, capture_output=True)
+    check_certificate(certificate, key)
+    for wrong, said in ((locked, "the key is encrypted; give one without a password"), (certificate, "cannot be used")):
+        argv = ["--target", "x", "--port", "0", "--ssl-keyfile", wrong, "--ssl-certfile", certificate]
+        assert said in refusal(capsys, *argv)
+
+
+def test_long_tmpdir_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    said = refusal(capsys, "--target", "x", "--port", "0")
+    assert said == f"TMPDIR is {long}, too long for the path of a socket; set a shorter one"
+    assert list(long.iterdir()) == []
 
 
 @pytest.mark.parametrize("package", cli.EXTRA)
