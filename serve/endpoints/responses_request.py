@@ -15,16 +15,21 @@ from .chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
 from .chat_messages import MAX_MESSAGE_PARTS
 
 LOGPROBS = "message.output_text.logprobs"
-CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-            "required": ["type", "name"],
-        },
-    ]
+NAMED = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
 }
+ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": NAMED, "minItems": 1},
+    },
+    "required": ["type", "mode", "tools"],
+}
+CHOICE = {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED, ALLOWED]}
 MAX_INCLUDED = 64
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
@@ -62,7 +67,7 @@ class FunctionCall(Strict):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str  # JSON
+    arguments: Any = None  # JSON text or a value
 
 
 class FunctionCallOutput(Strict):
@@ -230,8 +235,8 @@ class ResponsesRequest(GenerationRequest):
         chat = self.model_dump(by_alias=True, exclude_none=True, include=shared)
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        if isinstance(choice, dict):
+            choice = _chat_choice(choice)
         chat |= {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
@@ -289,6 +294,17 @@ class ResponsesRequest(GenerationRequest):
                         raise ApiError(400, message, param=f"input[{number}].call_id")
                     found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text_of(item.output)})
         return found
+
+
+def _chat_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    """Returns a `tool_choice` in the form of the chat route, which also checks it."""
+    match choice:
+        case {"type": "function", **fields}:
+            return {"type": "function", "function": fields}
+        case {"type": "allowed_tools", "tools": [*tools], **fields}:
+            named = [_chat_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
+            return {"type": "allowed_tools", "allowed_tools": fields | {"tools": named}}
+    return choice
 
 
 def _text_of(parts: Iterable[InputText]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dflash_toolkit.serve.parsing import OutputParser, joined
-from dflash_toolkit.serve.parsing.forced import structural_tag
+from dflash_toolkit.serve.parsing.forced import structural_tag, written_call
 from dflash_toolkit.serve.parsing.forms import FORMS
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -70,6 +70,20 @@ def test_named_function_is_called_exactly_once(form: str) -> None:
     assert allows(form, CALLS[form], named="weather") and not allows(form, SECOND[form], named="weather")
     assert allows(form, SECOND[form], named="required") and not allows(form, CALLS[form], named="required")
     assert not allows(form, TWO[form], named="weather")
+
+
+@forms
+def test_only_allowed_functions_can_be_called(form: str) -> None:
+    for required in (False, True):
+        assert allows(form, SECOND[form], required=required, allowed=["required"])
+        assert not allows(form, CALLS[form], required=required, allowed=["required"])
+        assert allows(form, "Hello", required=required, allowed=["required"]) is not required
+
+
+@forms
+def test_written_call_is_one_that_the_grammar_allows(form: str) -> None:
+    text = written_call(form, "weather", {"city": "Ulm", "days": 3})
+    assert text == CALLS[form] and allows(form, text, required=True)
 
 
 @forms

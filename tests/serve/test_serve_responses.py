@@ -238,7 +238,7 @@ MESSAGE = {"role": "user", "content": "hi"}
         ({"input": []}, "input"),
         ({"input": [{"type": "web_search_call", "id": "1"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [MESSAGE, {"type": "function_call", "call_id": "1", "name": "f"}]}, "input[1].arguments"),
+        ({"input": [MESSAGE, {"type": "function_call", "call_id": "1"}]}, "input[1].name"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0].call_id"),
         ({"input": "a" * 5000}, "input"),
     ],

@@ -229,6 +229,15 @@ def test_a_conversation_with_calls_goes_through_the_template(engine: AsyncEngine
     [
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        *(
+            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, "tool_choice")
+            for allowed in (
+                {"mode": "auto", "tools": []},
+                {"mode": "none", "tools": TOOLS},
+                {"mode": "auto"},
+                {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+            )
+        ),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
@@ -345,6 +354,42 @@ def test_required_call_has_the_form_of_the_target(target: Target, form: str) -> 
         (call,) = message.tool_calls
         assert message.content is None and call.function.name in ("clock", "alarm")
         assert json.loads(call.function.arguments)["zone"] in ("utc", "cet")
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_only_allowed_tools_are_called(client: OpenAI, mode: str) -> None:
+    """The target would call `weather`, or greet."""
+    alarm = {"type": "function", "function": {"name": "alarm"}}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [alarm]}}
+    options: dict[str, Any] = {"tools": [*CLOCKS, *TOOLS], "tool_choice": choice, "parallel_tool_calls": False}
+    (call,) = say(client, "h" if mode == "auto" else "a", **options | TIGHT).message.tool_calls
+    assert call.function.name == "alarm" and json.loads(call.function.arguments)["zone"] in ("utc", "cet")
+    if mode == "auto":
+        assert say(client, "a", **options).message.content == SAYS["a"]
+    response = client.responses.create(
+        model="org/tiny", input="Please: a", max_output_tokens=400,
+        tools=[{"type": "function", **tool["function"]} for tool in CLOCKS], extra_body=TIGHT,
+        tool_choice={"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "alarm"}]},
+    )  # fmt: skip
+    assert {item.name for item in response.output if item.type == "function_call"} == {"alarm"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "alarm"}}])
+def test_forced_call_works_if_the_template_shows_no_tools(choice: Any) -> None:
+    target = make_reciting()
+    target.tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>a"
+    with serving(make_engine(target, None)) as url:
+        client = client_of(url)
+        options: dict[str, Any] = {"tools": CLOCKS, "tool_choice": choice, "parallel_tool_calls": False} | TIGHT
+        messages: list[Any] = [{"role": "user", "content": "Wake me"}]
+        answer = chat(client, messages=messages, max_tokens=400, extra_body={"return_token_ids": True}, **options)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "alarm" or choice == "required"
+        assert '{"name": "clock"' in target.tokenizer.decode(answer.prompt_token_ids), "the model sees the tools"
+        messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+        again = chat(client, messages=messages, max_tokens=9, extra_body={"return_token_ids": True})
+        prompt = target.tokenizer.decode(again.prompt_token_ids)
+        assert json.dumps(json.loads(call.function.arguments)) in prompt and "<tool_response>\ndone" in prompt
 
 
 def test_reasoning_precedes_a_required_call(client: OpenAI) -> None:
