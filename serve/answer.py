@@ -138,7 +138,7 @@ class Answer:
         thinking = self._parser.thinking
         deltas = self._parser.feed(piece.text)
         if self.finish_reason is not None:
-            deltas += self._parser.finish()
+            deltas += self._parser.finish(cut=self.finish_reason != "stop" or self._scanner.stopped)
         if self._parser.thinking or thinking or any(delta.reasoning for delta in deltas):
             self.reasoning_tokens = len(self.tokens) if self._parser.thinking else self._count_reasoning()
         return replace(piece, deltas=tuple(deltas))

@@ -7,8 +7,10 @@ from typing import Any
 
 from dflash_toolkit.config import UserError
 
-from .forms import FORMS, FUNCTION, OTHER_NAMES, PARAMETER, TOOL_CALL, TOOL_CALLS
+from .forms import FORMS, OTHER_NAMES
+from .json_forms import CALLS_BEGIN, FENCE, TOOL_CALL, TOOL_CALLS
 from .output import THINK, THINK_END, OutputParser, Start
+from .xml_forms import ARG_KEY, DSML, FUNCTION, PARAMETER
 
 AUTO, NONE = "auto", "none"
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, *OTHER_NAMES)
@@ -84,16 +86,22 @@ def _template(tokenizer: Any) -> str:
 
 def _form_of(template: str) -> str:
     plain = template.replace("\\", "")  # quotes in a string of the template may be escaped
-    if TOOL_CALL in template and FUNCTION in template and PARAMETER in template:
-        return "qwen3_coder"
-    if TOOL_CALL in template and '"arguments"' in plain:
-        return "hermes"
-    if TOOL_CALLS in template:
-        return "mistral"
-    return "llama3_json" if "<|start_header_id|>" in template and '"parameters"' in plain else NONE
+    marks = {
+        "deepseek_v32": (DSML,),
+        "deepseek_v3": (CALLS_BEGIN, FENCE),
+        "deepseek_v31": (CALLS_BEGIN,),
+        "qwen3_coder": (TOOL_CALL, FUNCTION, PARAMETER),
+        "glm45": (TOOL_CALL, ARG_KEY),
+        "hermes": (TOOL_CALL, '"arguments"'),
+        "mistral": (TOOL_CALLS,),
+        "llama4_pythonic": ("<|header_start|>", '"parameters"'),
+        "llama3_json": ("<|start_header_id|>", '"parameters"'),
+    }
+    return next((form for form, texts in marks.items() if all(text in plain for text in texts)), NONE)
 
 
 def _reasoning_of(template: str) -> str:
     if THINK_END not in template:
         return NONE
-    return "deepseek_r1" if "<\uff5cAssistant\uff5c>" in template else "qwen3"  # DeepSeek's full-width bars
+    # DeepSeek's full-width bars; newer templates open the reasoning in the prompt
+    return "deepseek_r1" if "<\uff5cAssistant\uff5c>" in template and THINK not in template else "qwen3"

@@ -6,8 +6,22 @@ from typing import Any
 
 from dflash_toolkit.sampling import Grammar
 
-from .forms import PARAMETER, PARAMETER_END, TOOL_CALL, TOOL_CALL_END, TOOL_CALLS
+from .json_forms import CALL_BEGIN, CALL_END, CALL_SEP, CALLS_BEGIN, CALLS_END, TOOL_CALL, TOOL_CALL_END, TOOL_CALLS
 from .output import THINK, THINK_END, Start
+from .xml_forms import (
+    ARG_KEY,
+    ARG_KEY_END,
+    ARG_VALUE,
+    ARG_VALUE_END,
+    DSML_CALLS,
+    DSML_CALLS_END,
+    DSML_PARAMETER,
+    DSML_PARAMETER_END,
+    INVOKE,
+    INVOKE_END,
+    PARAMETER,
+    PARAMETER_END,
+)
 
 ANY: dict[str, Any] = {"type": "object"}  # the schema of a tool that has none
 # form -> text before the name, between the name and the arguments, after the arguments, and between two calls; text
@@ -16,20 +30,42 @@ WRITTEN = {
     "hermes": (f'{TOOL_CALL}\n{{"name": "', '", "arguments": ', f"}}\n{TOOL_CALL_END}", "\n", TOOL_CALL),
     "qwen3_coder": (f"{TOOL_CALL}\n<function=", ">\n", f"\n</function>\n{TOOL_CALL_END}", "\n", TOOL_CALL),
     "llama3_json": ('{"name": "', '", "parameters": ', "}", "; ", '{"name": "'),
+    "llama4_pythonic": ('{"name": "', '", "parameters": ', "}", "; ", '{"name": "'),
+    "glm45": (TOOL_CALL, "\n", f"\n{TOOL_CALL_END}", "\n", TOOL_CALL),
     "mistral": ('{"name": "', '", "arguments": ', "}", ", ", TOOL_CALLS),
+    "deepseek_v3": (f"{CALL_BEGIN}function{CALL_SEP}", "\n```json\n", f"\n```{CALL_END}", "\n", CALLS_BEGIN),
+    "deepseek_v31": (CALL_BEGIN, CALL_SEP, CALL_END, "", CALLS_BEGIN),
+    "deepseek_v32": (f'{INVOKE} name="', '">\n', f"\n{INVOKE_END}", "\n", DSML_CALLS[0]),
+}
+AROUND = {  # form -> text before the first call and after the last one
+    "mistral": (f"{TOOL_CALLS}[", "]"),
+    "deepseek_v3": (CALLS_BEGIN, CALLS_END),
+    "deepseek_v31": (CALLS_BEGIN, CALLS_END),
+    "deepseek_v32": (f"{DSML_CALLS[0]}\n", f"\n{DSML_CALLS_END[0]}"),
+}
+STYLES = {"qwen3_coder": "qwen_xml", "glm45": "glm_xml", "deepseek_v32": "deepseek_xml"}  # xgrammar's; others: json
+PARAMETERS = {  # form -> how it writes a parameter, unless the arguments are JSON
+    "qwen3_coder": f"{PARAMETER}{{key}}>\n{{text}}\n{PARAMETER_END}",
+    "glm45": f"{ARG_KEY}{{key}}{ARG_KEY_END}\n{ARG_VALUE}{{text}}{ARG_VALUE_END}",
+    "deepseek_v32": f'{DSML_PARAMETER} name="{{key}}" string="{{is_string}}">{{text}}{DSML_PARAMETER_END}',
 }
 
 
 def written_call(form: str, name: str, arguments: Mapping[str, Any]) -> str:
     """Returns a call as a model writes it in a form."""
     before, between, after, *_ = WRITTEN[form]
-    if form == "qwen3_coder":
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        body = "\n".join(f"{PARAMETER}{key}>\n{text}\n{PARAMETER_END}" for key, text in texts.items())
-    else:
+    parameter = PARAMETERS.get(form)
+    if parameter is None:
         body = json.dumps(arguments, ensure_ascii=False)
-    call = f"{before}{name}{between}{body}{after}"
-    return f"{TOOL_CALLS}[{call}]" if form == "mistral" else call
+    else:
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in arguments.items()
+        }
+        is_string = {key: json.dumps(isinstance(value, str)) for key, value in arguments.items()}
+        body = "\n".join(parameter.format(key=key, text=texts[key], is_string=is_string[key]) for key in arguments)
+    begin, end = AROUND.get(form, ("", ""))
+    return f"{begin}{before}{name}{between}{body}{after}{end}"
 
 
 def structural_tag(
@@ -68,7 +104,7 @@ def structural_tag(
             "content": {
                 "type": "json_schema",
                 "json_schema": function.get("parameters") or ANY,
-                "style": "qwen_xml" if form == "qwen3_coder" else "json",
+                "style": STYLES.get(form, "json"),
             },
             "end": after,
         }
@@ -81,10 +117,11 @@ def structural_tag(
         "at_least_one": True,
         "stop_after_first": named is not None or not parallel,
     }
-    if form == "mistral":
-        calls = {"type": "tag", "begin": f"{TOOL_CALLS}[", "content": calls, "end": "]"}
+    if form in AROUND:
+        begin, end = AROUND[form]
+        calls = {"type": "tag", "begin": begin, "content": calls, "end": end}
     if not required and named is None:
-        tags = [calls] if form == "mistral" else tags
+        tags = [calls] if form in AROUND else tags
         calls = {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not parallel}
     return {"type": "structural_tag", "format": _after_reasoning(calls, start)}
 

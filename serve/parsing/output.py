@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from .calls import Tools
 from .deltas import Delta, ToolDelta, merged
-from .forms import FORMS, TOOL_CALL, Tools
-from .reading import MalformedError, Reading, Text
+from .forms import FORMS
+from .reading import MalformedError, Reading
+from .values import Text
 
 THINK, THINK_END = "<think>", "</think>"
 Start = Literal["content", "reasoning", "either"]  # what an answer begins with; either: <think> is optional
@@ -14,8 +16,11 @@ Start = Literal["content", "reasoning", "either"]  # what an answer begins with;
 class OutputParser:
     """Splits one answer. The joined deltas do not depend on how the text is cut into pieces.
 
-    Drops only markers, and white space around tool calls. A call that cannot be read stays in the content. If the
-    arguments of a call become invalid JSON after a part of them has been sent, the rest is content.
+    Drops only markers, and white space around tool calls. A call that cannot be read stays in the content. Once a part
+    of a call's arguments has been sent, they become valid JSON, whatever follows. Only `finish(cut=True)` leaves them
+    incomplete, as other servers do, so that no client runs a call whose values are cut.
+
+    A call within the reasoning is part of the reasoning. If the reasoning never ends, it is a call.
 
     Args:
         start: what the text begins with; after `content` there is no reasoning.
@@ -39,8 +44,11 @@ class OutputParser:
         self._tools: Tools = {each["name"]: each.get("parameters") or {} for each in functions}
         self._parallel = parallel
         self._text, self._deltas = Text(), list[Delta]()
+        self._text.ends = self._form.ends if self._form else ()
         self.begun = 0  # tool calls
         self.thinking = False  # within the reasoning
+        self._unended = False  # the text has no end of the reasoning
+        self._incomplete = False  # the arguments of the last call are cut
         self._space: str | None = "" if form is not None else None  # white space that may be around a call
         self._line_start = True
         self._reading = self._read(start)
@@ -48,7 +56,7 @@ class OutputParser:
     @property
     def called(self) -> bool:
         """Returns whether the model has chosen to call a tool; OpenAI's finish reason for a named call is "stop"."""
-        return self.begun > 0 and not self._named
+        return self.begun > 0 and not self._named and not self._incomplete
 
     def feed(self, text: str) -> list[Delta]:
         """Returns the deltas that more text completes."""
@@ -56,9 +64,13 @@ class OutputParser:
         next(self._reading, None)
         return self._pop_deltas()
 
-    def finish(self) -> list[Delta]:
-        """Returns the deltas of the text that was held back."""
-        self._text.ended = True
+    def finish(self, cut: bool = False) -> list[Delta]:
+        """Returns the deltas of the text that was held back.
+
+        Args:
+            cut: the model did not end the answer itself.
+        """
+        self._text.ended, self._text.cut = True, cut
         next(self._reading, None)
         return self._pop_deltas()
 
@@ -93,12 +105,30 @@ class OutputParser:
             self._emit(before)
         if not self.thinking:
             return
-        # a model that forgets to end its reasoning before it calls a tool
-        starts = (TOOL_CALL,) if self._form and TOOL_CALL in self._form.starts else ()
+        starts = tuple(start for start in self._form.starts if start not in self._form.line_start) if self._form else ()
         while marker := (yield from self._text.through((THINK_END, *starts), self._emit)):
-            if marker == THINK_END or (yield from self._call(marker)):
+            if marker == THINK_END or (yield from self._drafted_call(marker)):
                 break
         self.thinking = False
+
+    def _drafted_call(self, start: str) -> Reading[bool]:
+        """Reads a possible call within the reasoning after its start; returns whether the reasoning has ended."""
+        assert self._form is not None
+        held = [start, (yield from self._text.space())]
+        following = yield from self._text.peek()
+        if following not in self._form.opening.get(start, following):
+            self._emit("".join(held))
+            return False
+        ended = ""
+        if not self._unended:
+            ended = yield from self._text.through((THINK_END,), held.append)
+            self._unended = not ended
+        if ended or self._text.cut:
+            self._emit("".join(held))
+            return bool(ended)
+        self._text.restore("".join(held))  # the model has forgotten to end its reasoning
+        yield from self._text.one_of(start)
+        return (yield from self._call(start))
 
     def _call(self, start: str) -> Reading[bool]:
         """Reads a possible tool call after its start; returns whether it is one."""
@@ -109,6 +139,7 @@ class OutputParser:
             yield from self._form.read(start, self._text, self, self._tools)
         except MalformedError:
             self._emit(self._text.unmark())
+            self._incomplete = self._text.at_end and self._text.cut and self.begun > begun
         return self.begun > begun
 
     def _emit(self, text: str) -> None:

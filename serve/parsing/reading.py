@@ -14,30 +14,21 @@ Reading = Generator[None, None, T]  # yields while it waits for more text, and r
 Emit = Callable[[str], object]
 
 SPACE = re.compile(r"\s*")
-NAME = re.compile(r"[\w.:/-]*")
-PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a JSON string that need no escape
-SCALAR = re.compile(r"[-+.\w]*")
-NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-WORDS = {
-    "true": "true",
-    "false": "false",
-    "null": "null",
-    "True": "true",  # some models write Python's constants
-    "False": "false",
-    "None": "null",
-}
-HEX = re.compile(r"[0-9a-fA-F]{4}")
 
 
 class MalformedError(Exception):
     """Raised when the text does not match the reader, from the next character on."""
 
 
-class Text:
-    """Buffers text that has arrived but is not read yet."""
+class Buffer:
+    """Buffers text that has arrived but is not read yet.
 
-    def __init__(self) -> None:
-        self._buffer, self._at = "", 0
+    Attributes:
+        ended: no more text arrives.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self._buffer, self._at = text, 0
         self._mark: int | None = None
         self.ended = False
 
@@ -63,7 +54,14 @@ class Text:
         """Goes back over the last characters, which must have been read since the last wait."""
         self._at -= count
 
-    # ---- any text --------------------------------------------------------------------------------------------
+    def restore(self, text: str) -> None:
+        """Puts back text that has been read."""
+        self._buffer, self._at, self._mark = text + self._buffer[self._at :], 0, None
+
+    @property
+    def at_end(self) -> bool:
+        """Returns whether all of the text has been read."""
+        return self.ended and self._at == len(self._buffer)
 
     def peek(self) -> Reading[str]:
         """Returns the next character without reading it; "" at the end."""
@@ -114,8 +112,12 @@ class Text:
                 return ""
             yield
 
-    def through(self, markers: tuple[str, ...], emit: Emit) -> Reading[str]:
-        """Reads through the first marker, emits the text before it, and returns the marker; "" at the end."""
+    def through(self, markers: tuple[str, ...], emit: Emit, whole: bool = False) -> Reading[str]:
+        """Reads through the first marker, emits the text before it, and returns the marker; "" at the end.
+
+        Args:
+            whole: drop an incomplete marker at the end of the text.
+        """
         pattern = any_of(markers)
         while True:
             found = pattern.search(self._buffer, self._at) if markers else None
@@ -124,140 +126,23 @@ class Text:
                     emit(self._buffer[self._at : found.start()])
                 self._at = found.end()
                 return found[0]
-            end = len(self._buffer) - (0 if self.ended else self._begun(markers))
+            end = len(self._buffer)
+            if whole or not self.ended:
+                end -= begun(self._buffer[self._at :], markers)
             if end > self._at:
                 emit(self._buffer[self._at : end])
                 self._at = end
             if self.ended:
+                self._at = len(self._buffer)
                 return ""
             yield
 
-    def _begun(self, markers: tuple[str, ...]) -> int:
-        """Returns how many of the last characters may be the start of a marker."""
-        longest = min(max(map(len, markers), default=1) - 1, len(self._buffer) - self._at)
-        tail = self._buffer[len(self._buffer) - longest :]
-        ends = (tail[i:] for i in range(longest))
-        return next((len(end) for end in ends if any(marker.startswith(end) for marker in markers)), 0)
 
-    # ---- JSON ------------------------------------------------------------------------------------------------
-
-    def value(self, emit: Emit) -> Reading[None]:
-        """Emits one JSON value as it arrives.
-
-        Corrects frequent errors of models: raw control characters and unknown escapes in strings, Python's constants.
-
-        Raises:
-            MalformedError: the text is not JSON, or ends early. The text that was read has been emitted.
-        """
-        open_: list[str] = []  # expected closing brackets
-        while True:
-            yield from self._space(emit)
-            first = yield from self.peek()
-            if first in ("{", "["):
-                self._take(emit)
-                open_.append("}" if first == "{" else "]")
-                yield from self._space(emit)
-                if (yield from self.peek()) != open_[-1]:
-                    if first == "{":
-                        yield from self._key(emit)
-                    continue
-            elif first == '"':
-                yield from self._string(emit)
-            else:
-                yield from self._scalar(emit)
-            while open_:  # the value is complete, and so are the values that end here
-                yield from self._space(emit)
-                following = yield from self.peek()
-                if following == open_[-1]:
-                    self._take(emit)
-                    open_.pop()
-                elif following == ",":
-                    self._take(emit)
-                    if open_[-1] == "}":
-                        yield from self._space(emit)
-                        yield from self._key(emit)
-                    break
-                else:
-                    raise MalformedError
-            if not open_:
-                return
-
-    def string(self) -> Reading[str]:
-        """Reads a JSON string and returns it with its quotes, as JSON. Raises MalformedError."""
-        pieces: list[str] = []
-        yield from self._string(pieces.append)
-        return "".join(pieces)
-
-    def _take(self, emit: Emit) -> None:
-        emit(self._buffer[self._at])
-        self._at += 1
-
-    def _space(self, emit: Emit) -> Reading[None]:
-        if space := (yield from self.space()):
-            emit(space if not space.strip(" \t\r\n") else " ")  # JSON allows only these four
-
-    def _key(self, emit: Emit) -> Reading[None]:
-        yield from self._string(emit)
-        yield from self._space(emit)
-        if (yield from self.peek()) != ":":
-            raise MalformedError
-        self._take(emit)
-
-    def _scalar(self, emit: Emit) -> Reading[None]:
-        while True:
-            found = SCALAR.match(self._buffer, self._at)
-            assert found is not None
-            if found.end() < len(self._buffer) or self.ended:
-                break
-            yield
-        text = found[0]
-        word = text if NUMBER.fullmatch(text) else WORDS.get(text)
-        if self.ended and found.end() == len(self._buffer):
-            word = None  # it may have been cut
-            emit(text)
-            self._at = found.end()
-        if word is None:
-            raise MalformedError
-        emit(word)
-        self._at = found.end()
-
-    def _string(self, emit: Emit) -> Reading[None]:
-        if (yield from self.peek()) != '"':
-            raise MalformedError
-        self._take(emit)
-        while character := (yield from self.peek()):
-            if character == '"':
-                self._take(emit)
-                return
-            if character == "\\":
-                yield from self._escape(emit)
-            elif character < " ":
-                emit(f"\\u{ord(character):04x}" if character not in CONTROL else CONTROL[character])
-                self._at += 1
-            else:
-                found = PLAIN.match(self._buffer, self._at)
-                assert found is not None
-                emit(found[0])
-                self._at = found.end()
-        raise MalformedError
-
-    def _escape(self, emit: Emit) -> Reading[None]:
-        escape = yield from self.ahead(2)
-        if escape == "\\u":
-            escape = yield from self.ahead(6)
-        if len(escape) < (6 if escape.startswith("\\u") else 2):
-            emit(escape)  # cut by the end
-            self._at += len(escape)
-            raise MalformedError
-        if escape[1] in '"\\/bfnrt' or (len(escape) == 6 and HEX.fullmatch(escape, 2)):
-            emit(escape)
-            self._at += len(escape)
-        else:
-            emit("\\\\" if escape[1] != "'" else "")
-            self._at += 1
-
-
-CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+def begun(text: str, markers: tuple[str, ...]) -> int:
+    """Returns how many of the last characters may be the start of a marker."""
+    longest = min(max(map(len, markers), default=1) - 1, len(text))
+    ends = (text[len(text) - count :] for count in range(longest, 0, -1))
+    return next((len(end) for end in ends if any(marker.startswith(end) for marker in markers)), 0)
 
 
 @functools.cache

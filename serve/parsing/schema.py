@@ -1,10 +1,10 @@
 """Converts parameters that are written as bare text to JSON, by the JSON schema of the tool."""
 
 import json
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
+
+from .values import INTEGER, mended, number
 
 TYPES = {
     "null": type(None),
@@ -15,7 +15,6 @@ TYPES = {
     "array": list,
     "object": dict,
 }
-INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> set[str]:
@@ -62,21 +61,21 @@ def as_json(value: str, schema: Any, root: Any) -> str:
     if "null" in types and bare.lower() in ("null", "none"):
         return "null"
     if types & {"integer", "number"}:
-        number = _number(bare)
-        if number is not None and (INTEGER.fullmatch(number) or "number" in types):
-            return number
+        read = number(bare)
+        if read is not None and (INTEGER.fullmatch(read) or "number" in types):
+            return read
     if "boolean" in types and bare.lower() in ("true", "false"):
         return bare.lower()
-    if types & {"object", "array"}:
+    # a text that may also stay a string is not corrected
+    for found in (bare, None if "string" in types else mended(bare)) if types & {"object", "array"} else ():
         try:
-            read = json.loads(bare, strict=False, parse_constant=_refuse)
+            read = json.loads(found or "", strict=False, parse_constant=_refuse)
             text = json.dumps(read, ensure_ascii=False, allow_nan=False)
             text.encode()  # raises for a lone surrogate
         except (ValueError, RecursionError):
-            pass
-        else:
-            if ("object" in types and isinstance(read, dict)) or ("array" in types and isinstance(read, list)):
-                return text
+            continue
+        if ("object" in types and isinstance(read, dict)) or ("array" in types and isinstance(read, list)):
+            return text
     return json.dumps(bare if bare in _values_of(schema) else value, ensure_ascii=False)
 
 
@@ -86,19 +85,6 @@ def _values_of(schema: Any) -> list[Any]:
         return []
     listed = schema["enum"] if isinstance(schema.get("enum"), list) else []
     return [*listed, schema["const"]] if "const" in schema else listed
-
-
-def _number(text: str) -> str | None:
-    """Returns the JSON of a number, or None; 3.0 becomes an integer."""
-    if INTEGER.fullmatch(text):
-        return text
-    try:
-        number = float(text) if re.fullmatch(r"[-+0-9.eE]+", text) else math.nan
-    except ValueError:
-        return None
-    if not math.isfinite(number):
-        return None
-    return str(int(number)) if number == int(number) and abs(number) < 2**53 else repr(number)
 
 
 def _refuse(constant: str) -> None:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from parsing import wide
 
 from dflash_toolkit.serve.parsing import OutputParser, joined
 from dflash_toolkit.serve.parsing.forced import structural_tag, written_call
@@ -22,21 +23,43 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "required"}},
 ]
 STRICT = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+BEGIN, END = "<|tool_calls_begin|>", "<|tool_calls_end|>"
+CALL, SEP, CALL_END = "<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>"
+DSML, DSML_END = "<|DSML|function_calls>\n", "\n</|DSML|function_calls>"
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n3\n"
     "</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "weather", "parameters": {"city": "Ulm", "days": 3}}',
+    "llama4_pythonic": '{"name": "weather", "parameters": {"city": "Ulm", "days": 3}}',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>",
+    "deepseek_v3": f'{BEGIN}{CALL}function{SEP}weather\n```json\n{{"city": "Ulm", "days": 3}}\n```{CALL_END}{END}',
+    "deepseek_v31": f'{BEGIN}{CALL}weather{SEP}{{"city": "Ulm", "days": 3}}{CALL_END}{END}',
+    "deepseek_v32": f'{DSML}<|DSML|invoke name="weather">\n<|DSML|parameter name="city" string="true">Ulm'
+    '</|DSML|parameter>\n<|DSML|parameter name="days" string="false">3</|DSML|parameter>\n</|DSML|invoke>' + DSML_END,
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}]',
 }
 SECOND = {  # a call of the tool without a schema
     "hermes": '<tool_call>\n{"name": "required", "arguments": {"x": [1]}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=required>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "required", "parameters": {"x": [1]}}',
+    "llama4_pythonic": '{"name": "required", "parameters": {"x": [1]}}',
+    "glm45": "<tool_call>required\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "deepseek_v3": f'{BEGIN}{CALL}function{SEP}required\n```json\n{{"x": [1]}}\n```{CALL_END}{END}',
+    "deepseek_v31": f'{BEGIN}{CALL}required{SEP}{{"x": [1]}}{CALL_END}{END}',
+    "deepseek_v32": f'{DSML}<|DSML|invoke name="required">\n<|DSML|parameter name="x" string="false">1'
+    f"</|DSML|parameter>\n</|DSML|invoke>{DSML_END}",
     "mistral": '[TOOL_CALLS][{"name": "required", "arguments": {"x": [1]}}]',
 }
+CALLS, SECOND = ({form: wide(text) for form, text in texts.items()} for texts in (CALLS, SECOND))
+BEGIN, END, DSML, DSML_END = map(wide, (BEGIN, END, DSML, DSML_END))
 TWO = {form: f"{call}\n{call}" for form, call in CALLS.items()} | {
     "llama3_json": f"{CALLS['llama3_json']}; {CALLS['llama3_json']}",
+    "llama4_pythonic": f"{CALLS['llama3_json']}; {CALLS['llama3_json']}",
+    "deepseek_v3": CALLS["deepseek_v3"].replace(END, "") + "\n" + CALLS["deepseek_v3"].replace(BEGIN, ""),
+    "deepseek_v31": CALLS["deepseek_v31"].replace(END, "") + CALLS["deepseek_v31"].replace(BEGIN, ""),
+    "deepseek_v32": CALLS["deepseek_v32"].replace(DSML_END, "\n") + CALLS["deepseek_v32"].replace(DSML, ""),
     "mistral": f"{CALLS['mistral'][:-1]}, {CALLS['mistral'].removeprefix('[TOOL_CALLS][')}",
 }
 COMPILER = xgrammar.GrammarCompiler(
@@ -63,6 +86,17 @@ def test_grammar_of_required_call_matches_the_parser(form: str) -> None:
         assert (message.content, len(message.calls)) == ("", count)
     for text in ("", "Hello", f"Hello {CALLS[form]}", CALLS[form].replace("city", "town"), CALLS[form] + "Hello"):
         assert not allows(form, text, required=True)
+
+
+@forms
+def test_written_call_is_read_as_the_same_call(form: str) -> None:
+    arguments = {"city": "Ulm", "days": 3, "x": [1, "é"], "y": "5"}
+    parser = OutputParser(form=form, tools=TOOLS)
+    written = written_call(form, "weather", arguments)
+    message = joined(parser.feed(written) + parser.finish())
+    (call,) = message.calls
+    expected = arguments | ({"x": '[1, "é"]'} if form in ("qwen3_coder", "glm45") else {})  # the schema has no `x`
+    assert (message.content, call.name, json.loads(call.arguments)) == ("", "weather", expected)
 
 
 @forms

@@ -7,50 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from parsing import CODER, HERMES, LIST, LLAMA, NAMED, TOOLS, parse, plain
 
 from dflash_toolkit.serve.parsing import Message, OutputParser, joined
 from dflash_toolkit.serve.parsing.deltas import Delta, merged
 from dflash_toolkit.serve.parsing.forms import FORMS
 from dflash_toolkit.serve.parsing.schema import as_json, is_text
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "exact": {"type": "boolean"},
-        "ratio": {"type": "number"},
-        "maybe": {"type": ["string", "null"]},
-        "places": {"type": "array", "items": {"type": "string"}},
-        "unit": {"enum": ["C", "F"]},
-        "more": {"$ref": "#/$defs/more"},
-    },
-    "$defs": {"more": {"anyOf": [{"type": "object"}, {"$ref": "#/$defs/more"}]}},
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
-    {"type": "function", "function": {"name": "now"}},
-]
-HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "more": {"a": ["}", {}]}}}\n</tool_call>'
-CODER = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-    "</function>\n</tool_call>"
-)
-LLAMA = '{"name": "weather", "parameters": {"city": "Köln", "days": 3}}'
-LIST = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln"}}, {"name": "now", "arguments": {}}]'
-NAMED = '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}'
-
-
-def parse(form: str | None, *pieces: str, **options: Any) -> Message:
-    """Parses a text that arrives in pieces."""
-    parser = OutputParser(form=form, tools=TOOLS, **options)
-    return joined([delta for piece in pieces for delta in parser.feed(piece)] + parser.finish())
-
-
-def plain(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
-    """Returns a message without its random ids."""
-    return message.content, message.reasoning, [(call.name, call.arguments) for call in message.calls]
-
 
 # ---- calls that are well formed ------------------------------------------------------------------------------
 
@@ -112,29 +74,6 @@ def test_only_the_first_call_is_kept_without_parallel_calls() -> None:
         assert [call.name for call in parse(form, text, parallel=False).calls] == ["weather"], form
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ('{"a": "x\ny\tz\x01"}', {"a": "x\ny\tz\x01"}),
-        (r'{"a": "\d \' \u12 \\ \u00e9 \/"}', {"a": "\\d ' \\u12 \\ é /"}),
-        ('{"a": [True, False, None, -0.5e3]}', {"a": [True, False, None, -500.0]}),
-        ('{"a": {"b": [{}, [], "\\"}"]}}', {"a": {"b": [{}, [], '"}']}}),
-    ],
-)
-def test_frequent_json_errors_of_models_are_corrected(written: str, meant: Any) -> None:
-    (call,) = parse("hermes", f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>').calls
-    assert json.loads(call.arguments) == meant
-    (call,) = parse("mistral", f"[TOOL_CALLS]now[ARGS]{written}").calls
-    assert json.loads(call.arguments) == meant
-
-
-@pytest.mark.parametrize("end", ["", "\n</tool_call>", "}\n</tool_call>", "}}}</tool_call>"])
-def test_missing_or_extra_braces_after_arguments_are_accepted(end: str) -> None:
-    assert plain(parse("hermes", f'<tool_call>{{"name": "now", "arguments": {{"a": 1}}{end}')) == (
-        "", "", [("now", '{"a": 1}')],
-    )  # fmt: skip
-
-
 # ---- values by the schema ------------------------------------------------------------------------------------
 
 
@@ -146,7 +85,7 @@ def test_missing_or_extra_braces_after_arguments_are_accepted(end: str) -> None:
         ("exact", "true", True), ("exact", "False", False), ("exact", "maybe", "maybe"),
         ("ratio", "0.5", 0.5), ("ratio", "2", 2), ("ratio", "inf", "inf"), ("ratio", "1e999", "1e999"),
         ("maybe", "null", None), ("maybe", "text", "text"), ("maybe", "5", "5"),
-        ("places", '["a", "b"]', ["a", "b"]), ("places", "['a']", "['a']"), ("places", "[NaN]", "[NaN]"),
+        ("places", '["a", "b"]', ["a", "b"]), ("places", "['a']", ["a"]), ("places", "[NaN]", [None]),
         ("places", '{"a": 1}', '{"a": 1}'), ("places", "[" * 100_000, "[" * 100_000),
         ("more", '{"a": "\n"}', {"a": "\n"}), ("more", '{"a": "\\ud800"}', '{"a": "\\ud800"}'), ("unknown", "5", "5"),
         ("unit", "C", "C"), ("unit", " \n\tF ", "F"), ("unit", " K ", " K "),
@@ -186,58 +125,6 @@ def test_invalid_schema_leaves_values_as_text(parameters: Any) -> None:
     assert joined(deltas).calls[0].arguments == '{"a": "1"}'
 
 
-# ---- malformed calls -----------------------------------------------------------------------------------------
-
-MALFORMED = {
-    "hermes": [
-        "<tool_call>", "<tool_call>\n", "<tool_call>no JSON</tool_call>", "<tool_call>[]</tool_call>", "</tool_call>",
-        '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "", "arguments": {}}</tool_call>', '<tool_call>{"name": "now", "arguments": [1]}',
-        '<tool_call>{"name": "now", "arguments": "text"}</tool_call>', '<tool_call>{"name": "now" "arguments": {}}',
-        '<tool_call>{"name": "now", "arguments": ' + "9" * 5000 + "}", '<tool_call>{"name": "\\ud800"}</tool_call>',
-        '<tool_call>{"name": "now", "arguments": "\\ud800"}', "<tool_call>" + "[" * 2000, "<tool_", "< tool_call>{}",
-        '<tool_call>{"name": "now", "arguments": ' + "[" * 20_000 + "]" * 20_000 + "}",
-    ],
-    "qwen3_coder": [
-        "<tool_call>", "<tool_call>\nno function", "<function=", "<function=>", "<function=a\nb>", "<function=now>",
-        "<function=now>\ntext</function>", "<function=now>\n<param", "<tool_call></tool_call>", "<function=a<function=",
-    ],
-    "llama3_json": [
-        "<|python_tag|>import os", '{"name": "unknown", "parameters": {}}', '{"a": 1}', '{"name": "now"}', "{", "{}",
-        'x {"name": "now", "parameters": {}}', '[{"name": "now", "parameters": {}}]', '{"name": "now", "score": 5}',
-    ],
-    "mistral": [
-        "[TOOL_CALLS]", "[TOOL_CALLS] []", "[TOOL_CALLS]now", "[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS]now[ARGS][]",
-        "[TOOL_CALLS][ARGS]{}", "[TOOL_CALLS]now[CALL", "[TOOL", '[TOOL_CALLS] [{"arguments": {}}]',
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in MALFORMED.items() for text in texts])
-def test_malformed_call_stays_in_the_content(form: str, text: str) -> None:
-    for whole in (text, f"before {text}", f"{text}\nafter") if form != "llama3_json" else (text,):
-        assert plain(parse(form, whole)) == (whole, "", [])
-
-
-def test_call_after_a_malformed_one_is_found() -> None:
-    content, _, calls = plain(parse("hermes", f"<tool_call>{{nothing {HERMES}"))
-    assert (content, len(calls)) == ("<tool_call>{nothing ", 1)
-
-
-def test_cut_arguments_stay_open() -> None:
-    for form, text in {"hermes": HERMES, "mistral": NAMED, "llama3_json": LLAMA, "qwen3_coder": CODER}.items():
-        whole = parse(form, text).calls[0].arguments
-        cut = parse(form, text[: text.index("Kö") + 2])
-        assert cut.content == "" and cut.calls[0].arguments == whole[: whole.index("Kö") + 2], form
-
-
-def test_text_after_malformed_arguments_is_content() -> None:
-    message = parse("hermes", '<tool_call>{"name": "now", "arguments": {"a": \'b\'}}</tool_call>')
-    assert plain(message) == ("'b'}}</tool_call>", "", [("now", '{"a": ')])
-    message = parse("qwen3_coder", "<function=now>\n<parameter=a>\n1\n</parameter>\noops\n</function>")
-    assert plain(message) == ("oops\n</function>", "", [("now", '{"a": "1"}')])
-
-
 # ---- reasoning -----------------------------------------------------------------------------------------------
 
 
@@ -263,11 +150,28 @@ def test_reasoning_is_the_text_between_the_tags(start: Any, text: str, reasoning
     assert (message.content, message.reasoning) == (content, reasoning)
 
 
-def test_call_ends_open_reasoning_but_mention_in_prose_does_not() -> None:
-    assert parse("hermes", f"hm {HERMES}", start="reasoning").reasoning == "hm "
-    message = parse("hermes", f"I write <tool_call> tags.</think>\n\n{HERMES}", start="reasoning")
-    assert (message.reasoning, message.content) == ("I write <tool_call> tags.", "")
-    assert [call.name for call in message.calls] == ["weather"]
+def test_call_in_reasoning_that_ends_is_reasoning() -> None:
+    for form, call in {"hermes": HERMES, "qwen3_coder": CODER}.items():
+        drafted = f"I could write {call} but that is risky.\n"
+        assert plain(parse(form, f"{drafted}</think>\nShall I?", start="reasoning")) == ("\nShall I?", drafted, [])
+        message = parse(form, f"{drafted}</think>\n{call}", start="reasoning")
+        assert (message.reasoning, message.content, len(message.calls)) == (drafted, "", 1)
+        assert plain(parse(form, f"{call[:40]}</think>{call}", start="reasoning"))[1] == call[:40]
+
+
+def test_call_in_reasoning_that_never_ends_is_a_call() -> None:
+    for form, call in {"hermes": HERMES, "qwen3_coder": CODER}.items():
+        text = f"A <tool_call> tag. I do it now.\n{call}\n{call}"
+        message = parse(form, text, start="reasoning")
+        assert message.reasoning == "A <tool_call> tag. I do it now.\n" and message.content == ""
+        assert len(message.calls) == 2
+        parser = OutputParser("reasoning", form, TOOLS)
+        assert plain(joined(parser.feed(text) + parser.finish(cut=True))) == ("", text, []), "it may have gone on"
+
+
+def test_reasoning_that_names_a_tag_is_sent_at_once() -> None:
+    sent = joined(OutputParser("reasoning", "hermes", TOOLS).feed("I write <tool_call> tags and more"))
+    assert sent.reasoning == "I write <tool_call> tags and more"
 
 
 # ---- streaming -----------------------------------------------------------------------------------------------

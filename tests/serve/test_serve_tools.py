@@ -8,6 +8,7 @@ import pytest
 from conftest import make_drafter, make_tokenizer
 from live_server import chat, client_of, make_engine, refusal, serving
 from openai import OpenAI
+from parsing import wide
 from reciting import ARGUMENTS, CLOCKS, JSON, SAYS, SPECIAL, TIGHT, TOOLS, make_reciting
 
 from dflash_toolkit import Target, UserError
@@ -259,7 +260,11 @@ TEMPLATES = {
     '{{ "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}" }}': ("hermes", None),
     "<tool_call>\n<function=name>\n<parameter=key>{{ x }}</think>": ("qwen3_coder", "qwen3"),
     "<seed:tool_call><function=name><parameter=key>": (None, None),
-    "<tool_call>name<arg_key>": (None, None),
+    "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>": ("glm45", None),
+    wide("{{'<|tool_calls_begin|>'}}{{'\n```json\n'}}"): ("deepseek_v3", None),
+    wide("<|Assistant|></think><think>{{'<|tool_calls_begin|><|tool_call_begin|>'}}"): ("deepseek_v31", "qwen3"),
+    wide('{% set dsml_token = "|DSML|" %}<{{ dsml_token }}function_calls>'): ("deepseek_v32", None),
+    '<|header_start|>{{ \'{"name": function name, "parameters": dictionary}\' }}': ("llama4_pythonic", None),
     "[TOOL_CALLS] [{{ call | tojson }}]": ("mistral", None),
     '<|start_header_id|>{{ \'{"name": function name, "parameters": dictionary}\' }}': ("llama3_json", None),
     "<|start_header_id|>{{ m.content }}": (None, None),
@@ -284,8 +289,8 @@ def test_options_choose_the_parsers_by_vllms_names() -> None:
     assert Parsers.choose(tokenizer, "qwen3_xml", "deepseek_r1") == Parsers("qwen3_coder", "deepseek_r1")
     for form in FORMS:
         assert Parsers.choose(tokenizer, form, "none") == Parsers(form, None)
-    with pytest.raises(UserError, match="tool_call_parser: 'pythonic'"):
-        Parsers.choose(tokenizer, "pythonic")
+    with pytest.raises(UserError, match="tool_call_parser: 'other'"):
+        Parsers.choose(tokenizer, "other")
 
 
 @pytest.mark.parametrize(
