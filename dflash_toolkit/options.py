@@ -6,6 +6,7 @@ from typing import Any, ClassVar, get_args
 from .config import option
 from .data.conversations import BY_NAME, FORM_CHOICES
 from .data.prompts import Prompt, PromptSet, parse_prompt_sets, read_prompt_sets
+from .data.skipped import Skipped
 from .sampling import DraftSampleMethod, SamplingParams
 from .templates import FORMATS
 from .threads import check_threads
@@ -150,6 +151,9 @@ class PromptSetOptions:
         FORM_CHOICES,
     )
     split: str = option("test", "split of datasets to read, in their order")
+    strict: bool = option(
+        False, "stop at the first unusable row, instead of skipping and counting such rows"
+    )
     limit: int | None = option(None, "number of prompts used from the start of each set (default: all)", common=True)
 
     def __post_init__(self) -> None:
@@ -162,9 +166,9 @@ class PromptSetOptions:
         """Raises ValueError for an item of another form."""
         return parse_prompt_sets(self.prompts, self.form)
 
-    def read(self) -> dict[str, list[Prompt]]:
+    def read(self, skipped: Skipped) -> dict[str, list[Prompt]]:
         """The prompts, by the names of their sets. Raises UserError."""
-        return read_prompt_sets(self.prompts, self.limit, form=self.form, split=self.split)
+        return read_prompt_sets(self.prompts, self.limit, form=self.form, split=self.split, skipped=skipped)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

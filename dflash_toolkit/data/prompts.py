@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from .conversations import BY_NAME, Conversation, Message, Tool, split_messages,
 from .conversations import MALFORMED as MALFORMED
 from .conversations import read_chat as read_chat
 from .messages import REASONING
+from .skipped import Skipped
 from .sources import UNREADABLE as UNREADABLE
 from .sources import Malformed, Source
 from .sources import open_text as open_text
@@ -44,7 +45,12 @@ class Prompt:
 
 
 def read_prompts(
-    source: str | Path | Source, limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
+    source: str | Path | Source,
+    limit: int | None = None,
+    *,
+    form: str = BY_NAME,
+    split: str = "train",
+    skipped: Skipped | None = None,
 ) -> list[Prompt]:
     """Reads prompts from any source that `Source` supports, in its order, also rows of datasets.
 
@@ -55,13 +61,23 @@ def read_prompts(
         limit: maximum number of prompts; later rows are not read.
         form: one of `FORM_CHOICES`, if `source` is a text.
         split: of a dataset.
+        skipped: counts malformed rows, which do not count towards the limit; without it they raise UserError.
 
     Raises:
         UserError: no such source, an empty one, or a malformed row (with its line number).
     """
     if not isinstance(source, Source):
         source = Source(str(source), form)
-    return [_prompt(found) for found in itertools.islice(source.read(split), limit)]
+    skipped = Skipped(strict=True, option=None) if skipped is None else skipped
+    return list(itertools.islice(_usable(source.read(split), skipped), limit))
+
+
+def _usable(rows: Iterable[Conversation | Malformed], skipped: Skipped) -> Iterator[Prompt]:
+    for found in rows:
+        if isinstance(found, Malformed):
+            skipped.add(found.reason, found.where)
+        else:
+            yield _prompt(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +88,9 @@ class PromptSet:
     source: Source
     split: str | None = None  # a benchmark's own, which overrides the common one
 
-    def read(self, limit: int | None = None, split: str = "train") -> list[Prompt]:
+    def read(self, limit: int | None = None, split: str = "train", skipped: Skipped | None = None) -> list[Prompt]:
         """Returns the prompts, at most `limit` of them. Raises as `read_prompts` does."""
-        return read_prompts(self.source, limit, split=self.split or split)
+        return read_prompts(self.source, limit, split=self.split or split, skipped=skipped)
 
     def contents(self, split: str) -> str:
         """As `Source.contents`."""
@@ -122,7 +138,12 @@ def parse_prompt_sets(items: Sequence[str], form: str = BY_NAME) -> list[PromptS
 
 
 def read_prompt_sets(
-    items: Sequence[str], limit: int | None = None, *, form: str = BY_NAME, split: str = "train"
+    items: Sequence[str],
+    limit: int | None = None,
+    *,
+    form: str = BY_NAME,
+    split: str = "train",
+    skipped: Skipped | None = None,
 ) -> dict[str, list[Prompt]]:
     """Returns prompts by set, from items in the form of `parse_prompt_sets`.
 
@@ -130,6 +151,7 @@ def read_prompt_sets(
         limit: maximum per set.
         form: one of `FORM_CHOICES`.
         split: of datasets.
+        skipped: as in `read_prompts`.
 
     Raises:
         UserError: as `parse_prompt_sets` and `read_prompts`, or no such rows.
@@ -138,12 +160,10 @@ def read_prompt_sets(
         found = parse_prompt_sets(items, form)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return {each.name: each.read(limit, split) for each in found}
+    return {each.name: each.read(limit, split, skipped) for each in found}
 
 
-def _prompt(found: Conversation | Malformed) -> Prompt:
-    if isinstance(found, Malformed):
-        raise UserError(f"{found.where}: {found.reason}")
+def _prompt(found: Conversation) -> Prompt:
     if any(message["content"].startswith(PLACEHOLDER) for turn in found.turns for message in turn):
         raise UserError(f"{found.id}: SPEED-Bench only refers to this prompt; give a file {SPEED_BENCH}")
     _, rest = split_messages(list(found.recorded))

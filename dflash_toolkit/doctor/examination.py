@@ -13,6 +13,7 @@ import transformers
 
 from ..config import UserError, to_mapping
 from ..data.prompts import Prompt, encode_chat
+from ..data.skipped import Skipped
 from ..files import write_json
 from ..fingerprint import model_digest
 from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
@@ -156,7 +157,11 @@ def _prompts(config: DoctorConfig) -> list[Prompt]:
     if not config.sets.prompts:
         texts = BUILT_IN[: config.sets.limit]
         return [Prompt(f"built-in/{i}", ({"role": "user", "content": text},)) for i, text in enumerate(texts, 1)]
-    return [prompt for prompts in config.sets.read().values() for prompt in prompts]
+    skipped = Skipped(config.sets.strict, "strict")
+    found = [prompt for prompts in config.sets.read(skipped).values() for prompt in prompts]
+    if skipped.counts:
+        print(f"skipped rows: {skipped}", file=sys.stderr)
+    return found
 
 
 def _versions() -> dict[str, Any]:

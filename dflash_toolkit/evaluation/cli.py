@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from ..checkpoint.readahead import read_ahead
 from ..config import UnsupportedModel, UserError, option, options, parse_cli, run_command, to_mapping
 from ..data.benchmarks import BENCHMARKS
-from ..data.prompts import Message, Prompt, encode_chat, warn_of_thinking
+from ..data.prompts import warn_of_thinking
+from ..data.skipped import Skipped
 from ..files import locked
 from ..models.published import hint_for
 from ..options import (
@@ -32,7 +33,6 @@ from .protocols import PROTOCOLS, fixed_options
 
 if TYPE_CHECKING:
     from .measure.decoders import Pair
-    from .measure.measurement import EncodedPrompt
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -282,10 +282,12 @@ def _run(config: EvalConfig) -> None:
         read_ahead(config.drafter, config.target)
     # check inputs before the target's weights are loaded, which takes longest
     check_new_folder(Path(config.output), f"output {config.output}")
-    prompts = config.sets.read()
+    skipped = Skipped(config.sets.strict, "strict")
+    prompts = config.sets.read(skipped)
     hashes = {each.name: each.contents(config.sets.split) for each in config.sets.sets}
     # imports torch and transformers, which take seconds, while the disk already reads
     from ..models.target import resolve_device
+    from .measure.encoding import encode_sets
     from .measure.run import Setting, evaluate_all, serving_command
     from .measure.sweeps import Sweeps
     from .report.files import write_report
@@ -305,13 +307,9 @@ def _run(config: EvalConfig) -> None:
     sampling = config.sampling
     warn_of_thinking(pair.tokenizer, next(iter(sampling.thinking), None))
     modes: tuple[bool | None, ...] = sampling.thinking or (None,)
-    encoded = {
-        thinking: {
-            name: [_encode(pair.tokenizer, name, row, thinking, sampling.multi_turn) for row in rows]
-            for name, rows in prompts.items()
-        }
-        for thinking in modes
-    }
+    encoded = encode_sets(pair, prompts, modes, sampling.multi_turn, skipped)
+    if skipped.counts:
+        print(f"skipped rows: {skipped}", file=sys.stderr)
     settings = [
         Setting(encoded[thinking], sampling.params_at(temperature, sampling.seed), thinking)
         for thinking in modes
@@ -336,7 +334,7 @@ def _run(config: EvalConfig) -> None:
             ),
             recall=config.recall,
             distribution_samples=sampling.distribution_samples,
-            arguments={**arguments, "prompt_file_sha256": hashes},
+            arguments={**arguments, "prompt_file_sha256": hashes, "skipped_rows": dict(skipped.counts)},
             partial=partial,
             show_progress=True,
         )
@@ -423,20 +421,6 @@ def _load(config: EvalConfig) -> "Pair":
         print(f"using the reference, because the engine does not support this: {refused}", file=sys.stderr)
         pair.facts["refused_by_the_engine"] = refused
     return pair
-
-
-def _encode(tokenizer: Any, name: str, row: Prompt, thinking: bool | None, multi_turn: bool) -> "EncodedPrompt":
-    from .measure.measurement import EncodedPrompt, Rest, last_question
-
-    def encode(messages: Sequence[Message]) -> list[int]:
-        try:
-            return encode_chat(tokenizer, messages, thinking, row.tools)
-        except UserError as error:
-            raise UserError(f"set {name!r}, prompt {row.id!r}: {error}") from error
-
-    rest = Rest(row.messages, row.later, encode) if multi_turn and row.later else None
-    asked = last_question(row.messages)
-    return EncodedPrompt(row.id, encode(row.messages), row.category, rest=rest, asked=asked)
 
 
 if __name__ == "__main__":

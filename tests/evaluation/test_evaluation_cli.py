@@ -303,6 +303,22 @@ def test_resume_keeps_results_after_changed_limit_or_threads(
     assert decoded == ["a", "z", "b"]
 
 
+def test_unusable_rows_are_skipped_and_counted(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_prompts(tmp_path / "own.jsonl", "Count to ten.", "word " * 4000, "What is 2+2?")
+    path.write_text('{"text": 7}\n' + path.read_text())
+    given = [*arguments[: arguments.index("--prompts")], "--no-baseline", "--prompts", f"own={path}"]
+    assert main([*given, "--output", str(tmp_path / "out"), "limit=3"]) == 0
+    said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped rows: "))
+    assert f"(first: {path}, line 1)" in said and "1 longer than the context (first: set 'own', prompt 'q1')" in said
+    report = load(tmp_path / "out")
+    assert report["sets"]["own"]["requests"] == 2, "the limit counts rows that can be read"
+    assert sorted(report["arguments"]["skipped_rows"].values()) == [1, 1]
+    assert main([*given, "--output", str(tmp_path / "strict"), "--strict"]) == 2
+    assert f"{path}, line 1: " in capsys.readouterr().err and not (tmp_path / "strict").exists()
+
+
 def test_another_seed_or_prompt_is_measured_again(runtime: Pair, tmp_path: Path, interrupt: Any) -> None:
     partial, decoded = tmp_path / "partial.jsonl", interrupt()
     for name, ids, seed in (("a", [65], 0), ("a", [65], 1), ("a", [66], 1), ("b", [66], 1)):

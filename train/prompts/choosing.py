@@ -18,13 +18,13 @@ import numpy as np
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation
+from dflash_toolkit.data.skipped import Skipped
 from dflash_toolkit.data.sources import Batches, Malformed, Source
 from dflash_toolkit.files import unwritable
 from dflash_toolkit.options import PromptOptions
 from dflash_toolkit.progress import Progress
 
 from .dedup import Duplicates, SharedText
-from .skipped import Skipped
 
 LOUD = 1 / 3  # share of near duplicates that calls for a warning
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.data.skipped import Skipped
 from dflash_toolkit.data.sources import Malformed, Source
 from dflash_toolkit.files import unwritable
 from dflash_toolkit.fingerprint import files_digest, json_digest
@@ -24,7 +25,6 @@ from ..responses.generate import reasons
 from ..run.held_out import HeldOutPrompt
 from .choosing import Chosen, Wanted, choose, chosen, first_asked, say
 from .dedup import Duplicates
-from .skipped import Skipped
 
 PROMPTS = "prompts.jsonl"
 

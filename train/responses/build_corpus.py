@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation
+from dflash_toolkit.data.skipped import Skipped
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.fingerprint import tokens_digest
 from dflash_toolkit.progress import Progress
 
 from ..prompts.choosing import chosen, first_asked
 from ..prompts.dedup import Duplicates, SharedText
-from ..prompts.skipped import Skipped
 from ..prompts.split import PromptData, Reading, held_out_of_files, spread
 from ..run.held_out import HeldOutPrompt
 from .conversation import TOO_LONG, TOO_SHORT, UNKNOWN, recorded_rows

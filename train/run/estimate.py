@@ -46,6 +46,7 @@ from .rates import (
     FEATURES,
     FIXED_S,
     H100,
+    HOST_TOKENS_PER_S,
     MACHINES,
     MUON_MS_PER_BILLION,
     PROMPT_TOKENS,
@@ -348,6 +349,8 @@ def response_rate(
         return Rate(rate, "computed for transformers, since our engine does not support the target")
     share = READ_SHARE_VLLM if server else READ_SHARE
     rate = requests * share * machine.read_tb_s * 1e12 / weights.read(requests, context)
+    if engine and rate > HOST_TOKENS_PER_S:
+        return Rate(HOST_TOKENS_PER_S, f"what our engine's host process hands out at {requests} requests")
     return Rate(rate, f"computed for {'vLLM' if server else 'our engine'} at {requests} requests from bytes read")
 
 

@@ -56,6 +56,7 @@ RECURRENT_ONE_BY_ONE = 0.35  # share of that rate without the extra `linear-atte
 
 # Shares of a device's peak that measured runs reached, for other shapes
 READ_SHARE = 0.65  # of the bandwidth, for a plain step of our engine with 32 requests: 0.54 to 0.76 in DECODING
+HOST_TOKENS_PER_S = 30_000  # plain, many requests: 25,400 to 32,100 for a target of 0.5B, tests-gpu.json `end_to_end`
 READ_SHARE_VLLM = 0.45  # assumed for vLLM, with steps in 4470a42 shapes_fp8_h100 up to 1.4 times as long
 REFERENCE_MS_PER_LAYER = 1.4  # of a step of transformers, 4470a42 hf_path_qwen3_8b_h200: 50.8 ms for 36 layers
 FEATURE_SHARE, FEATURE_SHARE_EXPERTS = 0.40, 0.17  # of the FLOP/s, from FEATURES

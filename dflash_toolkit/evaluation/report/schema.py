@@ -173,6 +173,7 @@ class ArgumentsForm(TypedDict):
     max_concurrency: NotRequired[Annotated[int, Meta(ge=1)]]
     target_sample_sha256: NotRequired[str | None]
     prompt_file_sha256: NotRequired[dict[str, str] | None]
+    skipped_rows: NotRequired[dict[str, Count]]
 
 
 class BootstrapForm(TypedDict):

@@ -69,6 +69,11 @@ def test_computed_response_rates_are_near_measured_ones(name: str, machine: Mach
     assert "computed" in computed.how and computed.tokens_per_second == pytest.approx(measured, rel=0.35)
 
 
+def test_the_host_bounds_responses_of_a_small_target() -> None:
+    rate = of({}, "qwen2.5-0.5b").response_rate
+    assert 25_000 < rate.tokens_per_second < 33_000 and "host" in rate.how
+
+
 def test_stages_scale_with_prompts_samples_and_epochs() -> None:
     one = of({})
     half = of({"prompts": {"max_prompts": 50000}})

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from dflash_toolkit.config import UserError
+from ..config import UserError
 
 
 @dataclass(slots=True)
@@ -11,13 +11,14 @@ class Skipped:
     """Counts skipped rows by reason, and keeps the first row of each reason."""
 
     strict: bool = False  # raise UserError instead
+    option: str | None = "prompts.strict"  # its name
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, where: str) -> None:
         """Counts a row; details of the reason, in parentheses, do not count as another reason."""
         if self.strict:
-            raise UserError(f"{where}: {reason}; prompts.strict=false skips such rows")
+            raise UserError(f"{where}: {reason}" + (f"; {self.option}=false skips such rows" if self.option else ""))
         reason = reason.partition(" (")[0]
         self.counts[reason] += 1
         self.first.setdefault(reason, where)
