@@ -151,9 +151,7 @@ class PromptSetOptions:
         FORM_CHOICES,
     )
     split: str = option("test", "split of datasets to read, in their order")
-    strict: bool = option(
-        False, "stop at the first unusable row, instead of skipping and counting such rows"
-    )
+    strict: bool = option(False, "stop at the first unusable row, instead of skipping and counting such rows")
     limit: int | None = option(None, "number of prompts used from the start of each set (default: all)", common=True)
 
     def __post_init__(self) -> None:
