@@ -41,7 +41,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_block: int,
         max_places: int = 0,
-        prefix_cache: bool = True,
+        prefix_cache: bool,
         recurrent: bool = False,
         report: Callable[[Request, Step | None], None] = lambda request, step: None,
     ) -> None:

@@ -486,6 +486,52 @@ def test_states_with_a_failed_copy_are_not_used(monkeypatch: pytest.MonkeyPatch)
     assert {tuple(request.tokens) for request in requests} == {tuple(truth(list(range(9)), 20))}
 
 
+def test_states_of_a_poisoned_request_are_dropped() -> None:
+    """Also those that it kept for a prefix whose pages another request has computed."""
+    device, pool, ids = TableDevice(0), PagePool(40, SIZE, [9]), list(range(9))
+    device.recurrent = True
+    scheduler = scheduled(device, request := request_of(ids, 5), pool=pool, prefix_cache=True, recurrent=True)
+    table, pages = scheduler.table, pool.allocate(2)
+    assert table.admit(request) and pages
+    pool.publish(ids[:8], pages)
+    device.states[request.state] = ids[:8]
+    table.states.keep(request, ids[:8])
+    hit, slot, _ = pool.match_state(ids, 8)
+    assert slot == 9
+    pool.unmatch(hit)
+    table.fail(request, RuntimeError("a step's own"))
+    assert pool.match_state(ids, 8)[1] == 0
+
+
+def test_without_a_prefix_cache_no_page_is_published() -> None:
+    pool = PagePool(40, SIZE)
+    drain(scheduled(TableDevice(), request_of(list(range(9)), 20), pool=pool))
+    assert pool.match(list(range(9)), 8) == []
+
+
+def test_a_value_that_is_not_finite_is_computed_again_once(caplog: pytest.LogCaptureFixture) -> None:
+    request = request_of([1, NAN], 5)
+    request.name = "mine"
+    drain(scheduled(FaultyDevice(0, random.Random(0)), request))
+    assert isinstance(request.error, NotFiniteError) and not request.tokens
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged.count("NaN or infinity was computed for request mine") == 2
+
+
+def test_a_grammar_that_raises_ends_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def accept(self, tokens: Sequence[int]) -> int:
+            raise RuntimeError("a grammar's own")
+
+    broken, other = request_of([1, 2], 5), request_of([3, 4], 5)
+    broken.name, broken.matcher = "mine", Broken()  # type: ignore[assignment]
+    scheduler = scheduled(TableDevice(1), broken, other)
+    drain(scheduler)
+    assert str(broken.error) == "a grammar's own" and other.tokens == truth([3, 4], 5)
+    assert scheduler.table.pool.available == scheduler.table.pool.capacity
+    assert "the answer of request mine cannot continue" in caplog.text
+
+
 def test_a_finished_answer_does_not_wait_for_the_next_prompt() -> None:
     reported: list[tuple[int, bool]] = []
     short, long = request_of([1, 2, 3], 1), request_of(list(range(90)) * 4, 4)
