@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from dflash_toolkit.checkpoint.readahead import read_ahead
 from dflash_toolkit.config import UserError, from_mapping, given_values, run_command
@@ -46,6 +46,8 @@ def _dispatch(argv: Sequence[str]) -> int:
     if isinstance(name := given.get("served_model_name"), str):  # a file may give a string instead of a list
         given["served_model_name"] = [name]
     config = from_mapping(ServeConfig, given, source)
+    if config.from_report is not None:
+        config, given = _with_report(config.from_report, config, given, source)
     if config.drafter is None and (names := named_for(config.target)):
         text = f"no drafter is given, so it decodes plainly; published for {config.target}: {names} (--drafter)"
         notice(text, config)
@@ -54,6 +56,21 @@ def _dispatch(argv: Sequence[str]) -> int:
     check_built_in(config, given, passed)
     with suggest_vllm(config, given):
         return _run(config)
+
+
+def _with_report(
+    path: str, config: ServeConfig, given: dict[str, Any], source: str
+) -> tuple[ServeConfig, dict[str, Any]]:
+    """Adds the options that a report recommends, and says which."""
+    from .report_options import other_target, recommended
+
+    if other := other_target(path, config.target):
+        notice(f"warning: {path} was measured with target {other}, not {config.target}", config)
+    found = recommended(path, config, given)
+    taken = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in found.items())
+    notice(f"from {path}: {taken or 'nothing, all of its options are given'}", config)
+    given = {**given, **found}
+    return from_mapping(ServeConfig, given, source), given
 
 
 def _run(config: ServeConfig) -> int:

@@ -32,6 +32,11 @@ class ExternalOptions:
     )
     tensor_parallel_size: int = option(1, "GPUs that share one copy of the target, with vllm or sglang")
     data_parallel_size: int = option(1, "copies of the target, with vllm or sglang")
+    adaptive_verification: bool | None = option(
+        None,
+        "choose how many drafts of each request are verified, with vllm (default: on where its release, the target and "
+        "the GPU support it, unless --max-num-seqs is below 32)",
+    )
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "data_parallel_size"):
@@ -45,6 +50,12 @@ class ServeConfig(ModelOptions):
 
     drafter: str | None = option(
         None, "drafter: Hugging Face id or directory (default: none, decode plainly)", common=True, metavar="PATH"
+    )
+    from_report: str | None = option(
+        None,
+        "report.json of dflash-eval: takes the recommended draft length or tree and --max-num-seqs, unless they are "
+        "given (default: none)",
+        metavar="PATH",
     )
     host: str = option(
         "127.0.0.1", "address to listen on; 0.0.0.0 is every IPv4 interface", common=True, metavar="ADDRESS"

@@ -19,29 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from packaging.version import Version
-
 from dflash_toolkit.checkpoint.reader import check_merged
 from dflash_toolkit.config import UnsupportedModel, UserError, to_mapping
-from dflash_toolkit.models.dflash.architecture import DFLASH, architectures, named
-from dflash_toolkit.models.dflash.serving import (
-    READ,
-    SERVED,
-    block_scale,
-    served_elsewhere,
-    sglang_options,
-    vllm_options,
-)
-from dflash_toolkit.network import unreachable
+from dflash_toolkit.models.dflash.architecture import architectures
+from dflash_toolkit.models.dflash.serving import sglang_options, verifies_adaptively, vllm_options
 from dflash_toolkit.threads import given_environment
 
+from .external_models import SLIDING, check_heads, read_config, read_draft
 from .keys import read_keys
 
 if TYPE_CHECKING:
     from .config import ServeConfig
 
-SPECULATORS = {each.kind: each.names[0] for each in architectures()}  # speculators_model_type -> architecture
-SLIDING = "sliding layers or is_causal"  # of DFlashDraftModel; older releases silently ignore them
 
 Flags = Callable[[Any], list[str]]
 
@@ -85,7 +74,8 @@ class Engine:
     name: str  # also of its package
     module: tuple[str, ...]  # arguments of `python -m`; the target follows
     always: tuple[str, ...]
-    speculation: Callable[[str, int, str], list[str]]  # flags for a drafter, its block size and a draft sample method
+    # flags for a drafter, its block size, a draft sample method, and whether it verifies adaptively
+    speculation: Callable[[str, int, str, bool], list[str]]
     releases: Mapping[str, str]  # architecture of a drafter -> first release that supports it
     speculators: bool  # reads checkpoints of the speculators library
     flags: Mapping[str, Flags]  # option of dflash-serve -> flags of the engine
@@ -162,7 +152,11 @@ SGLANG = Engine(
 BY_NAME = {engine.name: engine for engine in (VLLM, SGLANG)}
 # options that are read here and have no flag of their own
 SPECULATION = {"num_speculative_tokens", "draft_sample_method"}  # passed by `Engine.speculation`
-READ_HERE = {"target", "drafter", "engine", "engine_python", "threads", "api_key_file", *SPECULATION}
+READ_HERE = {"target", "drafter", "engine", "engine_python", "threads", "api_key_file", "from_report", *SPECULATION}
+READ_HERE |= {"adaptive_verification"}
+LEAST_ADAPTIVE = 32  # requests at a time; with fewer, verifying all drafts is faster
+# options of vLLM with which it refuses adaptive verification
+NOT_ADAPTIVE = {"--enforce-eager", "--enable-lora", "--pipeline-parallel-size", "-pp", "--enable-return-routed-experts"}
 # always passed, because the engines' defaults differ
 ALWAYS = {"host", "port", "tensor_parallel_size", "data_parallel_size", "allowed_origins"}
 # values that need no flag
@@ -213,6 +207,8 @@ def check_built_in(config: "ServeConfig", given: Collection[str], passed: Sequen
         if count > 1:
             command = vllm_command(config, given)
             raise UserError(f"{name} is {count}, but the built-in engine uses one GPU; use vLLM: {command}")
+    if external.adaptive_verification is not None:
+        raise UserError("adaptive_verification is an option of vllm; the built-in engine always adapts; remove it")
     if python := external.engine_python:
         raise UserError(f"engine_python is {python}, but no other engine is chosen; add --engine vllm or sglang")
     if passed:
@@ -236,7 +232,7 @@ def start(config: "ServeConfig", given: Collection[str], passed: Sequence[str]) 
     engine = BY_NAME[config.external.engine]
     python = _python(config.external.engine_python)
     version = installed(python, engine.name)
-    words = command(engine, config, given, version)
+    words = command(engine, config, given, version, passed)
     environment = given_environment() | _variables(engine, config)
     # the engine's compilers are next to its Python; its environment need not be activated
     environment["PATH"] = os.pathsep.join([str(Path(python).parent), environment.get("PATH", os.defpath)])
@@ -276,7 +272,9 @@ def installed(python: str, package: str) -> str:
     )
 
 
-def command(engine: Engine, config: "ServeConfig", given: Collection[str], version: str) -> list[str]:
+def command(
+    engine: Engine, config: "ServeConfig", given: Collection[str], version: str, passed: Sequence[str] = ()
+) -> list[str]:
     """Returns the arguments of the other engine's Python. Raises UserError, see `start`."""
     if config.port == 0:
         raise UserError(f"port is 0, but {engine.name} does not report the port that it takes; give a number")
@@ -292,8 +290,10 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
         words += engine.flags[key](value)
     words += engine.always
     drafted = config.runtime.num_speculative_tokens
+    if config.external.adaptive_verification and engine is not VLLM:
+        raise UserError(f"adaptive_verification is on, but {engine.name} has none; remove it, or use --engine vllm")
     check_merged(config.target)
-    target = _read("target", config.target)
+    target = read_config("target", config.target)
     if config.drafter is None:
         if drafted:
             raise UserError(f"num_speculative_tokens is {drafted}, but there is no drafter; add --drafter")
@@ -302,14 +302,36 @@ def command(engine: Engine, config: "ServeConfig", given: Collection[str], versi
         draft.check(engine, version)
         draft.check_fits(target)
         draft.check_served(engine, version, config.target, target)
-        _check_heads("drafter", draft.raw, config.external.tensor_parallel_size)
+        check_heads("drafter", draft.raw, config.external.tensor_parallel_size)
         if drafted and drafted >= draft.block_size:
             most = draft.block_size - 1
             raise UserError(f"num_speculative_tokens is {drafted}, but the drafter drafts at most {most}; lower it")
         block_size = drafted + 1 if drafted else draft.block_size
-        words += engine.speculation(config.drafter, block_size, config.runtime.draft_sample_method)
-    _check_heads("target", target, config.external.tensor_parallel_size)
+        adaptive = _is_adaptive(engine, config, version, target, passed)
+        words += engine.speculation(config.drafter, block_size, config.runtime.draft_sample_method, adaptive)
+    check_heads("target", target, config.external.tensor_parallel_size)
     return words
+
+
+def _is_adaptive(
+    engine: Engine, config: "ServeConfig", version: str, target: Mapping[str, Any], passed: Sequence[str]
+) -> bool:
+    """Whether drafts are verified adaptively: as given, else where vLLM can and it is likely to pay."""
+    if config.external.adaptive_verification is not None:
+        return config.external.adaptive_verification
+    few = config.runtime.max_num_seqs is not None and config.runtime.max_num_seqs < LEAST_ADAPTIVE
+    if engine is not VLLM or few or NOT_ADAPTIVE & {word.partition("=")[0].replace("_", "-") for word in passed}:
+        return False
+    return verifies_adaptively(version, next(iter(target.get("architectures") or ()), ""), _capabilities())
+
+
+def _capabilities() -> set[str]:
+    """Returns the compute capabilities of all GPUs; empty if they cannot be found out."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        return set(subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.split())
+    except (OSError, subprocess.SubprocessError):
+        return set()
 
 
 def _values(config: "ServeConfig", given: Collection[str]) -> dict[str, Any]:
@@ -329,126 +351,3 @@ def _variables(engine: Engine, config: "ServeConfig") -> dict[str, str]:
             raise UserError(f"{len(keys)} API keys are given, but vllm accepts one; give one")
         found["VLLM_API_KEY"] = keys[0]
     return found
-
-
-# ---- the checkpoint ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Holds the parts of a drafter's config.json that other engines need."""
-
-    name: str
-    architecture: str
-    speculators: bool  # a checkpoint of the speculators library
-    block_size: int
-    raw: Mapping[str, Any]  # the part with hidden_size and the like
-
-    def check(self, engine: Engine, version: str) -> None:
-        """Raises UserError unless this release supports the drafter."""
-        if self.architecture not in engine.releases:
-            known = ", ".join(name for name in engine.releases if name != SLIDING)
-            raise UserError(
-                f"drafter {self.name}: dflash-serve cannot start {engine.name} with architecture "
-                f"{self.architecture!r}, only with {known}{served_elsewhere(self.architecture)}"
-            )
-        if self.speculators and not engine.speculators:
-            raise UserError(
-                f"drafter {self.name}: {engine.name} does not read the speculators format; convert it: python -c "
-                f"\"from dflash_toolkit import *; save_drafter(load_drafter('{self.name}'), 'OUT')\""
-            )
-        drafting = named(self.architecture) or DFLASH
-        if part := drafting.part_lacking(engine.name, self.raw.get("dflash_config") or {}):
-            raise UserError(
-                f"drafter {self.name}: it has no {part}, which {engine.name} needs for a {drafting.title} drafter; "
-                f"use the built-in engine (remove --engine)"
-            )
-        for what in (self.architecture, *([SLIDING] if self._sliding else [])):
-            if Version(version) < Version(least := engine.releases[what]):
-                raise UserError(
-                    f"drafter {self.name}: {engine.name} {version} does not support {what}; "
-                    f"install a newer release: pip install '{engine.name}>={least}'"
-                )
-
-    @property
-    def _sliding(self) -> bool:
-        nested = self.raw.get("dflash_config") or {}
-        causal = self.raw.get("is_causal") is True or nested.get("causal") is True
-        return causal or "sliding_attention" in (self.raw.get("layer_types") or ())
-
-    def check_served(self, engine: Engine, version: str, name: str, target: Mapping[str, Any]) -> None:
-        """Raises UserError if this release serves the target without drafters, or scales embeddings differently."""
-        architecture = next(iter(target.get("architectures") or ()), "none")
-        if Version(version) > Version(READ[engine.name]):
-            return
-        others = [f"use --engine {other}" for other in SERVED.get(architecture, ()) if other != engine.name]
-        if architecture in SERVED and engine.name not in SERVED[architecture]:
-            raise UserError(
-                f"target {name}: {engine.name} {version} passes no hidden states of {architecture} to a DFlash "
-                "drafter; " + " or ".join([*others, "remove --drafter"])
-            )
-        if (drafting := named(self.architecture)) and engine.name in drafting.scaled_by:
-            return
-        fed = block_scale(engine.name, architecture, target.get("hidden_size") or 1)
-        nested = self.raw.get("dflash_config") or {}
-        trained = nested.get("input_embedding_scale") or self.raw.get("input_embedding_scale") or 1.0
-        if not math.isclose(trained, fed, rel_tol=0.01):
-            raise UserError(
-                f"drafter {self.name}: its input_embedding_scale is {trained:g}, but {engine.name} {version} scales "
-                f"its blocks by {fed:.4g} for {architecture}, so few drafts would be accepted; "
-                + " or ".join([*others, "remove --drafter"])
-            )
-
-    def check_fits(self, target: Mapping[str, Any]) -> None:
-        """Raises UserError if the drafter was trained for another target."""
-        for key, target_key, what in (
-            ("hidden_size", "hidden_size", "hidden size"),
-            ("vocab_size", "vocab_size", "vocabulary"),
-            ("num_target_layers", "num_hidden_layers", "number of target layers"),
-        ):
-            value, expected = self.raw.get(key), target.get(target_key)
-            if None not in (value, expected) and value != expected:
-                raise UserError(
-                    f"the drafter's {what} is {value}, the target's {expected}; give a drafter that was trained for "
-                    "this target"
-                )
-
-
-def read_draft(name: str) -> Draft:
-    """Reads a drafter's config.json. Raises UserError if it cannot be read or its block size is invalid."""
-    raw = _read("drafter", name)
-    nested, kind = raw.get("dflash_config") or {}, raw.get("speculators_model_type")
-    architecture = SPECULATORS.get(str(kind), str(kind)) if kind else next(iter(raw.get("architectures") or ()), "none")
-    size = next((group["block_size"] for group in (nested, raw) if group.get("block_size") is not None), 16)
-    if not isinstance(size, int) or size < 2:
-        raise UserError(f"drafter {name}: config.json: 'block_size' is {size!r}; expected a whole number above 1")
-    return Draft(name, architecture, bool(kind), size, raw.get("transformer_layer_config") or raw)
-
-
-def _read(what: str, name: str) -> dict[str, Any]:
-    """Reads config.json from a directory or the hub; returns the text part of a multimodal target's."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        here = os.path.isdir(name)
-        if not here and name.count("/") != 1:
-            raise UserError(f"{what} {name}: no such directory; give a directory or an id of the hub (OWNER/NAME)")
-        path = os.path.join(name, "config.json") if here else hf_hub_download(name, "config.json")
-        found = json.loads(Path(path).read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("it is not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        if unreachable(error):
-            line = f"{what} {name}: no such directory, and the hub cannot be reached; give the directory of a {what}"
-            raise UserError(line) from error
-        raise UserError(f"{what} {name}: cannot read its config.json ({' '.join(str(error).split())})") from error
-    text = found.get("text_config")
-    return text | {"architectures": found.get("architectures")} if text else found
-
-
-def _check_heads(what: str, raw: Mapping[str, Any], gpus: int) -> None:
-    """Raises UserError if the number of GPUs does not divide the attention heads."""
-    heads = raw.get("num_attention_heads")
-    if isinstance(heads, int) and heads % gpus:
-        message = f"tensor_parallel_size is {gpus}, which does not divide the {what}'s {heads} attention heads"
-        raise UserError(f"{message}; give a divisor")

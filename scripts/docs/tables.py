@@ -115,7 +115,8 @@ def models() -> str:
     from dflash_toolkit.models.dflash.serving import READ, SERVED
     from dflash_toolkit.models.quantized import FORM
     from dflash_toolkit.models.spec import ModelSpec
-    from dflash_toolkit.serve.external import BY_NAME, Draft
+    from dflash_toolkit.serve.external import BY_NAME
+    from dflash_toolkit.serve.external_models import Draft
 
     def yes(works: Callable[..., object], *given: object) -> str:
         try:

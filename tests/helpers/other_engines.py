@@ -42,8 +42,8 @@ def parse(*argv: str) -> tuple[ServeConfig, Any]:
     return from_mapping(ServeConfig, given, source), given
 
 
-def command(*argv: str, version: str | None = None) -> list[str]:
+def command(*argv: str, version: str | None = None, passed: tuple[str, ...] = ()) -> list[str]:
     """Returns the arguments for the Python of the other engine that the options name."""
     config, given = parse(*argv)
     engine = external.BY_NAME[config.external.engine]
-    return external.command(engine, config, given, version or NEWEST[engine.name])
+    return external.command(engine, config, given, version or NEWEST[engine.name], passed)

@@ -84,6 +84,46 @@ def test_draft_sample_method_is_passed(target: str, drafter: str) -> None:
         assert ("--speculative-use-rejection-sampling" in sglang) == (method == "probabilistic")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "capability", "version", "more", "adaptive"),
+    [
+        ("Qwen3ForCausalLM", "9.0", "0.33.0", [], True),
+        ("Qwen3ForCausalLM", "9.0", "0.33.0", ["--max-num-seqs", "32"], True),
+        ("Qwen3ForCausalLM", "9.0", "0.33.0", ["--max-num-seqs", "31"], False),
+        ("Qwen3ForCausalLM", "9.0", "0.33.0", ["--no-adaptive-verification"], False),
+        ("Qwen3ForCausalLM", "9.0", "0.32.1", [], False),
+        ("Qwen3ForCausalLM", "8.0", "0.33.0", [], False),
+        ("Qwen3ForCausalLM", "8.0", "0.33.0", ["--adaptive-verification"], True),
+        ("Qwen3_5ForConditionalGeneration", "9.0", "0.33.0", [], False),
+        ("NeverHeardOfForCausalLM", "9.0", "0.33.0", [], False),
+        ("Qwen3ForCausalLM", "9.0\\n8.6", "0.33.0", [], False),
+        ("Qwen3ForCausalLM", "", "0.33.0", [], False),
+    ],
+)
+def test_vllm_verifies_adaptively_where_it_can(
+    architecture: str, capability: str, version: str, more: list[str], adaptive: bool,
+    drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`nvidia-smi` reports the compute capability of every GPU; a machine without GPUs has none."""
+    if capability:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{capability}\\n'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=None)
+    target = folder(tmp_path / "t", TARGET | {"architectures": [architecture]})
+    argv = ("--engine", "vllm", "--target", target, "--drafter", drafter, *more)
+    speculative = json.loads(after(command(*argv, version=version), "--speculative-config"))
+    assert speculative.get("enable_adaptive_verification", False) is adaptive
+    passed = json.loads(after(command(*argv, version=version, passed=("--enforce-eager",)), "--speculative-config"))
+    assert passed.get("enable_adaptive_verification", False) is ("--adaptive-verification" in more)
+
+
+def test_adaptive_verification_is_an_option_of_vllm(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="but sglang has none"):
+        command("--engine", "sglang", "--target", target, "--adaptive-verification")
+    assert cli.main(["--target", target, "--adaptive-verification"]) == 2
+    assert "the built-in engine always adapts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("engine", NEWEST)
 def test_no_drafts_passes_no_speculative_flags(engine: str, target: str, drafter: str) -> None:
     none = command("--engine", engine, "--target", target)

@@ -3,13 +3,16 @@
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from packaging.version import Version
 
 from .architecture import of_sizes
 
 # the releases in which the facts below were read; they may not hold for later ones
 READ = {"vllm": "0.33.0", "sglang": "0.5.23"}
+ADAPTIVE_RELEASE = "0.33.0"  # vLLM's first with adaptive verification for every drafter
 # by architecture of a target's config.json: the engines that hand a drafter its hidden states (their class has
 # SupportsEagle3 in vLLM, OLMo's that of the transformers backend, and set_dflash_layers_to_capture in SGLang)
 SERVED = {
@@ -70,16 +73,34 @@ def block_scale(engine: str, architecture: str, hidden_size: int) -> float:
     return 1.0
 
 
-def vllm_options(drafter: str, block_size: int, draft_sample_method: str = "greedy") -> list[str]:
+def verifies_adaptively(version: str, architecture: str, capabilities: Collection[str]) -> bool:
+    """Whether a release of vLLM can choose how many drafts of each request it verifies, for a target on these GPUs.
+
+    Other releases ignore the key, and on other targets or GPUs the server fails after it has loaded the weights: state
+    space layers need equal lengths, and of its attention backends only FlashAttention 3 replays graphs of any length.
+    """
+    recurrent = architecture.startswith(("Qwen3Next", "Qwen3_5"))
+    on_hopper = bool(capabilities) and all(each.startswith("9.") for each in capabilities)
+    served = "vllm" in SERVED.get(architecture, ()) and not recurrent
+    return Version(version) >= Version(ADAPTIVE_RELEASE) and served and on_hopper
+
+
+def vllm_options(
+    drafter: str, block_size: int, draft_sample_method: str = "greedy", adaptive: bool = False
+) -> list[str]:
     """Returns options of `vllm serve`, which counts the drafted tokens: all of a block but the anchor."""
-    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
+    speculative: dict[str, Any] = {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}
     if draft_sample_method != "greedy":
         speculative["draft_sample_method"] = draft_sample_method
+    if adaptive:
+        speculative["enable_adaptive_verification"] = True
     return ["--speculative-config", json.dumps(speculative)]
 
 
-def sglang_options(drafter: str, block_size: int, draft_sample_method: str = "greedy") -> list[str]:
-    """Returns options of `sglang.launch_server`, which counts the whole block."""
+def sglang_options(
+    drafter: str, block_size: int, draft_sample_method: str = "greedy", adaptive: bool = False
+) -> list[str]:
+    """Returns options of `sglang.launch_server`, which counts the whole block; it has no adaptive verification."""
     return [
         *("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", drafter),
         *("--speculative-num-draft-tokens", str(block_size)),
