@@ -28,7 +28,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
-    {"generation", "models.quantized", "openai_http", "sampling", "string_pattern"},
+    {"evaluation.report.schema", "generation", "models.quantized", "openai_http", "sampling", "string_pattern"},
     {
         "checkpoint",
         "models.cache",
