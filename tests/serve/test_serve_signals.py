@@ -54,7 +54,7 @@ STAGES: dict[str, Callable[[int, Path], bool]] = {
 def test_signal_during_imports_ends_all_processes(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
-    words = [sys.executable, "-m", "dflash_toolkit.serve.cli", *options(target_dir, drafter_dir)]
+    words = [sys.executable, "-m", "dflash_toolkit", "serve", *options(target_dir, drafter_dir)]
     folder, err = tmp_path / "tmp", tmp_path / "err"
     folder.mkdir()
     with err.open("w") as file:
