@@ -248,6 +248,8 @@ class ChatRequest(GenerationRequest):
         """
         given = self.grammar()
         if form is not None and self.tools and self.tool_choice != "none":
+            # a forced call needs no format; otherwise the answer has calls or the format
+            by_format = given is not None and given[0] == "response_format"
             tag = structural_tag(
                 form,
                 [tool.model_dump() for tool in self.tools],
@@ -256,9 +258,10 @@ class ChatRequest(GenerationRequest):
                 allowed=self.allowed,
                 parallel=self.parallel_tool_calls is not False,
                 start=start,
+                content=given[1] if given and by_format else None,
             )
             if tag is not None:
-                if given is not None:
+                if given is not None and not by_format:
                     message = f"`{given[0]}` cannot be combined with a tool call, which has its own grammar; omit it"
                     raise ApiError(400, message, param=given[0])
                 return ("tool_choice" if self.required or self.allowed else "tools"), Grammar(

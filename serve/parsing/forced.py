@@ -77,6 +77,7 @@ def structural_tag(
     allowed: Collection[str] | None = None,
     parallel: bool = True,
     start: Start = "content",
+    content: Grammar | None = None,
 ) -> dict[str, Any] | None:
     """Returns the grammar as a `structural_tag` of xgrammar; None: the answer is not constrained.
 
@@ -88,11 +89,13 @@ def structural_tag(
         allowed: names of the functions that may be called; None: all.
         parallel: allow several calls.
         start: what the answer begins with, see `OutputParser`.
+        content: the grammar of an answer without calls.
     """
     functions = [tool["function"] for tool in tools]
+    free = not required and allowed is None and not any(function.get("strict") for function in functions)
     if named is not None:
         allowed = (named,)
-    elif not required and allowed is None and not any(function.get("strict") for function in functions):
+    elif free and content is None:
         return None
     if allowed is not None:
         functions = [function for function in functions if function["name"] in allowed]
@@ -103,7 +106,7 @@ def structural_tag(
             "begin": f"{before}{function['name']}{between}",
             "content": {
                 "type": "json_schema",
-                "json_schema": function.get("parameters") or ANY,
+                "json_schema": (None if free else function.get("parameters")) or ANY,
                 "style": STYLES.get(form, "json"),
             },
             "end": after,
@@ -120,7 +123,9 @@ def structural_tag(
     if form in AROUND:
         begin, end = AROUND[form]
         calls = {"type": "tag", "begin": begin, "content": calls, "end": end}
-    if not required and named is None:
+    if not required and named is None and content is not None:
+        calls = {"type": "or", "elements": [calls, _element(content)]}
+    elif not required and named is None:
         tags = [calls] if form in AROUND else tags
         calls = {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not parallel}
     return {"type": "structural_tag", "format": _after_reasoning(calls, start)}
@@ -131,17 +136,22 @@ def after_reasoning(grammar: Grammar, start: Start) -> Grammar:
     if start == "content":
         return grammar
     try:
-        parsed = {} if grammar.kind in ("regex", "grammar") else json.loads(grammar.text)
+        element = _element(grammar)
     except (ValueError, RecursionError):
         return grammar  # compiling it reports the error
-    element: Any = {
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": _after_reasoning(element, start)}))
+
+
+def _element(grammar: Grammar) -> Any:
+    """Returns a grammar as a part of a structural tag. Raises ValueError or RecursionError."""
+    parsed = {} if grammar.kind in ("regex", "grammar") else json.loads(grammar.text)
+    return {
         "json": {"type": "json_schema", "json_schema": parsed},
         "regex": {"type": "regex", "pattern": grammar.text},
         "grammar": {"type": "grammar", "grammar": grammar.text},
         "choice": {"type": "or", "elements": [{"type": "const_string", "value": one} for one in parsed]},
         "structural_tag": parsed.get("format") if isinstance(parsed, dict) else None,
     }[grammar.kind]
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": _after_reasoning(element, start)}))
 
 
 def _after_reasoning(element: dict[str, Any], start: Start) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from parsing import wide
 
+from dflash_toolkit.sampling import Grammar
 from dflash_toolkit.serve.parsing import OutputParser, joined
 from dflash_toolkit.serve.parsing.forced import structural_tag, written_call
 from dflash_toolkit.serve.parsing.forms import FORMS
@@ -112,6 +113,19 @@ def test_only_allowed_functions_can_be_called(form: str) -> None:
         assert allows(form, SECOND[form], required=required, allowed=["required"])
         assert not allows(form, CALLS[form], required=required, allowed=["required"])
         assert allows(form, "Hello", required=required, allowed=["required"]) is not required
+
+
+@forms
+def test_answer_has_the_format_or_calls(form: str) -> None:
+    content = Grammar("json", json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}},
+                                          "required": ["ok"], "additionalProperties": False}))  # fmt: skip
+    for tools in (TOOLS, STRICT):
+        for text in ('{"ok": true}', CALLS[form], TWO[form]):
+            assert allows(form, text, tools, content=content)
+        for text in ("Hello", '{"no": 1}', CALLS[form] + '{"ok": true}'):
+            assert not allows(form, text, tools, content=content)
+    assert allows(form, CALLS[form], required=True, content=content)
+    assert not allows(form, '{"ok": true}', required=True, content=content)
 
 
 @forms

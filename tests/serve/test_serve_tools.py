@@ -379,6 +379,18 @@ def test_only_allowed_tools_are_called(client: OpenAI, mode: str) -> None:
     assert {item.name for item in response.output if item.type == "function_call"} == {"alarm"}
 
 
+def test_answer_with_a_format_may_call_tools(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    options: dict[str, Any] = {"response_format": shape, "parallel_tool_calls": False} | TIGHT
+    (call,) = say(client, "t", **options).message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments) == ARGUMENTS
+    (call,) = say(client, "a", **options | {"tools": CLOCKS, "tool_choice": "required"}).message.tool_calls
+    assert call.function.name in ("clock", "alarm")
+    assert set(json.loads(say(client, "a", **options | {"tools": []}).message.content)) == {"ok"}
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "alarm"}}])
 def test_forced_call_works_if_the_template_shows_no_tools(choice: Any) -> None:
     target = make_reciting()
