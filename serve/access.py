@@ -45,6 +45,8 @@ class Access:
         scope.setdefault("state", {})["request_id"] = number.decode()
         request_name.set(number.decode())
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path.endswith("/") and path.strip("/"):  # a slash at the end changes nothing
+            scope["path"], path = scope["path"].rstrip("/"), path.rstrip("/")
         began, status = time.perf_counter(), 0
 
         async def sending(message: Scope) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
@@ -20,6 +21,7 @@ from .parsing import Parsers
 from .protocol import ApiError
 from .service import Service
 from .state import ServerState
+from .unknown import HEADER
 
 MAX_QUEUE = 1024  # answers
 
@@ -95,14 +97,16 @@ def create_app(
         return error_response(error, request.scope["path"].removeprefix(root_path))
 
     async def no_such_route(request: Request, error: Any) -> Response:
-        message = f"no such path: {request.url.path}; /openapi.json lists the paths"
+        message = f"this server has no {request.url.path}; /openapi.json lists its paths"
         return await refuse(request, ApiError(404, message, code="not_found"))
 
     async def wrong_method(request: Request, error: Any) -> Response:
-        allowed = (error.headers or {}).get("Allow", "another method")
+        allowed = ", ".join(sorted(error.headers["Allow"].split(", ")))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": f"{allowed}, OPTIONS"})
         message = f"{request.method} is not allowed for {request.url.path}; use {allowed}"
         response = await refuse(request, ApiError(405, message, code="method_not_allowed"))
-        response.headers.update(error.headers or {})
+        response.headers["Allow"] = allowed
         return response
 
     async def failed(request: Request, error: Exception) -> Response:
@@ -113,6 +117,9 @@ def create_app(
     app.root_path = root_path  # uvicorn would add its own to every path, even if the proxy has kept it
     app.state.metrics = service.metrics
     for router, asks in routers:
+        for route in router.routes:
+            if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+                route.methods.add("HEAD")
         app.include_router(router, dependencies=[Depends(authorise)] if asks else [])
     app.add_exception_handler(ApiError, refuse)
     app.add_exception_handler(404, no_such_route)
@@ -122,6 +129,13 @@ def create_app(
     app.add_exception_handler(UserError, failed)
     app.add_exception_handler(Exception, failed)  # starlette raises it again, so the traceback is logged
     if allowed_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        shown = ["x-request-id", HEADER.decode()]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=shown,
+        )
     app.add_middleware(Access, state=service.state, responded=service.metrics.responded)
     return app

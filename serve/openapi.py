@@ -24,6 +24,7 @@ ERRORS = {
     404: "No such model or path",
     405: "The path does not support this method",
     413: "The body is too long",
+    415: "The body is compressed",
     429: "Too many answers are running or waiting",
     500: "The request failed, or the server has a defect; see its log",
     503: "The engine has failed, or the server is shutting down",
@@ -213,7 +214,7 @@ def _operation(
         event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
         success["content"]["text/event-stream"] = {"itemSchema": event}  # of OpenAPI 3.2; FastAPI writes it too
     statuses = {405, 500, *errors} | ({503} if key else set()) | ({401} if keyed else set())
-    statuses |= {400, 413} if body is not None else set()
+    statuses |= {400, 413, 415} if body is not None else set()
     refused = {
         str(status): _error(status, error) if error else {"$ref": f"#/components/responses/{status}"}
         for status in sorted(statuses)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from .protocol import ApiError, Body
+from .protocol import ApiError, Body, clipped
 from .unknown import UnknownFields
 
 MAX_BODY = 4 * 1024 * 1024  # bytes
@@ -78,7 +78,14 @@ async def _single(work: Awaitable[T]) -> tuple[T]:
 
 
 async def read_body(request: Request) -> bytes:
-    """Reads the body. Raises ApiError as soon as it is longer than MAX_BODY bytes, or when the client leaves."""
+    """Reads the body.
+
+    Raises:
+        ApiError: the body is compressed, or as soon as it is longer than MAX_BODY bytes, or when the client leaves.
+    """
+    if (coding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+        message_415 = f"the body has Content-Encoding {clipped(coding, 50)}; send it without compression"
+        raise ApiError(415, message_415, code="unsupported_content_encoding")
     message_413 = f"the request body is longer than {MAX_BODY} bytes; shorten the request or split it"
     too_long = ApiError(413, message_413, code="request_too_large")
     if int(request.headers.get("content-length", 0)) > MAX_BODY:

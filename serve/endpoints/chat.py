@@ -37,6 +37,8 @@ class Function(Strict):
 
 
 class Tool(Strict):
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
     type: Literal["function"]
     function: Function
 

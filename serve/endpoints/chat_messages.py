@@ -1,6 +1,6 @@
 """Messages of a chat, in the forms that clients send and send back."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -16,7 +16,7 @@ PART_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refus
 class Part(Strict):
     """A part of a message's content. Its type decides which key has the text."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "annotations", "signature"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "logprobs", "signature"})
 
     type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
     text: str | None = None
@@ -39,6 +39,20 @@ class Part(Strict):
     @property
     def words(self) -> str:
         return str(getattr(self, PART_KEYS[self.type]))
+
+
+ANY_CONTENT: TypeAlias = str | list[str | Part] | None
+
+
+def as_parts(content: Any) -> Any:
+    """Returns the parts of a content, which may be a string or null."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        content = [content]
+    if not isinstance(content, list):
+        raise ValueError("must be a string or a list of text parts")
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
 
 
 class CalledFunction(Strict):
@@ -78,16 +92,7 @@ class ChatMessage(Strict):
     reasoning: str | None = None  # vLLM's name
     thinking: str | None = None  # Ollama's name
 
-    @field_validator("content", mode="before", json_schema_input_type=str | list[str | Part] | None)
-    @classmethod
-    def _as_parts(cls, content: Any) -> Any:
-        if content is None:
-            return []
-        if isinstance(content, str):
-            content = [content]
-        if not isinstance(content, list):
-            raise ValueError("must be a string or a list of text parts")
-        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    _parts = field_validator("content", mode="before", json_schema_input_type=ANY_CONTENT)(as_parts)
 
     @field_validator("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal")
     @classmethod

@@ -1,4 +1,4 @@
-"""GET /health, /ready and /version, which ask for no API key."""
+"""GET /health, /ping, /ready and /version, which ask for no API key."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -21,6 +21,8 @@ class Version(BaseModel):
 def routes(service: Service) -> APIRouter:
     found = APIRouter()
 
+    # /ping is SageMaker's name, as in vLLM
+    @found.api_route("/ping", methods=["GET", "POST"], openapi_extra=operation("As /health", errors=(503,)))
     @found.get("/health", openapi_extra=operation("Whether the engine serves", errors=(503,)))
     async def health() -> Response:
         try:

@@ -1,9 +1,9 @@
-"""GET /v1/models, and /metrics of the model."""
+"""GET /v1/models, and the model's /metrics and /load."""
 
 import asyncio
 import contextlib
 import time
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -23,9 +23,16 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
+    permission: list[dict[str, Any]]
     max_model_len: int
     num_speculative_tokens: int
     draft_sample_method: Literal["greedy", "probabilistic"]
+
+
+class Load(BaseModel):
+    server_load: int
 
 
 class ModelList(BaseModel):
@@ -40,6 +47,9 @@ def routes(service: Service) -> APIRouter:
         "object": "model",
         "created": int(time.time()),
         "owned_by": "dflash-toolkit",
+        "root": service.names[0],
+        "parent": None,  # of an adapter
+        "permission": [],
         "max_model_len": service.context_limit,
         "num_speculative_tokens": info.block_size - 1,  # of the longest draft
         "draft_sample_method": info.draft_sample_method,
@@ -54,6 +64,10 @@ def routes(service: Service) -> APIRouter:
         others = await asyncio.gather(*counts, return_exceptions=True)
         rendered = service.metrics.render(stats, [one for one in others if isinstance(one, bytes) and one])
         return Response(rendered, media_type=CONTENT_TYPE)
+
+    @found.get("/load", openapi_extra=operation("Number of running and waiting answers", Load))
+    async def load() -> Response:
+        return JSONResponse({"server_load": service.state.answers.total})
 
     @found.get("/v1/models", openapi_extra=operation("The served model", ModelList))
     async def models() -> Response:

@@ -12,7 +12,7 @@ from dflash_toolkit.sampling import MAX_LOGPROBS
 from ..body import Strict
 from ..protocol import ApiError, GenerationRequest, Int64, List
 from .chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function
-from .chat_messages import MAX_MESSAGE_PARTS
+from .chat_messages import ANY_CONTENT, MAX_MESSAGE_PARTS, Part, as_parts
 
 LOGPROBS = "message.output_text.logprobs"
 NAMED = {
@@ -44,38 +44,33 @@ RENAMED = {
 }
 
 
-class InputText(Strict):
-    type: Literal["input_text", "output_text"]
-    text: str
+class _Item(Strict):
+    ignored: ClassVar[frozenset[str]] = frozenset({"id", "status"})  # of items from earlier responses
 
 
-def _as_parts(content: Any) -> Any:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-
-
-class InputMessage(Strict):
+class InputMessage(_Item):
     """A turn of the conversation; also accepts messages from earlier responses."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: List[InputText] = Field(max_length=MAX_MESSAGE_PARTS)
+    content: List[Part] = Field(max_length=MAX_MESSAGE_PARTS)
 
-    _parts = field_validator("content", mode="before", json_schema_input_type=str | list[InputText])(_as_parts)
+    _parts = field_validator("content", mode="before", json_schema_input_type=ANY_CONTENT)(as_parts)
 
 
-class FunctionCall(Strict):
+class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: Any = None  # JSON text or a value
 
 
-class FunctionCallOutput(Strict):
+class FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: List[InputText] = Field(max_length=MAX_MESSAGE_PARTS)
+    output: List[Part] = Field(max_length=MAX_MESSAGE_PARTS)
 
-    _parts = field_validator("output", mode="before", json_schema_input_type=str | list[InputText])(_as_parts)
+    _parts = field_validator("output", mode="before", json_schema_input_type=ANY_CONTENT)(as_parts)
 
 
 class ReasoningText(Strict):
@@ -83,7 +78,7 @@ class ReasoningText(Strict):
     text: str
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(_Item):
     """Reasoning of an earlier answer, for the chat template."""
 
     type: Literal["reasoning"]
@@ -307,8 +302,8 @@ def _chat_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
-def _text_of(parts: Iterable[InputText]) -> str:
-    return "".join(part.text for part in parts)
+def _text_of(parts: Iterable[Part]) -> str:
+    return "".join(part.words for part in parts)
 
 
 def rename_parameters(error: ApiError) -> ApiError:
