@@ -106,7 +106,7 @@ class Message(Strict):
     role: Literal["user", "assistant", "system"]
     content: List[Block] = Field(max_length=MAX_MESSAGE_PARTS)
 
-    @field_validator("content", mode="before", json_schema_input_type=str | list[Block])
+    @field_validator("content", mode="before", json_schema_input_type=str | list[Block] | None)
     @classmethod
     def _blocks(cls, content: Any, info: ValidationInfo) -> Any:
         return _checked(content, BLOCKS[info.data.get("role", "assistant")])

@@ -75,6 +75,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", MESSAGE | {"tools": NAMED_TOOLS, "tool_choice": {"type": "any"}, "thinking": OFF}),
     ("/v1/messages", MESSAGE | {"system": [BLOCK], "messages": [{"role": "user", "content": [BLOCK]}], "metadata": {}}),
     ("/v1/messages/count_tokens", {"model": "m", "messages": MESSAGES}),
+    ("/v1/messages/count_tokens", {"model": "m", "messages": [{"role": "user", "content": None}]}),
     ("/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("/tokenize", {"model": "m", "messages": MESSAGES}),
     ("/detokenize", {"tokens": [5, 6]}),
