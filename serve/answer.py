@@ -10,7 +10,6 @@ from dflash_toolkit.runtime import Progress
 
 from .logprobs import AnswerToken, Echo, TokenQueue, TokenStrings
 from .parsing import Delta, OutputParser
-from .parsing.output import THINK_END
 from .text import Detokenizer, StopScanner
 
 MARK_TOKENS = 16  # most tokens of the mark that ends the reasoning
@@ -140,14 +139,15 @@ class Answer:
         if self.finish_reason is not None:
             deltas += self._parser.finish(cut=self.finish_reason != "stop" or self._scanner.stopped)
         if self._parser.thinking or thinking or any(delta.reasoning for delta in deltas):
-            self.reasoning_tokens = len(self.tokens) if self._parser.thinking else self._count_reasoning()
+            end = self._parser.reasoning_end
+            self.reasoning_tokens = len(self.tokens) if self._parser.thinking else self._count_reasoning(end)
         return replace(piece, deltas=tuple(deltas))
 
-    def _count_reasoning(self) -> int:
+    def _count_reasoning(self, mark: str) -> int:
         """Counts the tokens up to the end mark of the reasoning; counts all tokens if the mark is missing."""
         first = max(self.reasoning_tokens - MARK_TOKENS, 0)
         for end in range(self.reasoning_tokens + 1, len(self.tokens)):
-            if THINK_END in self._tokenizer.decode(self.tokens[first:end], skip_special_tokens=False):
+            if mark in self._tokenizer.decode(self.tokens[first:end], skip_special_tokens=False):
                 return end
         return len(self.tokens)
 

@@ -34,7 +34,7 @@ class Form:
 
     Attributes:
         starts: texts that begin a call.
-        read: reads the call or calls after the given start. Raises MalformedError.
+        read: reads the call or calls after the given start. Raises MalformedError. None: see `harmony`.
         special: all markers, which may be special tokens.
         ends: markers that end the JSON of a call, except within a string.
         opening: start of a call -> characters that may follow it, after white space; any, if it is not listed.
@@ -43,7 +43,7 @@ class Form:
     """
 
     starts: tuple[str, ...]
-    read: Callable[[str, Text, Calls, Tools], Reading[None]]
+    read: Callable[[str, Text, Calls, Tools], Reading[None]] | None
     special: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     opening: Mapping[str, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_toolkit.config import UserError
 
+from . import harmony
 from .forms import FORMS, OTHER_NAMES
 from .json_forms import CALLS_BEGIN, FENCE, TOOL_CALL, TOOL_CALLS
 from .output import THINK, THINK_END, OutputParser, Start
@@ -14,7 +15,8 @@ from .xml_forms import ARG_KEY, DSML, FUNCTION, PARAMETER
 
 AUTO, NONE = "auto", "none"
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, *OTHER_NAMES)
-REASONING_PARSERS = (AUTO, NONE, "qwen3", "deepseek_r1")
+REASONING_PARSERS = (AUTO, NONE, "qwen3", "deepseek_r1", "openai_gptoss")
+CHANNELS = (harmony.CHANNEL, harmony.MESSAGE)
 TAIL = 16  # last tokens of a prompt, which may open the reasoning
 OPENED = re.compile(rf"({THINK}|{THINK_END})\s*$")
 
@@ -26,7 +28,7 @@ class Parsers:
     Attributes:
         tool_calls: a name of `FORMS`; None: tools cannot be used.
         reasoning: qwen3 (the model or its template opens <think>), deepseek_r1 (an answer may begin within the
-            reasoning, without a tag), or None.
+            reasoning, without a tag), openai_gptoss (gpt-oss's channels), or None.
     """
 
     tool_calls: str | None = None
@@ -65,6 +67,8 @@ class Parsers:
 
     def start_of(self, tokenizer: Any, prompt: Sequence[int]) -> Start:
         """Returns what an answer to a chat's prompt begins with."""
+        if self._has_messages:
+            return "messages"
         if self.reasoning is None:
             return "content"
         tail = tokenizer.decode(list(prompt[-TAIL:]), skip_special_tokens=False)
@@ -72,8 +76,14 @@ class Parsers:
             return "reasoning" if opened[1] == THINK else "content"
         return "reasoning" if self.reasoning == "deepseek_r1" else "either"
 
+    @property
+    def _has_messages(self) -> bool:
+        return self.tool_calls == "openai" or self.reasoning == "openai_gptoss"
+
     def markers(self, with_tools: bool) -> Collection[str]:
         """Returns the markers that a parser needs, which may be special tokens."""
+        if self._has_messages:
+            return harmony.SPECIAL
         form = FORMS[self.tool_calls] if with_tools and self.tool_calls else None
         return (*((THINK, THINK_END) if self.reasoning else ()), *(form.special if form else ()))
 
@@ -87,6 +97,7 @@ def _template(tokenizer: Any) -> str:
 def _form_of(template: str) -> str:
     plain = template.replace("\\", "")  # quotes in a string of the template may be escaped
     marks = {
+        "openai": CHANNELS,
         "deepseek_v32": (DSML,),
         "deepseek_v3": (CALLS_BEGIN, FENCE),
         "deepseek_v31": (CALLS_BEGIN,),
@@ -101,6 +112,8 @@ def _form_of(template: str) -> str:
 
 
 def _reasoning_of(template: str) -> str:
+    if all(text in template for text in CHANNELS):
+        return "openai_gptoss"
     if THINK_END not in template:
         return NONE
     # DeepSeek's full-width bars; newer templates open the reasoning in the prompt

@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_toolkit.sampling import Grammar
 
+from .harmony import ANALYSIS, ARGUMENTS, CALL, CALL_TO, END, FINAL, START
 from .json_forms import CALL_BEGIN, CALL_END, CALL_SEP, CALLS_BEGIN, CALLS_END, TOOL_CALL, TOOL_CALL_END, TOOL_CALLS
 from .output import THINK, THINK_END, Start
 from .xml_forms import (
@@ -32,6 +33,7 @@ WRITTEN = {
     "llama3_json": ('{"name": "', '", "parameters": ', "}", "; ", '{"name": "'),
     "llama4_pythonic": ('{"name": "', '", "parameters": ', "}", "; ", '{"name": "'),
     "glm45": (TOOL_CALL, "\n", f"\n{TOOL_CALL_END}", "\n", TOOL_CALL),
+    "openai": (CALL_TO, ARGUMENTS, "", f"{CALL}{START}assistant", CALL_TO),
     "mistral": ('{"name": "', '", "arguments": ', "}", ", ", TOOL_CALLS),
     "deepseek_v3": (f"{CALL_BEGIN}function{CALL_SEP}", "\n```json\n", f"\n```{CALL_END}", "\n", CALLS_BEGIN),
     "deepseek_v31": (CALL_BEGIN, CALL_SEP, CALL_END, "", CALLS_BEGIN),
@@ -124,7 +126,7 @@ def structural_tag(
         begin, end = AROUND[form]
         calls = {"type": "tag", "begin": begin, "content": calls, "end": end}
     if not required and named is None and content is not None:
-        calls = {"type": "or", "elements": [calls, _element(content)]}
+        calls = {"type": "or", "elements": [calls, _element(content, start)]}
     elif not required and named is None:
         tags = [calls] if form in AROUND else tags
         calls = {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": not parallel}
@@ -136,22 +138,23 @@ def after_reasoning(grammar: Grammar, start: Start) -> Grammar:
     if start == "content":
         return grammar
     try:
-        element = _element(grammar)
+        element = _element(grammar, start)
     except (ValueError, RecursionError):
         return grammar  # compiling it reports the error
     return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": _after_reasoning(element, start)}))
 
 
-def _element(grammar: Grammar) -> Any:
+def _element(grammar: Grammar, start: Start) -> Any:
     """Returns a grammar as a part of a structural tag. Raises ValueError or RecursionError."""
     parsed = {} if grammar.kind in ("regex", "grammar") else json.loads(grammar.text)
-    return {
+    element: Any = {
         "json": {"type": "json_schema", "json_schema": parsed},
         "regex": {"type": "regex", "pattern": grammar.text},
         "grammar": {"type": "grammar", "grammar": grammar.text},
         "choice": {"type": "or", "elements": [{"type": "const_string", "value": one} for one in parsed]},
         "structural_tag": parsed.get("format") if isinstance(parsed, dict) else None,
     }[grammar.kind]
+    return _sequence({"type": "const_string", "value": FINAL}, element) if start == "messages" else element
 
 
 def _after_reasoning(element: dict[str, Any], start: Start) -> dict[str, Any]:
@@ -159,6 +162,9 @@ def _after_reasoning(element: dict[str, Any], start: Start) -> dict[str, Any]:
     space = {"type": "regex", "pattern": r"\n{0,2}"}
     if start == "reasoning":
         return _sequence(thought, space, element)
+    if start == "messages":
+        thought = {"type": "tag", "begin": ANALYSIS, "content": {"type": "any_text"}, "end": f"{END}{START}assistant"}
+        return _sequence({"type": "optional", "content": thought}, element)
     if start == "either":
         return _sequence({"type": "optional", "content": _sequence(thought | {"begin": THINK}, space)}, element)
     return element

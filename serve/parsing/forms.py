@@ -3,7 +3,7 @@
 import secrets
 import string
 
-from . import json_forms, python_form, xml_forms
+from . import harmony, json_forms, python_form, xml_forms
 from .calls import Form
 from .json_forms import (
     ARGS,
@@ -42,6 +42,7 @@ FORMS = {
         (PYTHON_START, PYTHON_END, PYTHON_TAG),
         line_start=("[", "{"),
     ),
+    "openai": Form((), None, harmony.SPECIAL),
     "mistral": Form(
         (TOOL_CALLS,),
         json_forms.mistral,
@@ -58,4 +59,5 @@ OTHER_NAMES = {  # vLLM's aliases
     "pythonic": "llama4_pythonic",
     "glm47": "glm45",
     "deepseek_v4": "deepseek_v32",
+    "gpt-oss": "openai",  # SGLang's
 }

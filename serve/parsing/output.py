@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from . import harmony
 from .calls import Tools
 from .deltas import Delta, ToolDelta, merged
 from .forms import FORMS
@@ -10,7 +11,8 @@ from .reading import MalformedError, Reading
 from .values import Text
 
 THINK, THINK_END = "<think>", "</think>"
-Start = Literal["content", "reasoning", "either"]  # what an answer begins with; either: <think> is optional
+# what an answer begins with; either: <think> is optional; messages: all of it has gpt-oss's harmony format
+Start = Literal["content", "reasoning", "either", "messages"]
 
 
 class OutputParser:
@@ -51,7 +53,8 @@ class OutputParser:
         self._incomplete = False  # the arguments of the last call are cut
         self._space: str | None = "" if form is not None else None  # white space that may be around a call
         self._line_start = True
-        self._reading = self._read(start)
+        self._reading = self._messages() if start == "messages" else self._read(start)
+        self.reasoning_end = harmony.END if start == "messages" else THINK_END  # marker after the reasoning
 
     @property
     def called(self) -> bool:
@@ -84,13 +87,19 @@ class OutputParser:
         if start != "content":
             yield from self._reasoning(start)
         starts = self._form.starts if self._form else ()
-        while marker := (yield from self._text.through(starts, self._emit)):
+        while marker := (yield from self._text.through(starts, self.emit)):
             if self._form and marker in self._form.line_start and not self._line_start:
-                self._emit(marker)
+                self.emit(marker)
             else:
                 yield from self._call(marker)
         if self._space and not self.begun:
             self._deltas.append(Delta(self._space))
+
+    def _messages(self) -> Reading[None]:
+        try:
+            yield from harmony.read(self._text, self, with_tools=self._form is not None)
+        except MalformedError:
+            self._incomplete = True
 
     def _reasoning(self, start: Start) -> Reading[None]:
         self._text.mark()
@@ -102,11 +111,11 @@ class OutputParser:
         before = self._text.unmark()
         self.thinking = start == "reasoning" or bool(opened)
         if not opened:
-            self._emit(before)
+            self.emit(before)
         if not self.thinking:
             return
         starts = tuple(start for start in self._form.starts if start not in self._form.line_start) if self._form else ()
-        while marker := (yield from self._text.through((THINK_END, *starts), self._emit)):
+        while marker := (yield from self._text.through((THINK_END, *starts), self.emit)):
             if marker == THINK_END or (yield from self._drafted_call(marker)):
                 break
         self.thinking = False
@@ -117,14 +126,14 @@ class OutputParser:
         held = [start, (yield from self._text.space())]
         following = yield from self._text.peek()
         if following not in self._form.opening.get(start, following):
-            self._emit("".join(held))
+            self.emit("".join(held))
             return False
         ended = ""
         if not self._unended:
             ended = yield from self._text.through((THINK_END,), held.append)
             self._unended = not ended
         if ended or self._text.cut:
-            self._emit("".join(held))
+            self.emit("".join(held))
             return bool(ended)
         self._text.restore("".join(held))  # the model has forgotten to end its reasoning
         yield from self._text.one_of(start)
@@ -132,18 +141,18 @@ class OutputParser:
 
     def _call(self, start: str) -> Reading[bool]:
         """Reads a possible tool call after its start; returns whether it is one."""
-        assert self._form is not None
+        assert self._form is not None and self._form.read is not None
         begun = self.begun
         self._text.mark(len(start))
         try:
             yield from self._form.read(start, self._text, self, self._tools)
         except MalformedError:
-            self._emit(self._text.unmark())
+            self.emit(self._text.unmark())
             self._incomplete = self._text.at_end and self._text.cut and self.begun > begun
         return self.begun > begun
 
-    def _emit(self, text: str) -> None:
-        """Adds text that is not a call."""
+    def emit(self, text: str) -> None:
+        """Adds text that is not a call to the reasoning, or to the content."""
         if not text:
             return
         if self.thinking:

@@ -8,7 +8,7 @@ from parsing import wide
 
 from dflash_toolkit.sampling import Grammar
 from dflash_toolkit.serve.parsing import OutputParser, joined
-from dflash_toolkit.serve.parsing.forced import structural_tag, written_call
+from dflash_toolkit.serve.parsing.forced import after_reasoning, structural_tag, written_call
 from dflash_toolkit.serve.parsing.forms import FORMS
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -26,6 +26,7 @@ TOOLS: list[Any] = [
 STRICT = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
 BEGIN, END = "<|tool_calls_begin|>", "<|tool_calls_end|>"
 CALL, SEP, CALL_END = "<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>"
+TO = "<|channel|>commentary to=functions."
 DSML, DSML_END = "<|DSML|function_calls>\n", "\n</|DSML|function_calls>"
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}\n</tool_call>',
@@ -39,6 +40,7 @@ CALLS = {
     "deepseek_v31": f'{BEGIN}{CALL}weather{SEP}{{"city": "Ulm", "days": 3}}{CALL_END}{END}',
     "deepseek_v32": f'{DSML}<|DSML|invoke name="weather">\n<|DSML|parameter name="city" string="true">Ulm'
     '</|DSML|parameter>\n<|DSML|parameter name="days" string="false">3</|DSML|parameter>\n</|DSML|invoke>' + DSML_END,
+    "openai": f'{TO}weather <|constrain|>json<|message|>{{"city": "Ulm", "days": 3}}',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}]',
 }
 SECOND = {  # a call of the tool without a schema
@@ -51,18 +53,23 @@ SECOND = {  # a call of the tool without a schema
     "deepseek_v31": f'{BEGIN}{CALL}required{SEP}{{"x": [1]}}{CALL_END}{END}',
     "deepseek_v32": f'{DSML}<|DSML|invoke name="required">\n<|DSML|parameter name="x" string="false">1'
     f"</|DSML|parameter>\n</|DSML|invoke>{DSML_END}",
+    "openai": f'{TO}required <|constrain|>json<|message|>{{"x": [1]}}',
     "mistral": '[TOOL_CALLS][{"name": "required", "arguments": {"x": [1]}}]',
 }
-CALLS, SECOND = ({form: wide(text) for form, text in texts.items()} for texts in (CALLS, SECOND))
+CALLS, SECOND = (
+    {form: wide(text) if "deepseek" in form else text for form, text in texts.items()} for texts in (CALLS, SECOND)
+)
 BEGIN, END, DSML, DSML_END = map(wide, (BEGIN, END, DSML, DSML_END))
 TWO = {form: f"{call}\n{call}" for form, call in CALLS.items()} | {
     "llama3_json": f"{CALLS['llama3_json']}; {CALLS['llama3_json']}",
     "llama4_pythonic": f"{CALLS['llama3_json']}; {CALLS['llama3_json']}",
+    "openai": f"{CALLS['openai']}<|call|><|start|>assistant{CALLS['openai']}",
     "deepseek_v3": CALLS["deepseek_v3"].replace(END, "") + "\n" + CALLS["deepseek_v3"].replace(BEGIN, ""),
     "deepseek_v31": CALLS["deepseek_v31"].replace(END, "") + CALLS["deepseek_v31"].replace(BEGIN, ""),
     "deepseek_v32": CALLS["deepseek_v32"].replace(DSML_END, "\n") + CALLS["deepseek_v32"].replace(DSML, ""),
     "mistral": f"{CALLS['mistral'][:-1]}, {CALLS['mistral'].removeprefix('[TOOL_CALLS][')}",
 }
+START: dict[str, Any] = {"openai": "messages"}
 COMPILER = xgrammar.GrammarCompiler(
     xgrammar.TokenizerInfo(
         [bytes([byte]) for byte in range(256)] + [b""], xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256]
@@ -82,7 +89,7 @@ def allows(form: str, text: str, tools: Any = TOOLS, **options: Any) -> bool:
 def test_grammar_of_required_call_matches_the_parser(form: str) -> None:
     for text, count in ((CALLS[form], 1), (SECOND[form], 1), (TWO[form], 2)):
         assert allows(form, text, required=True)
-        parser = OutputParser(form=form, tools=TOOLS)
+        parser = OutputParser(START.get(form, "content"), form, TOOLS)
         message = joined(parser.feed(text) + parser.finish())
         assert (message.content, len(message.calls)) == ("", count)
     for text in ("", "Hello", f"Hello {CALLS[form]}", CALLS[form].replace("city", "town"), CALLS[form] + "Hello"):
@@ -92,7 +99,7 @@ def test_grammar_of_required_call_matches_the_parser(form: str) -> None:
 @forms
 def test_written_call_is_read_as_the_same_call(form: str) -> None:
     arguments = {"city": "Ulm", "days": 3, "x": [1, "é"], "y": "5"}
-    parser = OutputParser(form=form, tools=TOOLS)
+    parser = OutputParser(START.get(form, "content"), form, TOOLS)
     written = written_call(form, "weather", arguments)
     message = joined(parser.feed(written) + parser.finish())
     (call,) = message.calls
@@ -143,7 +150,7 @@ def test_without_parallel_calls_there_is_one(form: str) -> None:
 @forms
 def test_calls_are_free_unless_a_tool_is_strict(form: str) -> None:
     assert structural_tag(form, TOOLS) is None
-    for text in ("Hello", "", CALLS[form], f"Hello {TWO[form]}"):
+    for text in ("Hello", "", CALLS[form], f"Hello {CALLS[form] if form == 'openai' else TWO[form]}"):
         assert allows(form, text, STRICT)
     assert not allows(form, CALLS[form].replace("city", "town"), STRICT)
 
@@ -156,3 +163,15 @@ def test_reasoning_comes_before_the_call(form: str) -> None:
     assert allows(form, f"<think>{thought}{call}", required=True, start="either")
     assert allows(form, call, required=True, start="either")
     assert not allows(form, "<think>hm", required=True, start="either")
+
+
+def test_grammar_of_gpt_oss_applies_to_its_final_message() -> None:
+    tag = after_reasoning(Grammar("regex", "[0-9]{3}"), "messages")
+    final = "<|channel|>final<|message|>"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    matcher = xgrammar.GrammarMatcher(COMPILER.compile_structural_tag(tag.text))
+    assert all(matcher.accept_token(byte) for byte in f"{thought}{final}123".encode()) and matcher.accept_token(256)
+    assert allows("openai", thought + CALLS["openai"], required=True, start="messages")
+    assert not allows("openai", f"{thought}{final}Hello", required=True, start="messages")
+    matcher.reset()
+    assert not all(matcher.accept_token(byte) for byte in f"{final}12a".encode())

@@ -61,6 +61,11 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
     ("llama4_pythonic", f'{{"name": "weather", "parameters": {ARGUMENTS}}}', "", [WEATHER]),
     ("llama3_json", f'{{"name": "weather", "parameters": {ARGUMENTS}}}', "", [WEATHER]),
     ("llama3_json", f'<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}; {LLAMA}', "", [WEATHER, ...]),
+    ("openai", f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}", "", [WEATHER]),
+    ("openai", f" to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>", "", [WEATHER]),
+    ("openai", "<|channel|>commentary<|message|>Yes.<|end|><|start|>assistant to=functions.weather<|channel|>"
+     f"commentary json<|message|>{ARGUMENTS}<|call|><|start|>assistant<|channel|>commentary to=functions.now<|message|>"
+     "{}<|call|>", "Yes.", [WEATHER, NOW]),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{{}}", "", [WEATHER, NOW]),
     ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]', "", [WEATHER]),
 ]  # fmt: skip
@@ -68,6 +73,7 @@ ANSWERS = [(form, wide(text) if "deepseek" in form else text, *rest) for form, t
 
 
 def parse(form: str, *pieces: str, start: Any = "content", cut: bool = False) -> Message:
+    start = "messages" if form == "openai" else start
     parser = OutputParser(start, form, TOOLS)
     return joined([delta for piece in pieces for delta in parser.feed(piece)] + parser.finish(cut))
 
@@ -78,6 +84,30 @@ def test_texts_of_published_templates_are_read(form: str, text: str, content: st
     assert message.content == content
     found = [(call.name, json.loads(call.arguments)) for call in message.calls]
     assert [... if call is ... else one for one, call in zip(found, calls, strict=True)] == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>",
+         "Hello.", "Hm."),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|>"
+         "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+         "<|start|>assistant<|channel|>final<|message|>A <b>",
+         "I look.\nA <b>", "Hm.\nSo."),
+        ("<|channel|>commentary to=python code<|message|>print(1)<|call|>", "", "print(1)"),
+        ("<|channel|>analysis<|message|>Cut <|en", "", "Cut "), ("<|channel|>anal", "", ""),
+        ("Hello <b>", "Hello <b>", ""),
+        ("<|channel|>final<|message|>a<|start|>assistant<|channel|>final<|message|>b", "a\nb", ""),
+        ("<|channel|>commentary to=functions.now<|message|>no JSON<|call|>", "no JSON", ""),
+    ],
+)  # fmt: skip
+def test_channels_of_gpt_oss_are_reasoning_or_content(text: str, content: str, reasoning: str) -> None:
+    for pieces in ([text], list(text)):
+        assert plain(parse("openai", *pieces)) == (content, reasoning, [])
+    parser = OutputParser("messages")
+    without_tools = joined(parser.feed(text) + parser.finish())
+    assert (without_tools.content, without_tools.reasoning) == (content, reasoning)
 
 
 def test_every_form_has_a_text() -> None:
@@ -118,7 +148,9 @@ def test_no_prefix_of_an_answer_gives_half_a_call(form: str, text: str, content:
     for end in range(len(text)):
         read, _, found = plain(parse(form, text[:end]))
         assert all(isinstance(json.loads(arguments), dict) for _, arguments in found), text[:end]
-        if not found:
+        if form == "openai":
+            assert content.startswith(read)
+        elif not found:
             assert read == text[:end], "as it is"
         elif rest := read.removeprefix(content).strip():  # another call, which is cut before its name
             assert read.startswith(content) and text[:end].strip().endswith(rest)

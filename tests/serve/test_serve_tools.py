@@ -265,6 +265,7 @@ TEMPLATES = {
     wide("<|Assistant|></think><think>{{'<|tool_calls_begin|><|tool_call_begin|>'}}"): ("deepseek_v31", "qwen3"),
     wide('{% set dsml_token = "|DSML|" %}<{{ dsml_token }}function_calls>'): ("deepseek_v32", None),
     '<|header_start|>{{ \'{"name": function name, "parameters": dictionary}\' }}': ("llama4_pythonic", None),
+    "<|start|>assistant to=functions.{{ name }}<|channel|>commentary json<|message|>": ("openai", "openai_gptoss"),
     "[TOOL_CALLS] [{{ call | tojson }}]": ("mistral", None),
     '<|start_header_id|>{{ \'{"name": function name, "parameters": dictionary}\' }}': ("llama3_json", None),
     "<|start_header_id|>{{ m.content }}": (None, None),
