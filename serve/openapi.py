@@ -168,7 +168,8 @@ def document(
         schemas[name]["properties"]["model"] = {"enum": [*models, *[None] * optional]}
         if issubclass(body, GenerationRequest):
             for elsewhere in body.elsewhere:
-                schemas[name]["properties"][elsewhere] = {"const": None, "description": "Not a parameter of this route"}
+                unset = [*dict.fromkeys((None, body.model_fields[elsewhere].default))]
+                schemas[name]["properties"][elsewhere] = {"enum": unset, "description": "Not a parameter of this route"}
     for model in _models(Strict):
         if model.__name__ in schemas:
             _describe_undeclared(schemas[model.__name__], model, strict)

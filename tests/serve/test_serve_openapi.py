@@ -68,7 +68,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", TEXT | {"echo": True, "logprobs": 1, "max_tokens": 0}),
     ("/v1/completions", TEXT | {"prompt_logprobs": 1}),
     ("/v1/chat/completions", CHAT | {"prompt_logprobs": 0}),
-    ("/v1/responses", ITEMS | {"tools": FUNCTIONS, "store": False}),
+    ("/v1/responses", ITEMS | {"tools": FUNCTIONS, "store": False, "return_token_ids": False}),
     ("/v1/responses", ITEMS | {"input": [{"role": "user", "content": "a"}], "include": [LOGPROBS]}),
     ("/v1/responses", ITEMS | {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "now"}, "metadata": {}}),
     ("/v1/messages", MESSAGE),
