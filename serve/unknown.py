@@ -5,6 +5,7 @@ the log names it once. With `--strict-parameters` it is a 400 too.
 """
 
 import difflib
+import functools
 import itertools
 import logging
 import re
@@ -44,8 +45,7 @@ class Undeclared(NamedTuple):
 
     @property
     def reason(self) -> str:
-        near = difflib.get_close_matches(self.name[:MAX_NAME], self.owner.model_fields, 1)
-        return f"is not a parameter of this server; {f'did you mean `{near[0]}`?' if near else 'omit it'}"
+        return _reason(self.owner, self.name[:MAX_NAME])
 
 
 class UnknownFields:
@@ -87,6 +87,12 @@ class UnknownFields:
                 self._logged.add(listed[-1])
                 log.warning("ignored in requests: `%s` %s", listed[-1], reason)
         return listed
+
+
+@functools.lru_cache(1024)
+def _reason(owner: type[Strict], name: str) -> str:
+    near = difflib.get_close_matches(name, owner.model_fields, 1)
+    return f"is not a parameter of this server; {f'did you mean `{near[0]}`?' if near else 'omit it'}"
 
 
 def undeclared(model: Strict, path: str = "") -> Iterator[Undeclared]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import make_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit.data.conversations import conversation
@@ -75,6 +75,7 @@ plain = st.none() | st.booleans() | st.integers() | st.text()
 values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
 
+@settings(deadline=None)
 @given(values | values.map(json.dumps) | st.text(), st.sampled_from(sorted(TEMPLATES)))
 def test_no_arguments_are_refused(value: Any, kind: str) -> None:
     assert "[f" in rendered(TEMPLATES[kind], called(arguments=value))
