@@ -79,6 +79,23 @@ def test_signal_during_imports_ends_all_processes(
     assert list(folder.iterdir()) == []
 
 
+def test_killed_command_ends_its_processes_while_they_load(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    endless = tmp_path / "template"
+    os.mkfifo(endless)  # the processes wait here for ever
+    words = [sys.executable, "-m", "dflash_toolkit", "serve", *options(target_dir, drafter_dir)]
+    words += ["--chat-template", str(endless)]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, env=environment, start_new_session=True)
+    try:
+        wait_until(lambda: any(map(imports_torch, spawned(process.pid))))
+        process.kill()
+        process.wait()
+        wait_until(lambda: not in_session(process.pid))
+    finally:
+        for pid in in_session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
 LATER: dict[str, Callable[[Path], bool]] = {
     "sockets exist": lambda folder: any(folder.glob("tmp/dflash-*")),
     "engine listens": lambda folder: any(folder.glob("tmp/dflash-*/engine")),
