@@ -208,7 +208,9 @@ def check_built_in(config: "ServeConfig", given: Collection[str], passed: Sequen
             command = vllm_command(config, given)
             raise UserError(f"{name} is {count}, but the built-in engine uses one GPU; use vLLM: {command}")
     if external.adaptive_verification is not None:
-        raise UserError("adaptive_verification is an option of vllm; the built-in engine always adapts; remove it")
+        raise UserError(
+            "adaptive_verification is an option of vllm; remove it: the built-in engine chooses draft lengths itself"
+        )
     if python := external.engine_python:
         raise UserError(f"engine_python is {python}, but no other engine is chosen; add --engine vllm or sglang")
     if passed:

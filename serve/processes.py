@@ -20,6 +20,7 @@ from dflash_toolkit.config import UnsupportedModel, UserError, one_line
 from dflash_toolkit.runtime.wire import Channel, Info, Lost
 
 from .access import set_up_logs
+from .report_options import check_target
 from .server import share_address
 from .signals import NUMBERS, Signals, kill
 
@@ -262,6 +263,10 @@ def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
     transformers.utils.logging.disable_progress_bar()  # errors are one line
     model = config.target, config.drafter, config.device, config.dtype
     engine, _ = load_engine(*model, config.runtime, config.chat_template)
+    if config.from_report is not None:
+        weights = engine.runner.target
+        dtype = str(weights.embedding.dtype).removeprefix("torch.")
+        check_target(config.from_report, weights.parameter_views(stacked=True).items(), dtype)
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
     loop = EngineLoop(engine, path, channel.socket)

@@ -1,14 +1,19 @@
 """Takes options of dflash-serve from the recommendation in a report of dflash-eval."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.report.schema import read_report
 
 from .config import OWN, ServeConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RUNTIME = "engine"  # `runtime` in reports of our engine
 
 DRAFTING = {"num_speculative_tokens", "draft_tree", "draft_tree_width"}  # given ones replace all of the report's
 
@@ -53,6 +58,22 @@ def other_target(path: str, target: str) -> str | None:
         os.path.normpath(target)
     )
     return None if same else measured
+
+
+def check_target(path: str, tensors: Iterable[tuple[str, "Tensor"]], dtype: str) -> None:
+    """Checks that a report of our engine was measured with these weights. Raises UserError if not."""
+    from dflash_toolkit.fingerprint import sample_digest
+
+    report = read_report(Path(path))
+    arguments = report["arguments"]
+    measured = arguments.get("target_sample_sha256")
+    if arguments["runtime"] != RUNTIME or report["environment"]["dtype"] != dtype or measured is None:
+        return  # other names or other rounding
+    if sample_digest(tensors) != measured:
+        raise UserError(
+            f"from_report is {path}, which was measured with other weights of the target; measure this one with "
+            f"dflash-eval"
+        )
 
 
 def _check_drafter(path: str, drafter: str, measured: str | None) -> None:

@@ -53,6 +53,10 @@ def _speculative(flag: str, value: str) -> list[str]:
         drafter, method = given.pop("model"), given.pop("method", "dflash")
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise UserError(f'{flag} {value}: must be {{"model": DRAFTER, "num_speculative_tokens": N}}') from error
+    if given.pop("enable_adaptive_verification", False):
+        _unneeded("draft lengths are chosen at run time unless num_speculative_tokens is given")(
+            "enable_adaptive_verification", ""
+        )
     flags = {"num_speculative_tokens": "--num-speculative-tokens", "draft_sample_method": "--draft-sample-method"}
     values = {own: given.pop(key, None) for key, own in flags.items()}
     words = [word for own, each in values.items() if each is not None for word in (own, str(each))]

@@ -98,6 +98,8 @@ def test_bad_input_prints_one_line(argv: list[str], expected: str, capsys: pytes
          ["--target", "m", "--allowed-origins", "http://a", "*", "--root-path", "/v"], 0),
         (["m", "--speculative-config", '{"method": "dflash", "model": "d", "num_speculative_tokens": 7}'],
          ["--target", "m", "--drafter", "d", "--num-speculative-tokens", "7"], 0),
+        (["m", "--speculative-config", '{"model": "d", "enable_adaptive_verification": true}'],
+         ["--target", "m", "--drafter", "d"], 1),
         (["m", "--speculative-config", '{"model": "d", "draft_sample_method": "probabilistic"}'],
          ["--target", "m", "--drafter", "d", "--draft-sample-method", "probabilistic"], 0),
     ],

@@ -1,18 +1,23 @@
 """`dflash-serve --from-report`: options that a report of dflash-eval recommends, for every engine."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import make_drafter, make_target
+from damage import damage
+from forked import fork_processes
 from other_engines import NEWEST, parse
 from refusals import refusal
+from safetensors.torch import load_file
 
 from dflash_toolkit import UserError, save_drafter
 from dflash_toolkit.evaluation.cli import main as evaluate
+from dflash_toolkit.runtime import load_engine
 from dflash_toolkit.serve import cli, external
-from dflash_toolkit.serve.report_options import other_target, recommended
+from dflash_toolkit.serve.report_options import check_target, other_target, recommended
 
 ADVICE = {"use_drafter": True, "num_speculative_tokens": 5, "max_concurrency": 4}
 FIGURES = {"tokens_per_second": 9.0, "over_blocks": 1.0, "over_blocks_ci95": None, "command": "dflash-serve"}
@@ -111,6 +116,23 @@ def test_a_report_of_another_target_is_a_warning(measured: dict[str, Any], targe
     path = written(measured, tmp_path)
     assert other_target(path, str(target_dir)) is other_target(path, f"/copied/{target_dir.name}/") is None
     assert other_target(path, "Qwen/Qwen3-8B") == str(target_dir)
+
+
+def test_a_report_of_other_target_weights_is_refused(
+    measured: dict[str, Any], target_dir: Path, drafter_dir: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The engine compares the weights that it has loaded."""
+    path = written(measured, tmp_path, **ADVICE)
+    engine, _ = load_engine(str(target_dir), None, "cpu")
+    check_target(path, engine.runner.target.parameter_views(stacked=True).items(), "float32")
+    other = Path(shutil.copytree(target_dir, tmp_path / target_dir.name))
+    norm = "model.layers.2.input_layernorm.weight"
+    damage(other / "model.safetensors", {norm: load_file(other / "model.safetensors")[norm] + 1})
+    fork_processes(monkeypatch)
+    argv = ["--target", str(other), "--drafter", str(drafter_dir), "--from-report", path, "--port", "0"]
+    assert cli.main([*argv, "--device", "cpu"]) == 2
+    assert "measured with other weights of the target" in capsys.readouterr().err
 
 
 def test_a_report_without_recommendation_is_refused(
