@@ -37,7 +37,7 @@ from scripts.fuzz_cases import Case, Cases, request
 
 ANSWER_S = 120.0  # longest wait for an expected answer
 PATIENCE_S = 1.0  # wait for an answer to broken HTTP, which the server may take for an unfinished request
-MAX_STALL = 15  # processor time that a thread may take before /health is answered, in units of `loop_seconds`
+MAX_STALL = 25  # processor time that a thread may take before /health is answered, in units of `loop_seconds`
 MAX_PEAK, MAX_GROWTH = 512, 256  # MiB that the server may take in addition, for a while and at the end
 MIB = 1 << 20
 LAST = re.compile(rb"data: \[DONE\]|^event: (response\.(completed|incomplete)|message_stop)\b", re.MULTILINE)

@@ -88,7 +88,7 @@ def hostile(dice: random.Random, kind: str = "", large: float = 0.15) -> bytes:
             lambda: (
                 b'"' + dice.choice([b"a", b" ", b"\\n", b"\\\\", b"\xc3\xa9", b"\\ud83d\\ude00"]) * (size // 4) + b'"'
             ),
-            lambda: b'"' + dice.choice([b"a", b"(", b"\xff"]) * size + b'"',
+            lambda: b'"' + dice.choice([b"a", b"(", b"[", b"{'a':", b"-", b"9", b"\xff"]) * min(size, 700_000) + b'"',
         ],
         "array": [
             lambda: dice.choice([b"[]", b"[[]]", b"[null]", b"[{}]"]),

@@ -194,8 +194,8 @@ class Soak:
                 raise UserError(f"{json.dumps(body)[:300]}: {reply.text[:300]}")
             answers.append(text_of(path, reply.json()["choices"][0]))
 
-    async def one(self, client: httpx.AsyncClient, kind: str | None = None) -> None:
-        """Sends one request, of a random kind by default."""
+    async def one(self, client: httpx.AsyncClient, kind: str | None = None) -> bool:
+        """Sends one request, of a random kind by default; returns False if it was lost to a disturbance."""
         kinds = ("whole", "streamed", "slow", "leaves", "several", "refused", "garbage", "responses")
         kind = kind or self.dice.choices(kinds, (30, 30, 5, 12, 5, 10, 4, 4))[0]
         began = time.monotonic()
@@ -207,8 +207,9 @@ class Soak:
         if outcome is not None:
             if began < self.disturbed_until:
                 self.counts["lost to the disturbance"] += 1
-            else:
-                self.failures.append(f"{kind}: {outcome}")
+                return False
+            self.failures.append(f"{kind}: {outcome}")
+        return True
 
     def _pick(self) -> tuple[int, str, dict[str, Any]]:
         number = self.dice.randrange(len(self.asked))
@@ -329,8 +330,10 @@ async def soak(args: argparse.Namespace, server: Server, result: dict[str, Any])
                 nonlocal left
                 while left > 0:
                     left -= 1
-                    await state.one(client)
-                    bar.advance()
+                    if await state.one(client):
+                        bar.advance()
+                    else:
+                        left += 1  # all requests of the result have met a server
                     if time.monotonic() < state.disturbed_until:
                         await asyncio.sleep(1.0)  # clients wait while the server is down
 
@@ -366,7 +369,7 @@ async def soak(args: argparse.Namespace, server: Server, result: dict[str, Any])
         result["seconds"] = time.monotonic() - began
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:  # the other one's connections are closed
         result["held"] = await settled(client)
-    await fuzz.settled_memory(watch)
+    watch.after = await fuzz.settled_memory(watch)
     figures["after"] = server.figures()
     await asyncio.to_thread(server.stop)
     result |= {"counts": dict(state.counts), "figures": figures, "exit_codes": server.codes}

@@ -31,6 +31,7 @@ from .thread_pools import CLIENT_CLOSED_REQUEST, ThreadPools, unless_disconnecte
 from .tokenizing import Encoder
 from .unknown import UnknownFields
 
+MAX_LOGPROBS_OF_ANSWERS = 1 << 23  # of several whole answers, likewise; they are in memory until the last one ends
 MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
 Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # with the index of the answer; None ends it
 log = logging.getLogger("dflash_toolkit.serve")
@@ -106,6 +107,12 @@ class Service:
         if params.prompt_logprobs is not None and scores > MAX_PROMPT_LOGPROBS:
             message = f"{scores} log-probabilities of prompts are requested; request at most {MAX_PROMPT_LOGPROBS}"
             raise ApiError(400, message, param="echo" if body.prompt_logprobs is None else "prompt_logprobs")
+        answers = len(prompts) * body.answers
+        scores = answers * params.max_tokens * (1 + (params.logprobs or 0))
+        if params.logprobs is not None and answers > 1 and not body.stream and scores > MAX_LOGPROBS_OF_ANSWERS:
+            message = f"{answers} answers of up to {params.max_tokens} tokens have {scores} log-probabilities"
+            message += f"; request at most {MAX_LOGPROBS_OF_ANSWERS}, or set `stream: true`"
+            raise ApiError(400, message, param="max_tokens")
         found = []
         for ids in prompts:
             if (wanted := body.requested_tokens) is not None and len(ids) < limit < len(ids) + wanted:
@@ -194,8 +201,9 @@ class Service:
                     where["prompt_logprobs"] = prompt_logprobs(self._strings, ids, scores, body.prompt_logprobs)
             return Response(msgspec.json.encode(found), media_type="application/json")
 
-        # in a thread, so that other answers do not wait while a long prompt's log-probabilities are encoded
-        return await asyncio.to_thread(reply) if body.best_prompt_tokens() is not None else reply()
+        # in a thread, so that other answers do not wait while many log-probabilities are encoded
+        scored = replies.strings is not None or body.best_prompt_tokens() is not None
+        return await asyncio.to_thread(reply) if scored else reply()
 
     async def _pieces(self, requests: list[PreparedRequest], answers: list[Answer]) -> Pieces:
         """Yields the pieces of the answers as they arrive, and counts how each answer ends."""

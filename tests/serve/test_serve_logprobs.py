@@ -1,5 +1,6 @@
 """Log-probabilities in replies: one for every token, equal to the target's, and sent with the token's text."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from conftest import EOS, VOCAB
 from hypothesis import example, given
 from hypothesis import strategies as st
-from live_server import chat, client_of, complete, make_engine, serving
+from live_server import chat, client_of, complete, make_engine, refusal, serving
 from openai import OpenAI
 from token_texts import (
     BYTE_OF,
@@ -29,6 +30,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.generation import TokenLogprobs
 from dflash_toolkit.runtime import Progress
+from dflash_toolkit.serve import replies
 from dflash_toolkit.serve.answer import Answer, AnswerOptions
 from dflash_toolkit.serve.logprobs import FLOOR, AnswerToken, TokenStrings, chat_logprobs, text_logprobs
 
@@ -117,6 +119,26 @@ def test_logprobs_are_null_unless_requested(client: OpenAI) -> None:
     assert chat(client, logprobs=False).choices[0].logprobs is None
     assert complete(client).choices[0].logprobs is None
     assert {logprobs for _, logprobs in streamed(chat(client, stream=True))} == {None}
+
+
+def test_many_logprobs_of_several_whole_answers_are_refused(client: OpenAI) -> None:
+    """They would be in memory until the last answer ends; those of one answer are bounded by the context."""
+    many = {"n": 128, "prompt": ["a", "b"] * 4, "logprobs": 20, "max_tokens": 400}
+    message = refusal(complete, client, **many).message
+    assert "1024 answers of up to 400 tokens have 8601600 log-probabilities; request at most 8388608" in message
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_logprobs_are_encoded_in_a_thread(client: OpenAI, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other clients would wait for those of a hundred answers."""
+    threads = list[str]()
+    for name in ("chat_logprobs", "text_logprobs"):
+        real = getattr(replies, name)
+        monkeypatch.setattr(
+            replies, name, lambda *args, real=real: threads.append(threading.current_thread().name) or real(*args)
+        )
+    ask(client, logprobs=True if ask is chat else 2, max_tokens=2)
+    assert len(threads) == 1 and threads[0].startswith(("asyncio_", "uvloop_"))
 
 
 def test_completions_accept_the_name_top_logprobs(client: OpenAI) -> None:
