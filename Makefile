@@ -88,10 +88,12 @@ mutate: $(READY) ## plant faults in the core modules and count those that the te
 # z-lab's client pins its own transformers, so it runs as a subprocess in a separate environment.
 # vLLM and SGLang parse the command lines of `dflash-serve --engine`, and vLLM loads drafters for every architecture; their
 # packages are installed without dependencies for computing (400 MB).
-# lm-eval measures a tiny target through the server. Each other client has its own environment, with our torch.
+# lm-eval measures a tiny target through the server. Each client has its own environment; those of CLIENTS use our torch.
 PEERS_SITE := .venv-peers/site
 LM_EVAL := .venv-peers/lm-eval
 CLIENTS := schemathesis==4.32.5 guidellm==0.8.1 aiperf==0.13.0 litellm==1.110.2 anthropic==2.14.0
+LIBRARIES := openai==3.57.0 langchain-openai==1.7.4 llama-index-llms-openai-like==0.8.1 instructor==1.17.0 \
+    openai-agents==0.24.0 aider-chat==0.86.2
 PARSERS := vllm==0.33.0 sglang==0.5.23 aiohappyeyeballs aiohttp aiosignal attrs cachetools cbor2 cloudpickle frozenlist \
     ipython llguidance multidict openai_harmony orjson partial_json_parser pillow propcache pybase64 pyzmq traitlets yarl
 test-peers: $(READY) ## check against z-lab's client (run `make demo` first), vLLM's loader, vLLM's and SGLang's parsers, lm-eval and other clients
@@ -101,8 +103,9 @@ test-peers: $(READY) ## check against z-lab's client (run `make demo` first), vL
 	test -d $(PEERS_SITE)/sglang || $(BIN)/python -m pip install --quiet --no-deps --target $(PEERS_SITE) $(PARSERS)
 	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
 	$(LM_EVAL)/bin/python -m pip install --quiet 'lm_eval[api]==0.4.13' transformers==5.24.0
-	for client in $(CLIENTS); do at=.venv-peers/clients/$${client%%==*}; test -x $$at/bin/python || $(PYTHON) -m venv $$at || exit 1; \
-	    $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $$at/lib/python3*/site-packages)/ours.pth; \
+	for client in $(CLIENTS) $(LIBRARIES); do at=.venv-peers/clients/$${client%%==*}; \
+	    test -x $$at/bin/python || $(PYTHON) -m venv $$at || exit 1; case " $(CLIENTS) " in *" $$client "*) \
+	    $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $$at/lib/python3*/site-packages)/ours.pth;; esac; \
 	    $$at/bin/python -m pip install --quiet $$client || exit 1; done
 	DFLASH_LM_EVAL=$(LM_EVAL)/bin/python DFLASH_PEERS_CLIENTS=.venv-peers/clients \
 	DFLASH_PEERS_SITE=$(PEERS_SITE) DFLASH_PEERS_PYTHON=.venv-peers/bin/python $(BIN)/python -m pytest -q -m peers

@@ -34,7 +34,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def url(target: Target) -> Iterator[str]:
-    with serving(make_engine(target, make_drafter(target), max_model_len=512)) as url:
+    with serving(make_engine(target, make_drafter(target), max_model_len=4096)) as url:
         yield url
 
 
@@ -142,11 +142,31 @@ def test_guidellm_measures(url: str, tokenizer: str, tmp_path: Path) -> None:
     assert benchmark["metrics"]["output_token_count"]["successful"]["mean"] == 10
 
 
-def test_litellm_reads_chats_streams_calls_and_responses(url: str) -> None:
-    script = str(ROOT / "scripts/peers/litellm_calls.py")
-    found = json.loads(run(program("litellm", "python"), script, url, "org/tiny").splitlines()[-1])
-    assert found["chat"] == found["streamed"] == found["response"] == SAYS["a"]
-    assert found["calls"] == ["weather", "now"] and found["usage"] > 0
+@pytest.mark.parametrize(
+    "client", ["openai", "langchain-openai", "litellm", "llama-index", "instructor", "openai-agents"]
+)
+def test_client_reads_chats_calls_and_shapes(url: str, client: str) -> None:
+    """The newest releases; each also sends back what it got, with the results of the calls."""
+    package = {"llama-index": "llama-index-llms-openai-like"}.get(client, client)
+    script = str(ROOT / "scripts/peers/client_calls.py")
+    found = json.loads(run(program(package, "python"), script, client, url, "org/tiny", PYTHONPATH="").splitlines()[-1])
+    shapes = [found.pop(name) for name in ("shape", "called") if name in found]
+    shapes += [found.pop("response")] if client == "instructor" else []
+    assert all(shape["kind"] in ("x", "y") and isinstance(shape["sure"], bool) for shape in shapes)
+    assert found.pop("calls", ["weather", "now"]) == ["weather", "now"]
+    assert found.pop("unthought", SAYS["</think>"]) == SAYS["</think>"]
+    assert set(found.values()) <= {SAYS["a"]} and (shapes or found)
+
+
+def test_aider_gets_an_answer(url: str, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("print(1)\n")
+    printed = run(
+        program("aider-chat", "aider"), "--model", "openai/org/tiny", "--yes-always", "--no-git", "--map-tokens", "0",
+        "--edit-format", "ask", "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-pretty",
+        "--message", "Please: a", str(tmp_path / "code.py"),
+        OPENAI_API_BASE=f"{url}/v1", OPENAI_API_KEY="none", HOME=str(tmp_path), PYTHONPATH="",
+    )  # fmt: skip
+    assert re.search(r"^Tokens: \d+ sent, [1-9]\d* received", printed, re.M) and "litellm." not in printed
 
 
 def test_anthropic_reads_messages_streams_thinking_and_calls(url: str) -> None:
