@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Generator
 
-from .reading import Buffer, Emit, MalformedError, Reading, begun
+from .reading import Buffer, Emit, MalformedError, Reading, any_of, begun
 
 QUOTES = ('"', "'")
 PLAIN = re.compile(r"""[^"'\\\x00-\x1f]+""")  # characters of a string that need no escape
@@ -168,14 +168,16 @@ class Text(Buffer):
         read = "".join(pieces)
         return read if end else read[: len(read) - begun(read, self.ends)]
 
-    def _string(self, emit: Emit) -> Reading[None]:
+    def _string(self, to: Emit) -> Reading[None]:
         quote = self._buffer[self._at]
         self._at += 1
-        emit('"')
+        to('"')
+        inside = _StringText(to, self.ends)
+        emit = inside.add
         while character := (yield from self.peek()):
             if character == quote and (yield from self._closes()):
                 self._at += 1
-                emit('"')
+                to(f'{inside.held}"')
                 return
             if character == "\\":
                 yield from self._escape(emit)
@@ -188,7 +190,7 @@ class Text(Buffer):
                 self._at += 1
         if self.cut:
             raise MalformedError
-        emit('"')
+        to('"')
 
     def _closes(self) -> Generator[None, None, bool]:
         """Returns whether the quote here ends its string: JSON goes on after it."""
@@ -214,6 +216,40 @@ class Text(Buffer):
         else:
             emit("\\\\" if escape[1] != "'" else "")
             self._at += 1
+
+
+class _StringText:
+    """Emits the JSON of a string's text, but holds back what may be the end of a call whose last quote is missing.
+
+    Args:
+        ends: markers that end a call.
+    """
+
+    def __init__(self, emit: Emit, ends: tuple[str, ...]) -> None:
+        self._emit, self._ends = emit, ends
+        self._closing, self._marker = "", ""  # brackets and white space; start of a marker after them
+        self._rest: list[str] = []  # a marker, and all text after it
+
+    @property
+    def held(self) -> str:
+        return self._closing + self._marker + "".join(self._rest)
+
+    def add(self, piece: str) -> None:
+        """Adds text without control characters; a line break and an escape are pieces of their own."""
+        if self._rest:
+            self._rest.append(piece)
+            return
+        text = self._marker + piece
+        found = any_of(self._ends).search(text) if self._ends else None
+        end = found.start() if found else len(text) - begun(text, self._ends)
+        final = "" if text == "\\n" else text[:end].rstrip("]} ")
+        if final:
+            self._emit(self._closing + final)
+            self._closing = ""
+        self._closing += text[len(final) : end]
+        self._marker = text[end:]
+        if found:
+            self._rest, self._marker = [self._marker], ""
 
 
 def mended(text: str) -> str | None:

@@ -5,10 +5,14 @@ import json
 from typing import Any
 
 import pytest
+from conftest import EOS
 from hypothesis import given
 from hypothesis import strategies as st
 from parsing import HERMES, LLAMA, TOOLS, plain, wide
+from token_texts import BYTES, cut, cuts, encode
 
+from dflash_toolkit.runtime import Progress
+from dflash_toolkit.serve.answer import Answer, AnswerOptions
 from dflash_toolkit.serve.parsing import Message, OutputParser, joined
 from dflash_toolkit.serve.parsing.forms import FORMS
 
@@ -160,6 +164,28 @@ def test_no_prefix_of_an_answer_gives_half_a_call(form: str, text: str, content:
         for (_, opened), (_, closed) in zip(cut, found, strict=True):
             assert closed == opened or not _is_json(opened)
         assert cut_read == read
+
+
+@given(answer=texts, cuts=cuts, reason=st.sampled_from(["stop", "length"]), share=st.floats(0, 1))
+def test_tokens_within_a_character_do_not_change_calls(answer: Any, cuts: list[int], reason: Any, share: float) -> None:
+    """Each token is a byte, so that a step may end within a character."""
+    form, text = answer
+    ids = encode(text)[: int(share * len(text.encode()))]
+
+    def play(steps: list[list[int]]) -> Any:
+        parser = OutputParser("messages" if form == "openai" else "content", form, TOOLS)
+        answer = Answer(BYTES, 1, AnswerOptions(), parser)
+        last = (EOS,) if reason == "stop" else ()
+        ends = [*([None] * (len(steps) - 1)), reason]
+        pieces = [
+            answer.add(Progress((*step, *(last if end else ())), None, end))
+            for step, end in zip(steps, ends, strict=True)
+        ]
+        return plain(joined(delta for piece in pieces for delta in piece.deltas or ())), answer.reason
+
+    whole, finish_reason = play([ids])
+    assert play(cut(ids, cuts) or [[]]) == (whole, finish_reason) == play([[token] for token in ids] or [[]])
+    assert finish_reason == ("tool_calls" if whole[2] and reason == "stop" else reason)
 
 
 def _is_json(text: str) -> bool:

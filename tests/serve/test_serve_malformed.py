@@ -92,6 +92,13 @@ def test_arguments_that_the_model_does_not_end_are_closed(written: str, meant: A
     assert (content, json.loads(arguments)) == ("", meant)
 
 
+def test_string_without_its_last_quote_ends_before_the_call() -> None:
+    for end in ("}}\n</tool_call>", "}}</tool_call>\n", "}", "\n</tool_", ""):
+        text = f'<tool_call>\n{{"name": "now", "arguments": {{"a": "b \\\\n{{}}.{end}'
+        for pieces in ([text], list(text)):
+            assert plain(parse("hermes", *pieces)) == ("", "", [("now", '{"a": "b \\\\n{}."}')]), end
+
+
 def test_text_within_a_call_after_its_arguments_is_dropped() -> None:
     message = parse("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}} or so</tool_call> Done.')
     assert plain(message) == (" Done.", "", [("now", '{"a": 1}')])
