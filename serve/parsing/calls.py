@@ -1,4 +1,4 @@
-"""What all forms of tool calls share."""
+"""The description of a form of tool calls, and helpers for reading it."""
 
 import re
 import secrets

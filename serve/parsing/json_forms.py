@@ -1,11 +1,11 @@
-"""Forms of tool calls whose arguments are JSON."""
+"""Forms of tool calls with arguments in JSON."""
 
 import json
 import re
 
 from .calls import NAME, Calls, Tools, named, skip
 from .reading import MalformedError, Reading
-from .values import QUOTES, Text, mended
+from .values import QUOTES, Text, repaired
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -160,7 +160,7 @@ def _object(value: str) -> str:
         if read in (None, ""):
             return "{}"
         if isinstance(read, str):
-            found = read if _is_json(read) else mended(read) or ""
+            found = read if _is_json(read) else repaired(read) or ""
             if found.startswith("{"):
                 return found.encode().decode()  # raises for a lone surrogate
     except (ValueError, RecursionError):

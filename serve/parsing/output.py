@@ -11,7 +11,7 @@ from .reading import MalformedError, Reading
 from .values import Text
 
 THINK, THINK_END = "<think>", "</think>"
-# what an answer begins with; either: <think> is optional; messages: all of it has gpt-oss's harmony format
+# the start of an answer; either: <think> is optional; messages: all of it has gpt-oss's harmony format
 Start = Literal["content", "reasoning", "either", "messages"]
 
 
@@ -20,7 +20,7 @@ class OutputParser:
 
     Drops only markers, and white space around tool calls. A call that cannot be read stays in the content. Once a part
     of a call's arguments has been sent, they become valid JSON, whatever follows. Only `finish(cut=True)` leaves them
-    incomplete, as other servers do, so that no client runs a call whose values are cut.
+    incomplete, as other servers do, so that no client runs a call with cut values.
 
     A call within the reasoning is part of the reasoning. If the reasoning never ends, it is a call.
 

@@ -71,7 +71,7 @@ def _through_brackets(text: Text, open_: str) -> Reading[str]:
 def _calls_of(written: str) -> list[tuple[str, str]]:
     """Returns the names and the JSON of the arguments of a list of calls. Raises MalformedError."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of unknown escapes in strings
+        with warnings.catch_warnings(action="ignore"):  # unknown escapes in strings
             parsed = ast.parse(written, mode="eval").body
         if isinstance(parsed, ast.List):
             return [_call_of(node) for node in parsed.elts]

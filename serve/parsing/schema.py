@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .values import INTEGER, mended, number
+from .values import INTEGER, number, repaired
 
 TYPES = {
     "null": type(None),
@@ -67,7 +67,7 @@ def as_json(value: str, schema: Any, root: Any) -> str:
     if "boolean" in types and bare.lower() in ("true", "false"):
         return bare.lower()
     # a text that may also stay a string is not corrected
-    for found in (bare, None if "string" in types else mended(bare)) if types & {"object", "array"} else ():
+    for found in (bare, None if "string" in types else repaired(bare)) if types & {"object", "array"} else ():
         try:
             read = json.loads(found or "", strict=False, parse_constant=_refuse)
             text = json.dumps(read, ensure_ascii=False, allow_nan=False)

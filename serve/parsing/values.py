@@ -193,7 +193,7 @@ class Text(Buffer):
         to('"')
 
     def _closes(self) -> Generator[None, None, bool]:
-        """Returns whether the quote here ends its string: JSON goes on after it."""
+        """Returns whether the quote here ends its string, because JSON follows."""
         while True:
             after = SPACE.match(self._buffer, self._at + 1)
             assert after is not None
@@ -219,7 +219,7 @@ class Text(Buffer):
 
 
 class _StringText:
-    """Emits the JSON of a string's text, but holds back what may be the end of a call whose last quote is missing.
+    """Emits the JSON of a string's text, but holds back a possible end of the call.
 
     Args:
         ends: markers that end a call.
@@ -252,7 +252,7 @@ class _StringText:
             self._rest, self._marker = [self._marker], ""
 
 
-def mended(text: str) -> str | None:
+def repaired(text: str) -> str | None:
     """Returns the JSON of a text that is nearly JSON, or a Python literal; None if it is not one whole value."""
     read, pieces = Text(text.strip()), list[str]()
     read.ended = read.cut = True

@@ -10,13 +10,13 @@ from .calls import NAME, Calls, Tools, named, skip
 from .json_forms import TOOL_CALL, TOOL_CALL_END
 from .reading import MalformedError, Reading
 from .schema import as_json, is_text
-from .values import Text, mended
+from .values import Text, repaired
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 ARG_KEY, ARG_KEY_END, ARG_VALUE, ARG_VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 DSML = "\uff5cDSML\uff5c"
-DSML_CALLS = (f"<{DSML}function_calls>", f"<{DSML}tool_calls>")  # of DeepSeek V3.2 and V4
+DSML_CALLS = (f"<{DSML}function_calls>", f"<{DSML}tool_calls>")  # DeepSeek V3.2 and V4
 DSML_CALLS_END = (f"</{DSML}function_calls>", f"</{DSML}tool_calls>")
 INVOKE, INVOKE_END = f"<{DSML}invoke", f"</{DSML}invoke>"
 DSML_PARAMETER, DSML_PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
@@ -136,7 +136,7 @@ def _value(text: Text, calls: Calls, markup: Markup, schema: Any, root: Any, is_
     else:
         end = yield from text.through(markup.value_ends, pieces.append, whole=True)
         read = "".join(pieces)
-        value = (is_string is False and mended(read)) or as_json(read, schema, root)
+        value = (is_string is False and repaired(read)) or as_json(read, schema, root)
     if not end and text.cut:
         raise MalformedError
     calls.arguments(value)
