@@ -72,7 +72,7 @@ GARBAGE = [
 ]  # fmt: skip
 
 
-def hostile(dice: random.Random, kind: str = "", large: float = 0.15) -> bytes:
+def hostile(dice: random.Random, kind: str = "", large: float = 0.25) -> bytes:
     """Returns the JSON, or almost JSON, of a hostile value.
 
     Args:

@@ -5,7 +5,6 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from fastapi.testclient import TestClient
 from forked import Command
 from live_server import LATE_S, make_engine
 from reciting import make_reciting
-from servers import stand_in
 
 from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.serve.endpoints.chat import ChatRequest
@@ -125,21 +123,25 @@ def test_each_rule_of_an_answer_can_be_broken(
     assert found is None if broken is None else broken in (found or "")
 
 
-def test_a_busy_loop_before_health_is_a_failure() -> None:
-    def answer(asked: BaseHTTPRequestHandler, content: bytes) -> tuple[int, bytes, dict[str, str]]:
-        until = time.thread_time() + 2 * fuzz.MAX_STALL * fuzz.loop_seconds()
+def test_a_busy_loop_before_health_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "MAX_STALL", 5)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        until = time.thread_time() + 3 * fuzz.MAX_STALL * fuzz.loop_seconds()
         while time.thread_time() < until:
             pass
-        return 200, b"", {}
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
-    async def watched(url: str) -> list[str]:
-        watch = fuzz.Watch(url, os.getpid())
-        watching = asyncio.create_task(watch.run())
-        while not watch.asked:
-            await asyncio.sleep(0.01)
-        watching.cancel()
-        return watch.failures
+    async def watched() -> list[str]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            watch = fuzz.Watch(f"http://127.0.0.1:{port}", os.getpid())
+            watching = asyncio.create_task(watch.run())
+            while not watch.asked:
+                await asyncio.sleep(0.01)
+            watching.cancel()
+            return watch.failures
 
-    with stand_in(answer) as url:
-        (failure,) = asyncio.run(watched(url))
+    (failure,) = asyncio.run(watched())
     assert "loops of processor time" in failure
