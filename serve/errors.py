@@ -9,7 +9,11 @@ from dflash_toolkit.runtime import EngineClosedError, RequestFailedError
 
 from .protocol import ApiError, clipped
 
-RETRY_S = {"engine_restarting": 5, "server_shutting_down": 5}  # seconds until a client should try again
+RETRY_S = {
+    "engine_restarting": 5,
+    "server_shutting_down": 5,
+    "grammar_queue_timeout": 5,
+}  # seconds until a client should try again
 
 
 class LateError(Exception):

@@ -270,6 +270,7 @@ def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
     loop = EngineLoop(engine, path, channel.socket)
+    loop.compiling.prepare()
     gc.collect()
     gc.freeze()  # these objects stay; collecting them repeatedly would pause every answer
     channel.send(info_of(engine))

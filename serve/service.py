@@ -15,8 +15,8 @@ from fastapi.responses import Response, StreamingResponse
 from dflash_toolkit.config import UserError
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
-from dflash_toolkit.runtime.client import PreparedRequest
-from dflash_toolkit.sampling import BiasError, Grammar, GrammarError
+from dflash_toolkit.runtime.client import CompileQueueError, PreparedRequest
+from dflash_toolkit.sampling import BiasError, Grammar, GrammarError, SamplingParams
 
 from .answer import Answer, AnswerOptions, Piece, speculative_decoding, usage
 from .errors import LateError, as_api_error
@@ -76,18 +76,18 @@ class Service:
         body: GenerationRequest,
         prompts: Sequence[list[int]],
         param: str,
-        key: str,
+        request: Request,
         grammar: tuple[str, Grammar] | None,
     ) -> list[PreparedRequest]:
         """Prepares one engine request for each answer to each prompt; each has its own seed.
 
         Args:
             param: the body's parameter that holds the prompt.
-            key: number of the API key.
+            request: it ends the preparation when its client leaves.
             grammar: the parameter that sets a grammar, and the grammar.
 
         Raises:
-            ApiError: (400) it cannot be decoded; (429) the queue is full.
+            ApiError: (400) it cannot be decoded; (429) a queue is full; (503) its grammar has waited too long.
         """
         if self._open.total + len(prompts) * body.answers > self._max_open:
             message = f"{self._open.total} answers are running or waiting; try again later"
@@ -100,7 +100,7 @@ class Service:
         if body.priority and not self._priorities:  # otherwise every client could overtake all others
             message = f"`priority` is {body.priority}, but the server was not started with --scheduling-policy priority"
             raise ApiError(400, message + "; omit it", param="priority", code="unsupported_parameter")
-        limit = self.context_limit
+        limit, key = self.context_limit, request.state.key
         least = body.least(body.length(limit), grammar and grammar[0])
         params = body.sampling(limit, self._defaults, grammar[1] if grammar else None)
         scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
@@ -138,11 +138,19 @@ class Service:
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
             seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # wrapped to 64 bits
             found += [first, *map(first.with_seed, seeds)]
-        try:
-            await self.engine.compile(params)
-        except GrammarError as error:
-            raise ApiError(400, str(error), param=grammar and grammar[0], code="invalid_grammar") from error
+        if grammar and not await unless_disconnected(request, self._compiled(params, key, grammar[0])):
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
         return found
+
+    async def _compiled(self, params: SamplingParams, key: str, param: str) -> bool:
+        try:
+            await self.engine.compile(params, key)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=param, code="invalid_grammar") from error
+        except CompileQueueError as error:
+            status, code = (429, "grammar_queue_full") if error.full else (503, "grammar_queue_timeout")
+            raise ApiError(status, str(error), code=code) from error
+        return True
 
     def strings_for(self, body: GenerationRequest) -> TokenStrings | None:
         """Returns the token strings if the request wants log-probabilities."""

@@ -418,11 +418,11 @@ def test_concurrent_equal_grammars_are_compiled_once(monkeypatch: pytest.MonkeyP
     grammars, grammar = Grammars(TOKENIZER, VOCAB, [EOS]), Grammar("regex", "a+")
     begun, go_on, real, times = threading.Event(), threading.Event(), grammars._compile, []
 
-    def slow(asked: Grammar) -> Any:
+    def slow(asked: Grammar, parsed: str | None) -> Any:
         times.append(asked)
         begun.set()
         assert go_on.wait(60)
-        return real(asked)
+        return real(asked, parsed)
 
     monkeypatch.setattr(grammars, "_compile", slow)
     with ThreadPoolExecutor() as pool:

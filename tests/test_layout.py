@@ -42,7 +42,7 @@ LEVELS = [
     {"calibration", "draft_tree", "fingerprint", "json_schema", "stop_tokens", "templates"},
     {"data", "files", "models", "models.dflash", "models.target", "tracking"},
     {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # the backbone finds them by name
-    {"confidence", "decode", "record"},
+    {"confidence", "decode", "grammar_process", "record"},
     {"options", "preflight"},
     {"acceptance", "runtime"},
     {"doctor"},

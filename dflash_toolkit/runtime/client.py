@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..generation import FinishReason, PromptLogprobs, Step, TokenLogprobs
 from ..sampling import GrammarError, SamplingParams
-from .wire import Ask, Cancel, Channel, Compile, Compiled, Info, Item, Lost, Ping, Pong, Stats, Update
+from .wire import Ask, Cancel, Channel, Compile, Compiled, Compiling, Info, Item, Lost, Ping, Pong, Stats, Update
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-COMPILE_S = 60.0
+COMPILE_S = 60.0  # to try a grammar
+COMPILE_QUEUE_S = 60.0  # before that
 request_name: ContextVar[str] = ContextVar("request_name", default="")  # name of new requests in logs
 
 
@@ -48,6 +49,18 @@ class EngineClosedError(Exception):
 
 class RequestFailedError(Exception):
     """The engine could not finish this request; others continue."""
+
+
+class CompileQueueError(Exception):
+    """A grammar is not compiled now, as others are.
+
+    Attributes:
+        full: too many wait; otherwise it has waited too long.
+    """
+
+    def __init__(self, message: str, full: bool) -> None:
+        super().__init__(message)
+        self.full = full
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +168,7 @@ class _Connection:
         self.channel = Channel(connected)
         self.waiting: dict[int, tuple[Responses, int]] = {}
         self.pongs: list[asyncio.Future[Stats]] = []
-        self.compiling: dict[int, asyncio.Future[str | None]] = {}
+        self.compiling: dict[int, asyncio.Queue[Compiling | Compiled | None]] = {}  # None: the engine has closed
         self._next = itertools.count()
         self._writing = False
         self.loop.add_reader(connected, self._read)
@@ -181,12 +194,17 @@ class _Connection:
             )
         return numbers[0]
 
-    def compile(self, params: SamplingParams) -> "asyncio.Future[str | None]":
-        """Compiles a grammar; the result is the reason why it cannot be used, or None."""
+    @contextlib.contextmanager
+    def compile(self, params: SamplingParams, key: str) -> "Iterator[asyncio.Queue[Compiling | Compiled | None]]":
+        """Compiles a grammar until the end of the `with` block; yields the reports about it."""
         number = next(self._next)
-        found = self.compiling[number] = self.loop.create_future()
-        self.write(Compile(number, params))
-        return found
+        reports = self.compiling[number] = asyncio.Queue()
+        self.write(Compile(number, params, key))
+        try:
+            yield reports
+        finally:
+            if self.compiling.pop(number, None) is not None and not self.channel.gone:
+                self.write(Cancel([number]))
 
     def cancel(self, numbers: list[int]) -> None:
         cancelled = [number for number in numbers if self.waiting.pop(number, None) is not None]
@@ -234,10 +252,9 @@ class _Connection:
                         if not pong.done():
                             pong.set_result(stats)
                     self.pongs.clear()
-                case Compiled(number=number, error=why):
-                    compiled = self.compiling.pop(number, None)
-                    if compiled is not None and not compiled.done():
-                        compiled.set_result(why)
+                case Compiling(number=number) | Compiled(number=number):
+                    if number in self.compiling:
+                        self.compiling[number].put_nowait(message)
                 case Lost(reason=reason):
                     self._end(reason)
         if self.channel.gone:
@@ -269,8 +286,12 @@ class _Connection:
             responses.put(error)
         for pong in self.pongs:
             pong.cancel()
-        for compiled in self.compiling.values():
-            compiled.cancel()
+        self.end_compiling()
+
+    def end_compiling(self) -> None:
+        """Ends all waiting for grammars: the engine has closed."""
+        for reports in self.compiling.values():
+            reports.put_nowait(None)
 
 
 class EngineClient:
@@ -321,28 +342,39 @@ class EngineClient:
         self._check()
         return Responses(self._connection(), requests)
 
-    async def compile(self, params: SamplingParams) -> None:
+    async def compile(self, params: SamplingParams, key: str = "") -> None:
         """Compiles the grammar of future requests, so that `decode` does not wait for it.
+
+        Args:
+            key: API key; each may have some grammars at a time.
 
         Raises:
             EngineClosedError: the engine has failed or ended.
             GrammarError: the grammar cannot be used, or compiles longer than COMPILE_S.
+            CompileQueueError: too many other grammars are compiled.
         """
         if params.grammar is None:
             return
         self._check()
-        asked = self._connection().compile(params)
-        try:
-            error = await asyncio.wait_for(asked, COMPILE_S)
-        except TimeoutError as late:
-            name = params.grammar.name
-            raise GrammarError(f"the {name} takes more than {COMPILE_S:.0f} s to compile; simplify it") from late
-        except asyncio.CancelledError:
-            if asked.cancelled() and (self.broken is not None or self._closing):
-                raise self._closed_error() from None
-            raise
-        if error is not None:
-            raise GrammarError(error)
+        name, waits = params.grammar.name, True
+        with self._connection().compile(params, key) as reports:
+            while True:
+                try:
+                    report = await asyncio.wait_for(reports.get(), COMPILE_QUEUE_S if waits else COMPILE_S)
+                except TimeoutError as late:
+                    if waits:
+                        message = f"the {name} has waited {COMPILE_QUEUE_S:.0f} s, as others are compiled"
+                        raise CompileQueueError(f"{message}; try again later", full=False) from late
+                    message = f"the {name} takes more than {COMPILE_S:.0f} s to compile; simplify it"
+                    raise GrammarError(message) from late
+                match report:
+                    case Compiling(waits=waits):
+                        continue
+                    case Compiled(error=None):
+                        return
+                    case Compiled(error=str(error), busy=busy):
+                        raise CompileQueueError(error, full=True) if busy else GrammarError(error)
+                raise self._closed_error()
 
     async def ping(self) -> Stats:
         """Returns the engine's counts, between two steps. Raises EngineClosedError."""
@@ -372,6 +404,8 @@ class EngineClient:
         for connection in list(self._connections.values()):
             for responses in {id(r): r for r, _ in connection.waiting.values()}.values():
                 responses.put_from_elsewhere(self._closed_error())
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                connection.loop.call_soon_threadsafe(connection.end_compiling)
 
     def _check(self) -> None:
         if self._again and not self._closing and self._broken is not None:

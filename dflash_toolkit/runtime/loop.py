@@ -4,15 +4,12 @@ It runs in its own process (`serve/processes.py`), so that nothing else uses its
 (`client.AsyncEngine`).
 """
 
-import contextlib
 import functools
 import itertools
 import logging
 import os
-import queue
 import selectors
 import socket
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,11 @@ import torch
 
 from ..config import UserError
 from ..generation import Step
+from .compile_queue import CompileQueue
 from .engine import Engine
 from .request import Request
-from .wire import CHUNK, Ask, Cancel, Channel, Compile, Compiled, Info, Item, Lost, Ping, Pong, Stats, Update
+from .wire import Ask, Cancel, Channel, Compile, Info, Item, Lost, Ping, Pong, Stats, Update
 
-COMPILERS = 4  # grammars compiled at the same time
 FAILED = "the request could not be computed; see the server's log"
 log = logging.getLogger(__name__)
 
@@ -72,12 +69,8 @@ class EngineLoop:
         self._selector.register(control, selectors.EVENT_READ, None)
         self._fronts: dict[int, _Front] = {}  # by file descriptor
         self._group_numbers = itertools.count()
-        self._compilers = ThreadPoolExecutor(COMPILERS, "grammars")
-        self._done: queue.SimpleQueue[tuple[_Front, Future[Compiled]]] = queue.SimpleQueue()
-        self._woken, self._waker = socket.socketpair()  # readable when a grammar is compiled
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self.compiling = CompileQueue(engine.grammars, engine.matcher, self._send_message)
+        self._selector.register(self.compiling.woken, selectors.EVENT_READ, None)
         self._closed = False
 
     def run(self) -> None:
@@ -94,8 +87,8 @@ class EngineLoop:
         finally:
             for front in list(self._fronts.values()):
                 self._discard(front)
-            self._compilers.shutdown(wait=False, cancel_futures=True)
-            for end in (self._listener, self._control, self._woken, self._waker):
+            self.compiling.close()
+            for end in (self._listener, self._control):
                 end.close()
             self._selector.close()
 
@@ -108,8 +101,8 @@ class EngineLoop:
                 connected, _ = self._listener.accept()
                 front = self._fronts[connected.fileno()] = _Front(connected)
                 self._selector.register(connected, selectors.EVENT_READ, front)
-            elif key.fileobj is self._woken:
-                self._send_compiled()
+            elif key.fileobj is self.compiling.woken:
+                self.compiling.finish()
             elif key.fileobj is self._control:
                 self._closed = self._closed or not self._control.recv(1)
             else:
@@ -122,8 +115,10 @@ class EngineLoop:
                     self._ask(front, message)
                 case Cancel(numbers=numbers):
                     self._cancel([front.requests.pop(n) for n in numbers if n in front.requests])
-                case Compile():
-                    self._compile(front, message)
+                    for number in numbers:
+                        self.compiling.remove(front, number)
+                case Compile(number=number, params=params, key=key):
+                    self.compiling.add(front, number, params, key)
                 case Ping():
                     self._send_message(front, Pong(self.stats()))
         if front.channel.gone:
@@ -147,40 +142,12 @@ class EngineLoop:
             front.requests[number] = request
             self.engine.scheduler.add(request)
 
-    def _compile(self, front: _Front, asked: Compile) -> None:
-        """Compiles a grammar in a thread: it may take seconds, and steps must not wait."""
-
-        def compiled() -> Compiled:
-            try:
-                self.engine.matcher(asked.params)
-            except UserError as error:
-                return Compiled(asked.number, str(error))
-            except Exception:
-                log.exception("a grammar could not be compiled")
-                return Compiled(asked.number, "the grammar could not be compiled; see the server's log")
-            return Compiled(asked.number, None)
-
-        def done(future: Future[Compiled]) -> None:
-            self._done.put((front, future))
-            with contextlib.suppress(OSError):  # the loop has ended
-                self._waker.send(b"x")
-
-        self._compilers.submit(compiled).add_done_callback(done)
-
-    def _send_compiled(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._woken.recv(CHUNK)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                front, future = self._done.get_nowait()
-                if front.channel.fileno() in self._fronts:
-                    self._send_message(front, future.result())
-
     def _discard(self, front: _Front) -> None:
         """Removes a front end that has closed, and cancels its requests."""
         del self._fronts[front.channel.fileno()]
         self._selector.unregister(front.channel.socket)
         front.channel.close()
+        self.compiling.remove(front)
         requests, front.requests = list(front.requests.values()), {}
         self._cancel(requests)
 
@@ -215,6 +182,8 @@ class EngineLoop:
                 self._send_message(front, Update(items))
 
     def _send_message(self, front: _Front, message: Any | None) -> None:
+        if front.channel.fileno() < 0:
+            return  # it was discarded
         try:
             if message is None:
                 front.channel.flush()

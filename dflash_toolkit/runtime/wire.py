@@ -41,10 +41,18 @@ class Ping(msgspec.Struct, tag="ping", array_like=True):
 
 
 class Compile(msgspec.Struct, tag="compile", array_like=True):
-    """Asks the engine to compile the grammar of future requests; `Compiled` is the reply."""
+    """Asks the engine to compile the grammar of future requests; `Compiled` is the reply. `Cancel` ends it."""
 
     number: int
     params: SamplingParams
+    key: str = ""  # API key; each may have some grammars at a time
+
+
+class Compiling(msgspec.Struct, tag="compiling", array_like=True):
+    """A grammar is compiled from now on, or waits for others."""
+
+    number: int
+    waits: bool
 
 
 class Compiled(msgspec.Struct, tag="compiled", array_like=True):
@@ -52,6 +60,7 @@ class Compiled(msgspec.Struct, tag="compiled", array_like=True):
 
     number: int
     error: str | None  # why it cannot be used
+    busy: bool = False  # it can be used later: too many others are compiled
 
 
 class Item(msgspec.Struct, array_like=True):
@@ -117,7 +126,7 @@ class Lost(msgspec.Struct, tag="lost", array_like=True):
     gpus: int = 0
 
 
-Message = Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiled
+Message = Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiling | Compiled
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -396,7 +396,7 @@ async def answer(service: Service, request: Request, body: ChatRequest, form: Ma
     ids, tools = await prompt_of(service, request, body)
     start = parsers.start_of(tokenizer, ids)
     grammar = body.grammar_for(parsers.tool_calls, start)
-    requests = await service.requests(body, [ids], "messages", request.state.key, grammar)
+    requests = await service.requests(body, [ids], "messages", request, grammar)
     strings = service.strings_for(body)
     shown = [one.prompt_ids for one in requests] if body.return_token_ids else ()
     replies: ReplyForm = Replies(

@@ -131,7 +131,7 @@ def routes(service: Service) -> APIRouter:
             return str(prompt) if whole else decode(ids, clean_up_tokenization_spaces=False)
 
         prompts = await pools.run(request, lambda: list(map(encoded, body.prompt)))
-        requests = await service.requests(body, prompts, "prompt", request.state.key, body.grammar())
+        requests = await service.requests(body, prompts, "prompt", request, body.grammar())
         strings = service.strings_for(body)
         shown = (
             await pools.run(request, lambda: list(map(text_of, body.prompt, prompts))) if strings or body.echo else []

@@ -79,3 +79,9 @@ WAYS = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_p": 0.9, 
 
 def params_of(grammar: Grammar, **more: Any) -> SamplingParams:
     return SamplingParams(**{"grammar": grammar, "logit_bias": NO_SPACE, "max_tokens": 120} | more)
+
+
+def wide(number: int) -> Grammar:
+    """Returns a grammar that takes minutes to compile; those of other numbers differ."""
+    properties = {f"p{number}_{i}": {"type": "string"} for i in range(4000)}
+    return Grammar("json", json.dumps({"type": "object", "properties": properties, "additionalProperties": False}))

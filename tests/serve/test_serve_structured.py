@@ -156,10 +156,10 @@ def test_other_requests_run_while_a_grammar_compiles(
     grammars = engine.engine.grammars
     begun, go_on, real = threading.Event(), threading.Event(), grammars._compile
 
-    def slow(grammar: Grammar) -> Any:
+    def slow(*asked: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
-        return real(grammar)
+        return real(*asked)
 
     monkeypatch.setattr(grammars, "_compile", slow)
     found: list[Any] = []
@@ -174,17 +174,17 @@ def test_other_requests_run_while_a_grammar_compiles(
 
 def test_slow_or_uncompilable_grammar_is_refused(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(client_module, "COMPILE_S", 0.05)
     failed = iter([ValueError("a defect")])
 
-    def slow(grammar: Grammar) -> Any:
+    def slow(*asked: Any) -> Any:
         assert go_on.wait(60)
         raise next(failed)
 
     monkeypatch.setattr(engine.engine.grammars, "_compile", slow)
 
     async def play() -> None:
-        with pytest.raises(GrammarError, match="more than 0 s"):
+        with monkeypatch.context() as patch, pytest.raises(GrammarError, match="more than 0 s"):
+            patch.setattr(client_module, "COMPILE_S", 0.05)
             await engine.compile(SamplingParams(grammar=Grammar("regex", "a{9}")))
         assert (await collect(ask(engine, [1, 2], SamplingParams(max_tokens=2))))[-1].finish_reason == "length"
 
