@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OTHER_MODULES = ("model.visual.", "mtp.")  # tensors of Qwen3.5 outside its text model, nor in transformers' model
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # last parts of names: scales of a quantized KV cache
+MASK_EMBEDDING = "mask_embedding.pt"  # next to a drafter: a learned embedding of the mask token, which vLLM reads
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -42,7 +43,7 @@ def locate(what: str, name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", MASK_EMBEDDING]))
     except (OSError, ValueError) as error:
         if unreachable(error):
             said = f"{what} {name}: no such directory, and the hub cannot be reached; give the directory of a {what}"

@@ -30,10 +30,11 @@ IMPORTED += ["dflash_toolkit.serve.front", "dflash_toolkit.runtime.loop"]
 
 
 def start_server() -> None:
-    """Starts the fork server unless it runs. Processes get the current environment."""
+    """Starts the fork server unless it runs. Processes get the current environment, without a test's API key."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*map(str, FOLDERS), str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.delenv("DFLASH_API_KEY", raising=False)
         CONTEXT.set_forkserver_preload(IMPORTED)
         multiprocessing.forkserver.ensure_running()
 

@@ -123,6 +123,12 @@ def test_copies_of_the_target_s_tables_are_not_used(
     assert capsys.readouterr().err == f"notice: drafter {copy}: {notice}\n"
 
 
+def test_a_learned_mask_embedding_is_refused_by_name(copy: Path) -> None:
+    (copy / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"mask_embedding\.pt.*--engine vllm"):
+        load_drafter(str(copy))
+
+
 def test_a_drafter_in_several_files_is_read(copy: Path, drafter: Drafter) -> None:
     """Files that the index does not list are not read."""
     tensors = load_file(copy / "model.safetensors")

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ...checkpoint.reader import each_tensor, load_weights, locate, weight_files
+from ...checkpoint.reader import MASK_EMBEDDING, each_tensor, load_weights, locate, weight_files
 from ...config import UserError
 from ..rope import read_rope, warn_of_vllm
 from .architecture import DFLASH, DraftArchitecture, all_sizes, architectures, named, of_sizes
@@ -198,6 +198,11 @@ def load_drafter(
     """
     path = locate("drafter", name)
     config = read_config(path, layers_only=layers_only)
+    if (path / MASK_EMBEDDING).exists():
+        raise UserError(
+            f"drafter {name}: has a learned embedding of the mask token ({MASK_EMBEDDING}), which only vLLM uses; "
+            f"run it with --engine vllm"
+        )
     with torch.device("meta"):
         drafter = Drafter(config).to(dtype or torch.bfloat16)
     drafter = drafter.to_empty(device=device).eval().requires_grad_(False)
