@@ -211,7 +211,8 @@ def _operation(
     elif reply is not None:
         success["content"] = _json(reply)
     if events is not None:  # with `stream`; chats and completions end with [DONE], a late error is an event too
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(events)}
+        content = {"contentMediaType": "application/json", "contentSchema": _reference(events)}
+        data = {"type": "string", "anyOf": [{"const": "[DONE]"}, content]}
         event = {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
         success["content"]["text/event-stream"] = {"itemSchema": event}  # of OpenAPI 3.2; FastAPI writes it too
     statuses = {405, 500, *errors} | ({503} if key else set()) | ({401} if keyed else set())
