@@ -193,3 +193,11 @@ def test_description_allows_unknown_fields_unless_strict(client: TestClient, str
         for name in ("ChatRequest", "ChatMessage", "StructuredOutputs", "ResponsesRequest", "TokenizeRequest"):
             assert schemas[name]["additionalProperties"] is allowed
         assert schemas["Function"]["additionalProperties"] is True
+
+
+def test_pages_of_allowed_sites_can_read_the_header(target: Target) -> None:
+    origin = "https://chat.example"
+    with TestClient(create_app(make_engine(target, None), "m", allowed_origins=[origin])) as client:
+        reply = client.post("/tokenize", json={"prompt": "a", "keep_alive": 5}, headers={"Origin": origin})
+    assert ignored(reply) == ["keep_alive"] and reply.headers["access-control-allow-origin"] == origin
+    assert HEADER.lower() in reply.headers["access-control-expose-headers"]
