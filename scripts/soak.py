@@ -394,6 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=48, help="length limit of answers")
     parser.add_argument("--max-num-seqs", type=int, default=8, help="batch size (default: 8, which is batch-invariant)")
     parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--kv-cache-tokens", type=int, help="of the server (default: what the memory allows)")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--fuzz",
@@ -409,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = ["--target", args.target, "--drafter", args.drafter, "--served-model-name", "model", "--no-access-log"]
     words += ["--max-num-seqs", str(args.max_num_seqs), "--max-model-len", str(args.max_model_len)]
     words += ["--device", args.device]
+    if args.kv_cache_tokens is not None:
+        words += ["--kv-cache-tokens", str(args.kv_cache_tokens)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
