@@ -16,6 +16,7 @@ import asyncio
 import collections
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -329,6 +330,9 @@ async def soak(args: argparse.Namespace, server: Server, result: dict[str, Any])
             async def worker() -> None:
                 nonlocal left
                 while left > 0:
+                    if time.monotonic() - began > args.at_most:
+                        result["requests"], left = result["requests"] - left, 0
+                        break
                     left -= 1
                     if await state.one(client):
                         bar.advance()
@@ -389,6 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--drafter", required=True)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--at-most", type=float, default=math.inf, metavar="S", help="seconds; then no more is sent")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--distinct", type=int, default=84, help="distinct requests, each first sent alone")
     parser.add_argument("--max-tokens", type=int, default=48, help="length limit of answers")
