@@ -270,10 +270,10 @@ def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
     loop = EngineLoop(engine, path, channel.socket)
-    loop.compiling.prepare()
     gc.collect()
     gc.freeze()  # these objects stay; collecting them repeatedly would pause every answer
     channel.send(info_of(engine))
+    loop.compiling.prepare()
     loop.run()
     return 1 if loop.failure else 0
 

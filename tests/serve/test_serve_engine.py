@@ -435,11 +435,12 @@ def test_imported_objects_are_frozen_for_garbage_collection(
     found: list[int] = []
     options = EngineOptions(page_size=4, max_num_seqs=2, kv_cache_tokens=64)
     config: Any = Namespace(target=target, drafter=None, device="cpu", dtype="float32", runtime=options, threads=1,
-                            chat_template=None)  # fmt: skip
+                            chat_template=None, from_report=None)  # fmt: skip
 
     def run(loop: loop_module.EngineLoop) -> None:
         found.append(len(gc.get_objects()))
         loop._listener.close()
+        loop.compiling.close()
 
     monkeypatch.setattr(loop_module.EngineLoop, "run", run)
     monkeypatch.setattr(processes, "_read_grammars", lambda engine: None)
