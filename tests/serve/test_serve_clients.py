@@ -163,6 +163,7 @@ def test_aider_gets_an_answer(url: str, tmp_path: Path) -> None:
     printed = run(
         program("aider-chat", "aider"), "--model", "openai/org/tiny", "--yes-always", "--no-git", "--map-tokens", "0",
         "--edit-format", "ask", "--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-pretty",
+        "--chat-history-file", str(tmp_path / "chat"), "--input-history-file", str(tmp_path / "input"),
         "--message", "Please: a", str(tmp_path / "code.py"),
         OPENAI_API_BASE=f"{url}/v1", OPENAI_API_KEY="none", HOME=str(tmp_path), PYTHONPATH="",
     )  # fmt: skip
