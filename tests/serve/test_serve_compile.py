@@ -150,6 +150,7 @@ def test_grammar_process_ends_with_the_server(target_dir: Path, tmp_path: Path, 
         ending.callback(process.kill)
         url = process.line().split()[1].removesuffix("/v1")
         (engine,) = process.children()
+        wait_until(lambda: len(children(engine)) == 1)
         (grammars,) = children(engine)
         with slow(url, 0):
             wait_until(lambda: len(children(grammars)) == 1)
