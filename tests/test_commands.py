@@ -97,7 +97,7 @@ def test_every_help_text_begins_with_a_word_and_gives_the_default(command: str) 
         text = option.field.metadata["help"] + default_note(option.field)
         assert re.match(r"(?!(of|and|what|where|which|whose|how many|for|in|so|the|a) )[a-zA-Z]", text), (key, text)
         assert re.search(r"\((default: |required)", text), (key, text)
-        assert re.fullmatch(r"[A-Z]+|\{[\w,]+\}", kind_of(option)) and kind_of(option) != "VALUE", key
+        assert re.fullmatch(r"[A-Z]+|\{[\w,-]+\}", kind_of(option)) and kind_of(option) != "VALUE", key
 
 
 @pytest.mark.parametrize("command", sorted(OPTIONS))

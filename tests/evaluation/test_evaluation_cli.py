@@ -152,7 +152,7 @@ def test_every_temperature_and_mode_has_a_section(
     def encode(tokenizer: Any, messages: Any, thinking: bool | None, tools: Any) -> list[int]:
         return [65, 66 + int(thinking or 0)]
 
-    monkeypatch.setattr("dflash_toolkit.evaluation.cli.encode_chat", encode)
+    monkeypatch.setattr("dflash_toolkit.evaluation.measure.encoding.encode_chat", encode)
     quick = [*arguments, "--output", str(tmp_path), "limit=1", "max_tokens=3"]
     assert main([*quick, "--temperature", "0", "0.6", "--thinking", "on", "off"]) == 0
     sections = load(tmp_path)["sections"]
@@ -187,9 +187,9 @@ def test_thinking_reaches_the_template(
         seen.append(thinking)
         return [65, 66]
 
-    monkeypatch.setattr("dflash_toolkit.evaluation.cli.encode_chat", encode)
+    monkeypatch.setattr("dflash_toolkit.evaluation.measure.encoding.encode_chat", encode)
     assert main([*arguments, "--output", str(tmp_path), "--no-baseline", "limit=1", "max_tokens=1", *words]) == 0
-    assert seen == [mode for mode in modes for _ in range(2)]
+    assert seen == modes * 2
 
 
 def test_later_turns_follow_the_earlier_answers(arguments: list[str], tmp_path: Path) -> None:
@@ -420,8 +420,8 @@ def files(target: Target, tmp_path: Path) -> dict[str, Path]:
         pytest.param(["--prompts", "a="], "expected NAME=SOURCE", id="empty file name"),
         pytest.param(["prompts=[]"], "prompts is empty", id="no set"),
         pytest.param(["--prompts", "a=/no/such.jsonl"], "/no/such.jsonl: no such file", id="no file"),
-        pytest.param(["--prompts", "a={bad}"], "line 2: not valid JSON", id="broken row"),
-        pytest.param(["--prompts", "a={long}"], "prompt 'q0': the prompt has 7", id="prompt longer than the context"),
+        pytest.param(["--prompts", "a={bad}", "--strict"], "line 2: not valid JSON", id="broken row"),
+        pytest.param(["--prompts", "a={long}"], "none of its 1 prompts can be used", id="long prompt"),
         pytest.param(["--limit", "0"], "limit is 0", id="limit"),
         pytest.param(["--temperature", "0", "0"], "temperature is [0.0, 0.0]; give each value once", id="twice"),
         pytest.param(["--temperature", "0", "-1"], "temperature", id="one temperature of two"),

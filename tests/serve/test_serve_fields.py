@@ -120,7 +120,7 @@ def test_header_and_log_of_unknown_fields_are_bounded(client: TestClient, caplog
     with caplog.at_level(logging.WARNING):
         for i in range(MAX_LOGGED + 10):
             client.post("/tokenize", json={"prompt": "a", f"m{i}": 1})
-    assert 0 < len(caplog.records) <= MAX_LOGGED
+    assert 0 < sum(each.msg.startswith("ignored in") for each in caplog.records) <= MAX_LOGGED
 
 
 def test_unsupported_field_that_changes_the_answer_gets_400(client: TestClient, strict: TestClient) -> None:
