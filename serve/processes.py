@@ -97,6 +97,7 @@ class EngineProcess:
         while True:
             began = time.monotonic()
             self._process.join()
+            self._signals.stay_if_ending()
             if self._closing:
                 return
             end = f"the engine ended by itself (exit code {self._process.exitcode})"
@@ -149,6 +150,7 @@ class Fronts:
         self, config: "ServeConfig", keys: Sequence[str], bound: socket.socket, path: Path, signals: Signals
     ) -> None:
         self.failed = False
+        self._signals = signals
         self._ready = self._closing = False
         self._wait_s = config.drain_timeout + 2 * END_S
         self._processes: list[tuple[Any, Any]] = []  # and the pipe to each
@@ -187,6 +189,7 @@ class Fronts:
     def _watch(self, server: "Server") -> None:
         processes = {process.sentinel: process for process, _ in self._processes}
         for sentinel in multiprocessing.connection.wait(list(processes)):
+            self._signals.stay_if_ending()
             if not self._closing:
                 process = processes[sentinel]
                 process.join()

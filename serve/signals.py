@@ -81,6 +81,11 @@ class Signals:
         if self._early:
             self._thread.join()
 
+    def stay_if_ending(self) -> None:
+        """Does not return if a signal has killed the child processes: this process ends too."""
+        with self._ending:
+            pass
+
     def _handle(self, number: int, frame: Any) -> None:
         if self._server is None:
             self._early = True
