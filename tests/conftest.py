@@ -33,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import GrammarTrials
 from programs import dflash_data, dflash_train, prompts, short_run  # noqa: F401  # fixtures
 from servers import command, fake  # noqa: F401  # fixtures
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -52,7 +53,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from dflash_toolkit import Drafter, Target
+from dflash_toolkit import Drafter, Target, grammar_process
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.shape import drafter_shape
 
@@ -121,6 +122,14 @@ def _interpreted_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if runs_kernels and "TRITON_INTERPRET" in os.environ:
             hasten(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _grammars_are_tried_at_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        forked = SimpleNamespace(Popen=GrammarTrials, DEVNULL=subprocess.DEVNULL)
+        patch.setattr(grammar_process, "subprocess", forked)
         yield
 
 

@@ -20,13 +20,14 @@ import pytest
 import torch
 from paths import FOLDERS, ROOT
 
+from dflash_toolkit import grammar_process
 from dflash_toolkit.files import append_lines
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # missing ones are skipped
 IMPORTED = ["conftest", "deepspeed", "preloaded"]
 IMPORTED += [f"dflash_toolkit.{name}" for name in ("train.pipeline", "train.data_run", "train.distributed.fsdp")]
-IMPORTED += ["dflash_toolkit.serve.front", "dflash_toolkit.runtime.loop"]
+IMPORTED += ["dflash_toolkit.serve.front", "dflash_toolkit.runtime.loop", "xgrammar"]
 
 
 def start_server() -> None:
@@ -90,6 +91,28 @@ def wait_stopped(process: BaseProcess) -> None:
         assert process.is_alive(), "it has ended before it came there"
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+class GrammarTrials:
+    """Stands for `subprocess.Popen` in `grammar_process.py`, whose process would import for seconds in each engine."""
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        start_server()
+        with socket.socket(fileno=os.dup(int(command[-1]))) as control:
+            self._process = CONTEXT.Process(target=_try_grammars, args=(control,), daemon=True)
+            self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _try_grammars(control: socket.socket) -> None:
+    os.setsid()
+    grammar_process._main(control)
 
 
 # ---- a server with its processes -------------------------------------------------------------------------------

@@ -384,7 +384,7 @@ def test_answer_with_a_format_may_call_tools(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
               "additionalProperties": False}  # fmt: skip
     shape: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    options: dict[str, Any] = {"response_format": shape, "parallel_tool_calls": False} | TIGHT
+    options: dict[str, Any] = {"response_format": shape, "parallel_tool_calls": False, "temperature": 0} | TIGHT
     (call,) = say(client, "t", **options).message.tool_calls
     assert call.function.name == "weather" and json.loads(call.function.arguments) == ARGUMENTS
     (call,) = say(client, "a", **options | {"tools": CLOCKS, "tool_choice": "required"}).message.tool_calls
