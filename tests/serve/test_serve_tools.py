@@ -384,9 +384,10 @@ def test_answer_with_a_format_may_call_tools(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
               "additionalProperties": False}  # fmt: skip
     shape: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    options: dict[str, Any] = {"response_format": shape, "parallel_tool_calls": False, "temperature": 0} | TIGHT
+    options: dict[str, Any] = {"response_format": shape, "parallel_tool_calls": False} | TIGHT
     (call,) = say(client, "t", **options).message.tool_calls
     assert call.function.name == "weather" and json.loads(call.function.arguments) == ARGUMENTS
+    options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
     (call,) = say(client, "a", **options | {"tools": CLOCKS, "tool_choice": "required"}).message.tool_calls
     assert call.function.name in ("clock", "alarm")
     assert set(json.loads(say(client, "a", **options | {"tools": []}).message.content)) == {"ok"}
