@@ -157,7 +157,7 @@ def _try(trial: "Trial", connection: Connection) -> None:
             connection.send((None, str(error)))
         except (MemoryError, ConnectionError):  # the engine does not wait for it
             pass
-        except Exception:
+        except Exception:  # the engine waits for an answer
             traceback.print_exc()
             connection.send((None, DEFECT))
     finally:

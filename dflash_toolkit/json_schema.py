@@ -371,7 +371,7 @@ def _distinct(schemas: Iterable[Schema]) -> list[Schema]:
 
 
 def _check_schema(schema: Any, place: str) -> None:
-    """Raises UnsupportedSchema unless the schema is an object whose keywords can be followed."""
+    """Raises UnsupportedSchema if the schema is not an object, or has a keyword that cannot be followed."""
     if not isinstance(schema, dict):
         raise UnsupportedSchema(
             f"a schema should be an object or bool, but it is {json.dumps(schema)[:80]}{_at(place)}"

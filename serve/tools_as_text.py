@@ -16,7 +16,7 @@ To call a function, write:
 
 
 def tools_as_text(messages: Sequence[Message], tools: Sequence[Tool], form: str) -> list[Message]:
-    """Returns messages whose first one lists the tools.
+    """Returns the messages with the tools listed in the first one.
 
     Args:
         form: the form of calls, a name of `FORMS`.

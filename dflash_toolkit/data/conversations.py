@@ -154,7 +154,7 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages whose ids of calls have nine letters and digits; Mistral's templates refuse others."""
+    """Gives calls ids of nine letters and digits; Mistral's templates refuse others."""
     named = [[call.get("id") for call in message.get("tool_calls", ())] for message in messages]
     named += [[message.get("tool_call_id")] for message in messages]
     ids = dict.fromkeys(name for names in named for name in names if name)

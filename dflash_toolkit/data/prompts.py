@@ -312,7 +312,7 @@ def _wants_text(tokenizer: Any, template: str) -> bool:
         try:
             messages = [_for_template(message, text) for message in chat]
             shown.append(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-        except Exception:
+        except Exception:  # the template refuses this form of arguments
             shown.append("")
     return bool(shown[1]) and (not shown[0] or "{'quoted'" in shown[0])
 

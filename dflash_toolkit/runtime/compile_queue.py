@@ -1,6 +1,6 @@
 """The queue of grammars that wait to be compiled: fair between API keys, with a lane for those that take a moment.
 
-A grammar is first tried in a process (`grammar_process.py`), which ends when nobody waits for the grammar any more or
+A grammar is first tried in a process (`grammar_process.py`), which ends when no request waits for the grammar or
 when it needs too much. If that succeeds, a thread of low priority compiles it for the engine, in the same time again.
 
 Every grammar starts in the fast lane, where it may use FAST_CPU_S seconds of processor time. One that needs more starts
@@ -167,7 +167,7 @@ class CompileQueue:
             self._check(params)
         except UserError as error:
             return str(error)
-        except Exception:
+        except Exception:  # a defect of ours or of xgrammar must not end the loop
             log.exception("a grammar could not be used")
             return DEFECT
         return None
@@ -185,7 +185,7 @@ class CompileQueue:
                 self._grammars.compile(job.grammar, parsed)
         except UserError as refused:
             error = str(refused)
-        except Exception:
+        except Exception:  # the request must get an answer
             log.exception("a grammar could not be compiled")
             error = DEFECT
         self._done.put((job, error, slow))

@@ -139,7 +139,7 @@ def _first_sentence(error: torch.OutOfMemoryError) -> str:
 def check_weights(
     name: str, specs: list[ModelSpec], device: torch.device, dtype: torch.dtype, options: EngineOptions | None = None
 ) -> None:
-    """Refuses a target whose weights, or whose weights and smallest cache, need more memory than the GPU has free.
+    """Refuses a target if its weights with the smallest cache need more memory than the GPU has free.
 
     Args:
         specs: of the target and, if any, the drafter.

@@ -206,7 +206,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Returns the requested variables of the chat template, besides messages and tools."""
+        """Returns the requested variables of the chat template, without messages and tools."""
         found = dict[str, Any]()
         if (effort := self.reasoning_effort or (self.reasoning and self.reasoning.effort)) is not None:
             found = dict.fromkeys(SWITCHES, effort != "none") | {"reasoning_effort": effort}

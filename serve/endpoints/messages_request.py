@@ -19,7 +19,7 @@ BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 CHOICES = {"any": "required"}  # Anthropic's tool_choice -> the chat route's, where they differ
-BILLING = "x-anthropic-billing-header"  # begins a text of Claude Code whose number would spoil the prefix cache
+BILLING = "x-anthropic-billing-header"  # a text of Claude Code with a number that changes
 # text in errors of the chat route -> text of this route
 RENAMED = {
     r"^stop\b|`stop`": "stop_sequences",

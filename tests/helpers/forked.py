@@ -94,7 +94,7 @@ def wait_stopped(process: BaseProcess) -> None:
 
 
 class GrammarTrials:
-    """Stands for `subprocess.Popen` in `grammar_process.py`, whose process would import for seconds in each engine."""
+    """Replaces `subprocess.Popen` in `grammar_process.py`: a new process would import for seconds in each engine."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
         start_server()

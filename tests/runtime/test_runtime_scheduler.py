@@ -487,7 +487,7 @@ def test_states_with_a_failed_copy_are_not_used(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_states_of_a_poisoned_request_are_dropped() -> None:
-    """Also those that it kept for a prefix whose pages another request has computed."""
+    """Also those that it kept for a prefix after another request had computed its pages."""
     device, pool, ids = TableDevice(0), PagePool(40, SIZE, [9]), list(range(9))
     device.recurrent = True
     scheduler = scheduled(device, request := request_of(ids, 5), pool=pool, prefix_cache=True, recurrent=True)

@@ -45,7 +45,7 @@ def test_call_after_a_malformed_one_is_found() -> None:
 
 
 def test_cut_arguments_stay_open() -> None:
-    """So that no client runs a call whose last value is not whole."""
+    """No client may run a call with a cut value."""
     for form, text in {"hermes": HERMES, "mistral": NAMED, "llama3_json": LLAMA, "qwen3_coder": CODER}.items():
         whole = parse(form, text).calls[0].arguments
         parser = OutputParser(form=form, tools=TOOLS)

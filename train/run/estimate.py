@@ -350,7 +350,7 @@ def response_rate(
     share = READ_SHARE_VLLM if server else READ_SHARE
     rate = requests * share * machine.read_tb_s * 1e12 / weights.read(requests, context)
     if engine and rate > HOST_TOKENS_PER_S:
-        return Rate(HOST_TOKENS_PER_S, f"what our engine's host process hands out at {requests} requests")
+        return Rate(HOST_TOKENS_PER_S, f"computed for our engine at {requests} requests, limited by the host")
     return Rate(rate, f"computed for {'vLLM' if server else 'our engine'} at {requests} requests from bytes read")
 
 
