@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import itertools
+import os
 import platform
 import re
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from dflash_toolkit.kernels.features import VARIABLE
 
 PACKAGES = ("dflash-toolkit", "torch", "triton", "transformers")
 
@@ -26,6 +29,7 @@ def setting(script: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
         name: importlib.metadata.version(name) for name in PACKAGES if _installed(name)
     }
     words = without_output(sys.argv[1:] if argv is None else argv)
+    gpu += f", emulating {name}" if (name := os.environ.get(VARIABLE)) else ""
     return {"gpu": gpu, "versions": versions, "command": ["python", f"scripts/{script}", *words]}
 
 

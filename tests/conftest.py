@@ -55,6 +55,7 @@ from transformers import (
 
 from dflash_toolkit import Drafter, Target, grammar_process
 from dflash_toolkit.fingerprint import template_digest
+from dflash_toolkit.kernels.features import KNOWN, VARIABLE
 from dflash_toolkit.models.dflash.shape import drafter_shape
 
 with contextlib.suppress(ImportError):  # `save_pretrained` would import DeepSpeed; its engine no test gives it
@@ -196,6 +197,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="only what starts nothing, trains nothing and takes no seconds"
     )
+    parser.addoption("--emulate-gpu", choices=KNOWN, metavar="NAME", help="run the kernels for a card such as sm_86")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (name := config.getoption("--emulate-gpu")) is not None:
+        os.environ[VARIABLE] = name  # also of the processes that tests start
 
 
 def pytest_collection_finish() -> None:
@@ -226,7 +233,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--fast"):
         skipped["slow"] = "takes seconds"
     for item in items:
-        for mark in skipped.keys() & item.keywords:
+        for mark in skipped.keys() & {mark.name for mark in item.iter_markers()}:  # keywords include folders
             item.add_marker(pytest.mark.skip(reason=skipped[mark]))
 
 

@@ -176,7 +176,8 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 
 # how kernels are launched, what several are made of, and the choice among them
-SUPPORT = {"delta", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention", "reference_tree", "tree"}
+SUPPORT = {"delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
+SUPPORT |= {"reference_tree", "tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "triton.attention", "triton.argmax"}
 SUPPORT |= {"triton.convolution", "triton.delta", "triton.pdl", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
 DEFINITIONS = {"ops", "reference", "reference_attention", "reference_tree"}  # no kernel imports them
@@ -197,6 +198,13 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
             assert not any(name.split(".")[2:3] in (["gpu"], ["hopper"], ["triton"]) for name in ours), path
     for name in ("reference", "loss", *(f"formats/{path.stem}" for path in kernels if path.parent.name == "formats")):
         assert third_party(Path(f"dflash_toolkit/kernels/{name}.py")) == {"torch"}
+
+
+def test_only_one_module_asks_what_a_gpu_can_do() -> None:
+    asks = re.compile(r"get_device_capability|get_device_properties|compute_capability|is_hopper")
+    folders = [("dflash_toolkit", folder) for folder in ("kernels", "runtime", "models")]
+    asking = [str(path) for path in SOURCES if path.parts[:2] in folders and asks.search((ROOT / path).read_text())]
+    assert asking == ["dflash_toolkit/kernels/features.py"]
 
 
 def test_listed_changes_touch_at_most_six_files_that_exist() -> None:

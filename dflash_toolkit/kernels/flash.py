@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .features import features_of
 from .paged import PagedKV
 
 # rows of a prompt's chunk; below this, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
@@ -106,7 +107,7 @@ def installed(device: torch.device) -> Flash | None:
     """Returns the FlashAttention for this device, or None."""
     if device.type != "cuda":
         return None
-    major = torch.cuda.get_device_capability(device)[0]
+    major = features_of(device).capability[0]
     versions = (load(module) for module, (_, majors) in VERSIONS.items() if major in majors)
     return next((found for found in versions if found is not None), None)
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .features import features_of
+
 MAX_ROWS = 128  # maximum rows of this project's GEMM kernels; cuBLAS computes larger ones
 MOST_SPLIT = 8  # maximum requests with split keys; more fill the device without splitting
 LONGEST_SPLIT = 64  # maximum slots with split keys; a prefill fills the device without splitting
@@ -24,7 +26,7 @@ dependent_launches = DependentLaunches()  # the setting of this process; capture
 
 
 def pdl(tensor: Tensor) -> dict[str, Any]:
-    """Returns keyword arguments that enable programmatic dependent launch on devices that have it (sm_90 and later).
+    """Returns keyword arguments that enable programmatic dependent launch on devices that have it.
 
     A kernel may then start while the previous one still runs. So it waits (`wait_for_previous`) before it accesses
     memory that another kernel reads or writes. It lets the next kernel start (`start_next`) after issuing its own
@@ -37,7 +39,7 @@ def pdl(tensor: Tensor) -> dict[str, Any]:
     safe. When GEMMs and norms also started the next kernel early, to prefetch weights into L2, an FP8 step of one
     request took 2 to 6 % longer (results/step_early_fp8_h100.json).
     """
-    if dependent_launches.on and tensor.is_cuda and _has_pdl(tensor.device.index):
+    if dependent_launches.on and features_of(tensor.device).dependent_launches:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
@@ -51,25 +53,9 @@ def keys_are_split(rows: int, batch: int) -> bool:
 
 
 @functools.cache
-def _has_pdl(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
-def is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def shared_memory(device: torch.device) -> int:
-    """Returns the maximum shared memory of a thread block on this GPU, in bytes."""
-    properties: Any = torch.cuda.get_device_properties(device)  # the type stubs lack some attributes
-    return properties.shared_memory_per_block_optin
-
-
-@functools.cache
 def multiprocessors(device: int | None) -> int:
-    """Returns the number of multiprocessors of this GPU; a small number for None, when kernels are interpreted."""
-    return 4 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
+    """Returns the number of multiprocessors of this GPU, or for None of the interpreter."""
+    return features_of(torch.device("cpu") if device is None else torch.device("cuda", device)).multiprocessors
 
 
 def padded(n: int) -> int:

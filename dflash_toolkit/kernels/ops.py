@@ -3,6 +3,7 @@
 import torch
 
 from . import reference as definitions
+from .features import LEAST_CAPABILITY, features_of
 
 SHARED_MEMORY = 160 << 10  # bytes of shared memory that a thread block of some kernels needs
 
@@ -79,19 +80,20 @@ def unsupported(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    try:
+        found = features_of(device)
+    except ValueError as error:
+        return str(error)
+    if found.capability < LEAST_CAPABILITY:
         return f"{name} is not supported by the runtime; it needs compute capability 8.0 or higher"
     try:
         ops_for(device)
     except ModuleNotFoundError:
         return "triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'"
-    from .launch import shared_memory
-
-    shared = shared_memory(device)
-    if shared < SHARED_MEMORY:
+    if found.shared_memory < SHARED_MEMORY:
         return (
-            f"{name} has {shared >> 10} KiB of shared memory per thread block, and the runtime's kernels need "
-            f"{SHARED_MEMORY >> 10} (A100, H100 and later data-center GPUs have it)"
+            f"{name} has {found.shared_memory >> 10} KiB of shared memory per thread block, and the runtime's kernels "
+            f"need {SHARED_MEMORY >> 10} (A100, H100 and later data-center GPUs have it)"
         )
     return None
 
@@ -100,11 +102,10 @@ def unsupported_heads(device: torch.device, width: int, dtype: torch.dtype) -> s
     """Returns the requirement of the attention kernels that this device lacks for this head width, or None."""
     if device.type != "cuda":
         return None
-    from .launch import shared_memory
     from .triton.attention import cut_for  # needs triton
 
     try:
-        cut_for(width, dtype.itemsize, shared_memory(device))
+        cut_for(width, dtype.itemsize, features_of(device).shared_memory)
     except ValueError as error:
         return str(error)
     return None

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..config import UnsupportedModel, UserError
 from ..kernels import fla
 from ..kernels import flash as kernel
+from ..kernels.features import LEAST_CAPABILITY, features_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"  # 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed documents go through FlashAttention there, and not one by one."""
-    return device.type == "cuda" and dtype in HALF and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and dtype in HALF and features_of(device).capability >= LEAST_CAPABILITY
 
 
 def separable(model: "PreTrainedModel") -> bool:

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..checkpoint.reader import check_merged, locate, missing_tensors, weight_files
 from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
+from ..kernels.features import emulated
 from ..network import unreachable
 from ..stop_tokens import stop_tokens
 from ..templates import choose_template
@@ -61,7 +62,11 @@ class _EnoughLayers(Exception):
 
 
 def resolve_device(device: str) -> torch.device:
-    """Returns the device; `auto` is cuda if there is one, else cpu. Raises UserError for a missing device."""
+    """Returns the device; `auto` is cuda if there is one, else cpu. Raises UserError for a missing or unknown one."""
+    try:
+        emulated()
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -12,6 +12,7 @@ from ..config import UnsupportedModel
 from ..generation import Generation, Step
 from ..grammar import Grammars, Matcher
 from ..kernels import flash
+from ..kernels.features import features_of
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..models.restrictions import Restrictions
@@ -77,7 +78,7 @@ def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) ->
     """Returns the precision of drafts, fp8 or full; auto is fp8 where measurements show it is faster: Hopper, bf16."""
     if asked != "auto":
         return asked
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    hopper = device.type == "cuda" and features_of(device).hopper
     return "fp8" if hopper and dtype == torch.bfloat16 else "full"
 
 

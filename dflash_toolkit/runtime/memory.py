@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import UnsupportedModel, UserError
+from ..kernels.features import features_of
 from ..kernels.formats import DENSE
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
@@ -173,7 +174,7 @@ def check_fp8(spec: ModelSpec, device: torch.device) -> None:
     """Raises UnsupportedModel if a target's weights are FP8 and the GPU has no FP8 products."""
     if device.type != "cuda":
         return
-    capability = torch.cuda.get_device_capability(device)
+    capability = features_of(device).capability
     if any(capability < form.capability for form in spec.formats - {DENSE}):
         name = torch.cuda.get_device_name(device)
         raise UnsupportedModel(

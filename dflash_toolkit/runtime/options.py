@@ -116,11 +116,12 @@ class EngineOptions(DraftOptions):
         import torch
 
         from ..draft_tree import width_for
+        from ..kernels.features import features_of
 
         on_gpu = device.type == "cuda"
         if on_gpu and self.page_size < 16:
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
-        if on_gpu and self.draft_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        if on_gpu and self.draft_dtype == "fp8" and not features_of(device).fp8_products:
             raise UserError(
                 f"draft_dtype is fp8, but {torch.cuda.get_device_name(device)} does not support it; use auto or full"
             )

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from kernel_inputs import assert_as_exact_as_torch, randn
 from kernel_pages import make_pages
+from other_gpus import use_gpu
 
 from dflash_toolkit.kernels import flash, gpu, reference
 from dflash_toolkit.kernels.paged import PagedKV
@@ -90,7 +91,7 @@ def test_flash_attention_3_call_equals_the_reference(context: int, monkeypatch: 
 def test_a_device_has_the_fastest_that_is_installed_and_runs_there(
     capability: tuple[int, int], there: tuple[str, ...], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    use_gpu(monkeypatch, capability)
     monkeypatch.setattr(flash, "load", lambda module: module if module in there else None)
     assert flash.installed.__wrapped__(torch.device("cuda")) == expected
     assert flash.installed.__wrapped__(torch.device("cpu")) is None

@@ -10,6 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from kernel_inputs import FP8_KINDS
+from other_gpus import use_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash_toolkit.kernels import gpu, reference
@@ -294,8 +295,7 @@ def test_cublas_gets_scales_as_it_reads_them(m: int, monkeypatch: pytest.MonkeyP
 def test_cublas_multiplies_many_rows_by_blocks_where_it_can(
     rows: int, n: int, k: int, dtype: torch.dtype, hopper: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_blocks, "is_hopper", lambda device: hopper)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    use_gpu(monkeypatch, (9, 0) if hopper else (10, 0))
     with FakeTensorMode():
         x = torch.empty(rows, k, dtype=dtype, device="cuda")
         weight = FP8_BLOCK.empty(n, k, new=torch.empty)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from other_gpus import use_gpu
 
 pytest.importorskip("triton")
 
@@ -13,9 +14,9 @@ def test_launches_overlap_if_supported_and_enabled(monkeypatch: pytest.MonkeyPat
         is_cuda, device = True, torch.device("cuda", 0)
 
     gpu: torch.Tensor = OnGpu()  # type: ignore[assignment]
-    monkeypatch.setattr(launch, "_has_pdl", lambda device: False)
+    use_gpu(monkeypatch, (8, 9))
     assert launch.pdl(torch.empty(1)) == launch.pdl(gpu) == {"PDL": False}
-    monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
+    use_gpu(monkeypatch, (9, 0))
     assert launch.pdl(gpu) == {"PDL": True, "launch_pdl": True}
     monkeypatch.setattr(launch.dependent_launches, "on", False)
     assert launch.pdl(gpu) == {"PDL": False}

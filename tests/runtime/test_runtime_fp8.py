@@ -14,6 +14,7 @@ from conftest import make_drafter
 from damage import damage
 from engines import knowing, make_engine, prompts_of
 from fp8_targets import CHANGES, HYBRID, SIZES, in_fp8, in_modules, rows_of_reference
+from other_gpus import use_gpu
 from small_vocabulary import hf_greedy
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -167,7 +168,7 @@ def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
     spec = ModelSpec.of_target(config_of(folder))
     for capability in ((8, 9), (8, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        use_gpu(monkeypatch, capability)
         with (
             contextlib.nullcontext() if capability == (8, 9) else pytest.raises(UnsupportedModel, match="Some GPU has")
         ):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_drafter, make_target
+from other_gpus import use_gpu
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError
 from dflash_toolkit.config import UnsupportedModel
@@ -197,15 +198,11 @@ def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
 
 
 @pytest.fixture
-def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replaces the properties of the GPU."""
-    facts = {"capability": (9, 0), "shared": 227 << 10}
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the GPU by one of a capability, with so many KiB of shared memory."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: facts["capability"])
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(shared_memory_per_block_optin=facts["shared"])
-    )
-    return facts
+    use_gpu(monkeypatch, (9, 0))
+    return functools.partial(use_gpu, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +213,10 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
 )
 def test_a_gpu_that_cannot_run_the_kernels_is_refused(
-    capability: tuple[int, int], shared: int, line: str, named: dict[str, Any]
+    capability: tuple[int, int], shared: int, line: str, card: Callable[..., None]
 ) -> None:
     pytest.importorskip("triton")
-    named.update(capability=capability, shared=shared << 10)
+    card(capability, shared)
     with refused(line):
         engine_module.operations(torch.device("cuda"))
 
@@ -232,11 +229,11 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
     (512, torch.float32, 163, "has 163; serve the target with vLLM or SGLang"),  # for bfloat16 is refused, too
 ])  # fmt: skip
 def test_unsupported_heads_are_refused_before_loading(
-    width: int, dtype: torch.dtype, shared: int, way_out: str | None, named: dict[str, Any],
+    width: int, dtype: torch.dtype, shared: int, way_out: str | None, card: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     pytest.importorskip("triton")
-    named.update(shared=shared << 10)
+    card((9, 0), shared)
     target = make_target()
     target.config.head_dim = width
     loaded = []
@@ -255,10 +252,10 @@ def test_unsupported_heads_are_refused_before_loading(
 
 
 def test_a_drafters_heads_are_checked_before_loading(
-    named: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    card: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    named.update(shared=163 << 10)
+    card((9, 0), 163)
     target, device = make_target(), torch.device("cuda")
     drafter = make_drafter(target, head_dim=512)
     monkeypatch.setattr(TargetWeights, "load", lambda *_: pytest.fail("the target is loaded"))
@@ -287,7 +284,7 @@ def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPa
         loading.read_drafter("D", make_target().config, torch.device("cuda"), torch.bfloat16)
 
 
-@pytest.mark.usefixtures("named")
+@pytest.mark.usefixtures("card")
 def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("dflash_toolkit.kernels.gpu", raising=False)
     monkeypatch.setitem(sys.modules, "dflash_toolkit.kernels.gpu", None)
@@ -295,11 +292,11 @@ def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) 
         engine_module.operations(torch.device("cuda"))
 
 
-def test_fp8_drafts_need_a_gpu_that_knows_fp8(named: dict[str, Any]) -> None:
+def test_fp8_drafts_need_a_gpu_that_knows_fp8(card: Callable[..., None]) -> None:
     spec = ModelSpec.of_target(make_target().config)
     options = EngineOptions(draft_dtype="fp8", max_model_len=100)
     options.fitted(spec, None, torch.device("cuda"))
-    named["capability"] = (8, 0)
+    card((8, 0))
     with refused(r"draft_dtype is fp8.*Some GPU.*auto or full"):
         options.fitted(spec, None, torch.device("cuda"))
 
@@ -351,9 +348,9 @@ def test_trees_are_the_default_where_they_pay(shape: str, device: str, asked: di
     ],
 )
 def test_drafts_are_in_fp8_where_that_is_faster(
-    asked: str, capability: tuple[int, int], dtype: torch.dtype, found: str, named: dict[str, Any]
+    asked: str, capability: tuple[int, int], dtype: torch.dtype, found: str, card: Callable[..., None]
 ) -> None:
-    named["capability"] = capability
+    card(capability)
     assert engine_module.resolve_draft_dtype(asked, torch.device("cuda"), dtype) == found
     assert engine_module.resolve_draft_dtype("auto", torch.device("cpu"), dtype) == "full"
 

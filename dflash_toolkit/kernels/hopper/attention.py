@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
-from ..launch import LOG2_E, is_hopper
+from ..features import features_of
+from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
 from .grid import grid_launch, grid_wait
@@ -371,8 +372,7 @@ def hopper_attention_kernel(
 def fits(q: Tensor, kv: PagedKV) -> bool:
     """Returns whether the kernel can run this: a Hopper GPU, bf16, heads of 64 or 128, pages of whole tiles."""
     return (
-        q.is_cuda
-        and is_hopper(q.device.index)
+        features_of(q.device).hopper
         and q.dtype == kv.cache.dtype == torch.bfloat16
         and q.shape[2] in (64, 128)
         and kv.size % KEYS.value == 0

@@ -19,8 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..features import features_of
 from ..formats import Weight, is_row_scaled, parts
-from ..launch import MAX_ROWS, is_hopper, multiprocessors
+from ..launch import MAX_ROWS, multiprocessors
 
 BLOCK_N = 64  # weight rows of a tile and of the matrix instruction
 BLOCK_BYTES = gl.constexpr(256)  # bytes of a row of a block
@@ -64,8 +65,7 @@ def fits(x: Tensor, matrices: Sequence[Weight | None]) -> bool:
     They need a Hopper GPU, x in bf16, at most MAX_ROWS rows, and whole tiles.
     """
     return (
-        x.is_cuda
-        and is_hopper(x.device.index)
+        features_of(x.device).hopper
         and x.dtype == torch.bfloat16
         and len(x) <= min(MAX_ROWS, programs_of(x.device.index))
         and len({is_row_scaled(m) for m in matrices if m is not None}) == 1

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
+from ..features import features_of
+from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
 
@@ -394,9 +395,7 @@ def _attention(
             causal=causal, whole=whole, pairs=pairs, counts=counts, ragged=ragged,
         )  # fmt: skip
     else:
-        keys, stages = CUTS[0]
-        if q.is_cuda:
-            keys, stages = cut_for(width, q.element_size(), shared_memory(q.device))
+        keys, stages = cut_for(width, q.element_size(), features_of(q.device).shared_memory)
         _attention_kernel[(programs, splits)](
             q, kv.cache, lengths, given, *of_rows, kv.table, out, b_m, b_l, b_acc,
             block if rows is None else m, groups, width, group, tiles, kv.table.stride(0), slots,

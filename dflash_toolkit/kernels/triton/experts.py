@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..features import features_of
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, format_of, parts, values_of
-from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
+from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from .fp8 import quantize_rows
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .pdl import start_next, wait_for_previous
@@ -284,7 +285,7 @@ def multiply(
 def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
     """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
     (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
-    shared = shared_memory(values.device) if values.is_cuda else SHARED_BYTES
+    shared = features_of(values.device).shared_memory
     fp32, fp8 = values.dtype == torch.float32, parts(gate_up)[1] is not None
     groups = group_rows(experts, count) if gathers(rows, fp8) else None
     first, second = (

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..features import features_of
 from ..formats import FP8_MAX, RowScaledFp8, Weight, format_of, parts
 from ..launch import next_power_of_two, pdl
 from .pdl import start_next, wait_for_previous
@@ -45,10 +46,10 @@ def quantize_rows(x: Tensor) -> RowScaledFp8:
 
 
 def multiplies(x: Tensor, weight: Weight) -> bool:
-    """Returns whether `scaled_linear` supports these: row-scaled fp8 weights, bf16 rows, cuBLAS's sizes, sm_90."""
+    """Returns whether `scaled_linear` supports these: row-scaled fp8 weights, bf16 rows, cuBLAS's sizes and GPUs."""
     aligned = x.shape[1] % 16 == 0 and len(weight) % 16 == 0 and x.shape[1] <= MAX_WIDTH
-    known = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return format_of(weight).row_scales and x.dtype == torch.bfloat16 and aligned and known
+    known = format_of(weight).row_scales and features_of(x.device).cublas_fp8_rows
+    return x.dtype == torch.bfloat16 and aligned and known
 
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

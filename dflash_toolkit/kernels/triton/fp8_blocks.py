@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..features import features_of
 from ..formats import (
     BLOCK,
     FP8_MAX,
@@ -26,7 +27,7 @@ from ..formats import (
     parts,
     values_of,
 )
-from ..launch import MAX_ROWS, is_hopper, padded, pdl
+from ..launch import MAX_ROWS, padded, pdl
 from .fp8 import quantize_rows
 from .pdl import start_next, wait_for_previous
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
@@ -163,10 +164,10 @@ def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiplies(x: Tensor, weight: Weight) -> bool:
-    """Returns whether `scaled_linear` supports these: bf16 rows, cuBLAS's sizes for blocks, and Hopper."""
+    """Returns whether `scaled_linear` supports these: bf16 rows, cuBLAS's sizes for blocks, and its GPUs."""
     aligned = x.shape[1] % (SIDE * BLOCK) == 0  # otherwise cuBLAS's weight scales have gaps
-    grouped = format_of(weight).groups_rows
-    return x.is_cuda and is_hopper(x.device.index) and x.dtype == torch.bfloat16 and aligned and grouped
+    known = format_of(weight).groups_rows and features_of(x.device).cublas_fp8_blocks
+    return x.dtype == torch.bfloat16 and aligned and known
 
 
 def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..features import features_of
 from ..formats import Weight, is_row_scaled, parts
-from ..launch import MAX_ROWS, next_power_of_two, padded, pdl, shared_memory
+from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from ..loss_terms import PLAIN, LogitScale
 from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, tile_key
 from .pdl import start_next, wait_for_previous
@@ -206,8 +207,7 @@ def launch_linear(
 
 def _tile(kind: str, x: Tensor, weight: Weight) -> Tile:
     quantized, fp32 = is_row_scaled(weight), x.dtype == torch.float32
-    shared = shared_memory(x.device) if x.is_cuda else SHARED_BYTES
-    return tile_for(kind, len(weight), x.shape[1], len(x), quantized, fp32, shared)
+    return tile_for(kind, len(weight), x.shape[1], len(x), quantized, fp32, features_of(x.device).shared_memory)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl, shared_memory
+from ..features import features_of
+from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
 from . import attention
@@ -180,9 +181,7 @@ def tree_attention(
             q, kv, rows, paths, (b_m, b_l, b_acc), splits, tails, tiles, cuts, pairs=pairs,
         )  # fmt: skip
     else:
-        stages = attention.CUTS[0][1]
-        if q.is_cuda:
-            keys, stages = attention.cut_for(width, q.element_size(), shared_memory(q.device))
+        keys, stages = attention.cut_for(width, q.element_size(), features_of(q.device).shared_memory)
         shared = {
             "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, kv.size), "PAGE": kv.size, "WINDOW": kv.window,
             "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
