@@ -27,7 +27,7 @@ SOURCES = sorted(
 # only, so that a drafter never imports the target, nor the target a drafter.
 LEVELS = [
     {"version"},
-    {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "threads"},
+    {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "roofline", "threads"},
     {"evaluation.report.schema", "generation", "models.quantized", "openai_http", "sampling", "string_pattern"},
     {
         "checkpoint",

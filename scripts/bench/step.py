@@ -35,6 +35,7 @@ from dflash_toolkit.models.dflash.architecture import of_kind
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
+from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
@@ -54,7 +55,6 @@ DRAFTERS = {  # sizes as in all published ones
     "dflash": {}, "dflash2": DFLASH2.sizes_of({}), "convolution": DFLASH2.sizes_of({"selector_rank": 0}),
     "selector": DFLASH2.sizes_of({"conv_kernel_size": 0}),
 }  # fmt: skip
-READ_TB_S = 4.53  # measured read bandwidth of an H200; --read-tb-s for another device
 
 
 class Run(NamedTuple):
@@ -279,7 +279,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--first", action="store_true", help="measure the first requests of an engine only")
     parser.add_argument("--prefix-cache", action="store_true", help="keep prefixes in the cache, as when serving")
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--read-tb-s", type=float, default=READ_TB_S)
+    parser.add_argument(
+        "--read-tb-s", type=float, help="read bandwidth for the MBU (default: of this GPU, dflash_toolkit/roofline.py)"
+    )
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
     parser.add_argument("--drafter-kind", nargs="+", choices=list(DRAFTERS), default=["dflash"])
     parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
@@ -343,6 +345,7 @@ def show(row: dict[str, Any]) -> None:
 def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     device, dtype = use_device("cuda"), torch.bfloat16
     dependent_launches.on = not args.no_dependent_launches
+    args.read_tb_s = args.read_tb_s or roofline_of(device).read_tb_s
     config = named_shape(args.shape)
     began = time.perf_counter()
     target = random_target(ModelSpec.of_target(config), device, dtype)
@@ -360,6 +363,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "zero_acceptance": args.zero_acceptance,
         "logprobs": args.logprobs,
         "dependent_launches": dependent_launches.on,
+        "read_tb_s": args.read_tb_s,
         "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],

@@ -35,6 +35,7 @@ from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import Target, resolve_device
+from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import Zero, make_learner
@@ -44,7 +45,6 @@ from dflash_toolkit.train.objective.loss import compute_loss, use_flex
 from dflash_toolkit.train.optim.schedule import rng_for
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.cost import drafter_step_flops, visible_pairs
-from dflash_toolkit.train.run.metrics_log import peak_flops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
@@ -332,8 +332,7 @@ def main() -> None:
     with Processes.started(args.device, group=bool(args.shard) or args.compare is not None) as processes:
         device = resolve_device(processes.device)
         if args.peak_tflops is None:
-            known = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-            args.peak_tflops = known / 1e12 if known else math.nan
+            args.peak_tflops = roofline_of(device).bf16_tflops if device.type == "cuda" else math.nan
         target = random_target(args.shape, device)
         result: dict[str, Any] = {
             **setting("bench/train_step.py"),

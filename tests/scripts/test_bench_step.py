@@ -148,6 +148,7 @@ def test_acceptance_is_a_rate_or_a_mean_length(given: list[str], expected: dict[
     args, synthetic = bench_step.parse(given)
     assert synthetic == SyntheticAcceptance(**expected)
     assert (args.accept, args.mean_length) == (synthetic.rate, synthetic.mean_length), "as the results note them"
+    assert args.read_tb_s is None, "the bandwidth is that of the GPU that runs"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from dflash_toolkit.models.dflash.shape import EXPERTS, drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
+from dflash_toolkit.roofline import roofline_of
 
 from ..config import PACK_TOKENS, TrainConfig, own_count
 from ..optim.optimizers import uses_muon
@@ -47,7 +48,6 @@ from .rates import (
     FIXED_S,
     H100,
     HOST_TOKENS_PER_S,
-    MACHINES,
     MUON_MS_PER_BILLION,
     PROMPT_TOKENS,
     READ_SHARE,
@@ -320,14 +320,7 @@ def estimate(
 def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
     """Returns this machine; without a GPU and with a large target an H100, as `show` prints."""
     if config.device != "cpu" and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        known = next((each for each in MACHINES if each.name in name), None)
-        total = torch.cuda.get_device_properties(0).total_memory / GIB
-        return (
-            replace(known, memory_gib=total)
-            if known
-            else replace(H100, name=f"{name}, as fast as an H100", memory_gib=total)
-        )
+        return Machine.of(roofline_of(torch.device("cuda")))
     if config.device == "cpu" or target.hidden_size < SMALL:
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB

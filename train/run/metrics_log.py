@@ -15,21 +15,11 @@ import torch
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.files import append_lines, write_text
+from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.tracking import start_run
 
 WANDB_OPTION = "run.wandb"
 MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes; Linux counts in KiB
-
-# dense bf16 FLOP/s from data sheets, for the first name that is part of the device's
-PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,
-    "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
-
-
-def peak_flops(name: str) -> float | None:
-    """Returns the peak FLOP/s of the GPU with this name; None if unknown."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 class Speed:
@@ -37,7 +27,7 @@ class Speed:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.peak = 1e12 * roofline_of(device).bf16_tflops if device.type == "cuda" else 0.0
         self._restart()
 
     def _restart(self) -> None:

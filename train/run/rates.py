@@ -5,11 +5,14 @@ shows the command. All runs used PyTorch 2.11, Triton 3.6 and transformers 5.17.
 """
 
 from dataclasses import dataclass
+from typing import Self
+
+from dflash_toolkit.roofline import SHEETS, Roofline
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device: memory in GiB, dense 16-bit TFLOP/s, and memory bandwidth in TB/s as measured by a copy."""
+    """A device: memory in GiB, dense 16-bit TFLOP/s, and memory bandwidth in TB/s that a copy reaches."""
 
     name: str
     memory_gib: float
@@ -17,11 +20,13 @@ class Machine:
     read_tb_s: float
     memory_name: str = "GPU memory"
 
+    @classmethod
+    def of(cls, roofline: Roofline) -> Self:
+        """Returns a GPU with these rates."""
+        return cls(roofline.name, roofline.memory_gib, roofline.bf16_tflops, roofline.read_tb_s)
 
-H100 = Machine("H100", 79.0, 989.0, 3.0)
-H200 = Machine("H200", 139.0, 989.0, 4.5)
-A100 = Machine("A100", 79.0, 312.0, 1.7)  # bandwidth: assumed share of its data sheet
-MACHINES = (H200, H100, A100)
+
+H100, H200 = (Machine.of(SHEETS[name]) for name in ("H100", "H200"))
 
 # Two CPU cores with SmolLM2-135M in 16 bits: 150 tokens/s with 16 rows, and prompts with 995 tokens/s.
 CPU_TFLOPS_PER_CORE, CPU_READ_TB_S_PER_CORE = 0.13, 0.0013

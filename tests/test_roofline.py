@@ -1,0 +1,125 @@
+"""The peak rates of GPUs: found by name, computed for other GPUs, and used by the estimate and the benchmark."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dflash_toolkit.roofline import FLOPS_PER_CYCLE, SHEETS, computed, roofline_of, sheet_of
+from dflash_toolkit.train.config import configure
+from dflash_toolkit.train.run.estimate import machine_of
+from dflash_toolkit.train.run.metrics_log import Speed
+from scripts.shapes import named_shape
+
+# as `deviceQuery` prints them: capability, multiprocessors, their clock and the memory's in MHz, bits of the bus
+DEVICES = {
+    "NVIDIA GeForce RTX 3090": (8, 6, 82, 1695, 9751, 384),
+    "NVIDIA GeForce RTX 4070": (8, 9, 46, 2475, 10501, 192),
+    "NVIDIA GeForce RTX 4070 Ti SUPER": (8, 9, 66, 2610, 10501, 256),
+    "NVIDIA GeForce RTX 4080": (8, 9, 76, 2505, 11201, 256),
+    "NVIDIA GeForce RTX 4080 SUPER": (8, 9, 80, 2550, 11501, 256),
+    "NVIDIA GeForce RTX 4090": (8, 9, 128, 2520, 10501, 384),
+    "NVIDIA GeForce RTX 5070 Ti": (12, 0, 70, 2452, 14001, 256),
+    "NVIDIA GeForce RTX 5080": (12, 0, 84, 2617, 15001, 256),
+    "NVIDIA GeForce RTX 5090": (12, 0, 170, 2407, 14001, 512),
+    "NVIDIA RTX A6000": (8, 6, 84, 1800, 8001, 384),
+    "NVIDIA RTX 6000 Ada Generation": (8, 9, 142, 2505, 10001, 384),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (12, 0, 188, 2617, 14001, 512),
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": (12, 0, 188, 2280, 14001, 512),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (12, 0, 188, 2430, 12481, 512),
+    "NVIDIA A10": (8, 6, 72, 1695, 6251, 384),
+    "NVIDIA L4": (8, 9, 58, 2040, 6251, 192),
+    "NVIDIA L40S": (8, 9, 142, 2520, 9001, 384),
+    "NVIDIA A100-SXM4-40GB": (8, 0, 108, 1410, 1215, 5120),
+    "NVIDIA A100-PCIE-40GB": (8, 0, 108, 1410, 1215, 5120),
+    "NVIDIA A100-SXM4-80GB": (8, 0, 108, 1410, 1593, 5120),
+    "NVIDIA A100 80GB PCIe": (8, 0, 108, 1410, 1512, 5120),
+    "NVIDIA H100 80GB HBM3": (9, 0, 132, 1980, 2619, 5120),
+    "NVIDIA H100 PCIe": (9, 0, 114, 1755, 1593, 5120),
+    "NVIDIA H100 NVL": (9, 0, 132, 1785, 2619, 6016),
+    "NVIDIA H200": (9, 0, 132, 1980, 3201, 6144),
+    "NVIDIA B200": (10, 0, 148, 1965, 3996, 8192),
+}
+
+
+def properties(name: str, major: int, minor: int, count: int, clock: int, memory: int, bus: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name, major=major, minor=minor, multi_processor_count=count, clock_rate=1000 * clock,
+        memory_clock_rate=1000 * memory, memory_bus_width=bus, total_memory=24 << 30,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "device"), DEVICES.items())
+def test_computed_rates_are_near_the_data_sheet(name: str, device: tuple[int, int, int, int, int, int]) -> None:
+    sheet, found = sheet_of(name), computed(properties(name, *device))
+    assert sheet and found.capability == sheet.capability
+    assert found.bandwidth_tb_s == pytest.approx(sheet.bandwidth_tb_s, rel=0.03)
+    assert found.bf16_tflops == pytest.approx(sheet.bf16_tflops, rel=0.16)  # some sheets have a lower clock
+    assert found.fp8_tflops == pytest.approx(sheet.fp8_tflops, rel=0.16)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Max-Q"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA GB10", "GB10"),
+        ("NVIDIA GeForce RTX 4070 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_card_is_found_by_its_whole_name(device: str, name: str | None) -> None:
+    found = sheet_of(device)
+    assert (found and found.name) == name
+
+
+def test_data_sheets_have_dense_rates() -> None:
+    for name, sheet in SHEETS.items():
+        assert sheet_of(f"NVIDIA {name}") is sheet
+        assert bool(sheet.fp8_tflops) == (sheet.capability >= (8, 9))
+        assert sheet.fp8_tflops == pytest.approx(2 * sheet.bf16_tflops if sheet.fp8_tflops else 0, rel=0.02)
+        assert 0.8 <= sheet.read_tb_s / sheet.bandwidth_tb_s < 1
+        assert sheet.capability in FLOPS_PER_CYCLE or sheet.capability in {(8, 9), (12, 1)}
+
+
+def test_a_gpu_without_bf16_tensor_cores_or_a_memory_clock() -> None:
+    assert computed(properties("Tesla T4", 7, 5, 40, 1590, 5001, 256)).bf16_tflops == 0
+    integrated = computed(properties("NVIDIA Next", 12, 1, 48, 2418, 0, 256))
+    assert integrated.bandwidth_tb_s == SHEETS["GB10"].bandwidth_tb_s and integrated.fp8_tflops > 0
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    roofline_of.cache_clear()
+    yield
+    roofline_of.cache_clear()
+
+
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize(
+    ("name", "device", "shown"),
+    [
+        ("NVIDIA GeForce RTX 4090", DEVICES["NVIDIA GeForce RTX 4090"], "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9, 76, 2040, 9001, 256), "GeForce RTX 4090 Laptop GPU"),
+    ],
+)
+def test_estimate_and_mfu_use_the_rates_of_this_gpu(
+    name: str, device: tuple[int, int, int, int, int, int], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(name, *device))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    machine, found = machine_of(configure({"target": "t"}), named_shape("qwen3-8b")), roofline_of(torch.device("cuda"))
+    assert (machine.name, machine.memory_gib) == (shown, 24)
+    assert machine.tflops == found.bf16_tflops < 200 and machine.read_tb_s == found.read_tb_s < 1
+    assert Speed(torch.device("cuda")).peak == 1e12 * found.bf16_tflops
