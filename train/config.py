@@ -305,8 +305,15 @@ class OptimOptions:
     pack_blocks: int | None = option(None, "draft blocks per packed step (default: 3 for every 16 tokens)")
     batch_size: int = option(8, "sequences per micro step; disables packing if given")
     accumulate: int = option(1, "micro steps of every process per optimiser step")
-    recompute: bool = option(
-        False, "recompute activations in the backward pass, which saves memory and costs a tenth of the speed"
+    splits: int | None = option(
+        None,
+        "passes in which the drafter computes the blocks of a micro step; their gradients are summed, so more passes "
+        "save memory and the update stays the same (default: as few as the GPU's memory allows)",
+    )
+    recompute: bool | None = option(
+        None,
+        "recompute activations in the backward pass, which saves memory and costs a tenth of the speed (default: only "
+        "if the GPU's memory requires it)",
     )
     learning_rate: float | None = option(
         None, "peak learning rate (default: 3e-3 for muon, 6e-4 for adamw; with --init-from 3e-4 and 6e-5)"
@@ -331,7 +338,8 @@ class OptimOptions:
 
     def __post_init__(self) -> None:
         least = {"steps": (self.steps, 0), "epochs": (self.passes, 1), "batch_size": (self.batch_size, 1)}
-        for name, (value, at_least) in (least | {"accumulate": (self.accumulate, 1)}).items():
+        least |= {"accumulate": (self.accumulate, 1), "splits": (self.splits or 1, 1)}
+        for name, (value, at_least) in least.items():
             if value < at_least:
                 raise ValueError(f"optim.{name} is {value}; it must be >= {at_least}")
         if self.minutes and self.steps:

@@ -153,9 +153,18 @@ class Gradients:
         size = config.drafter.block_size
         blocks = sample_blocks(features, anchors or config.loss.anchors, size, mask, random, fixed=packed > 0)
         flex = use_flex(config.run.attention, target.device)
-        result = compute_loss(run.drafter, target, features, blocks, config, flex, self.learner.run, done)
-        self.learner.backward(result.weighted_sum if taken else 0 * result.weighted_sum, last)
-        return torch.cat([result.totals(), visible_pairs(blocks, run.drafter.config)[None].double()]) * bool(taken)
+        parts = blocks.split(config.optim.splits or 1)
+        counts = torch.stack([part.valid.any() for part in parts]).tolist() if len(parts) > 1 else [True]
+        totals = []
+        for k, part in enumerate(parts):
+            part = part if counts[k] else parts[0]  # every process makes the same number of passes
+            result = compute_loss(run.drafter, target, features, part, config, flex, self.learner.run, done)
+            factor = bool(taken) and counts[k]
+            final = last and k == len(parts) - 1
+            self.learner.backward(result.weighted_sum if factor else 0 * result.weighted_sum, final)
+            pairs = visible_pairs(part, run.drafter.config)[None].double()
+            totals.append(torch.cat([result.totals(), pairs]) * factor)
+        return torch.stack(totals).sum(0)
 
 
 def check_finite(norm: Tensor, step: int, rate: float) -> None:

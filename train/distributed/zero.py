@@ -32,7 +32,7 @@ def deepspeed_config(config: TrainConfig, packed: bool, device: torch.device) ->
     """Returns DeepSpeed's JSON. Weights are fp32 and computed with under autocast, as without DeepSpeed."""
     return {
         "train_micro_batch_size_per_gpu": 1 if packed else config.optim.batch_size,
-        "gradient_accumulation_steps": config.optim.accumulate,
+        "gradient_accumulation_steps": config.optim.accumulate * (config.optim.splits or 1),
         "gradient_clipping": config.optim.clip,
         "zero_optimization": {"stage": config.run.zero},
         "zero_allow_untested_optimizer": True,  # torch's own AdamW
@@ -212,7 +212,7 @@ class Zero:
         masks = dict.fromkeys(drafter.layer_types, mask)
         tokens = torch.zeros(1, drafter.block_size, drafter.draft_candidates, dtype=torch.long, device=device)
         nothing = tokens.float(), tokens, context.expand(1, drafter.block_size)
-        for left in reversed(range(config.optim.accumulate)):
+        for left in reversed(range(config.optim.accumulate * (config.optim.splits or 1))):
             hidden = self._engine(features, context, block, positions, masks)
             if self.drafter.selector is not None:
                 scores, _ = self.drafter.selector(hidden, *nothing)
@@ -234,7 +234,7 @@ def make_learner(
     Raises:
         UserError: the resume point has another drafter or optimiser, deepspeed is missing, or the disk is full.
     """
-    drafter.recompute = config.optim.recompute
+    drafter.recompute = bool(config.optim.recompute)
     if state and not _same_shapes(drafter, state):
         raise UserError(f"{work / 'state.pt'}: does not fit this drafter's weights; remove it to start again")
     if config.run.fsdp:

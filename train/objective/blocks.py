@@ -7,9 +7,10 @@ only to keys less than the window away from the slot, and causal layers only to 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -51,6 +52,15 @@ class Blocks:
     @property
     def size(self) -> int:
         return self.inputs.shape[2]
+
+    def split(self, count: int) -> list["Blocks"]:
+        """Returns `count` equal parts of every row's blocks, in order; blocks that are not valid fill the last one."""
+        filled = [F.pad(each, (0, 0) * (each.dim() - 2) + (0, -self.anchor.shape[1] % count)) for each in self._tensors]
+        return [Blocks(*part) for part in zip(*(each.chunk(count, dim=1) for each in filled), strict=True)]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [getattr(self, each.name) for each in fields(self)]
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

@@ -44,9 +44,11 @@ def _steps(
             turn = (step * optim.accumulate + micro) * processes.world + processes.rank
             features = FeatureSource(target, drafter.config.target_layer_ids, 64)(rows(60)[2 * turn : 2 * turn + 2])
             blocks = sample_blocks(features, 6, 8, 299, torch.Generator().manual_seed(turn))
-            result = compute_loss(drafter, target, features, blocks, config, False, learner.run)
-            learner.backward(result.weighted_sum, micro == optim.accumulate - 1)
-            weight = weight + result.totals()[1]
+            parts = blocks.split(optim.splits or 1)
+            for k, part in enumerate(parts, 1):
+                result = compute_loss(drafter, target, features, part, config, False, learner.run)
+                learner.backward(result.weighted_sum, micro == optim.accumulate - 1 and k == len(parts))
+                weight = weight + result.totals()[1]
         norms.append(float(learner.step(processes.sum(weight))))
         weights, moments, average = learner.snapshot()
         point = ResumePoint(step + 1, {}, weights, moments, 0.0, 0.0, 0, average)
@@ -74,7 +76,11 @@ def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions
     [
         # Muon's products are in bf16 and make more of another order of sums; seven steps move weights by 4 %
         (OptimOptions(optimizer="muon", accumulate=2, weight_decay=0.1), WAYS, 1e-2),
-        (OptimOptions(optimizer="adamw", accumulate=2, weight_decay=0.1, clip=0.01, recompute=True), WAYS, 1e-4),
+        (
+            OptimOptions(optimizer="adamw", accumulate=2, weight_decay=0.1, clip=0.01, recompute=True, splits=2),
+            WAYS,
+            1e-4,
+        ),
         (OptimOptions(optimizer="muon", ema=0.9), [FSDP, RunOptions(), FSDP], 1e-3),
     ],
     ids=["muon", "adamw", "average"],
