@@ -16,6 +16,7 @@ from ..kernels.reference import ACCEPTANCE_STREAM, DRAFT_STREAM, penalized, posi
 from ..sampling import MAX_LOGPROBS, SamplingParams, int64_seed
 from .proposer import Draft
 
+EDITED_ROWS = 32  # rows with edited logits in memory at a time: about 50 bytes each; they do not depend on one another
 NOT_FIRST, NOT_EARLY = 1, 2  # a token that may not begin an answer; a stop token that needs `min_tokens` before it
 
 
@@ -153,6 +154,21 @@ class Sampler:
         if mode == Mode.GREEDY:
             return self.greedy(hidden, head).view(batch, block), None
         raw = self._ops.linear(hidden, head)
+        if not mode.full:
+            return self._choose(raw, rows, draft, lengths, mode, masks)
+        some, found = max(1, EDITED_ROWS // block), []
+        for first in range(0, batch, some):
+            part, at = slice(first, first + some), slice(first * block, (first + some) * block)
+            theirs = None if masks is None else (masks[0], masks[1][at])
+            found.append(self._choose(raw[at], rows[part], _part_of(draft, part), lengths[part], mode, theirs))
+        choices, logprobs = zip(*found, strict=True)
+        return torch.cat(choices), torch.cat(logprobs)
+
+    def _choose(
+        self, raw: Tensor, rows: Tensor, draft: Draft, lengths: Tensor, mode: Mode, masks: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Does the same as `choose` with logits [B * S, V]; changes them if there are masks."""
+        batch, block = len(lengths), draft.tokens.shape[1] + 1
         positions = lengths[:, None] + 1 + torch.arange(block, device=lengths.device)
         logits = self._edited(raw, rows, self._counts_in(draft), positions) if mode.full else raw
         if masks is not None:
@@ -190,15 +206,19 @@ class Sampler:
         Args:
             path: int64 [M, K], drafted tokens on the path to each row, where `inside`, bool [M, K].
         """
-        raw = self._ops.linear(hidden, head)
-        drafted = torch.zeros(raw.shape, dtype=torch.int32, device=raw.device)
-        drafted.scatter_add_(1, path, inside.to(torch.int32))
+        raw, sampled = self._ops.linear(hidden, head), list[Tensor]()
         at = positions.long()[:, None] + 1
-        logits = self._edited(raw, requests, drafted[:, None], at)
-        fields = (self.temperature, self.top_p, self.top_k, self.min_p)
-        how = *(field[requests] for field in fields), position_uniform(self.seed[requests], at[:, 0])
+        how = (
+            *(field[requests] for field in (self.temperature, self.top_p, self.top_k, self.min_p)),
+            position_uniform(self.seed[requests], at[:, 0]),
+        )
+        for part in (slice(first, first + EDITED_ROWS) for first in range(0, len(raw), EDITED_ROWS)):
+            drafted = torch.zeros(raw[part].shape, dtype=torch.int32, device=raw.device)
+            drafted.scatter_add_(1, path[part], inside[part].to(torch.int32))
+            logits = self._edited(raw[part], requests[part], drafted[:, None], at[part])
+            sampled.append(self._ops.sample(logits, *(each[part] for each in how)))
         edits = self.full[requests] | (self.temperature[requests] > 0)
-        return torch.where(edits, self._ops.sample(logits, *how), self.greedy(hidden, head)), raw
+        return torch.where(edits, torch.cat(sampled), self.greedy(hidden, head)), raw
 
     def draft_uniform(self, lengths: Tensor, slots: int) -> Tensor:
         """Returns the random numbers fp64 [B, slots] for drafts of the first rows, after lengths [B]."""
@@ -245,14 +265,23 @@ class Sampler:
 
     def logprobs(self, logits: Tensor, choice: Tensor, batch: int) -> Tensor:
         """Returns log-probabilities of choices [B * S] with logits [B * S, V]: fp64 [B, S, ...], see `choose`."""
-        logprobs = logits.float().log_softmax(-1)
-        values, ids = logprobs.topk(min(MAX_LOGPROBS, self._vocab))
-        chosen = logprobs.gather(1, choice[:, None])
-        return torch.cat([chosen.double(), ids.double(), values.double()], dim=1).unflatten(0, (batch, -1))
+        found = []
+        for part, chosen in zip(logits.split(EDITED_ROWS), choice.split(EDITED_ROWS), strict=True):
+            logprobs = part.float().log_softmax(-1)
+            values, ids = logprobs.topk(min(MAX_LOGPROBS, self._vocab))
+            own = logprobs.gather(1, chosen[:, None])
+            found.append(torch.cat([own.double(), ids.double(), values.double()], dim=1))
+        return torch.cat(found).unflatten(0, (batch, -1))
 
     def _on_device(self, values: list[int] | list[float]) -> Tensor:
         host = torch.tensor(values)
         return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
+
+
+def _part_of(draft: Draft, rows: slice) -> Draft:
+    """Returns the chains of some rows of a draft."""
+    candidates, q = (None if each is None else each[rows] for each in (draft.candidates, draft.q))
+    return Draft(draft.tokens[rows], candidates=candidates, q=q)
 
 
 def unpack_logprobs(packed: Tensor, best: int) -> list[TokenLogprobs]:

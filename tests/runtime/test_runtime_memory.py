@@ -19,17 +19,21 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.evaluation.measure import decoders as runtimes
 from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.ops import ops_for
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
+from dflash_toolkit.runtime.allocations import CountBytes
 from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
 from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES
+from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Request, StepShape
 from dflash_toolkit.runtime.runner import StepRunner
+from dflash_toolkit.runtime.sampler import Mode, Sampler
 from dflash_toolkit.runtime.step_times import launcher
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.train.responses import backends
@@ -192,6 +196,39 @@ def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
         states += sum(getattr(memory, name).nbytes for name in ("state", "window", "inputs", "gates"))
     assert 65 * 144 << 20 < states < 65 * 155 << 20, "144 MiB each, and no copies for the rows of a block"
     assert sum(taken) + states + GRAPHS_BYTES + 4 * GIB < 0.9 * 79 * GIB
+
+
+@pytest.mark.parametrize("drafted", ["greedy", "sampled"])
+def test_edited_logits_take_memory_of_a_few_rows_only(drafted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, block, vocab, cpu = 40, 4, 1000, torch.device("cpu")
+    hidden, head = torch.randn(batch * block, 8), torch.randn(vocab, 8)
+    tokens = torch.randint(vocab, (batch, block - 1))
+    draft = Draft(tokens)
+    if drafted == "sampled":
+        q = torch.rand(batch, block - 1, 5).softmax(-1)
+        draft = Draft(tokens, candidates=torch.randint(vocab, (batch, block - 1, 5)), q=q)
+    lengths, rows = torch.arange(batch, dtype=torch.int32) + 5, torch.arange(batch)
+    sampler = Sampler(batch, vocab, cpu, ops_for(cpu))
+    for row in range(batch):
+        params = SamplingParams(temperature=row % 3 / 2, presence_penalty=0.5, seed=row, logprobs=2)
+        sampler.set(row, params, [1, 2], [3], limit=20)
+    masks = torch.full((batch * block, 32), -2, dtype=torch.int32), torch.arange(batch * block, dtype=torch.int32)
+    inside = torch.ones(batch * block, block - 1, dtype=torch.bool)
+    paths = rows.repeat_interleave(block), torch.arange(batch * block, dtype=torch.int32), tokens[rows].repeat(block, 1)
+
+    def run(some: int) -> tuple[int, list[torch.Tensor]]:
+        monkeypatch.setattr("dflash_toolkit.runtime.sampler.EDITED_ROWS", some)
+        found: list[torch.Tensor | None] = []
+        with CountBytes() as count:
+            for mode, given in ((Mode.FULL, None), (Mode.MASKED_FULL, masks)):
+                found += sampler.choose(hidden, head, rows, draft, lengths, mode, given)
+            choice, logits = sampler.choose_edited(hidden, head, *paths, inside)
+            found += [choice, sampler.logprobs(logits, choice, batch)]
+        return count.peak, [each for each in found if each is not None]
+
+    (little, expected), (much, at_once) = run(8), run(10**6)
+    assert all(torch.equal(*each) for each in zip(expected, at_once, strict=True)) and len(expected) == 6
+    assert little < batch * block * vocab * 10 < much / 4
 
 
 # ---- GPUs that cannot run the kernels ----------------------------------------------------------------------------
