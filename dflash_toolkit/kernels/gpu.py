@@ -138,9 +138,11 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
         tile = gemm.tile_of_quantized(min(len(x), most))
         found = [gemm.launch_argmax(quantize_rows(part), weight, tile) for part in x.split(most)]
         return found[0] if len(found) == 1 else torch.cat(found)
+    data, scale = parts(weight)
+    if len(x) > MAX_ROWS and scale is not None:  # a whole head in 16 bits may not fit into memory
+        return torch.cat([gemm.linear_argmax(part, weight) for part in x.split(MAX_ROWS)])
     if len(x) > MAX_ROWS:
         return _cublas_linear(x, weight).argmax(-1)
-    data, scale = parts(weight)
     if len(x) > TILED_HEAD and scale is None and fits(x, [weight]):
         return launch_head(x, data)
     return gemm.linear_argmax(x, weight)

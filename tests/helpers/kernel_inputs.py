@@ -1,11 +1,14 @@
 """Operands of the kernel tests and the bound on a kernel's error, on the GPU or in Triton's interpreter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+
+from dflash_toolkit.kernels import features
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,9 +60,25 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return guarded(x.to(dtype)), guarded(weight.to(dtype)), guarded(bias.to(dtype))
 
 
-# Triton's interpreter rounds 124.3 to 64 and not to 128 (the carry into the exponent is lost), so there rows hold
-# values that the format has, and rounding itself is tested on the GPU
-FP8_KINDS = [
-    "in the format",
-    pytest.param("any", marks=pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding loses carries")),
-]
+@pytest.fixture(params=["fp8", "int8"])
+def fp8_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The type in which kernels hold fp8 values; a GPU without fp8 products has int8."""
+    if request.param == "int8":
+        device = torch.empty(0, device=DEVICE).device
+        without = replace(
+            features.features_of(device), fp8_products=False, cublas_fp8_rows=False, cublas_fp8_blocks=False
+        )
+        monkeypatch.setitem(features._features, device, without)
+    return request.param
+
+
+def fp8_kinds(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test with every `fp8_type` and `kind` of rows.
+
+    Triton's interpreter rounds 124.3 to 64 and not to 128 (the carry into the exponent is lost), so there rows in its
+    fp8 type hold values that the format has, and its rounding is tested on the GPU.
+    """
+    lost = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding loses carries")
+    kinds = [("fp8", "in the format"), pytest.param("fp8", "any", marks=lost), ("int8", "any")]
+    test = pytest.mark.parametrize(("fp8_type", "kind"), kinds, indirect=["fp8_type"])(test)
+    return pytest.mark.usefixtures("fp8_type")(test)

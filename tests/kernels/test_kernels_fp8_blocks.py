@@ -9,11 +9,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_inputs import FP8_KINDS
+from kernel_inputs import fp8_kinds
+from kernel_inputs import fp8_type as fp8_type
 from other_gpus import use_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash_toolkit.kernels import gpu, reference
+from dflash_toolkit.kernels import features, gpu, reference
 from dflash_toolkit.kernels.formats import (
     BLOCK,
     FP8_BLOCK,
@@ -73,7 +74,7 @@ def test_block_scaled_weight_is_close_and_splits_into_views() -> None:
         assert part.data.untyped_storage().data_ptr() == weight.data.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("kind", FP8_KINDS)
+@fp8_kinds
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 1152), (130, 256)])
 def test_rows_are_quantized_by_groups_as_defined(m: int, k: int, kind: str) -> None:
     x = rows_of(kind, m, k)
@@ -85,7 +86,7 @@ def test_rows_are_quantized_by_groups_as_defined(m: int, k: int, kind: str) -> N
     ].float().any()
 
 
-@pytest.mark.parametrize("kind", FP8_KINDS)
+@fp8_kinds
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (3, 128, 1024), (33, 256, 384), (129, 128, 128)])
 def test_gemms_in_blocks_are_the_sums_of_scaled_blocks(m: int, n: int, k: int, kind: str) -> None:
     x, weight = rows_of(kind, m, k), weight_of(n, k)
@@ -104,7 +105,7 @@ def test_gemms_in_blocks_are_the_sums_of_scaled_blocks(m: int, n: int, k: int, k
         assert m > 128 or (sums.dtype == torch.float32 and len(sums) == (2 if k == 1024 else 1))
 
 
-@pytest.mark.parametrize("kind", FP8_KINDS)
+@fp8_kinds
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 256), (17, 512, 128), (40, 256, 128), (130, 256, 128)])
 def test_block_scaled_swiglu_holds_gates_before_ups(m: int, n: int, k: int, kind: str) -> None:
     x, weight = rows_of(kind, m, k), weight_of(n, k)
@@ -117,6 +118,7 @@ def test_block_scaled_swiglu_holds_gates_before_ups(m: int, n: int, k: int, kind
         assert close.all()
 
 
+@pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize(
     ("kind", "n", "k"), [("linear", 128, 256), ("linear_split_k", 128, 1024), ("linear_swiglu", 256, 256)]
 )
@@ -136,6 +138,7 @@ def test_block_scaled_gemm_is_batch_invariant(kind: str, n: int, k: int) -> None
     assert torch.equal(function(x[most - 1 : most], weight), whole.narrow(dim, most - 1, 1))
 
 
+@pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 384), (130, 256)])
 def test_norms_quantize_for_the_next_gemm(m: int, k: int) -> None:
     """A norm quantizes rows bit for bit like the GEMM would."""
@@ -163,6 +166,7 @@ def test_norms_quantize_for_the_next_gemm(m: int, k: int) -> None:
     assert isinstance(gpu.gated_rms_norm_quantized(x, gate, weight[: BLOCK // 2], 1e-6), Tensor), "two heads a group"
 
 
+@pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize("m", [1, 17])
 def test_quantized_rows_are_multiplied_as_those_that_gemms_quantize(m: int) -> None:
     x = rows_of("in the format", m, 1024)
@@ -208,7 +212,7 @@ def test_fp8_block_tiles_avoid_a_small_last_wave(n: int, k: int, rows: int, stag
 
 
 @pytest.mark.parametrize("m", [1, 33, 130])
-def test_fp8_blocks_may_span_whole_rows(m: int) -> None:
+def test_fp8_blocks_may_span_whole_rows(m: int, fp8_type: str) -> None:
     n, k = 256, 256
     x = torch.randint(-8, 9, (m, k)).float()
     x[:, 5] = 7 * 2.0**6  # the format's largest: what is quantized stays what it is
@@ -220,7 +224,7 @@ def test_fp8_blocks_may_span_whole_rows(m: int) -> None:
     assert torch.equal(last.dense(torch.float32), weight.dense(torch.float32)[128:])
     assert ((weight.dense(torch.float32) - matrix).abs().amax(1) <= 16 * weight.scale[:, 0] * 1.001).all()
     expected = x.double() @ weight.dense(torch.float64).T
-    assert gpu.by_cublas(x, weight) == (m > 128)
+    assert gpu.by_cublas(x, weight) == (m > 128 and fp8_type == "fp8")
     bound = 2.0**-7 * expected.abs() + 2.0**-11 * x.double().abs() @ weight.dense(torch.float64).abs().T
     for operations in (gpu, reference):
         assert ((operations.linear(x, weight).double() - expected).abs() <= bound).all()
@@ -283,22 +287,21 @@ def test_cublas_gets_scales_as_it_reads_them(m: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "dtype", "hopper", "expected"),
+    ("rows", "k", "dtype", "card", "expected"),
     [
-        (129, 128, 512, DTYPE, True, True),
-        (128, 128, 512, DTYPE, True, False),  # batch-invariant
-        (129, 128, 640, DTYPE, True, False),  # scales that cuBLAS wants padded
-        (129, 128, 512, torch.float16, True, False),
-        (129, 128, 512, DTYPE, False, False),
+        (129, 512, DTYPE, "sm_90", True),
+        (128, 512, DTYPE, "sm_90", False),  # batch-invariant
+        (129, 640, DTYPE, "sm_90", False),  # scales that cuBLAS wants padded
+        (129, 512, torch.float16, "sm_90", False),
+        *((129, 512, DTYPE, card, False) for card in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")),
     ],
 )
 def test_cublas_multiplies_many_rows_by_blocks_where_it_can(
-    rows: int, n: int, k: int, dtype: torch.dtype, hopper: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, k: int, dtype: torch.dtype, card: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_gpu(monkeypatch, (9, 0) if hopper else (10, 0))
+    use_gpu(monkeypatch, features.KNOWN[card].capability)
     with FakeTensorMode():
         x = torch.empty(rows, k, dtype=dtype, device="cuda")
-        weight = FP8_BLOCK.empty(n, k, new=torch.empty)
+        weight, by_rows = (form.empty(128, k, new=torch.empty) for form in (FP8_BLOCK, FP8_CHANNEL))
         assert gpu.by_cublas(x, weight) == expected
-        by_rows = FP8_CHANNEL.empty(n, k, new=torch.empty)
-        assert gpu.by_cublas(x, by_rows) == (rows > 128 and dtype == DTYPE), "on all GPUs that have fp8 in Hopper's way"
+        assert gpu.by_cublas(x, by_rows) == (rows > 128 and dtype == DTYPE and card not in ("sm_80", "sm_86"))

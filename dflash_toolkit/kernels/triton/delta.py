@@ -16,6 +16,7 @@ from ..delta import DeltaMemory
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
+from .fp8 import as_stored
 from .fp8_blocks import quantize
 from .pdl import start_next, wait_for_previous
 
@@ -212,7 +213,7 @@ def _gated_rms_norm_kernel(
     b_out = (b_y * b_gate * _sigmoid(b_gate)).to(b_x.dtype)
     tl.store(out_p + i_m * N * H + o_x, b_out, mask=mask)
     if QUANTIZE:  # a head is a group
-        b_q, b_scale = quantize(b_out, 1, FP8_MAX, LEAST)
+        b_q, b_scale = quantize(b_out, 1, data_p.dtype.element_ty, FP8_MAX, LEAST)
         tl.store(data_p + i_m * N * H + o_x, b_q, mask=mask)
         tl.store(scale_p + i_m * N + o_n, b_scale, mask=o_n < N)
 
@@ -324,7 +325,7 @@ def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float
         return _launch_gated(x, gate, weight, eps, None)
     data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = torch.empty(len(x), x.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
-    return QuantizedRows(_launch_gated(x, gate, weight, eps, (data, scale)), data, scale)
+    return QuantizedRows(_launch_gated(x, gate, weight, eps, (as_stored(data), scale)), data, scale)
 
 
 def _launch_gated(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..features import features_of
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, format_of, parts, values_of
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
-from .fp8 import quantize_rows
+from .fp8 import as_stored, of_fp8, quantize_rows, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
@@ -105,13 +105,13 @@ def _accumulate_blocks(
     p_x_scale = x_scale_p + o_m * blocks
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for _ in range(0, K, BLOCK_K):
-        b_w = tl.load(p_w, eviction_policy="evict_first")
-        b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
+        b_w = of_fp8(tl.load(p_w, eviction_policy="evict_first"))
+        b_x = of_fp8(tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last"))
         if BY_ROWS:
             b_acc += tl.dot(b_w, b_x)
         else:
             if QUANTIZE:
-                b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
+                b_x, b_x_scale = quantize(b_x, 0, b_w.dtype, FP8_MAX, LEAST)
             else:
                 b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
             b_acc += tl.dot(b_w, b_x) * (b_x_scale[None, :] * tl.load(p_w_scale)[:, None])
@@ -257,7 +257,7 @@ def multiply(
         cut: result of `experts_tile`.
     """
     (rows, top), (tile, taken), values = experts.shape, cut, values_of(x)
-    data, scale = parts(matrices)
+    data, scale = stored_parts(matrices)
     count, n, k = data.shape
     by_rows = format_of(matrices).row_scales
     in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
@@ -273,8 +273,8 @@ def multiply(
     pairs, counts = groups or (experts, experts)
     grid = (-(-n // tile.block_n), max(1, rows // LONG), rows * top if by_pair else count)
     _experts_kernel[grid](
-        given, given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out, rows, n, k,
-        TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        as_stored(given), given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out,
+        rows, n, k, TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=groups is not None, BY_PAIR=by_pair,
         SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(values),

@@ -1,6 +1,9 @@
-"""GEMMs in fp8 above MAX_ROWS rows: a kernel quantizes the rows and cuBLAS multiplies.
+"""The fp8 values of the kernels, and GEMMs in fp8 above MAX_ROWS rows: a kernel quantizes rows and cuBLAS multiplies.
 
 Half the bytes and twice the rate of bf16. Used for drafts, which need not be exact, and for FP8 targets.
+
+Triton has no type for fp8 on GPUs that do not multiply it. Kernels read and write its bits there, as int8, and multiply
+its values in fp16, which has them all. See `as_stored`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,6 +21,47 @@ from .pdl import start_next, wait_for_previous
 MAX_WIDTH = 32768  # columns of a row, which one program holds
 
 
+@triton.jit
+def to_fp8(b_x, FORMAT: tl.constexpr):
+    """Rounds fp32 values in the range of fp8 to fp8: to nearest, ties to even.
+
+    FORMAT: fp8e4nv; or int8 for its bits, or float16 for its values, in fp32 arithmetic.
+    """
+    if FORMAT.is_fp8e4nv():
+        b_y = b_x.to(FORMAT)
+    else:
+        # the last bit of 1.5 * 2**(e + 20) is the last of fp8's bits of a value from 2**e on, with 2**-6 as the least
+        b_power = tl.maximum(b_x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)
+        b_shift = (b_power + 0x0A400000).to(tl.float32, bitcast=True)
+        b_y = ((b_x + b_shift) - b_shift).to(tl.float16)
+        if FORMAT.is_int8():
+            b_half = (b_y * 0.00390625).to(tl.int16, bitcast=True)  # with fp8's exponents
+            b_y = (((b_half >> 8) & 0x80) | ((b_half >> 7) & 0x7F)).to(tl.int8)
+    return b_y
+
+
+@triton.jit
+def of_fp8(b_x):
+    """Converts fp8 bits, int8, to their values in fp16; NaN becomes 480. Returns values of other types unchanged."""
+    if b_x.dtype.is_int8():
+        b_half = (b_x.to(tl.int16) << 7) & -0x4001  # the sign, a zero, the exponent and the mantissa
+        b_x = b_half.to(tl.float16, bitcast=True) * 256.0
+    return b_x
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """Returns a tensor as kernels take it: where Triton has no fp8 type, fp8 values as int8, see `of_fp8`."""
+    if tensor.dtype == torch.float8_e4m3fn and not features_of(tensor.device).fp8_products:
+        return tensor.view(torch.int8)
+    return tensor
+
+
+def stored_parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """Returns `formats.parts`, the values as kernels take them."""
+    data, scale = parts(weight)
+    return as_stored(data), scale
+
+
 @triton.jit(do_not_specialize=["M"])
 def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     i_m = tl.program_id(0).to(tl.int64)
@@ -29,7 +73,7 @@ def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.c
     scale = tl.maximum(tl.max(tl.abs(b_x), axis=0), 1e-12) / FP8_MAX
     # a quotient that rounds up must not exceed the format's maximum, as the next value is NaN
     b_y = tl.clamp(b_x / scale, -FP8_MAX, FP8_MAX)
-    tl.store(data_p + i_m * K + o_k, b_y.to(tl.float8e4nv), mask=mask)
+    tl.store(data_p + i_m * K + o_k, to_fp8(b_y, data_p.dtype.element_ty), mask=mask)
     tl.store(scale_p + i_m, scale)
 
 
@@ -39,7 +83,7 @@ def quantize_rows(x: Tensor) -> RowScaledFp8:
     data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     _round_kernel[(m,)](
-        x, data, scale, m, k,
+        x, as_stored(data), scale, m, k,
         FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x),
     )  # fmt: skip
     return RowScaledFp8(data, scale)

@@ -28,7 +28,7 @@ from ..formats import (
     values_of,
 )
 from ..launch import MAX_ROWS, padded, pdl
-from .fp8 import quantize_rows
+from .fp8 import as_stored, of_fp8, quantize_rows, to_fp8
 from .pdl import start_next, wait_for_previous
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
@@ -40,13 +40,13 @@ SIDE = 4  # cuBLAS requires multiples of this many rows and groups of columns
 
 
 @triton.jit
-def quantize(b_x, axis: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr):
-    """Quantizes groups of 128 values along an axis to fp8; returns them and their scales."""
+def quantize(b_x, axis: tl.constexpr, FORMAT: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr):
+    """Quantizes groups of 128 values along an axis to fp8 in a FORMAT of `to_fp8`; returns them and their scales."""
     b_x = b_x.to(tl.float32)
     b_most = tl.maximum(tl.max(tl.abs(b_x), axis=axis), LEAST)
     # divides like torch, so that rows quantized elsewhere have the same bits
     b_y = b_x * tl.expand_dims(tl.div_rn(FP8_MAX, b_most), axis)
-    return tl.clamp(b_y, -FP8_MAX, FP8_MAX).to(tl.float8e4nv), tl.div_rn(b_most, FP8_MAX)
+    return to_fp8(tl.clamp(b_y, -FP8_MAX, FP8_MAX), FORMAT), tl.div_rn(b_most, FP8_MAX)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -62,7 +62,7 @@ def _group_round_kernel(
     wait_for_previous(PDL)
     b_x = tl.load(x_p + o_k, mask=mask[:, None], other=0.0)
     start_next(PDL)
-    b_y, b_scale = quantize(b_x, 1, FP8_MAX, LEAST)
+    b_y, b_scale = quantize(b_x, 1, data_p.dtype.element_ty, FP8_MAX, LEAST)
     tl.store(data_p + o_k, b_y, mask=mask[:, None])
     tl.store(scale_p + i_m * SCALE_M + o_g * SCALE_K, b_scale, mask=mask)
 
@@ -98,13 +98,13 @@ def _block_linear_kernel(
     wait_for_previous(PDL)
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for _ in range(first, last, BLOCK_K):
-        b_w = tl.load(p_w, eviction_policy="evict_first")
-        b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
+        b_w = of_fp8(tl.load(p_w, eviction_policy="evict_first"))
+        b_x = of_fp8(tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last"))
         if BY_ROWS:
             b_acc += tl.dot(b_w, b_x)
         else:
             if QUANTIZE:
-                b_x, b_x_scale = quantize(b_x, 0, FP8_MAX, LEAST)
+                b_x, b_x_scale = quantize(b_x, 0, b_w.dtype, FP8_MAX, LEAST)
             else:
                 b_x_scale = tl.load(p_x_scale, mask=m_m, other=0.0)
             b_w_scale = tl.load(p_w_scale)
@@ -157,7 +157,7 @@ def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     data = torch.empty(len(scale), k, dtype=torch.float8_e4m3fn, device=x.device)
     _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
-        x, data, scale, m, k, *scale.stride(),
+        x, as_stored(data), scale, m, k, *scale.stride(),
         GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
     )  # fmt: skip
     return data, scale
@@ -204,7 +204,7 @@ def launch_linear(
         rows, scale = quantize_groups(x)
     side = padded(min(m, MAX_ROWS))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
-        rows, scale, weight.data, weight.scale, x if bias is None else bias, out, m, n, k, span,
+        as_stored(rows), scale, as_stored(weight.data), weight.scale, x if bias is None else bias, out, m, n, k, span,
         T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
         FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),

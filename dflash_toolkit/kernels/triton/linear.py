@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..features import features_of
-from ..formats import Weight, is_row_scaled, parts
+from ..formats import Weight, is_row_scaled
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from ..loss_terms import PLAIN, LogitScale
 from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, tile_key
+from .fp8 import stored_parts
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
 
@@ -196,7 +197,7 @@ def launch_linear(
     """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
-    data, scale = parts(weight)
+    data, scale = stored_parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
         x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
@@ -251,7 +252,7 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
 
 def launch_argmax(x: Weight, weight: Weight, tile: Tile) -> Tensor:
     """Computes `linear_argmax` with a given tile; rows in fp8 need weights in fp8."""
-    rows, (data, scale) = parts(x)[0], parts(weight)
+    rows, (data, scale) = stored_parts(x)[0], stored_parts(weight)
     (m, k), n = rows.shape, len(weight)
     tiles = -(-n // tile.block_n)
     best = torch.empty(tiles, m, dtype=torch.float32, device=rows.device)
@@ -284,7 +285,7 @@ def launch_top(
 
     Rows in fp8 need weights in fp8.
     """
-    (rows, row_scale), (data, own_scale) = parts(x), parts(weight)
+    (rows, row_scale), (data, own_scale) = stored_parts(x), stored_parts(weight)
     (m, k), n = rows.shape, len(weight)
     tiles = -(-n // tile.block_n)
     number = torch.int64 if dtype == torch.float32 else torch.int32

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
+from .fp8 import as_stored
 from .fp8_blocks import quantize
 from .pdl import start_next, wait_for_previous
 
@@ -42,7 +43,7 @@ def _add_rms_norm_kernel(
     if QUANTIZE:
         o_g = tl.arange(0, BLOCK // GROUP)
         o_in = o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        b_y, b_scale = quantize(tl.reshape(b_h, (BLOCK // GROUP, GROUP)), 1, FP8_MAX, LEAST)
+        b_y, b_scale = quantize(tl.reshape(b_h, (BLOCK // GROUP, GROUP)), 1, data_p.dtype.element_ty, FP8_MAX, LEAST)
         tl.store(data_p + i_m * D + o_in, b_y, mask=o_in < D)
         tl.store(scale_p + i_m * (D // GROUP) + o_g, b_scale, mask=o_g < D // GROUP)
 
@@ -63,7 +64,7 @@ def add_rms_norm_quantized(
         return _launch(x, partial_sums, weight, eps, tap, None)
     data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = torch.empty(m, d // BLOCK, dtype=torch.float32, device=x.device)
-    total, normed = _launch(x, partial_sums, weight, eps, tap, (data, scale))
+    total, normed = _launch(x, partial_sums, weight, eps, tap, (as_stored(data), scale))
     return total, QuantizedRows(normed, data, scale)
 
 

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .fp8 import of_fp8
+
 MULTIPROCESSORS = 132  # of an H200
 SHARED_BYTES = 227 * 1024  # limit of a thread block on sm_90
 ROOM_BYTES = 7 * 1024  # reserved for the compiler
@@ -44,7 +46,7 @@ def accumulate(
             b_w = tl.load(p_w, mask=(o_n < N)[:, None] & m_k[None, :], other=0.0, eviction_policy="evict_first")
             b_x = tl.load(p_x, mask=m_m[None, :] & m_k[:, None], other=0.0, eviction_policy="evict_last")
         if WIDEN:  # exact in fp16; one instruction converts two values, bf16 needs several
-            b_w, b_x = b_w.to(tl.float16), b_x.to(tl.float16)
+            b_w, b_x = of_fp8(b_w).to(tl.float16), b_x.to(tl.float16)
         b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")  # ieee keeps fp32 from becoming tf32
         p_w += BLOCK_K
         p_x += BLOCK_K
