@@ -96,7 +96,7 @@ def load_parts(
     from ..models.target import load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
     from ..stop_tokens import stop_tokens
     from .engine import operations
-    from .memory import check_fp8, check_heads, check_weights, for_the_drafter
+    from .memory import check_heads, check_weights, for_the_drafter
     from .weights import DrafterWeights, TargetWeights
 
     if isinstance(target, str):
@@ -106,7 +106,6 @@ def load_parts(
         config, where, precision = target.config, target.device, target.dtype
     spec = ModelSpec.of_target(config)
     operations(where)
-    check_fp8(spec, where)
     drafts = None
     if drafter is not None:
         drafts = read_drafter_config(drafter, config) if isinstance(drafter, str) else drafter.config

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 
 from ..config import UnsupportedModel, UserError
-from ..kernels.features import features_of
-from ..kernels.formats import DENSE
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
@@ -168,18 +166,6 @@ def check_weights(
         cache = (options.kv_cache_tokens or context) * sum(spec.kv_values_per_token for spec in specs) * dtype.itemsize
         if (missing := cache + needed + total - free - share * total) > 0:
             raise _too_small(options, context, missing)
-
-
-def check_fp8(spec: ModelSpec, device: torch.device) -> None:
-    """Raises UnsupportedModel if a target's weights are FP8 and the GPU has no FP8 products."""
-    if device.type != "cuda":
-        return
-    capability = features_of(device).capability
-    if any(capability < form.capability for form in spec.formats - {DENSE}):
-        name = torch.cuda.get_device_name(device)
-        raise UnsupportedModel(
-            f"{name} has no FP8 matrix products, and the target's weights are FP8; use a target in 16 bits"
-        )
 
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:

@@ -113,18 +113,12 @@ class EngineOptions(DraftOptions):
         Raises:
             UserError: an option exceeds the limits of the target, the drafter or the device.
         """
-        import torch
 
         from ..draft_tree import width_for
-        from ..kernels.features import features_of
 
         on_gpu = device.type == "cuda"
         if on_gpu and self.page_size < 16:
             raise UserError(f"page_size is {self.page_size}; on a GPU it must be 16 or more")
-        if on_gpu and self.draft_dtype == "fp8" and not features_of(device).fp8_products:
-            raise UserError(
-                f"draft_dtype is fp8, but {torch.cuda.get_device_name(device)} does not support it; use auto or full"
-            )
         if (self.max_model_len or 0) > target.context_limit:
             raise UserError(
                 f"max_model_len is {self.max_model_len}, but the target supports {target.context_limit}; "

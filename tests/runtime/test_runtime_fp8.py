@@ -1,6 +1,5 @@
 """Targets in fp8 blocks: from files and from modules; the engine's answers equal those of transformers' modules."""
 
-import contextlib
 import functools
 import shutil
 from dataclasses import replace
@@ -14,7 +13,6 @@ from conftest import make_drafter
 from damage import damage
 from engines import knowing, make_engine, prompts_of
 from fp8_targets import CHANGES, HYBRID, SIZES, in_fp8, in_modules, rows_of_reference
-from other_gpus import use_gpu
 from small_vocabulary import hf_greedy
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -37,7 +35,6 @@ from dflash_toolkit.models.quantized import EIGHT, FORM, GROUP
 from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
 from dflash_toolkit.models.target import load_config
 from dflash_toolkit.runtime import EngineOptions, load_engine
-from dflash_toolkit.runtime.memory import check_fp8
 from dflash_toolkit.runtime.weights import GatedDeltaNetWeights, TargetWeights
 from scripts.shapes import named_shape, random_target
 
@@ -162,17 +159,6 @@ def test_heads_that_share_a_block_of_sorted_rows_are_refused() -> None:
     config.quantization_config = dict(FORM)
     with pytest.raises(UnsupportedModel, match=r"linear_key_head_dim 64 .*128"):
         ModelSpec.of_target(config)
-
-
-def test_a_gpu_without_fp8_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
-    spec = ModelSpec.of_target(config_of(folder))
-    for capability in ((8, 9), (8, 0)):
-        use_gpu(monkeypatch, capability)
-        with (
-            contextlib.nullcontext() if capability == (8, 9) else pytest.raises(UnsupportedModel, match="Some GPU has")
-        ):
-            check_fp8(spec, torch.device("cuda"))
 
 
 def test_weights_that_contradict_the_configuration_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -329,13 +329,12 @@ def test_kernels_without_triton_name_the_extra(monkeypatch: pytest.MonkeyPatch) 
         engine_module.operations(torch.device("cuda"))
 
 
-def test_fp8_drafts_need_a_gpu_that_knows_fp8(card: Callable[..., None]) -> None:
-    spec = ModelSpec.of_target(make_target().config)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0)])
+def test_fp8_drafts_run_on_every_supported_gpu(card: Callable[..., None], capability: tuple[int, int]) -> None:
+    card(capability)
     options = EngineOptions(draft_dtype="fp8", max_model_len=100)
-    options.fitted(spec, None, torch.device("cuda"))
-    card((8, 0))
-    with refused(r"draft_dtype is fp8.*Some GPU.*auto or full"):
-        options.fitted(spec, None, torch.device("cuda"))
+    fitted = options.fitted(ModelSpec.of_target(make_target().config), None, torch.device("cuda"))
+    assert fitted.draft_dtype == "fp8"
 
 
 @pytest.mark.parametrize(("more", "named"), [({}, True), ({"draft_tree": 0}, False), ({"draft_tree_width": 1}, False)])

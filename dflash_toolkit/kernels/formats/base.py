@@ -21,7 +21,6 @@ class Format:
     """
 
     scale_suffix: str = ""  # suffix of the scales' tensor in a checkpoint
-    capability: tuple[int, int] = (8, 0)  # lowest capability of a CUDA device that multiplies in this format
     quantizes_rows: bool = False  # GEMMs quantize their rows, whatever their number
     groups_rows: bool = False  # they quantize groups of columns, see `QuantizedRows`
     row_scales: bool = False  # every row of a matrix has one scale

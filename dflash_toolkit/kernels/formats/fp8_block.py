@@ -40,8 +40,8 @@ class Fp8Block(Format):
         return (total if bias is None else total + bias.float()).to(x.dtype)
 
 
-FP8_BLOCK = Fp8Block(scale_suffix="_scale_inv", capability=(8, 9), quantizes_rows=True, groups_rows=True, halves=True)
-FP8_CHANNEL = Fp8Block(scale_suffix="_scale", capability=(8, 9), quantizes_rows=True, row_scales=True, halves=True)
+FP8_BLOCK = Fp8Block(scale_suffix="_scale_inv", quantizes_rows=True, groups_rows=True, halves=True)
+FP8_CHANNEL = Fp8Block(scale_suffix="_scale", quantizes_rows=True, row_scales=True, halves=True)
 
 
 @dataclass(frozen=True, slots=True)

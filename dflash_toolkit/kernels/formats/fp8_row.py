@@ -18,7 +18,7 @@ class Fp8Row(Format):
     """A matrix is `RowScaledFp8`."""
 
 
-FP8_ROW = Fp8Row(capability=(8, 9), row_scales=True)
+FP8_ROW = Fp8Row(row_scales=True)
 
 
 @dataclass(frozen=True, slots=True)
