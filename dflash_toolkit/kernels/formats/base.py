@@ -93,7 +93,7 @@ class QuantizedRows:
     """The rows of a GEMM, and the same rows quantized for a block-scaled weight, see `quantize_groups`."""
 
     values: Tensor  # [M, K]
-    data: Tensor  # float8_e4m3fn [M, K]
+    data: Tensor  # float8_e4m3fn [M, K]; its values in fp16 for a GPU without fp8 products
     scale: Tensor  # fp32 [M, K / 128]
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ from ..delta import DeltaMemory
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
-from .fp8 import as_stored
+from .fp8 import rows_dtype
 from .fp8_blocks import quantize
 from .pdl import start_next, wait_for_previous
 
@@ -323,9 +323,9 @@ def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float
     """Computes `gated_rms_norm`; also quantizes up to MAX_ROWS rows of heads as wide as a group, for the next GEMM."""
     if len(x) > MAX_ROWS or len(weight) != BLOCK:
         return _launch_gated(x, gate, weight, eps, None)
-    data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    data = torch.empty_like(x, dtype=rows_dtype(x.device))
     scale = torch.empty(len(x), x.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
-    return QuantizedRows(_launch_gated(x, gate, weight, eps, (as_stored(data), scale)), data, scale)
+    return QuantizedRows(_launch_gated(x, gate, weight, eps, (data, scale)), data, scale)
 
 
 def _launch_gated(

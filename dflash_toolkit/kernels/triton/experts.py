@@ -16,7 +16,7 @@ from torch import Tensor
 from ..features import features_of
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, format_of, parts, values_of
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
-from .fp8 import as_stored, of_fp8, quantize_rows, stored_parts
+from .fp8 import of_fp8, quantize_rows, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, ROOM_BYTES, SHARED_BYTES, Tile, accumulate, store_tile
@@ -106,7 +106,7 @@ def _accumulate_blocks(
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for _ in range(0, K, BLOCK_K):
         b_w = of_fp8(tl.load(p_w, eviction_policy="evict_first"))
-        b_x = of_fp8(tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last"))
+        b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
         if BY_ROWS:
             b_acc += tl.dot(b_w, b_x)
         else:
@@ -273,7 +273,7 @@ def multiply(
     pairs, counts = groups or (experts, experts)
     grid = (-(-n // tile.block_n), max(1, rows // LONG), rows * top if by_pair else count)
     _experts_kernel[grid](
-        as_stored(given), given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out,
+        given, given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out,
         rows, n, k, TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=groups is not None, BY_PAIR=by_pair,
         SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,

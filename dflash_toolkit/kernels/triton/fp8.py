@@ -2,8 +2,8 @@
 
 Half the bytes and twice the rate of bf16. Used for drafts, which need not be exact, and for FP8 targets.
 
-Triton has no type for fp8 on GPUs that do not multiply it. Kernels read and write its bits there, as int8, and multiply
-its values in fp16, which has them all. See `as_stored`.
+Triton has no type for fp8 on GPUs that do not multiply it. There, kernels read weights as int8, and quantize rows to
+values of fp8 in fp16; products are in fp16, with sums in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,20 +23,14 @@ MAX_WIDTH = 32768  # columns of a row, which one program holds
 
 @triton.jit
 def to_fp8(b_x, FORMAT: tl.constexpr):
-    """Rounds fp32 values in the range of fp8 to fp8: to nearest, ties to even.
-
-    FORMAT: fp8e4nv; or int8 for its bits, or float16 for its values, in fp32 arithmetic.
-    """
+    """Rounds fp32 values in the range of fp8 to the nearest of fp8, ties to even; see `rows_dtype` for FORMAT."""
     if FORMAT.is_fp8e4nv():
         b_y = b_x.to(FORMAT)
     else:
         # the last bit of 1.5 * 2**(e + 20) is the last of fp8's bits of a value from 2**e on, with 2**-6 as the least
         b_power = tl.maximum(b_x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)
         b_shift = (b_power + 0x0A400000).to(tl.float32, bitcast=True)
-        b_y = ((b_x + b_shift) - b_shift).to(tl.float16)
-        if FORMAT.is_int8():
-            b_half = (b_y * 0.00390625).to(tl.int16, bitcast=True)  # with fp8's exponents
-            b_y = (((b_half >> 8) & 0x80) | ((b_half >> 7) & 0x7F)).to(tl.int8)
+        b_y = ((b_x + b_shift) - b_shift).to(FORMAT)
     return b_y
 
 
@@ -49,17 +43,17 @@ def of_fp8(b_x):
     return b_x
 
 
-def as_stored(tensor: Tensor) -> Tensor:
-    """Returns a tensor as kernels take it: where Triton has no fp8 type, fp8 values as int8, see `of_fp8`."""
-    if tensor.dtype == torch.float8_e4m3fn and not features_of(tensor.device).fp8_products:
-        return tensor.view(torch.int8)
-    return tensor
+def rows_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype of rows that are quantized to fp8; fp16 has all its values."""
+    return torch.float8_e4m3fn if features_of(device).fp8_products else torch.float16
 
 
 def stored_parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """Returns `formats.parts`, the values as kernels take them."""
+    """Returns `formats.parts` as kernels take them: where Triton has no fp8 type, fp8 values as int8."""
     data, scale = parts(weight)
-    return as_stored(data), scale
+    if data.dtype == torch.float8_e4m3fn and not features_of(data.device).fp8_products:
+        data = data.view(torch.int8)
+    return data, scale
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -80,10 +74,10 @@ def _round_kernel(x_p, data_p, scale_p, M, K, FP8_MAX: tl.constexpr, BLOCK: tl.c
 def quantize_rows(x: Tensor) -> RowScaledFp8:
     """Quantizes rows [M, K] to fp8, each by its own largest value, like `RowScaledFp8.of`, in one pass over memory."""
     m, k = x.shape
-    data = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    data = torch.empty(m, k, dtype=rows_dtype(x.device), device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     _round_kernel[(m,)](
-        x, as_stored(data), scale, m, k,
+        x, data, scale, m, k,
         FP8_MAX=FP8_MAX, BLOCK=next_power_of_two(k), num_warps=8 if k > 2048 else 4, **pdl(x),
     )  # fmt: skip
     return RowScaledFp8(data, scale)

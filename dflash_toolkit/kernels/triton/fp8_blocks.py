@@ -28,7 +28,7 @@ from ..formats import (
     values_of,
 )
 from ..launch import MAX_ROWS, padded, pdl
-from .fp8 import as_stored, of_fp8, quantize_rows, to_fp8
+from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts, to_fp8
 from .pdl import start_next, wait_for_previous
 from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
 
@@ -99,7 +99,7 @@ def _block_linear_kernel(
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for _ in range(first, last, BLOCK_K):
         b_w = of_fp8(tl.load(p_w, eviction_policy="evict_first"))
-        b_x = of_fp8(tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last"))
+        b_x = tl.load(p_x, mask=m_m[None, :], other=0.0, eviction_policy="evict_last")
         if BY_ROWS:
             b_acc += tl.dot(b_w, b_x)
         else:
@@ -155,9 +155,9 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `quantize_groups` of x [M, K] with buffers for the scales of at least M rows."""
     m, k = x.shape
-    data = torch.empty(len(scale), k, dtype=torch.float8_e4m3fn, device=x.device)
+    data = torch.empty(len(scale), k, dtype=rows_dtype(x.device), device=x.device)
     _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
-        x, as_stored(data), scale, m, k, *scale.stride(),
+        x, data, scale, m, k, *scale.stride(),
         GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
     )  # fmt: skip
     return data, scale
@@ -194,7 +194,7 @@ def launch_linear(
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * BLOCK)) * BLOCK
     in_loop = m <= QUANTIZED_IN_LOOP and not weight.by_rows
-    rows, scale = x, weight.scale
+    rows, scale, data = x, weight.scale, stored_parts(weight)[0]
     if weight.by_rows:
         quantized = quantize_rows(x)
         rows, scale = quantized.data, quantized.scale
@@ -204,7 +204,7 @@ def launch_linear(
         rows, scale = quantize_groups(x)
     side = padded(min(m, MAX_ROWS))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
-        as_stored(rows), scale, as_stored(weight.data), weight.scale, x if bias is None else bias, out, m, n, k, span,
+        rows, scale, data, weight.scale, x if bias is None else bias, out, m, n, k, span,
         T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
         FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
-from .fp8 import as_stored
+from .fp8 import rows_dtype
 from .fp8_blocks import quantize
 from .pdl import start_next, wait_for_previous
 
@@ -62,9 +62,9 @@ def add_rms_norm_quantized(
     m, d = x.shape
     if m > MAX_ROWS or d % BLOCK:  # cuBLAS needs scales in another order
         return _launch(x, partial_sums, weight, eps, tap, None)
-    data = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    data = torch.empty_like(x, dtype=rows_dtype(x.device))
     scale = torch.empty(m, d // BLOCK, dtype=torch.float32, device=x.device)
-    total, normed = _launch(x, partial_sums, weight, eps, tap, (as_stored(data), scale))
+    total, normed = _launch(x, partial_sums, weight, eps, tap, (data, scale))
     return total, QuantizedRows(normed, data, scale)
 
 
