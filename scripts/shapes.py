@@ -69,6 +69,7 @@ def _hybrid(layers: int, hidden: int, heads: int, kv_heads: int, recurrent_heads
 
 SHAPES: dict[str, PreTrainedConfig] = {
     "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, True),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, True),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, False),

@@ -421,6 +421,11 @@ class RunOptions:
         1, "processes of a machine that share one target by tensor parallelism (torchrun); each trains the drafter on "
         "its own rows",
     )  # fmt: skip
+    offload_target: bool | None = option(
+        None,
+        "move the target's layers to host memory once all hidden states are stored; needs run.features=disk and no "
+        "held-out prompts (default: only if the GPU's memory requires it)",
+    )
     seed: int = option(0, "seed of weights, data order and anchors", flag="seed")
     log_every: int = option(10, "steps between lines in metrics.jsonl")
     save_minutes: float = option(10.0, "minutes between resume points, which are written while training continues")
@@ -637,6 +642,18 @@ def configure(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     return config
 
 
+def why_target_stays(config: TrainConfig) -> str:
+    """Returns the options for which the target's layers are needed during training; empty if it can be offloaded."""
+    run = config.run
+    needed = {
+        f"run.features={run.features}": run.features != "disk",
+        "held-out prompts (prompts.held_out, --held-out)": config.prompts.held_out or config.held_out,
+        f"run.target_tensor_parallel_size={run.target_tensor_parallel_size}": run.target_tensor_parallel_size > 1,
+        "run.feature_endpoint": run.feature_endpoint,
+    }
+    return ", ".join(name for name, given in needed.items() if given)
+
+
 def check_effects(config: TrainConfig) -> None:
     """Raises UserError if a value other than its default has no effect because of another one.
 
@@ -662,6 +679,8 @@ def check_effects(config: TrainConfig) -> None:
          "run.features=disk or hybrid"),
         ("run.feature_cache_gb", run.feature_cache_gb, 0.0, run.features == "online", "run.features=auto"),
     )  # fmt: skip
+    if run.offload_target and (why := why_target_stays(config)):
+        raise UserError(f"run.offload_target needs run.features=disk and no held-out prompts; change {why}")
     for name, value, default, nothing, needs in void:
         if nothing and value != default:
             raise UserError(

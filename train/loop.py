@@ -12,7 +12,7 @@ from dflash_toolkit.config import UserError
 from .distributed.parallel import Processes
 from .distributed.zero import Learner, make_learner
 from .features.gpu_memory import begin as begin_peak
-from .features.gpu_memory import enough_memory
+from .features.gpu_memory import enough_memory, offload
 from .features.source import FeatureSource, open_features
 from .objective.blocks import sample_blocks
 from .objective.loss import compute_loss, use_flex
@@ -56,6 +56,9 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
     if source is None:
         taps, mine = drafter.config.target_layer_ids, schedule.rows_of(processes.rank, processes.world)
         source = open_features(config, run.target, taps, run.rows, run.work, mine, processes, after_step=True)
+    if config.run.offload_target:
+        offload(run.target)
+        drafter.to(device)
     learner = make_learner(drafter, config, processes, point, run.work, bool(packing(config, device)[0]))
     clock = TrainingClock(
         device,

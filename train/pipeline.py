@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from dflash_toolkit import Drafter, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.config import to_mapping
 from dflash_toolkit.evaluation.measure.decoders import Decoder
@@ -39,7 +41,7 @@ from .responses.corpus import Corpus
 from .run.definition import WORK, Export, Outcome, Run
 from .run.estimate import announced
 from .run.metrics_log import WANDB_OPTION
-from .run.prepare import Prepared, prepare
+from .run.prepare import Prepared, fit_memory, prepare
 from .run.provenance import (
     fingerprint,
     longest_response,
@@ -69,7 +71,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
         _say(processes, f"dflash-train: target {config.target} on {place}; the drafter goes to {config.output_dir}")
         config = _with_own_prompts(config, given, processes)
         digest = processes.broadcast(processes.rank_zero(data_digest, config))
-        prepared = processes.barrier(prepare, config, given, digest)
+        prepared = _prepared(config, given, digest, processes)
         if config.push_to_hub:
             processes.rank_zero(make_repository, config.push_to_hub)
         if isinstance(prepared, str):
@@ -91,6 +93,18 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
         _train(prepared, answered, processes)
 
 
+def _prepared(config: TrainConfig, given: Iterable[str], digest: str | None, processes: Processes) -> Prepared | str:
+    """Prepares a run whose steps fit into the smallest GPU of all processes."""
+    prepared, device = processes.barrier(prepare, config, given, digest or ""), resolve_device(processes.device)
+    if isinstance(prepared, str) or device.type != "cuda":
+        return prepared
+    free, total = min(processes.all_gather(torch.cuda.mem_get_info(device)))
+    prepared, line = processes.barrier(fit_memory, prepared, free, total, processes.world)
+    if line and digest:
+        _say(processes, line)
+    return prepared
+
+
 def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Processes) -> TrainConfig:
     """Lets the target write the prompts of `self:N`; returns the configuration with their file.
 
@@ -101,7 +115,7 @@ def _with_own_prompts(config: TrainConfig, given: Iterable[str], processes: Proc
         return config
     config = replace(config, data=with_own_file(config.data, path))
     if not path.exists():
-        processes.barrier(prepare, config, given, "")  # mistakes show before the target writes
+        _prepared(config, given, "", processes)  # mistakes show before the target writes
 
     def write() -> None:
         tokenizer = load_chat_tokenizer(config.target, config.responses.thinking, config.rendering)
@@ -144,7 +158,7 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
         _say(processes, line)
     target, rows = processes.barrier(_loaded, run, answered, processes)
     drafter = run.start.drafter if run.start else Drafter.fresh(shape, config.run.seed)
-    drafter.to(target.device).train()
+    drafter.to("cpu" if config.run.offload_target else target.device).train()  # the features first need the memory
     parameters = sum(p.numel() for p in drafter.parameters())
     kind, attention = shape.architecture.title, "flex" if use_flex(config.run.attention, target.device) else "sdpa"
     several = f", {processes.world} processes" if processes.world > 1 else ""
@@ -157,8 +171,9 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
         f"{attention} attention on {target.device}{several}",
     )
 
-    served = isinstance(target, ServedTarget)  # its server may be gone at export
-    signature = target_signature(target, shape.target_layer_ids) if target.mesh or served else None
+    # at export the server may be gone, or the target's layers
+    gone = isinstance(target, ServedTarget) or config.run.offload_target
+    signature = target_signature(target, shape.target_layer_ids) if target.mesh or gone else None
 
     thinking = thinking_mode(run.tokenizer, record["samplers"])
     longest = config.run.final_tokens or longest_response(config, record["samplers"])

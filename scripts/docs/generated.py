@@ -21,8 +21,9 @@ from dflash_toolkit.models.published import PUBLISHED, Published
 from dflash_toolkit.models.spec import ARCHITECTURES
 from dflash_toolkit.preflight import GIB, size
 from dflash_toolkit.train.config import configure
-from dflash_toolkit.train.run.estimate import computes, estimate
+from dflash_toolkit.train.run.estimate import estimate
 from dflash_toolkit.train.run.rates import H100, H200
+from dflash_toolkit.train.run.target_weights import computes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 

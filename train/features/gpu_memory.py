@@ -1,16 +1,30 @@
 """A GPU's memory: how much of it features may use after a measured step, and the error if it is too small."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.models.target import Target
 
 from ..config import TrainConfig
 
 MARGIN = 0.05  # share of a GPU's memory for peaks that no step has shown yet, such as graph captures of an evaluation
+
+
+HOST = torch.device("cpu")
+
+
+def offload(target: Target) -> None:
+    """Moves the target's layers to host memory; embedding, norm and head stay on the device."""
+    for layer in target.layers:
+        layer.to(HOST)
+    gc.collect()
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class OutOfMemory(UserError):
@@ -63,8 +77,8 @@ def enough_memory(config: TrainConfig) -> Iterator[None]:
         optim, run, loss = config.optim, config.run, config.loss
         packed = optim.pack_tokens if optim.pack_tokens is not None else "the default"
         raise OutOfMemory(
-            f"{said}: lower run.feature_gpu_share ({run.feature_gpu_share:g} now), set optim.recompute=true "
-            f"({str(optim.recompute).lower()} now) or lower loss.head_rows ({loss.head_rows} now), and run again to "
-            f"resume; in a new run, a lower optim.pack_tokens ({packed} now) also needs "
-            f"less"
+            f"{said}: lower run.feature_gpu_share ({run.feature_gpu_share:g} now), raise optim.splits "
+            f"({optim.splits or 1} now), set optim.recompute=true ({str(bool(optim.recompute)).lower()} now) or lower "
+            f"loss.head_rows ({loss.head_rows} now), and run again to resume; in a new run, a lower optim.pack_tokens "
+            f"({packed} now) also needs less"
         ) from error

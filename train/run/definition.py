@@ -31,7 +31,7 @@ class Run:
 
     config: TrainConfig
     target: Target
-    drafter: Drafter  # fp32, on the target's device
+    drafter: Drafter  # fp32, on the target's device; on the CPU with run.offload_target
     rows: Sequence[Row]  # with at least one anchor each
     held_out: Sequence[HeldOutPrompt]  # decoded to measure acceptance: some during training, the others at the end
     work: Path  # directory of the resume point and the metrics

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,24 +17,24 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import open_text, template_variables
 from dflash_toolkit.data.sources import Source
-from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
-from dflash_toolkit.models.dflash.shape import EXPERTS, drafter_shape
-from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.dflash.network import DrafterConfig
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
 from dflash_toolkit.roofline import roofline_of
 
-from ..config import PACK_TOKENS, TrainConfig, own_count
+from ..config import TrainConfig, own_count
 from ..optim.optimizers import uses_muon
 from ..prompts.dataset import ROWS as DATASET_ROWS
 from ..responses.batch_size import ON_CPU, SIZES
 from .cost import drafter_step_flops, duration, resume_bytes
 from .definition import WORK
+from .memory import fitted, memory_of, passes_of
 from .rates import (
     ACCEPTANCE,
     ADAMW_MS_PER_BILLION,
@@ -62,8 +61,10 @@ from .rates import (
     Machine,
     Shape,
 )
+from .target_weights import Weights, computes
 
 CPU = "this CPU"
+ROOM = 0.95  # share of the GPU's memory that training may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Estimate:
     seconds: dict[str, float]  # by stage
     disk: float  # bytes
     memory: float  # bytes of one GPU
+    passes: str  # how a step is made to fit, in words; empty if it is whole
     acceptance: str
 
     @property
@@ -106,7 +108,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.memory <= 0.95 * self.machine.memory_gib * GIB
+        return self.memory <= ROOM * self.machine.memory_gib * GIB
 
     def hours(self, *stages: str) -> float:
         return sum(self.seconds[stage] for stage in stages) / 3600
@@ -133,7 +135,7 @@ class Estimate:
             ("total", duration(self.total), ""),
             ("disk", size(self.disk), "resume points, checkpoints, responses, features on disk"),
             (self.machine.memory_name, f"{size(self.memory)} of {self.machine.memory_gib:.0f} GiB"
-             + ("" if self.fits else ": TOO MUCH"), "computed"),
+             + ("" if self.fits else ": TOO MUCH"), ", ".join(filter(None, ("computed", self.passes)))),
             ("tokens per step", self.acceptance, "see docs/train.md"),
         ]  # fmt: skip
         return rows
@@ -151,80 +153,6 @@ class Estimate:
             f"{self.response_tokens:,.0f} tokens{rate}; {size(self.disk)} of disk, {memory}; dflash-train --estimate "
             f"prints more",
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Sizes of a target."""
-
-    embedding: int  # with the head, if it is separate
-    dense: int  # layers without routed experts
-    experts: int
-    used: float  # share of the experts that one token activates
-    fp8: bool
-    mxfp4: bool
-    layers: int
-    kv_bytes: int  # per token
-    state_bytes: int  # per request, in recurrent layers
-
-    @classmethod
-    def of_target(cls, target: PreTrainedConfig) -> "Weights":
-        """Counts the parameters of a model that has no storage."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(target, dtype=torch.bfloat16)
-        ends = {
-            id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None
-        }
-        sizes: Counter[str] = Counter()
-        for name, parameter in model.named_parameters():
-            kind = "experts" if ".experts." in name else "embedding" if id(parameter) in ends else "dense"
-            sizes[kind] += parameter.numel()
-        method = str((getattr(target, "quantization_config", None) or {}).get("quant_method", ""))
-        count = next((value for name in EXPERTS if (value := getattr(target, name, None))), 1)
-        used = (getattr(target, "num_experts_per_tok", None) or 1) / count
-        kinds = list(getattr(target, "layer_types", None) or ["full_attention"] * target.num_hidden_layers)
-        recurrent = kinds.count("linear_attention")
-        state = 0
-        if recurrent:
-            sizes_of_state = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-            state = 4 * recurrent * math.prod(getattr(target, name, 0) for name in sizes_of_state)
-        keys = sum(each.shape[0] for name, each in model.named_parameters() if name.endswith("k_proj.weight"))
-        if not keys:  # fused with queries and values
-            heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
-            keys = len(kinds) * target.hidden_size // target.num_attention_heads * heads
-        kv_bytes = 2 * 2 * keys
-        fp8 = method in ("fp8", "compressed-tensors", "fbgemm_fp8")
-        return cls(
-            sizes["embedding"],
-            sizes["dense"],
-            sizes["experts"],
-            used,
-            fp8,
-            method == "mxfp4",
-            len(kinds),
-            kv_bytes,
-            state,
-        )
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes of all weights."""
-        return 2 * self.embedding + self._layers(1.0)
-
-    def _layers(self, share: float) -> float:
-        wide = 1.0 if self.fp8 else 2.0
-        return wide * self.dense + share * self.experts * (0.53 if self.mxfp4 else wide)
-
-    def read(self, requests: int, context: float) -> float:
-        """Returns the bytes that a plain step of `requests` reads and writes, with `context` tokens each."""
-        woken = 1 - (1 - self.used) ** requests if self.experts else 0.0
-        own = requests * (self.kv_bytes * context + 2 * self.state_bytes)
-        return self.embedding + self._layers(woken) + own  # half of embedding and head: the head alone
-
-    @property
-    def active(self) -> float:
-        """Parameters of the layers that one token activates."""
-        return self.dense + self.used * self.experts
 
 
 def estimate(
@@ -263,32 +191,29 @@ def estimate(
         rate = response_rate(config, target, weights, machine, PROMPT_TOKENS + answered / 2, server)
         rate = Rate(measured, "measured in this run") if measured else Rate(rate.tokens_per_second * world, rate.how)
 
-    packed = 0 if cpu else (PACK_TOKENS if config.optim.pack_tokens is None else config.optim.pack_tokens)
-    tokens = packed or config.optim.batch_size * length
-    blocks = (config.optim.pack_blocks or packed * 3 // 16) if packed else config.optim.batch_size * config.loss.anchors
+    memory = memory_of(config, target, weights, shape, int(length), world=world, gpu=not cpu)
+    room = ROOM * machine.memory_gib * GIB
+    config = config if cpu else fitted(config, memory, room)
+    tokens, blocks = memory.tokens, memory.blocks
     step_tokens = tokens * config.optim.accumulate
     rows = blocks * shape.block_size
     flops = drafter_step_flops(
-        shape, int(tokens), rows, int(shape.num_layers * rows * (length / 2 + shape.block_size)),
+        shape, tokens, rows, int(shape.num_layers * rows * (length / 2 + shape.block_size)),
         blocks * (shape.block_size - 1), shape.vocab_size,
     )  # fmt: skip
-    with torch.device("meta"):
-        drafter = Drafter(shape)
     share = TRAIN_SHARE if target.hidden_size >= SMALL else TRAIN_SHARE_SMALL
-    parameters = sum(p.numel() for p in drafter.parameters())
+    parameters = sum(p.numel() for p in memory.drafter.parameters())
     muon = uses_muon(config, gpu=not cpu)
     per_billion = MUON_MS_PER_BILLION / world if muon else ADAMW_MS_PER_BILLION
-    micro_s = flops / (share * machine.tflops * 1e12)
+    micro_s = (flops + memory.cost(config)) / (share * machine.tflops * 1e12)
     step_s = config.optim.accumulate * micro_s / world + (0 if cpu else per_billion * parameters / 1e12)
 
     features = feature_rate(target, weights, shape, machine, linear_attention)
     features = Rate(features.tokens_per_second * world, features.how)
     width = len(shape.target_layer_ids) * shape.hidden_size
     held = responses * length * width * (1 if config.run.feature_dtype == "float8" else 2)
-    decodes = bool(config.held_out or config.prompts.held_out) and config.run.evaluate_runtime != "reference"
-    copied = decodes and computes(target)
-    memory = _memory(config, weights, drafter, shape, rows, int(tokens), machine, muon, copied)
-    kept = _kept(config, held, world * (machine.memory_gib * GIB - memory))
+    needed = memory.need(config).total
+    kept = _kept(config, held, world * (machine.memory_gib * GIB - needed))
     per_token_s = step_s / step_tokens + (1 - kept) / features.tokens_per_second
     once = kept * responses * length / features.tokens_per_second
     epochs, steps = float(config.epochs), config.optim.steps
@@ -299,7 +224,7 @@ def estimate(
         epochs = steps * step_tokens / (responses * length)
     else:
         steps = math.ceil(epochs * responses * length / step_tokens)
-    point, checkpoint = resume_bytes(drafter, config, muon), 2 * parameters
+    point, checkpoint = resume_bytes(memory.drafter, config, muon), 2 * parameters
     disk = 2 * point + 3 * checkpoint + 10 * responses * length  # JSON, and the corpus with 4 bytes per token
     if config.run.features in ("disk", "hybrid"):
         disk += held
@@ -313,7 +238,7 @@ def estimate(
             "training": steps * step_s,
             "start and end": FIXED_S,
         },
-        disk=disk, memory=memory, acceptance=expected_acceptance(responses * answered),
+        disk=disk, memory=needed, passes=passes_of(config), acceptance=expected_acceptance(responses * answered),
     )  # fmt: skip
 
 
@@ -402,15 +327,6 @@ def _shape(config: TrainConfig, target: PreTrainedConfig) -> DrafterConfig:
 
 def _measured_as(target: PreTrainedConfig, weights: Weights) -> Shape:
     return target.model_type, int(target.hidden_size), weights.layers, weights.fp8
-
-
-def computes(target: PreTrainedConfig) -> bool:
-    """Returns whether our engine supports the target."""
-    try:
-        ModelSpec.of_target(target)
-    except UserError:
-        return False
-    return True
 
 
 def thinks(config: TrainConfig) -> bool:
@@ -519,29 +435,3 @@ def _kept(config: TrainConfig, held: float, room: float) -> float:
     if held <= max(0.0, run.feature_gpu_share * room):
         return 1.0
     return min(1.0, run.feature_cache_gb * GIB / held)
-
-
-def _memory(
-    config: TrainConfig, weights: Weights, drafter: Drafter, shape: DrafterConfig, rows: int, tokens: int,
-    machine: Machine, muon: bool,
-    copied: bool,
-) -> float:  # fmt: skip
-    """Returns the bytes on one GPU at the peak of a step, without stored features.
-
-    Activations are fitted to the Qwen3-8B shape: 48.6 GiB with Muon, 52.5 with AdamW and 35.2 with optim.recompute
-    (scripts/bench/train_step.py, H200, 32,768 block rows of 8,192 tokens).
-    """
-    parameters = sum(p.numel() for p in drafter.parameters())
-    target = weights.nbytes
-    if weights.mxfp4:  # transformers computes them in 16 bits
-        target = 2.0 * (weights.embedding + weights.dense + weights.experts)
-    elif weights.fp8 and copied:  # the engine for held-out prompts has its own copy (docs/limits.md)
-        target *= 2
-    state = resume_bytes(drafter, config, muon) + 4 * parameters + 2 * parameters  # gradients, and weights in 16 bits
-    layer = 2 * (8 * shape.hidden_size + 2.5 * shape.intermediate_size)
-    active = rows * shape.num_layers * layer * (0.35 if config.optim.recompute else 1.0)
-    active += 2 * tokens * len(shape.target_layer_ids) * shape.hidden_size * 2
-    if machine.name == CPU:
-        active *= 2  # fp32
-    share = config.run.target_tensor_parallel_size
-    return target / share + state + active

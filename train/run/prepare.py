@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit import DrafterConfig, UserError
+from dflash_toolkit.config import to_mapping
 from dflash_toolkit.fingerprint import drafter_digest, template_digest
 from dflash_toolkit.models.dflash.checkpoint import check_fits
 from dflash_toolkit.models.dflash.shape import drafter_shape
@@ -24,9 +25,11 @@ from ..responses.conversation import load_chat_tokenizer
 from ..responses.generate import limit_of
 from .cost import check_checkpoints
 from .definition import WORK
+from .memory import check_memory, memory_of
 from .metrics_log import WANDB_OPTION
 from .provenance import is_finished, provenance
 from .start import Start, load_start, options_of
+from .target_weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,16 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     return Prepared(
         config, tokenizer, shape, data, Reading(config, tokenizer, limit, shape.vocab_size), work, record, start
     )
+
+
+def fit_memory(prepared: Prepared, free: int, total: int, world: int) -> tuple[Prepared, str]:
+    """Returns the run with a step that fits into a GPU, and a line if it is not the usual one. See `check_memory`."""
+    config, target = prepared.config, load_config(prepared.config.target)
+    memory = memory_of(
+        config, target, Weights.of_target(target), prepared.shape, config.prompts.max_length, world=world
+    )  # fmt: skip
+    config, line = check_memory(config, memory, free, total)
+    return replace(prepared, config=config, record=prepared.record | {"config": to_mapping(config)}), line
 
 
 def drafter_config(config: TrainConfig, target: Any, tokenizer: Any) -> DrafterConfig:

@@ -34,7 +34,8 @@ FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "ev
               "features",
               "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
               "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "splits", "recompute",
-              "head_rows", "export_selector", "feature_endpoint")  # fmt: skip
+              "head_rows", "export_selector", "feature_endpoint",
+              "offload_target")  # fmt: skip
 OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
 ENDS = ("epochs", "steps", "minutes")  # end of a run; a longer run continues a shorter one
 

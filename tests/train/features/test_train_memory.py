@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import make_drafter, make_target
 from forked import run_several
-from training_runs import config, forwards, losses, run_of
+from programs import Program
+from training_runs import config, forwards, losses, run_of, weights
 from training_runs import random_rows as rows
 
 import dflash_toolkit.train.features.source
@@ -18,6 +19,7 @@ from dflash_toolkit import UserError
 from dflash_toolkit.config import from_mapping, to_mapping
 from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
+from dflash_toolkit.train.features import gpu_memory
 from dflash_toolkit.train.features.gpu_memory import MARGIN, MemoryUse, room_after_step
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import Features
@@ -89,11 +91,11 @@ def test_out_of_memory_names_options_and_is_resumable(tmp_path: Path, monkeypatc
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
     out_of_memory(monkeypatch, 6, f"{said}. GPU 0 has a total of 1")
     target = make_target()
-    names = r"run.feature_gpu_share .* optim.recompute=true .* loss.head_rows .* in a new run.* optim.pack_tokens"
+    names = r"run.feature_gpu_share .* optim.splits .* optim.recompute=true .* loss.head_rows .* new run.* optim.pack"
     with pytest.raises(UserError, match=rf"^{said}: .*{names}[^\n]*$"):
         dflash_toolkit.train.loop.train(run_of(config(), target, rows(10), tmp_path))
     assert torch.load(tmp_path / "state.pt")["step"] == 4
-    named = {"loss": {"head_rows": 8}, "optim": {"recompute": True}, "run": {"feature_gpu_share": 0.1}}
+    named = {"loss": {"head_rows": 8}, "optim": {"recompute": True, "splits": 4}, "run": {"feature_gpu_share": 0.1}}
     before, after, other = (
         fingerprint(
             {"config": to_mapping(from_mapping(TrainConfig, {"target": "tiny"} | values, "config"))}
@@ -138,3 +140,11 @@ def _first_without_room(rank: int, folder: Path) -> None:
 def test_process_without_feature_memory_does_not_block_others(tmp_path: Path) -> None:
     """The first process decodes held-out prompts, which may leave no room for features on its GPU."""
     assert run_several(2, _first_without_room, tmp_path) == [0, 0]
+
+
+def test_training_needs_no_layer_of_an_offloaded_target(dflash_train: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = ("run.features=disk", "prompts.held_out=0", "optim.steps=6")
+    dflash_train(*stored, output="whole")
+    monkeypatch.setattr(gpu_memory, "HOST", torch.device("meta"))  # weights that no computation can use
+    dflash_train(*stored, "run.offload_target=true")
+    assert weights(dflash_train.output) == weights(dflash_train.place("whole"))

@@ -16,8 +16,9 @@ from dflash_toolkit.preflight import GIB
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.prompts.dataset import DEFAULT, ROWS
 from dflash_toolkit.train.responses import generate
-from dflash_toolkit.train.run.estimate import Weights, announced, estimate, expected_acceptance, within_an_hour
+from dflash_toolkit.train.run.estimate import announced, estimate, expected_acceptance, within_an_hour
 from dflash_toolkit.train.run.rates import H100, H200, PROMPT_TOKENS, RESPONSE_TOKENS, Machine
+from dflash_toolkit.train.run.target_weights import Weights
 from scripts.shapes import named_shape
 
 # The Qwen3-8B shape with 4 rows of 2048 tokens and 512 blocks each: scripts/results/training-rate.json
