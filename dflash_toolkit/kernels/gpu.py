@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import flash
 from .delta import DeltaMemory
+from .features import features_of
 from .formats import Format, Operand, RowScaledFp8, Weight, dequantized, format_of, parts, values_of
 from .formats.dense import Dense
 from .formats.fp8_block import Fp8Block
@@ -135,7 +136,7 @@ def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
         return linear(x, weight).argmax(-1)
     if multiplies(x, weight):
         most = QUANTIZED_ROWS if x.shape[1] >= LONG_SUM else MAX_ROWS
-        tile = gemm.tile_of_quantized(min(len(x), most))
+        tile = gemm.tile_of_quantized(min(len(x), most), features_of(x.device).shared_memory)
         found = [gemm.launch_argmax(quantize_rows(part), weight, tile) for part in x.split(most)]
         return found[0] if len(found) == 1 else torch.cat(found)
     data, scale = parts(weight)
@@ -156,7 +157,8 @@ def linear_top(x: Tensor, weight: Weight, count: int) -> tuple[Tensor, Tensor]:
     if len(x) > MAX_ROWS:
         return _top_by_parts(x, weight, count)[:2]
     if multiplies(x, weight):
-        return gemm.launch_top(quantize_rows(x), weight, count, x.dtype, gemm.tile_of_quantized(len(x)))[:2]
+        tile = gemm.tile_of_quantized(len(x), features_of(x.device).shared_memory)
+        return gemm.launch_top(quantize_rows(x), weight, count, x.dtype, tile)[:2]
     return gemm.linear_top(x, weight, count)
 
 
@@ -175,7 +177,7 @@ def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> 
     if len(x) > MAX_ROWS:
         values, ids, lse = _top_by_parts(x, weight, count, scale)
     elif multiplies(x, weight):
-        tile = gemm.tile_of_quantized(len(x))
+        tile = gemm.tile_of_quantized(len(x), features_of(x.device).shared_memory)
         values, ids, lse = gemm.launch_top(quantize_rows(x), weight, count, x.dtype, tile, scale)
     else:
         return gemm.linear_top_lse(x, weight, count, scale)

@@ -1,7 +1,7 @@
 """The tiles of a GEMM: their sizes, their sums, and the stores of the sums."""
 
 # mypy: disable-error-code="no-untyped-def"
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -9,9 +9,13 @@ import triton.language as tl
 
 from .fp8 import of_fp8
 
-MULTIPROCESSORS = 132  # of an H200
-SHARED_BYTES = 227 * 1024  # limit of a thread block on sm_90
+# of an H200; a constant, so that the splits of a sum, and with them its rounding, are the same on every GPU
+MULTIPROCESSORS = 132
+SHARED_BYTES = 227 * 1024  # limit of a thread block on sm_90, for which tiles were measured
 ROOM_BYTES = 7 * 1024  # reserved for the compiler
+LEAST_STAGES = 3  # with fewer, a program does not load while it multiplies
+SHORTEST_BYTES = 64  # of a weight row that a tile reads at a time
+RESERVED_BYTES = 1024  # shared memory that the driver takes for each program
 FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -24,6 +28,29 @@ class Tile:
     stages: int
     warps: int
     splits: int = 1
+
+
+def fitted(tile: Tile, column_bytes: int, shared: int, shortest: int) -> Tile:
+    """Returns the tile with fewer columns or stages if it does not fit into the shared memory of a thread block.
+
+    Fewer columns come before fewer than LEAST_STAGES. GPUs with less than SHARED_BYTES get no more stages than let two
+    programs share a multiprocessor, as they have few registers and no asynchronous products. Without these, a stage
+    less is stored.
+
+    Args:
+        column_bytes: bytes of one column of the weights and of the rows.
+        shared: bytes.
+        shortest: least `block_k`.
+    """
+    room, block_k, stages = shared - ROOM_BYTES, tile.block_k, tile.stages
+    while block_k > shortest and min(stages, LEAST_STAGES) * block_k * column_bytes > room:
+        block_k //= 2
+    half = shared // 2 - RESERVED_BYTES if shared < SHARED_BYTES else shared
+    while (stages > 2 and stages * block_k * column_bytes > room) or (
+        stages > LEAST_STAGES and (stages - 1) * block_k * column_bytes > half
+    ):
+        stages -= 1
+    return replace(tile, block_k=block_k, stages=stages)
 
 
 @triton.jit
