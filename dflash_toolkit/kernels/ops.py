@@ -5,8 +5,6 @@ import torch
 from . import reference as definitions
 from .features import LEAST_CAPABILITY, features_of
 
-SHARED_MEMORY = 160 << 10  # bytes of shared memory that a thread block of some kernels needs
-
 
 class Reference:
     """All operations in plain torch; `reference.py` documents each with the shapes of its arguments.
@@ -79,22 +77,20 @@ def unsupported(device: torch.device) -> str | None:
     """Returns why decoding steps do not run on a device, or None; the loss needs less."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
     try:
-        found = features_of(device)
+        capability = features_of(device).capability
     except ValueError as error:
         return str(error)
-    if found.capability < LEAST_CAPABILITY:
-        return f"{name} is not supported by the runtime; it needs compute capability 8.0 or higher"
+    if capability < LEAST_CAPABILITY:
+        name, (major, minor) = torch.cuda.get_device_name(device), capability
+        return (
+            f"{name} has compute capability {major}.{minor}; the runtime needs 8.0 or higher "
+            "for bfloat16 matrix products and asynchronous copies"
+        )
     try:
         ops_for(device)
     except ModuleNotFoundError:
         return "triton is not installed; install it with: pip install 'dflash-toolkit[gpu]'"
-    if found.shared_memory < SHARED_MEMORY:
-        return (
-            f"{name} has {found.shared_memory >> 10} KiB of shared memory per thread block, and the runtime's kernels "
-            f"need {SHARED_MEMORY >> 10} (A100, H100 and later data-center GPUs have it)"
-        )
     return None
 
 

@@ -75,11 +75,16 @@ class EngineStats:
 
 
 def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Returns the precision of drafts, fp8 or full; auto is fp8 where measurements show it is faster: Hopper, bf16."""
+    """Returns the precision of drafts, fp8 or full; auto is fp8 with bf16 weights on GPUs with FP8 products.
+
+    Drafting multiplies the weights with a few rows, one operation per byte and row, and such a GPU computes more than
+    100 operations in the time in which it reads a byte. So half the bytes take nearly half the time, which was measured
+    on Hopper only. GPUs without FP8 products decode FP8 in registers, which is not known to be faster than bf16.
+    """
     if asked != "auto":
         return asked
-    hopper = device.type == "cuda" and features_of(device).hopper
-    return "fp8" if hopper and dtype == torch.bfloat16 else "full"
+    fp8 = device.type == "cuda" and features_of(device).fp8_products
+    return "fp8" if fp8 and dtype == torch.bfloat16 else "full"
 
 
 def operations(device: torch.device) -> Ops:

@@ -142,13 +142,13 @@ def test_row_result_does_not_depend_on_batch_size(kind: str) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fp32", [False, True], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("shared", [227 << 10, 163 << 10], ids=["of H200", "of A100"])
+@pytest.mark.parametrize("shared", [227 << 10, 163 << 10, 99 << 10], ids=["H200", "A100", "RTX 4090"])
 def test_tiles_fit_and_sum_order_is_independent_of_row_count(
     kind: str, n: int, k: int, fp32: bool, shared: int
 ) -> None:
     tiles = {rows: kernels.tile_for(kind, n, k, rows, fp32=fp32, shared=shared) for rows in range(1, 129)}
-    elsewhere = kernels.tile_for(kind, n, k, 1, fp32=fp32)
-    assert {(tile.block_k, tile.splits) for tile in tiles.values()} == {(elsewhere.block_k, elsewhere.splits)}
+    assert len({tile.block_k for tile in tiles.values()}) == 1
+    assert {tile.splits for tile in tiles.values()} == {kernels.tile_for(kind, n, k, 1, fp32=fp32).splits}
     for rows, tile in tiles.items():
         padded = max(16, 1 << (rows - 1).bit_length())
         # 64 rows for each warp group: all tiles then use wgmma, which sums in one order

@@ -63,19 +63,23 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
 COMPILED = {
     (64, 4, 64, 3): 98304, (128, 4, 64, 3): 180480, (128, 4, 64, 2): 114944, (256, 4, 64, 2): 213248,
     (256, 4, 32, 2): 139520, (64, 2, 64, 3): 57344, (128, 2, 64, 3): 114688, (256, 2, 64, 3): 229376,
-    (256, 2, 64, 2): 163840,
+    (256, 2, 64, 2): 163840, (256, 2, 32, 2): 98304, (512, 2, 16, 1): 98304, (256, 4, 16, 2): 102656,
+    (256, 4, 16, 1): 98304, (512, 4, 16, 2): 200960,
 }  # fmt: skip
-CUTS_OF = {  # itemsize, head width: keys and stages with the shared memory of an A100 and of an H200
-    (2, 128): ((64, 3), (64, 3)), (4, 64): ((64, 3), (64, 3)), (4, 128): ((64, 2), (64, 3)),
-    (2, 256): ((64, 2), (64, 3)), (4, 256): ((32, 2), (64, 2)),
+CUTS_OF = {  # itemsize, head width: keys and stages with the shared memory of an RTX 4090, of an A100 and of an H200
+    (2, 64): ((64, 2), (64, 3), (64, 3)), (2, 128): ((32, 2), (64, 2), (64, 3)), (4, 64): ((32, 2), (64, 2), (64, 3)),
+    (4, 128): ((32, 2), (32, 2), (64, 3)), (2, 256): ((32, 2), (64, 2), (64, 3)), (4, 256): ((16, 1), (32, 2), (64, 2)),
+    (2, 512): ((16, 1), (16, 2), (32, 2)),
 }  # fmt: skip
-A100, H200 = 166912, 232448
+CARDS = RTX_4090, A100, H200 = 101376, 166912, 232448
 
 
 def test_attention_is_cut_so_that_it_fits() -> None:
     for cut, compiled in COMPILED.items():
         assert compiled <= shared_bytes(*cut) <= compiled + 1024
     for (itemsize, width), cuts in CUTS_OF.items():
-        assert tuple(cut_for(width, itemsize, shared) for shared in (A100, H200)) == cuts
-    with pytest.raises(ValueError, match=r"265 KiB .* 227"):
-        cut_for(512, 4, H200)
+        assert tuple(cut_for(width, itemsize, shared) for shared in CARDS) == cuts
+        for shared, cut in zip(CARDS, cuts, strict=True):
+            assert shared_bytes(width, itemsize, *cut) <= shared
+    with pytest.raises(ValueError, match=r"193 KiB .* 163"):
+        cut_for(512, 4, A100)

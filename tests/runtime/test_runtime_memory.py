@@ -19,6 +19,7 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.evaluation.measure import decoders as runtimes
 from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.kernels.ops import ops_for
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.dflash.shape import drafter_shape
@@ -242,28 +243,24 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return functools.partial(use_gpu, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("capability", "shared", "line"),
-    [
-        ((7, 5), 64, "Some GPU is not supported .* capability 8.0"),
-        ((8, 9), 99, "Some GPU has 99 KiB .* need 160"),
-    ],
-)
-def test_a_gpu_that_cannot_run_the_kernels_is_refused(
-    capability: tuple[int, int], shared: int, line: str, card: Callable[..., None]
-) -> None:
+def test_only_a_gpu_before_sm_80_is_refused(card: Callable[..., None]) -> None:
     pytest.importorskip("triton")
-    card(capability, shared)
-    with refused(line):
+    for known in KNOWN.values():
+        card(known.capability)
+        engine_module.operations(torch.device("cuda"))
+    card((7, 5), 64)
+    with refused("Some GPU has compute capability 7.5; .* 8.0 or higher for bfloat16 matrix products"):
         engine_module.operations(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("width", "dtype", "shared", "way_out"), [
     (128, torch.float32, 227, None),
     (128, torch.float32, 163, None),
-    (512, torch.float32, 227, "use dtype bfloat16, or serve the target with vLLM or SGLang"),
-    (512, torch.bfloat16, 163, "has 163; serve the target with vLLM or SGLang"),
-    (512, torch.float32, 163, "has 163; serve the target with vLLM or SGLang"),  # for bfloat16 is refused, too
+    (256, torch.float32, 99, None),
+    (512, torch.bfloat16, 99, None),
+    (512, torch.float32, 163, "use dtype bfloat16, or serve the target with vLLM or SGLang"),
+    (1024, torch.bfloat16, 99, "has 99; serve the target with vLLM or SGLang"),
+    (1024, torch.float32, 99, "has 99; serve the target with vLLM or SGLang"),  # for bfloat16 is also refused
 ])  # fmt: skip
 def test_unsupported_heads_are_refused_before_loading(
     width: int, dtype: torch.dtype, shared: int, way_out: str | None, card: Callable[..., None],
@@ -282,7 +279,7 @@ def test_unsupported_heads_are_refused_before_loading(
         monkeypatch.setattr(target_module, name, lambda *_, found=found: found)
     monkeypatch.setattr(engine_module, "operations", lambda _: None)
 
-    said = rf"attention heads of 512 in \w+ need \d+ KiB of shared memory .*{way_out}"
+    said = rf"attention heads of {width} in \w+ need \d+ KiB of shared memory .*{way_out}"
     with refused(said) if way_out else contextlib.nullcontext():
         loading.load_parts("T", dtype=str(dtype).removeprefix("torch."))
     assert bool(loaded) == (way_out is None)
@@ -294,14 +291,14 @@ def test_a_drafters_heads_are_checked_before_loading(
     pytest.importorskip("triton")
     card((9, 0), 163)
     target, device = make_target(), torch.device("cuda")
-    drafter = make_drafter(target, head_dim=512)
+    drafter = make_drafter(target, head_dim=1024)
     monkeypatch.setattr(TargetWeights, "load", lambda *_: pytest.fail("the target is loaded"))
     for module in (backends, runtimes, loading, engine_module, target_module):
         for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
                             ("load_tokenizer", target.tokenizer), ("read_drafter", drafter), ("operations", None),
                             ("read_drafter_config", drafter.config)):  # fmt: skip
             monkeypatch.setattr(module, name, lambda *_, found=found, **_options: found, raising=False)
-    said = r"attention heads of 512 in bfloat16 need \d+ KiB"
+    said = r"attention heads of 1024 in bfloat16 need \d+ KiB"
     with refused(said):
         loading.load_engine("T", "D")
     with refused(said):
@@ -311,7 +308,7 @@ def test_a_drafters_heads_are_checked_before_loading(
     monkeypatch.setattr(Target, "load", lambda *_: target)
     backend = backends.open_decoder("T", runtime="auto", drafter="D", batch=1, context=100)
     assert isinstance(backend, backends.BatchedDecoder)
-    assert "the engine cannot: attention heads of 512" in capsys.readouterr().err
+    assert "the engine cannot: attention heads of 1024" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("gpu")
@@ -377,8 +374,9 @@ def test_trees_are_the_default_where_they_pay(shape: str, device: str, asked: di
     [
         ("auto", (9, 0), torch.bfloat16, "fp8"),
         ("auto", (9, 0), torch.float16, "full"),
-        ("auto", (10, 0), torch.bfloat16, "full"),  # where nothing was measured
-        ("auto", (8, 9), torch.bfloat16, "full"),
+        ("auto", (12, 0), torch.bfloat16, "fp8"),
+        ("auto", (8, 9), torch.bfloat16, "fp8"),
+        ("auto", (8, 6), torch.bfloat16, "full"),
         ("full", (9, 0), torch.bfloat16, "full"),
         ("fp8", (8, 9), torch.float16, "fp8"),
     ],

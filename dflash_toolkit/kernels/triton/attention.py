@@ -20,10 +20,12 @@ from ..features import features_of
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
+from .tile import RESERVED_BYTES, SHARED_BYTES
 
 ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions accept
 # keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
 CUTS = ((64, 3), (64, 2), (32, 2))
+LEAST_CUTS = ((16, 2), (16, 1))  # for wide heads
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
 MERGE_SPLITS = 16  # splits that are merged at a time
@@ -31,10 +33,10 @@ FEW = 4  # splits of every tile; if these fill the device, a program computes tw
 
 
 def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
-    """Returns the maximum shared memory of the first kernel, as compiled by Triton 3.7 for sm_80 and sm_90."""
+    """Returns the maximum shared memory of the first kernel, as compiled by Triton 3.7 for sm_80 to sm_120."""
     head = padded(width)
     loads, queries = 2 * keys * head * itemsize, ROWS * head * itemsize
-    if itemsize == 2:
+    if itemsize == 2 or stages == 1:
         return stages * loads + queries + 512  # the last for depths, of trees with a window
     return (stages - 1) * loads + queries + ROWS * keys * itemsize + 1024
 
@@ -42,14 +44,18 @@ def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
 def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
     """Returns keys at a time and loads ahead for heads of `width`, on a GPU with `shared` bytes of shared memory.
 
+    With less than SHARED_BYTES, two programs share a multiprocessor if one of CUTS allows it, see `fitted`.
+
     Raises:
         ValueError: no choice fits.
     """
-    needed = {cut: shared_bytes(width, itemsize, *cut) for cut in CUTS}
-    for cut, size in needed.items():
-        if size <= shared:
-            return cut
-    raise ValueError(f"{min(needed.values()) >> 10} KiB of shared memory for a thread block, and it has {shared >> 10}")
+    half = shared // 2 - RESERVED_BYTES if shared < SHARED_BYTES else 0
+    for cuts, room in ((CUTS, half), (CUTS + LEAST_CUTS, shared)):
+        for cut in cuts:
+            if shared_bytes(width, itemsize, *cut) <= room:
+                return cut
+    least = min(shared_bytes(width, itemsize, *cut) for cut in LEAST_CUTS)
+    raise ValueError(f"{-(-least // 1024)} KiB of shared memory for a thread block, and it has {shared >> 10}")
 
 
 def warps_for(head: int) -> int:

@@ -19,7 +19,7 @@ from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from .fp8 import of_fp8, quantize_rows, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .pdl import start_next, wait_for_previous
-from .tile import FORMATS, SHARED_BYTES, SHORTEST_BYTES, Tile, accumulate, fitted, store_tile
+from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
 # maximum rows without gathering: products of 64 rows of an expert, or 32 in FP8, nearly all zero, take longer
 FEW_ROWS, FEW_ROWS_FP8 = 32, 16
@@ -218,11 +218,10 @@ def experts_tile(
     if fp8:
         # a block's sums are held next to the total: a wide tile of 128 rows would not stay in registers
         tile, taken = Tile(128, BLOCK, 4, 8) if wide else Tile(64, BLOCK, 4, 4), min(taken, 64)
-        row_bytes = 2 if rows <= QUANTIZED_IN_LOOP else 1
-        return fitted(tile, tile.block_n + taken * row_bytes, shared, BLOCK), taken
+        return fitted(tile, taken, 1, 2 if rows <= QUANTIZED_IN_LOOP else 1, shared, most_rows=64), taken
     tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     size = 4 if fp32 else 2
-    return fitted(tile, (tile.block_n + taken) * size, shared, SHORTEST_BYTES // size), taken
+    return fitted(tile, taken, size, size, shared), taken
 
 
 def group_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from ..loss_terms import PLAIN, LogitScale
 from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, tile_key
 from .fp8 import stored_parts
 from .pdl import start_next, wait_for_previous
-from .tile import FORMATS, MULTIPROCESSORS, SHARED_BYTES, SHORTEST_BYTES, Tile, accumulate, fitted, store_tile
+from .tile import FORMATS, MULTIPROCESSORS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
 LSE_WARPS = 8  # warps of the widest tiles, which hold the logits' exponentials next to the sums
 SWIGLU_BLOCK = 1024  # columns per program of SwiGLU after cuBLAS; with 512, 256 rows of 12288 take 3 us longer
@@ -35,7 +35,7 @@ def tile_for(
     wait, on an H200 with the GEMMs of Qwen3-8B chained as in a step: within 2 % of the best for 16 and 128 rows.
     """
     block_n, warps = (128, 8) if kind == "argmax" else (64, 4)
-    block_k = _split_unit(k, fp32)
+    block_k = min(64 if fp32 else 128, padded(k))
     splits = 1
     if kind == "split_k":
         # by (N, K) only: a program for every multiprocessor, but no short split
@@ -46,20 +46,14 @@ def tile_for(
         if splits > 1 and k >= 8 * splits * block_k:
             splits *= 2
     row_bytes = 4 if fp32 else 2
-    weight_bytes = 1 if eight_bits else row_bytes
-    column_bytes = block_n * weight_bytes + padded(rows) * row_bytes
-    return fitted(Tile(block_n, block_k, stages, warps, splits), column_bytes, shared, SHORTEST_BYTES // weight_bytes)
-
-
-def _split_unit(k: int, fp32: bool) -> int:
-    """Returns the columns of which splits are multiples; tiles of a GPU with less shared memory may have fewer."""
-    return min(64 if fp32 else 128, padded(k))
+    tile = Tile(block_n, block_k, stages, warps, splits)
+    return fitted(tile, rows, 1 if eight_bits else row_bytes, row_bytes, shared)
 
 
 def tile_of_quantized(rows: int, shared: int = SHARED_BYTES) -> Tile:
     """Returns the tile for the head with rows in fp8, from a sweep with heads of 4096 and 896 columns."""
     tile = Tile(128, 128, 3 if 16 < rows <= MAX_ROWS else 4, 4 if rows <= MAX_ROWS else 8)
-    return fitted(tile, tile.block_n + padded(rows), shared, SHORTEST_BYTES)
+    return fitted(tile, rows, 1, 1, shared, most_rows=2 * MAX_ROWS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -203,8 +197,7 @@ def launch_linear(
 ) -> None:
     """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
     (m, k), n = x.shape, len(weight)
-    unit = max(tile.block_k, _split_unit(k, x.dtype == torch.float32))
-    span = -(-k // (tile.splits * unit)) * unit
+    span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
     data, scale = stored_parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
         x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,

@@ -7,15 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import MAX_ROWS, padded
 from .fp8 import of_fp8
 
 # of an H200; a constant, so that the splits of a sum, and with them its rounding, are the same on every GPU
 MULTIPROCESSORS = 132
 SHARED_BYTES = 227 * 1024  # limit of a thread block on sm_90, for which tiles were measured
-ROOM_BYTES = 7 * 1024  # reserved for the compiler
-LEAST_STAGES = 3  # with fewer, a program does not load while it multiplies
-SHORTEST_BYTES = 64  # of a weight row that a tile reads at a time
+ROOM_BYTES = 3 * 1024  # reserved for the compiler
 RESERVED_BYTES = 1024  # shared memory that the driver takes for each program
+LEAST_STAGES = 3  # with fewer, a program loads nothing while it waits
 FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -30,25 +30,27 @@ class Tile:
     splits: int = 1
 
 
-def fitted(tile: Tile, column_bytes: int, shared: int, shortest: int) -> Tile:
-    """Returns the tile with fewer columns or stages if it does not fit into the shared memory of a thread block.
+def fitted(tile: Tile, rows: int, weight_bytes: int, row_bytes: int, shared: int, most_rows: int = MAX_ROWS) -> Tile:
+    """Returns the tile with fewer columns and stages if it does not fit into the shared memory of a thread block.
 
-    Fewer columns come before fewer than LEAST_STAGES. GPUs with less than SHARED_BYTES get no more stages than let two
-    programs share a multiprocessor, as they have few registers and no asynchronous products. Without these, a stage
-    less is stored.
+    The columns do not depend on `rows`, so that a row's sum has the same order next to any number of others. GPUs with
+    less than SHARED_BYTES get as many stages as let two programs share a multiprocessor: their products are not
+    asynchronous, so another program has to load meanwhile. Without asynchronous products, a stage less is stored.
 
     Args:
-        column_bytes: bytes of one column of the weights and of the rows.
+        weight_bytes, row_bytes: of a number.
         shared: bytes.
-        shortest: least `block_k`.
+        most_rows: of the tiles for other row counts.
     """
-    room, block_k, stages = shared - ROOM_BYTES, tile.block_k, tile.stages
-    while block_k > shortest and min(stages, LEAST_STAGES) * block_k * column_bytes > room:
+
+    def taken(stages: int, rows: int) -> int:
+        return stages * block_k * (tile.block_n * weight_bytes + padded(rows) * row_bytes)
+
+    block_k, stages, room = tile.block_k, tile.stages, shared - ROOM_BYTES
+    while taken(LEAST_STAGES, most_rows) > room:
         block_k //= 2
     half = shared // 2 - RESERVED_BYTES if shared < SHARED_BYTES else shared
-    while (stages > 2 and stages * block_k * column_bytes > room) or (
-        stages > LEAST_STAGES and (stages - 1) * block_k * column_bytes > half
-    ):
+    while stages > LEAST_STAGES and (taken(stages, rows) > room or taken(stages - 1, rows) > half):
         stages -= 1
     return replace(tile, block_k=block_k, stages=stages)
 

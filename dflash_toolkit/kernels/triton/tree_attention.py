@@ -181,7 +181,8 @@ def tree_attention(
             q, kv, rows, paths, (b_m, b_l, b_acc), splits, tails, tiles, cuts, pairs=pairs,
         )  # fmt: skip
     else:
-        keys, stages = attention.cut_for(width, q.element_size(), features_of(q.device).shared_memory)
+        features = features_of(q.device)
+        keys, stages = attention.cut_for(width, q.element_size(), features.shared_memory)
         shared = {
             "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, kv.size), "PAGE": kv.size, "WINDOW": kv.window,
             "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
@@ -194,6 +195,7 @@ def tree_attention(
         _tail_kernel[(m * groups, tails)](
             q, kv.cache, lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, b_m, b_l, b_acc,
             groups, width, group, kv.table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
-            num_stages=1, **shared,
+            # without the asynchronous products of Hopper, operands that are not stored first would spill
+            num_stages=1 if features.hopper else min(stages, 2), **shared,
         )  # fmt: skip
     return attention.merge_rows((b_m, b_l, b_acc), kv, rows, out, pairs, cuts, min(keys, kv.size))
