@@ -102,7 +102,8 @@ def train(run: Run, processes: Processes | None = None, source: FeatureSource | 
                     begin_peak(device)  # the optimiser's state exists only now
                 elif source.waits:
                     with clock.paused(), report.paused():  # measuring and exporting copy the drafter
-                        source.take_memory(2 * sum(p.numel() * 2 for p in drafter.parameters()), report.bar)
+                        copies = 2 * sum(p.numel() * 2 for p in drafter.parameters())
+                        source.take_memory(copies + measure.nbytes, report.bar)
                 if saves or measures:  # a pause waits for the device; other steps do not
                     with clock.paused(), report.paused():
                         if measures:

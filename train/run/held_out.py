@@ -1,5 +1,6 @@
 """Held-out prompts decoded during a run, to measure the acceptance length that its checkpoint will have."""
 
+import contextlib
 import itertools
 import math
 import sys
@@ -14,7 +15,7 @@ from dflash_toolkit.acceptance import ratio
 from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.confidence import calibrate
 from dflash_toolkit.config import UserError
-from dflash_toolkit.evaluation.measure.decoders import EngineDecoder, ReferenceDecoder, decode_all
+from dflash_toolkit.evaluation.measure.decoders import EngineDecoder, ReferenceDecoder, decode_all, free_memory
 from dflash_toolkit.evaluation.stats.bootstrap import student_quantile
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
@@ -25,9 +26,10 @@ from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.sampling import SamplingParams
 
 from ..config import RunOptions
+from ..features.gpu_memory import memory_use
 from .cost import duration
 
-TOGETHER = 8  # prompts decoded at a time; up to eight, the engine's responses do not depend on the batch
+TOGETHER = (8, 4, 2, 1)  # prompts decoded at a time, which change no response of the engine
 PAGE = 64  # tokens
 
 
@@ -168,35 +170,43 @@ def split(prompts: Sequence[HeldOutPrompt], count: int) -> tuple[list[HeldOutPro
 class HeldOut:
     """Decodes held-out prompts greedily with a drafter as it will be served: rounded to bf16, in the target's dtype.
 
-    The engine is created once and shares the target's weights; every evaluation copies the drafter's weights into it,
-    so its captured steps stay valid. Processes that share a target decode together, with the reference: the first of
+    The engine shares the target's weights. It is created once, and every evaluation copies the drafter's weights into
+    it, so its captured steps stay valid; if a step of training needs its memory, it exists only while it decodes.
+    Processes that share a target decode together, with the reference: the first of
     them has the drafter and broadcasts it.
 
     Args:
         shape: of all drafters.
         prompts: all held-out prompts; `evaluate_prompts` of them, from all sources, are decoded during the run, with
             short responses, and the others at its end, at full length.
+        reserve: bytes of the GPU that training will need in addition to what is in use now.
 
     Raises:
         UserError: `evaluate_runtime` is engine, but the engine does not support the target.
     """
 
-    def __init__(self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], run: RunOptions) -> None:
+    def __init__(
+        self, target: Target, shape: DrafterConfig, prompts: Sequence[HeldOutPrompt], run: RunOptions,
+        reserve: float = 0.0,
+    ) -> None:  # fmt: skip
         self._target = target
         self._followed, self._unseen = split(prompts, run.evaluate_prompts)
         self._short, self._full = run.evaluate_tokens, run.final_tokens or run.evaluate_tokens
         self._pace = 0.0  # seconds per token of the latest measurement during the run
         self._answers: list[tuple[list[int], Generation]] = []  # latest responses, independent of the drafter
+        self._auto = run.evaluate_runtime == "auto"
+        self._between = False  # whether the engine exists only while it decodes
         self._engine: Engine | None = None
-        auto = run.evaluate_runtime == "auto"
-        if run.evaluate_runtime == "engine" or (auto and target.device.type == "cuda" and target.mesh is None):
-            try:
-                self._engine = self._make_engine(shape)
-            except (UserError, torch.OutOfMemoryError) as error:
-                if not auto:
-                    raise
-                reason = " ".join(str(error).split())
-                print(f"held-out prompts are decoded by the reference; the engine cannot: {reason}", file=sys.stderr)
+        self.engine_bytes = 0  # that the engine allocates while it decodes
+        on_gpu = target.device.type == "cuda" and target.mesh is None
+        if run.evaluate_runtime == "engine" or (self._auto and on_gpu):
+            before = memory_use(target.device)
+            self._engine = self._make_engine(Drafter.fresh(shape, 0))
+            after = memory_use(target.device)
+            if self._engine and before and after and after.free < reserve:
+                self._between, self._engine = True, None
+                self.engine_bytes = before.free - after.free
+                free_memory()
 
     def __call__(self, drafter: Drafter, step: int = 0, bar: Progress | None = None) -> Evaluation:
         """Decodes the prompts of measurements during the run with `drafter`, with short responses.
@@ -270,29 +280,51 @@ class HeldOut:
     def _decoded(
         self, served: Drafter, prompts: list[HeldOutPrompt], max_tokens: int, bar: Progress
     ) -> list[Generation]:
+        engine = self._make_engine(served) if self._between else self._engine
         decoder: EngineDecoder | ReferenceDecoder
-        if self._engine is None:
+        if engine is None:
             decoder = ReferenceDecoder(self._target, served)
         else:
-            self._engine.load_drafter(served)
-            decoder = EngineDecoder(self._engine)
+            engine.load_drafter(served)
+            decoder = EngineDecoder(engine)
+            del engine
 
         def on_step(generation: Generation) -> None:
             if generation.finish_reason is not None:
                 bar.advance(1, len(generation.tokens))
 
         params = SamplingParams(max_tokens=max_tokens)
-        found = decode_all(decoder, [prompt.tokens for prompt in prompts], params, on_step)
+        try:
+            found = decode_all(decoder, [prompt.tokens for prompt in prompts], params, on_step)
+        finally:
+            if self._between:
+                decoder.close()
         self._answers = [(prompt.tokens, answer) for prompt, answer in zip(prompts, found, strict=True)]
         return found
 
-    def _make_engine(self, shape: DrafterConfig) -> Engine:
+    def _make_engine(self, drafter: Drafter) -> Engine | None:
+        """Returns an engine for as many prompts at a time as the memory holds; None, with a line, for the reference."""
+        try:
+            parts = load_parts(self._target, drafter, share=True)
+            for together in TOGETHER[:-1]:
+                with contextlib.suppress(UserError, torch.OutOfMemoryError):
+                    return parts.engine(self._options_for(drafter.config, together))
+                free_memory()
+            return parts.engine(self._options_for(drafter.config, TOGETHER[-1]))
+        except (UserError, torch.OutOfMemoryError) as error:
+            if not self._auto:
+                raise
+            reason = " ".join(str(error).split())
+            print(f"held-out prompts are decoded by the reference; the engine cannot: {reason}", file=sys.stderr)
+        return None
+
+    def _options_for(self, shape: DrafterConfig, together: int) -> EngineOptions:
         target, tokens = self._target, max(self._short, self._full)
-        parts = load_parts(target, Drafter.fresh(shape, 0), share=True)
-        longest = sorted((len(prompt.tokens) for prompt in (*self._followed, *self._unseen)), reverse=True)[:TOGETHER]
+        lengths = sorted((len(prompt.tokens) for prompt in (*self._followed, *self._unseen)), reverse=True)
+        longest = lengths[:together]
         # the last step writes whole blocks beyond the end of a response
         room = [-(-(n + tokens + 3 * shape.block_size) // PAGE) * PAGE for n in longest]
-        options = EngineOptions(
+        return EngineOptions(
             max_num_seqs=len(longest),
             max_model_len=min(target.context_limit, longest[0] + tokens),
             num_speculative_tokens=shape.block_size - 1,  # whole blocks at every step, as in dflash-eval
@@ -301,4 +333,3 @@ class HeldOut:
             prefix_cache=False,  # its pages would hold keys and values of an older drafter
             draft_dtype="full",  # rounded copies would not follow the weights
         )
-        return parts.engine(options)

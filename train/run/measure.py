@@ -15,6 +15,7 @@ from ..distributed.parallel import Processes
 from .cost import duration
 from .definition import Export, Run
 from .held_out import Evaluation, HeldOut
+from .memory import still_needed
 from .report import Report
 from .resume_point import ResumePoint, TrainState
 
@@ -43,10 +44,18 @@ class Measuring:
         self._held_out: HeldOut | None = None
         if run.held_out:
             shape, options = run.drafter.config, run.config.run
-            self._held_out = processes.first_group(HeldOut, run.target, shape, run.held_out, options)
+            reserve = 0.0
+            if run.target.device.type == "cuda":
+                reserve = still_needed(run.config, run.target.config, run.drafter, processes.world)
+            self._held_out = processes.first_group(HeldOut, run.target, shape, run.held_out, options, reserve)
         kept = [point.best, point.latest] if point else [None, None]
         self._best, self._latest = (Evaluation.of_state(state) if state else None for state in kept)
         processes.rank_zero(self._discard_others)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a measurement allocates on the GPU of this process, in addition to the drafter's copy."""
+        return self._held_out.engine_bytes if self._held_out else 0
 
     def due(self, state: TrainState) -> bool:
         """Whether to measure the drafter of this step."""

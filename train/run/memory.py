@@ -145,6 +145,14 @@ def memory_of(
     return TrainingMemory(weights, drafter, tokens, blocks, world, gpu, decodes and computes(target))
 
 
+def still_needed(config: TrainConfig, target: PreTrainedConfig, drafter: Drafter, world: int) -> float:
+    """Returns the bytes that steps allocate once the target and the drafter's weights are on the GPU."""
+    weights = Weights.of_target(target)
+    memory = memory_of(config, target, weights, drafter.config, config.prompts.max_length, world=world)
+    need = memory.need(config)
+    return need.drafter + need.step - sum(p.nbytes for p in drafter.parameters())
+
+
 def passes_of(config: TrainConfig) -> str:
     """Returns how a step is made to fit, in words; nothing if it is whole."""
     splits, recompute = config.optim.splits or 1, config.optim.recompute

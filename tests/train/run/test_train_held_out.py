@@ -20,9 +20,12 @@ from dflash_toolkit.confidence import LIKELY, JudgedNode, calibrate, judged_node
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import load_tokenizer
-from dflash_toolkit.runtime import load_engine
+from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import TargetWeights
 from dflash_toolkit.train.config import RunOptions, TrainConfig
+from dflash_toolkit.train.features.gpu_memory import MemoryUse
+from dflash_toolkit.train.run import held_out
 from dflash_toolkit.train.run.held_out import Evaluation, HeldOut, HeldOutPrompt, draw, split
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
@@ -169,8 +172,8 @@ def test_without_selector_measures_each_slots_best_token(target: Target, monkeyp
 
     def drafts(of: Drafter, selector: bool) -> list[list[int]]:
         drafted.clear()
-        held_out = HeldOut(target, of.config, PROMPTS, options("reference"))
-        assert (held_out.final(of, 3) if selector else held_out.without_selector(of, 3)).step == 3
+        decoded = HeldOut(target, of.config, PROMPTS, options("reference"))
+        assert (decoded.final(of, 3) if selector else decoded.without_selector(of, 3)).step == 3
         return list(drafted)
 
     alone = drafts(drafter, selector=False)
@@ -269,6 +272,36 @@ def test_new_weights_are_taken_in_place() -> None:
         load_engine(make_target(), first)[0].load_drafter(second)
 
 
+def test_the_engine_gives_way_to_a_step_that_needs_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    drafters = [random_drafter(target, seed) for seed in (1, 2)]
+    resident = HeldOut(target, drafters[0].config, PROMPTS, options("engine"))
+    found = [resident(drafter) for drafter in drafters]
+    free = iter((1000, 900))
+    monkeypatch.setattr(held_out, "memory_use", lambda device: MemoryUse(2000, next(free), 0, 0))
+    between = HeldOut(make_target(), drafters[0].config, PROMPTS, options("engine"), reserve=901)
+    assert between._engine is None and between.engine_bytes == 100
+    assert [between(drafter) for drafter in drafters] == found and between._engine is None
+    free = iter((1000, 900))
+    assert HeldOut(make_target(), drafters[0].config, PROMPTS, options("engine"), reserve=900)._engine
+
+
+def test_fewer_prompts_are_decoded_together_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, tried, real = make_target(), list[int](), Parts.engine
+
+    def engine(self: Parts, options: EngineOptions) -> Engine:
+        tried.append(options.max_num_seqs)
+        if options.max_num_seqs > 2:
+            raise UserError("GPU memory is 1 GiB short")
+        return real(self, options)
+
+    drafter = random_drafter(target, 1)
+    usual = HeldOut(make_target(), drafter.config, PROMPTS * 2, options("engine"))(drafter)
+    monkeypatch.setattr(Parts, "engine", engine)
+    few = HeldOut(target, drafter.config, PROMPTS * 2, options("engine"))
+    assert tried == [6, 4, 2] and few(drafter) == usual
+
+
 def test_evaluate_runtime_engine_refuses_unsupported_targets() -> None:
     target = make_target(mlp_bias=True)
     drafter = random_drafter(target, 1)
@@ -289,8 +322,8 @@ def test_held_out_prompts_use_the_recorded_thinking_mode(
     mine = str(altered(target_dir, tmp_path / "mine", tokenizer))
     sampler, template = {"temperature": 0.0, "thinking": False}, template_digest(load_tokenizer(mine))
     path = answers(tmp_path / "a.jsonl", target=mine, sampler=sampler, template_hash=template)
-    held_out = write(tmp_path / "h.jsonl", says("ask"))
-    config = TrainConfig(target=mine, response_files=(str(path),), held_out=(str(held_out),))
+    prompts = write(tmp_path / "h.jsonl", says("ask"))
+    config = TrainConfig(target=mine, response_files=(str(path),), held_out=(str(prompts),))
     if option is not None:
         object.__setattr__(config.responses, "thinking", option)
     _, held = answers_of(config, tokenizer, tmp_path / "w")
