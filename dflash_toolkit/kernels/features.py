@@ -1,10 +1,11 @@
 """The features of a GPU. Every other module asks here what a device can do, and never for its name or its generation.
 
 DFLASH_EMULATE_GPU=sm_86 lets a larger GPU run the kernels that an sm_86 would run, for tests and diagnosis: features
-that the card lacks are off, and the shared memory is limited to that of the card. Instructions and speed stay those of
-the real GPU.
+that the card lacks are off, and a kernel with more shared memory than that of the card is refused. Instructions and
+speed stay those of the real GPU.
 """
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -95,8 +96,17 @@ def features_of(device: torch.device) -> Features:
         if card is not None:
             log.warning("%s=%s: %s runs the kernels for that card", VARIABLE, os.environ[VARIABLE], device)
             found = found.limited_to(card)
+            _refuse_more(found.shared_memory)
         _features[device] = found
     return _features[device]
+
+
+def _refuse_more(shared_memory: int) -> None:
+    """Makes Triton refuse kernels that need more shared memory, as it does on the emulated card."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from triton.compiler import compiler
+
+        compiler.max_shared_mem = lambda _device: shared_memory
 
 
 def _query(device: torch.device) -> Features:

@@ -5,6 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from triton.compiler import compiler
+
 from dflash_toolkit import UserError
 from dflash_toolkit.kernels import features
 from dflash_toolkit.kernels.features import KNOWN, VARIABLE, Features, features_of
@@ -22,6 +26,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
     monkeypatch.setattr(features, "_features", {})
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda _: 227 << 10)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,7 @@ def test_an_emulated_card_has_only_its_own_features(
     assert features_of(GPU) is found, "asked once"
     assert tuple(flag for flag in FLAGS if getattr(found, flag)) == expected
     assert (found.capability, found.shared_memory) == (KNOWN[name].capability, KNOWN[name].shared_memory)
+    assert compiler.max_shared_mem(0) == found.shared_memory, "Triton refuses a kernel that needs more"
     assert found.multiprocessors == 114, "as many programs run at once as on the real GPU"
     assert [record.getMessage() for record in caplog.records] == [
         f"DFLASH_EMULATE_GPU={name}: cuda runs the kernels for that card"
