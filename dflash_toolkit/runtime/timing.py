@@ -10,9 +10,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+
+from ..kernels.features import features_of
 
 Shape = tuple[int, ...]  # a step's batch and block; over trees: batch, rows, block
 Times = dict[Shape, float]  # seconds of a step
@@ -23,11 +26,15 @@ NOISE = 1.02  # speed-up of a step with more rows that counts as noise
 AGAIN = 3  # maximum rounds of measuring again
 
 
-def place_of(device: torch.device) -> tuple[str, ...]:
-    """Returns the hardware, and the software except PyTorch, that times depend on."""
+def place_of(device: torch.device) -> tuple[object, ...]:
+    """Returns the hardware, and the software except PyTorch, that times depend on.
+
+    The features differ between cards of one name, slices of a card, and cards that it emulates.
+    """
     if device.type != "cuda":
         return (device.type,)
-    return torch.cuda.get_device_name(device), importlib.import_module("triton").__version__
+    triton = importlib.import_module("triton").__version__
+    return torch.cuda.get_device_name(device), asdict(features_of(device)), triton
 
 
 def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) -> Times:

@@ -12,10 +12,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import make_drafter, make_target
 from engines import make_engine, pair
 
 from dflash_toolkit import SamplingParams
+from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.runtime import EngineOptions, load_engine, timing
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
@@ -259,6 +261,16 @@ def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.Monkey
         (tmp_path / "linear.py").write_text(source)
         for _ in range(2):
             assert cached_times("key", lambda now=seconds: {(1, 1): now}) == {(1, 1): seconds}
+
+
+def test_times_of_an_emulated_gpu_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    places = []
+    for name in ("sm_90", "sm_86", "sm_86"):
+        monkeypatch.setattr(timing, "features_of", lambda device, name=name: KNOWN[name])
+        places.append(timing.place_of(torch.device("cuda")))
+    assert places[0] != places[1] == places[2]
 
 
 def test_a_measured_draft_length_changes_no_answer(target_dir: Path, drafter_dir: Path) -> None:

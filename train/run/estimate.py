@@ -46,6 +46,7 @@ from .rates import (
     FEATURES,
     FIXED_S,
     H100,
+    H200,
     HOST_TOKENS_PER_S,
     MUON_MS_PER_BILLION,
     PROMPT_TOKENS,
@@ -204,7 +205,10 @@ def estimate(
     share = TRAIN_SHARE if target.hidden_size >= SMALL else TRAIN_SHARE_SMALL
     parameters = sum(p.numel() for p in memory.drafter.parameters())
     muon = uses_muon(config, gpu=not cpu)
-    per_billion = MUON_MS_PER_BILLION / world if muon else ADAMW_MS_PER_BILLION
+    if muon:
+        per_billion = MUON_MS_PER_BILLION / world * H200.tflops / machine.tflops
+    else:
+        per_billion = ADAMW_MS_PER_BILLION * H200.read_tb_s / machine.read_tb_s
     micro_s = (flops + memory.cost(config)) / (share * machine.tflops * 1e12)
     step_s = config.optim.accumulate * micro_s / world + (0 if cpu else per_billion * parameters / 1e12)
 
@@ -262,11 +266,11 @@ def response_rate(
     measured = DECODING.get((_measured_as(target, weights), machine.name), {}) if engine else {}
     if requests in measured:
         return Rate(measured[requests], f"measured at {requests} requests")
-    if not engine and not server and machine.name != CPU:
-        rate = requests / (REFERENCE_MS_PER_LAYER * weights.layers / 1000)
-        return Rate(rate, "computed for transformers, since our engine does not support the target")
     share = READ_SHARE_VLLM if server else READ_SHARE
     rate = requests * share * machine.read_tb_s * 1e12 / weights.read(requests, context)
+    if not engine and not server and machine.name != CPU:
+        rate = min(rate, requests / (REFERENCE_MS_PER_LAYER * weights.layers / 1000))
+        return Rate(rate, "computed for transformers, since our engine does not support the target")
     if engine and rate > HOST_TOKENS_PER_S:
         return Rate(HOST_TOKENS_PER_S, f"computed for our engine at {requests} requests, limited by the host")
     return Rate(rate, f"computed for {'vLLM' if server else 'our engine'} at {requests} requests from bytes read")

@@ -63,11 +63,12 @@ RECURRENT_ONE_BY_ONE = 0.35  # share of that rate without the extra `linear-atte
 READ_SHARE = 0.65  # of the bandwidth, for a plain step of our engine with 32 requests: 0.54 to 0.76 in DECODING
 HOST_TOKENS_PER_S = 30_000  # plain, many requests: 25,400 to 32,100 for a target of 0.5B, tests-gpu.json `end_to_end`
 READ_SHARE_VLLM = 0.45  # assumed for vLLM, with steps in 4470a42 shapes_fp8_h100 up to 1.4 times as long
-REFERENCE_MS_PER_LAYER = 1.4  # of a step of transformers, 4470a42 hf_path_qwen3_8b_h200: 50.8 ms for 36 layers
+REFERENCE_MS_PER_LAYER = 1.4  # least, of a step of transformers, 4470a42 hf_path_qwen3_8b_h200: 50.8 ms for 36 layers
 FEATURE_SHARE, FEATURE_SHARE_EXPERTS = 0.40, 0.17  # of the FLOP/s, from FEATURES
 TRAIN_SHARE, TRAIN_SHARE_SMALL = 0.50, 0.30  # of the FLOP/s: 0.54 for Qwen3-8B, 0.49 for 1.5B, 0.3 for 0.5B
 SMALL = 1536  # hidden size below which the second one applies
-MUON_MS_PER_BILLION, ADAMW_MS_PER_BILLION = 174.0, 14.0  # parameters of the drafter, on one GPU (training-rate)
+# parameters of the drafter, on one H200 (training-rate); Muon multiplies matrices, AdamW reads and writes memory
+MUON_MS_PER_BILLION, ADAMW_MS_PER_BILLION = 174.0, 14.0
 
 # Assumptions about the data
 PROMPT_TOKENS = 150

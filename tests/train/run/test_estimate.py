@@ -13,6 +13,7 @@ from programs import Program
 from transformers import FalconConfig, GPT2Config, PreTrainedConfig
 
 from dflash_toolkit.preflight import GIB
+from dflash_toolkit.roofline import SHEETS
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.prompts.dataset import DEFAULT, ROWS
 from dflash_toolkit.train.responses import generate
@@ -68,6 +69,26 @@ def test_computed_response_rates_are_near_measured_ones(name: str, machine: Mach
     unknown = replace(machine, name="another")
     computed = of({}, name, unknown).response_rate
     assert "computed" in computed.how and computed.tokens_per_second == pytest.approx(measured, rel=0.35)
+
+
+@pytest.mark.parametrize(("optimizer", "slower"), [("muon", 989 / 165.2), ("adamw", 4.53 / 0.9072)])
+def test_a_training_step_follows_the_rates_of_the_gpu(optimizer: str, slower: float) -> None:
+    slow_gpu = replace(Machine.of(SHEETS["RTX 4090"]), memory_gib=H200.memory_gib)  # with less, passes would be smaller
+    fast, slow = (of({"optim": {"optimizer": optimizer}}, machine=each) for each in (H200, slow_gpu))
+    ratio = slow.seconds["training"] / fast.seconds["training"]
+    assert min(slower, 989 / 165.2) - 0.01 <= ratio <= max(slower, 989 / 165.2) + 0.01
+    assert slow.response_rate.tokens_per_second < fast.response_rate.tokens_per_second / 4
+
+
+def test_transformers_writes_slower_with_less_bandwidth() -> None:
+    config = ARCHITECTURES["Phi-3"].config()
+    for key, size in {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}.items():
+        setattr(config, key, size)
+    rates = [
+        estimate(configure({"target": "t"}), config, each).response_rate for each in (H200, Machine.of(SHEETS["L4"]))
+    ]
+    assert all("transformers" in rate.how for rate in rates)
+    assert rates[1].tokens_per_second < rates[0].tokens_per_second / 2
 
 
 def test_the_host_bounds_responses_of_a_small_target() -> None:
