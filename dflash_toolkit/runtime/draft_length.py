@@ -17,7 +17,8 @@ class BlockChooser:
     """Picks the block length that is expected to give the batch the most tokens per second.
 
     A block of S commits (1 - a^S) / (1 - a) tokens on average when every drafted token is accepted with conditional
-    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain.
+    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain. A batch decodes plainly
+    without probes where drafts would not pay even if all were accepted, as in large batches on GPUs with few FLOP/s.
 
     A batch in plain decoding drafts one short block from time to time, to find out whether drafting pays again. Probes
     are frequent at first, as the start of an answer predicts little about the rest, and then rarer; they are more
@@ -38,6 +39,9 @@ class BlockChooser:
 
     def __call__(self, requests: Sequence[Request]) -> int:
         bucket = self._bucket(len(requests))
+        plain = self.GAIN / self._times[bucket, 1]
+        if all(size / self._times[bucket, size] <= plain for size in self._sizes if size > 1):
+            return 1
         rates = [request.acceptance.rate for request in requests]
 
         def promise(size: int, rates: Sequence[float]) -> float:
@@ -57,7 +61,7 @@ class BlockChooser:
         self._plain_steps += 1
         untried = sum(not request.acceptance.tried for request in requests)
         soon = self.FIRST_PROBE * len(requests) // untried if untried else self._next_probe
-        if self._plain_steps < min(soon, self._next_probe) or len(self._sizes) == 1:
+        if self._plain_steps < min(soon, self._next_probe):
             return 1
         self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
         return self._try(promise)

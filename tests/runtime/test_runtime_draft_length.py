@@ -157,7 +157,7 @@ def test_choosing_is_hardly_slower_than_plain_decoding(batch: int, times: dict[i
 
 
 def test_a_small_gain_does_not_change_the_block() -> None:
-    choose = chooser(s8=5.00, s16=5.55)
+    choose = chooser(s1=4.0, s8=5.00, s16=5.55)
     assert len({choose(requests(rate)) for rate in [0.80, *[0.79, 0.81] * 10]}) == 1
 
 

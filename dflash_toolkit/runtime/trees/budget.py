@@ -6,6 +6,7 @@ tokens that the drafter's calibrated probabilities expect to be accepted.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -142,7 +143,8 @@ class BudgetChooser:
     are tried from time to time: short drafts during plain decoding, and the next longer block if trees can be deeper.
     Steps over chains do not report what drafts promise. So a step over trees, with the longest block and the most
     promising number of rows, runs between them: soon at first, then more rarely. The first drafts are as long as
-    possible, and the next step waits for their result.
+    possible, and the next step waits for their result. Where no choice would pay even if all drafts were accepted, none
+    is tried.
 
     Args:
         blocks: lengths to choose from; 1 is plain decoding.
@@ -160,6 +162,7 @@ class BudgetChooser:
         self._expected = _Expected(self._drafted)
         self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # by batch
         self._promised: dict[int, dict[StepShape, float]] = {}  # by number of requests, until the next `observe`
+        self._payable: dict[int, bool] = {}  # by number of requests: whether drafts pay if all are accepted
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
         self._chains, self._next_look = 0, self.FIRST_LOOK  # steps over chains in a row, and the limit
@@ -175,16 +178,29 @@ class BudgetChooser:
         if requests in self._promised:
             return self._promised[requests]
         batch = self._bucket(requests)
+        shapes, at, seconds = self._choices(batch)
+        rates = requests * (1 + self._expected(batch, requests).ravel()[at]) / seconds
+        found = {StepShape(1): requests / self._times[batch, 1], **dict(zip(shapes, rates.tolist(), strict=True))}
+        self._promised[requests] = found
+        return found
+
+    def _choices(self, batch: int) -> tuple[list[StepShape], np.ndarray, np.ndarray]:
+        """Returns the steps with drafts that have a time, their indices in `_Expected`, and their seconds."""
         if batch not in self._priced:
             every = [StepShape(block, rows) for block in self._drafted for rows in (0, *row_buckets(batch))]
             priced = [i for i, shape in enumerate(every) if key_of(shape, batch) in self._times]
             times = [self._times[key_of(every[i], batch)] for i in priced]
             self._priced[batch] = [every[i] for i in priced], np.array(priced, dtype=int), np.array(times)
-        shapes, at, seconds = self._priced[batch]
-        rates = requests * (1 + self._expected(batch, requests).ravel()[at]) / seconds
-        found = {StepShape(1): requests / self._times[batch, 1], **dict(zip(shapes, rates.tolist(), strict=True))}
-        self._promised[requests] = found
-        return found
+        return self._priced[batch]
+
+    def _pays(self, requests: int) -> bool:
+        """Returns whether some drafts are faster than plain decoding if all of them are accepted."""
+        if requests not in self._payable:
+            batch = self._bucket(requests)
+            shapes, _, seconds = self._choices(batch)
+            most = np.array([min(shape.rows or math.inf, requests * shape.block) for shape in shapes])
+            self._payable[requests] = bool((most / seconds > self.GAIN * requests / self._times[batch, 1]).any())
+        return self._payable[requests]
 
     def __call__(self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True) -> StepShape:
         """Returns the shape of the next step.
@@ -195,7 +211,7 @@ class BudgetChooser:
             awaited: whether a step with drafts is in flight.
             chains: whether drafts without trees may be chosen.
         """
-        if not self._drafted:
+        if not self._pays(requests):
             return StepShape(1)
         if not self._expected:
             return StepShape(1) if awaited else self._try(self._drafted[-1], requests)
