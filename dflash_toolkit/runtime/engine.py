@@ -12,16 +12,17 @@ from ..config import UnsupportedModel
 from ..generation import Generation, Step
 from ..grammar import Grammars, Matcher
 from ..kernels import flash
-from ..kernels.features import features_of
 from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..models.restrictions import Restrictions
 from ..sampling import GrammarError, SamplingParams
-from .draft_length import BlockChooser, block_sizes
+from .draft_length import BlockChooser
+from .fit import Budget, fit, log_fitted, planner_for
 from .graphs import buckets_up_to
 from .memory import Room, check_heads, explain_out_of_memory, room_for_cache
-from .options import EngineOptions
+from .options import EngineOptions, resolve_draft_dtype
 from .pages import PagePool
+from .plan import block_lengths, runner_arguments
 from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
 from .scheduler import Scheduler
@@ -74,19 +75,6 @@ class EngineStats:
             self.accepted_per_position[k] += k < step.accepted
 
 
-def resolve_draft_dtype(asked: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Returns the precision of drafts, fp8 or full; auto is fp8 with bf16 weights on GPUs with FP8 products.
-
-    Drafting multiplies the weights with a few rows, one operation per byte and row, and such a GPU computes more than
-    100 operations in the time in which it reads a byte. So half the bytes take nearly half the time, which was measured
-    on Hopper only. GPUs without FP8 products decode FP8 in registers, which is not known to be faster than bf16.
-    """
-    if asked != "auto":
-        return asked
-    fp8 = device.type == "cuda" and features_of(device).fp8_products
-    return "fp8" if fp8 and dtype == torch.bfloat16 else "full"
-
-
 def operations(device: torch.device) -> Ops:
     """Returns the operations of a device. Raises UnsupportedModel if it cannot run decoding steps."""
     if reason := unsupported(device):
@@ -127,65 +115,55 @@ class Engine:
         device = target.embedding.device
         config = drafter.config if drafter else None
         asked = options or EngineOptions()
-        options = asked.fitted(target.spec, config, device)
-        options = replace(options, draft_dtype=resolve_draft_dtype(options.draft_dtype, device, target.embedding.dtype))
-        self.options = options
-        assert options.max_num_seqs is not None and options.max_model_len is not None
-        assert options.max_num_batched_tokens is not None
-        assert options.draft_tree is not None and options.draft_tree_width is not None
-        tree_nodes, tree_width = options.draft_tree, options.draft_tree_width
-        max_num_seqs, self.context_limit = options.max_num_seqs, options.max_model_len
-        if asked.max_model_len is None and self.context_limit < target.spec.context_limit:
-            log.warning(
-                "a request may have at most %d tokens, as kv_cache_tokens is %d; the target supports %d",
-                self.context_limit,
-                options.kv_cache_tokens,
-                target.spec.context_limit,
-            )
+        dtype = target.embedding.dtype
+        fitted = unlimited = asked.fitted(target.spec, config, device)
+        fitted = unlimited = replace(fitted, draft_dtype=resolve_draft_dtype(fitted.draft_dtype, device, dtype))
+        planner, budget = None, 0.0
+        if device.type == "cuda":
+            planner = planner_for(target.spec, config, device, dtype)
+            budget = Budget.of(asked, device).bytes + planner.loaded
+            fitted, _ = fit(asked, planner, budget, device)
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
         ops = operations(device)
         specs = [target.spec, *([drafter.spec] if drafter else [])]
         for spec in specs:
-            check_heads(spec, device, target.embedding.dtype)
+            check_heads(spec, device, dtype)
         self._stop_ids, self._restrictions = frozenset(stop_ids), restrictions or Restrictions()
         self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
         self._times: Times = {}  # step times, including steps over trees
-        longest = drafter.config.block_size if drafter else 1
-        max_block = options.block_size or longest
-        self._sizes = (max_block,) if options.block_size is not None or max_block == 1 else block_sizes(max_block)
-        if drafter is not None and options.draft_dtype == "fp8":
-            with explain_out_of_memory(options):
+        self._sizes = block_lengths(fitted, config)
+        max_num_seqs, max_block = fitted.max_num_seqs or 1, self._sizes[-1]
+        if drafter is not None and fitted.draft_dtype == "fp8":
+            with explain_out_of_memory(fitted):
                 drafter = drafter.quantized(target.head)
-        forced = options.synthetic.table(4096, max_num_seqs, max_block).to(device) if options.synthetic else None
+        forced = fitted.synthetic.table(4096, max_num_seqs, max_block).to(device) if fitted.synthetic else None
 
-        kept_states = options.prefix_states or 0
+        kept_states = fitted.prefix_states or 0
 
         def runner(room: Room) -> StepRunner:
+            arguments = runner_arguments(fitted, config) | {"max_context": room.context}
             return StepRunner(
-                target,
-                drafter,
-                ops,
-                num_pages=room.pages,
-                scratch=room.scratch,
-                page_size=options.page_size,
-                max_num_seqs=max_num_seqs,
-                max_context=self.context_limit,
-                max_block=max_block,
-                forced=forced,
-                sample_drafts=options.draft_sample_method == "probabilistic",
-                kept_states=kept_states,
-                tree_nodes=tree_nodes if drafter and max_block > 1 else 0,
-                tree_width=tree_width,
-                report_offered=options.report_offered,
-                tree_blocks=[size for size in self._sizes if size > 1 and 4 * size >= max_block],
-                chain_blocks=[size for size in self._sizes if size > 1],
+                target, drafter, ops, num_pages=room.pages, scratch=room.scratch, forced=forced, **arguments
             )
 
-        with explain_out_of_memory(options):
-            room = room_for_cache(runner, specs, options, self.context_limit)
+        with explain_out_of_memory(fitted):
+            shorten = asked.max_model_len is None and asked.kv_cache_tokens is None
+            room = room_for_cache(runner, planner, fitted, shorten=shorten)
             self.runner = runner(room)
+        self.context_limit = room.context
+        self.options = options = replace(fitted, max_model_len=room.context)
+        assert options.max_num_batched_tokens is not None
+        if planner is not None:
+            log_fitted(asked, options, unlimited, budget)
+        if options.kv_cache_tokens and asked.max_model_len is None and room.context < target.spec.context_limit:
+            log.warning(
+                "a request may have at most %d tokens, as kv_cache_tokens is %d; the target supports %d",
+                room.context,
+                options.kv_cache_tokens,
+                target.spec.context_limit,
+            )
         slots = range(1 + max_num_seqs, 1 + max_num_seqs + kept_states)  # after the slots of requests
         self.pool = PagePool(room.pages, options.page_size, slots)
         self.capacity = Capacity(self.context_limit, self.vocabulary)

@@ -96,6 +96,7 @@ def load_parts(
     from ..models.target import load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
     from ..stop_tokens import stop_tokens
     from .engine import operations
+    from .fit import planner_for
     from .memory import check_heads, check_weights, for_the_drafter
     from .weights import DrafterWeights, TargetWeights
 
@@ -109,9 +110,9 @@ def load_parts(
     drafts = None
     if drafter is not None:
         drafts = read_drafter_config(drafter, config) if isinstance(drafter, str) else drafter.config
-    more = [drafts.spec()] if drafts else []
-    fitted = options.fitted(spec, drafts, where) if options else None
-    for each in (spec, *more):
+    if options:
+        options.fitted(spec, drafts, where)  # raises for an option that does not fit the pair
+    for each in (spec, *([drafts.spec()] if drafts else [])):
         check_heads(each, where, precision)
     if isinstance(target, str):
         folder = locate("target", target)
@@ -120,7 +121,9 @@ def load_parts(
         forbidden = restrictions(target, generation, spec.vocab_size)
         if spec.tied_head and stores_own_head(weight_files(folder)):
             spec = replace(spec, tied_head=False)
-        check_weights(target, [spec, *more], where, precision, fitted)
+        if where.type == "cuda":
+            planner = planner_for(spec, drafts, where, precision)
+            check_weights(target, planner, where, options)
     else:
         stop_ids, forbidden = target.stop_token_ids, target.restrictions
     draft = None
@@ -128,8 +131,10 @@ def load_parts(
         module = read_drafter(drafter, config, where, precision) if isinstance(drafter, str) else drafter
         with for_the_drafter(where):
             draft = DrafterWeights.of_module(module.to(where, precision))
+        del module  # before the target is loaded: the weights are copies
     if isinstance(target, str):
-        check_weights(target, [spec], where, precision)  # with the memory that the drafter leaves
+        if where.type == "cuda":
+            check_weights(target, planner, where)  # with the memory that the drafter leaves
         weights = TargetWeights.load(folder, spec, where, precision)
     else:
         weights = (TargetWeights.shared_with if share else TargetWeights.of_module)(target.model, spec)

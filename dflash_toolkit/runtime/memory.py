@@ -12,8 +12,10 @@ from ..config import UnsupportedModel, UserError
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from ..sampling import MAX_LOGPROBS
+from .fit import GIB, LEAST_CONTEXT, Budget, advice, fit, round_down
 from .graphs import no_collection
 from .options import EngineOptions
+from .plan import Planner
 from .prefill_job import PrefillJob, ScoredTokens
 from .programs.context import Part
 from .prompts import chunk_size
@@ -21,16 +23,14 @@ from .runner import StepRunner
 from .sampler import Mode
 from .step_times import run_all_parts
 from .trees.budget import row_buckets
-from .weights import TargetWeights
 
-GIB = 1 << 30
 CPU_TOKENS = 16384  # tokens of the cache on a CPU, unless one request needs more
-GRAPHS_BYTES = 1 * GIB  # memory of the driver, which no allocator reports: about 5 MiB per graph
 
 
 class Room(NamedTuple):
     """The memory of an engine, without the weights."""
 
+    context: int  # maximum tokens of a request
     pages: int  # pages of the cache, the null block included
     scratch: int = 0  # bytes that the largest step takes; graphs have them from the first capture on
 
@@ -49,58 +49,51 @@ class Workspace(NamedTuple):
 
 
 def room_for_cache(
-    runner: Callable[[Room], StepRunner],
-    specs: list[ModelSpec],
-    options: EngineOptions,
-    context: int,
+    runner: Callable[[Room], StepRunner], planner: Planner | None, options: EngineOptions, *, shorten: bool
 ) -> Room:
-    """Returns the pages of the cache, and the scratch of the largest step.
+    """Returns the pages of the cache, the scratch of the largest step, and the longest request.
 
-    On a GPU the cache gets what is left of `gpu_memory_utilization` after the weights and the measured needs of a
-    prefill chunk and of the largest step.
+    On a GPU the cache gets what is left of `gpu_memory_utilization` after the weights, the graphs and the measured
+    needs of a prefill chunk and of the largest step.
 
     Args:
         runner: makes a step runner with this room.
-        specs: of the target and, if any, the drafter.
+        planner: of these models; None on a CPU.
+        options: from `fit`.
+        shorten: whether requests may be limited to fewer tokens than `max_model_len`.
 
     Raises:
-        UserError: a request of `context` tokens, `kv_cache_tokens`, or the largest step does not fit; the message
-            says what is missing and which option helps.
+        UserError: a request of `max_model_len` tokens, `kv_cache_tokens`, or the largest step does not fit; the message
+            says what is missing and which options help.
     """
-    probe = runner(Room(pages=2))
-    device, dtype_bytes = probe.device.type, probe.dtype.itemsize
-    size = options.page_size
+    context, size = options.max_model_len or 0, options.page_size
+    probe = runner(Room(context, pages=2))
     least = -(-probe.reach // size)
     wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // size)
-    if device == "cpu":
-        return Room(1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
-    bytes_of_page = size * sum(spec.kv_values_per_token for spec in specs) * dtype_bytes
-    # a cache of a given size may use all memory
-    share = options.gpu_memory_utilization if wanted is None else 1.0
-    free, scratch = _cache_budget(probe, options, share)
+    if planner is None:
+        return Room(context, 1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
+    plan = planner.plan(options)
+    bytes_of_page = size * plan.token
+    free, scratch = _cache_budget(probe, options, plan.graphs)
     pages = int(free // bytes_of_page) - 1
+    if shorten and pages < least:
+        fits = round_down(max(pages * size - (probe.reach - context), 0))
+        if fits >= LEAST_CONTEXT:
+            context, least = fits, pages
     if pages < (wanted or least):
-        raise _too_small(options, context, ((wanted or least) - pages) * bytes_of_page)
+        raise _too_small(planner, options, ((wanted or least) - pages) * bytes_of_page)
     # even a prefix cache has little use for more pages
-    return Room(1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
+    return Room(context, 1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
 
 
-def _too_small(options: EngineOptions, context: int, missing: float) -> UserError:
-    """Returns the error for a cache that lacks bytes for `kv_cache_tokens`, or for a request of `context` tokens."""
-    rows = "max_num_seqs or prefix_states" if options.prefix_states else "max_num_seqs"
-    if options.kv_cache_tokens is None:
-        what = f"one request of {context} tokens"
-        now = options.gpu_memory_utilization
-        way_out = f"lower max_model_len or {rows}, or raise gpu_memory_utilization (now {now})"
-    else:
-        what, way_out = f"a cache of {options.kv_cache_tokens} tokens", f"lower kv_cache_tokens or {rows}"
-    said = f"GPU memory is {missing / GIB:.1f} GiB short of {what}; {way_out}{_without_trees(options)}"
-    return UnsupportedModel(said, gpus=2) if options.kv_cache_tokens is None else UserError(said)
-
-
-def _without_trees(options: EngineOptions) -> str:
-    """Returns the end of a message for engines with draft trees."""
-    return ", or set draft_tree to 0" if options.draft_tree else ""
+def _too_small(planner: Planner, options: EngineOptions, missing: float) -> UserError:
+    """Returns the error for a cache that lacks bytes for `kv_cache_tokens`, or for a request of `max_model_len`."""
+    total = torch.cuda.mem_get_info()[1]
+    ways_out = advice(planner, options, missing, options.memory_share(total), total)
+    request = options.kv_cache_tokens is None
+    what = f"one request of {options.max_model_len}" if request else f"a cache of {options.kv_cache_tokens}"
+    said = f"GPU memory is {missing / GIB:.1f} GiB short of {what} tokens; {ways_out}"
+    return UnsupportedModel(said, gpus=2) if request else UserError(said)
 
 
 @contextlib.contextmanager
@@ -114,7 +107,7 @@ def explain_out_of_memory(options: EngineOptions) -> Iterator[None]:
         )
         raise UserError(
             f"the weights leave too little GPU memory for the engine ({_first_sentence(error)}); {copies}lower "
-            f"max_num_seqs, max_model_len or kv_cache_tokens{_without_trees(options)}"
+            f"max_num_seqs, max_model_len or kv_cache_tokens{', or set draft_tree to 0' * bool(options.draft_tree)}"
         ) from error
 
 
@@ -135,37 +128,32 @@ def _first_sentence(error: torch.OutOfMemoryError) -> str:
     return " ".join(str(error).split()).partition(" Including")[0]
 
 
-def check_weights(
-    name: str, specs: list[ModelSpec], device: torch.device, dtype: torch.dtype, options: EngineOptions | None = None
-) -> None:
+def check_weights(name: str, planner: Planner, device: torch.device, asked: EngineOptions | None = None) -> None:
     """Refuses a target if its weights with the smallest cache need more memory than the GPU has free.
 
     Args:
-        specs: of the target and, if any, the drafter.
-        options: `fitted`; None: the cache is not checked.
+        asked: None: only the target's weights are checked.
 
     Raises:
         UnsupportedModel, UserError: the memory does not suffice.
     """
-    if device.type != "cuda":
-        return
-    weights = TargetWeights.empty(specs[0], torch.device("meta"), dtype)
-    needed = sum(view.nbytes for view in weights.parameter_views().values())
     free, total = torch.cuda.mem_get_info(device)
-    if needed > free:
+    if (needed := planner.target_bytes) > free:
+        less = planner.saved_in_fp8()
+        smaller = f" (an FP8 target needs {less / GIB:.1f} GiB less)" if less else ""
         raise UnsupportedModel(
             f"target {name}: its weights take {needed / GIB:.1f} GiB and the GPU has {free / GIB:.1f} of "
             f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too few; "
-            f"use a smaller target, or serve this one on several GPUs with vLLM or SGLang",
+            f"use a smaller target{smaller}, or serve this one on several GPUs with vLLM or SGLang",
             # heads divide by a power of two; a quarter of each GPU is left for caches
             gpus=max(2, int(2 ** math.ceil(math.log2(needed / (0.75 * total))))),
         )
-    if options is not None:  # a lower bound: the workspace of a step is measured later
-        context = options.max_model_len or 0
-        share = options.gpu_memory_utilization if options.kv_cache_tokens is None else 1.0
-        cache = (options.kv_cache_tokens or context) * sum(spec.kv_values_per_token for spec in specs) * dtype.itemsize
-        if (missing := cache + needed + total - free - share * total) > 0:
-            raise _too_small(options, context, missing)
+    if asked is not None:
+        budget = Budget.of(asked, device).bytes
+        options, plan = fit(asked, planner, budget, device)
+        # the temporary tensors of a step are measured later
+        if plan.certain + plan.cache(options) > budget:
+            raise _too_small(planner, options, plan.missing(options, budget))
 
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
@@ -180,8 +168,8 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
         )
 
 
-def _cache_budget(probe: StepRunner, options: EngineOptions, share: float) -> tuple[float, int]:
-    """Returns the bytes that the cache may take from this share of the memory, and the bytes of the largest step."""
+def _cache_budget(probe: StepRunner, options: EngineOptions, graphs: int) -> tuple[float, int]:
+    """Returns the bytes that the cache may take next to these bytes of graphs, and the bytes of the largest step."""
     cut = chunk_size(options.max_num_batched_tokens or 0)
     try:
         workspace = workspace_of(probe, cut)
@@ -189,7 +177,7 @@ def _cache_budget(probe: StepRunner, options: EngineOptions, share: float) -> tu
         raise UserError(
             f"the weights leave too little GPU memory for a step of {probe.max_num_seqs} requests and a chunk of {cut} "
             f"tokens ({_first_sentence(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
-            f"{_without_trees(options)}"
+            f"{', or set draft_tree to 0' * bool(options.draft_tree)}"
         ) from error
     except Exception as error:
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack
@@ -200,11 +188,7 @@ def _cache_budget(probe: StepRunner, options: EngineOptions, share: float) -> tu
             f"({error}); use dtype bfloat16, or serve the target with vLLM or SGLang"
         ) from error
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    taken = total - free
-    # steps over trees add as many graphs in two modes, and half as many in a third one
-    graphs = GRAPHS_BYTES if probe.trees is None else 5 * GRAPHS_BYTES // 2
-    return share * total - taken - workspace.total - graphs, workspace.step
+    return Budget.of(options, probe.device).bytes - workspace.total - graphs, workspace.step
 
 
 def workspace_of(probe: StepRunner, chunk: int) -> Workspace:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ..models.dflash.network import DrafterConfig
     from ..models.spec import ModelSpec
 
+SMALL_GPU = 40 << 30  # bytes; on a smaller GPU, a tenth of the memory is too much to leave unused
+MOST_MEMORY = 0.95  # share of a GPU's memory in use
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticAcceptance:
@@ -67,10 +70,13 @@ class EngineOptions(DraftOptions):
         "memory_fraction": "gpu_memory_utilization",
     }
     max_num_seqs: int | None = option(
-        None, "maximum requests in a batch (default: 32 on a GPU, 4 on a CPU)", common=True
+        None, "maximum requests in a batch (default: 32 on a GPU with enough memory, 4 on a CPU)", common=True
     )
     max_model_len: int | None = option(
-        None, "maximum tokens of prompt and response together (default: the target's context length)", common=True
+        None,
+        "maximum tokens of prompt and response together (default: the target's context length, or what fits into the "
+        "GPU's memory)",
+        common=True,
     )
     max_num_batched_tokens: int | None = option(
         None, "prompt tokens computed between two decoding steps (default: 2048 on a GPU, 256 on a CPU)"
@@ -79,8 +85,10 @@ class EngineOptions(DraftOptions):
     kv_cache_tokens: int | None = option(
         None, "size of the KV cache, in tokens of all requests (default: what the memory allows)"
     )
-    gpu_memory_utilization: float = option(
-        0.9, "share of the GPU's memory that weights, caches and buffers may use", common=True
+    gpu_memory_utilization: float | None = option(
+        None,
+        "share of the GPU's memory that may be in use, by all programs (default: 0.9, and 0.95 below 40 GB)",
+        common=True,
     )
     prefix_cache: bool = option(True, "reuse the cached pages of common prompt prefixes")
     prefix_states: int | None = option(
@@ -104,7 +112,7 @@ class EngineOptions(DraftOptions):
             raise ValueError(f"prefix_states is {self.prefix_states}; it must be >= 0")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}; it must be a power of two")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        if self.gpu_memory_utilization is not None and not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
 
     def fitted(self, target: "ModelSpec", drafter: "DrafterConfig | None", device: "torch.device") -> "EngineOptions":
@@ -147,6 +155,12 @@ class EngineOptions(DraftOptions):
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )
 
+    def memory_share(self, total: int) -> float:
+        """Returns the share of a GPU's `total` bytes that may be in use; a cache of a given size may use all."""
+        if self.kv_cache_tokens is not None:
+            return 1.0
+        return self.gpu_memory_utilization or (0.9 if total >= SMALL_GPU else MOST_MEMORY)
+
     def _trees_pay(self, target: "ModelSpec") -> bool:
         """Returns whether trees are the default: for dense targets with long steps, to which a tree adds little."""
         free = self.num_speculative_tokens is None and self.draft_sample_method == "greedy" and not self.synthetic
@@ -174,3 +188,20 @@ class EngineOptions(DraftOptions):
                 f"{least + overshoot} with its drafts; raise kv_cache_tokens{lower}"
             )
         return min(wanted, room)
+
+
+def resolve_draft_dtype(asked: str, device: "torch.device", dtype: "torch.dtype") -> str:
+    """Returns the precision of drafts, fp8 or full; auto is fp8 with bf16 weights on GPUs with FP8 products.
+
+    Drafting multiplies the weights with a few rows, one operation per byte and row, and such a GPU computes more than
+    100 operations in the time in which it reads a byte. So half the bytes take nearly half the time, which was measured
+    on Hopper only. GPUs without FP8 products decode FP8 in registers, which is not known to be faster than bf16.
+    """
+    import torch
+
+    from ..kernels.features import features_of
+
+    if asked != "auto":
+        return asked
+    fp8 = device.type == "cuda" and features_of(device).fp8_products
+    return "fp8" if fp8 and dtype == torch.bfloat16 else "full"

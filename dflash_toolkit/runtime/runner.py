@@ -226,12 +226,7 @@ class StepRunner:
             return False
         if self.prefills.capture_next():
             return True
-        batches = buckets_up_to(self.max_num_seqs)
-        sizes = list(itertools.product(batches, sorted(blocks, reverse=True)))
-        over_trees = [Part.whole_step(batch, shape) for batch in batches for shape in trees(batch)]
-        parts = [Part("step", *size) for size in sizes] + over_trees + self.blocks.parts(sizes)
-        parts += [part._replace(mode=mode) for mode in (Mode.SAMPLED, Mode.FULL) for part in over_trees]
-        parts += self.blocks.choices(sizes, self._masked)
+        parts = parts_of(self.max_num_seqs, blocks, trees, self._masked)
         missing = next((part for part in parts if part not in self.graphs.captured), None)
         if missing is not None:
             self.graph(missing)
@@ -245,3 +240,19 @@ class StepRunner:
         """Returns the tensors that a step advances."""
         state = self.state
         return [state.lengths, state.last_token, state.states, self.verifier.steps, state.sampler.counts]
+
+
+def parts_of(
+    max_num_seqs: int, blocks: Sequence[int], trees: Callable[[int], Collection[StepShape]], masked: bool
+) -> list[Part]:
+    """Returns the steps and parts of steps that are captured, greedy steps first; see `StepRunner.prepare`.
+
+    Args:
+        masked: also choices under a grammar.
+    """
+    batches = buckets_up_to(max_num_seqs)
+    sizes = list(itertools.product(batches, sorted(blocks, reverse=True)))
+    over_trees = [Part.whole_step(batch, shape) for batch in batches for shape in trees(batch)]
+    parts = [Part("step", *size) for size in sizes] + over_trees + BlockProgram.parts(sizes)
+    parts += [part._replace(mode=mode) for mode in (Mode.SAMPLED, Mode.FULL) for part in over_trees]
+    return parts + BlockProgram.choices(sizes, masked)

@@ -16,7 +16,7 @@ from ..kernels.reference import ACCEPTANCE_STREAM, DRAFT_STREAM, penalized, posi
 from ..sampling import MAX_LOGPROBS, SamplingParams, int64_seed
 from .proposer import Draft
 
-EDITED_ROWS = 32  # rows with edited logits in memory at a time: about 50 bytes each; they do not depend on one another
+EDITED_ROWS = 16  # rows with edited logits in memory at a time: about 50 bytes each; they do not depend on one another
 NOT_FIRST, NOT_EARLY = 1, 2  # a token that may not begin an answer; a stop token that needs `min_tokens` before it
 
 

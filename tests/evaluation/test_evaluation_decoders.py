@@ -365,7 +365,7 @@ def test_engine_and_reference_agree_on_dflash2(target_dir: Path, dflash2_dir: Pa
 
 
 def test_out_of_memory_suggests_options(target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(*_: Any) -> int:
+    def short(*_: Any, **__: Any) -> int:
         raise UserError("GPU memory is 3.0 GiB short")
 
     monkeypatch.setattr("dflash_toolkit.runtime.engine.room_for_cache", short)

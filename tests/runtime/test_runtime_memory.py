@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import gc
+import re
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +30,9 @@ from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engi
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
 from dflash_toolkit.runtime.allocations import CountBytes
-from dflash_toolkit.runtime.memory import GIB, GRAPHS_BYTES, Room, Workspace, check_weights, room_for_cache
+from dflash_toolkit.runtime.fit import GIB, Budget, advice, contexts_up_to, fit, log_fitted, planner_for, round_down
+from dflash_toolkit.runtime.memory import Room, Workspace, check_weights, room_for_cache
+from dflash_toolkit.runtime.plan import LIBRARY_BYTES, Plan, Planner, runner_arguments
 from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES
 from dflash_toolkit.runtime.proposer import Draft
@@ -38,18 +42,21 @@ from dflash_toolkit.runtime.sampler import Mode, Sampler
 from dflash_toolkit.runtime.step_times import launcher
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.train.responses import backends
-from scripts.shapes import named_shape
+from scripts.shapes import named_shape, random_drafter, random_target
 
-TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 16 * GIB, GIB // 2
-STEP = GIB // 5
-OPTIONS = EngineOptions(max_num_seqs=4, max_model_len=1000)
-SPEC: Any = SimpleNamespace(kv_values_per_token=1 << 16)  # 128 KiB a token in 16 bits
-PAGE_BYTES = 64 * (1 << 17)
+TOTAL, WEIGHTS, WORKSPACE = 24 * GIB, 18 * GIB, GIB // 2
+STEP, CUDA = GIB // 5, torch.device("cuda")
+CONFIG = named_shape("qwen3-8b")
+PLANNER = Planner(ModelSpec.of_target(CONFIG), drafter_shape(CONFIG), torch.bfloat16, fused=False)
+OPTIONS = EngineOptions(max_num_seqs=4, max_model_len=1000, draft_tree=0).fitted(PLANNER.spec, PLANNER.config, CUDA)
+GRAPHS = PLANNER.plan(OPTIONS).graphs
+PAGE_BYTES = 64 * PLANNER.plan(OPTIONS).token
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 24 GiB with weights of 16 GiB; passes take half a GiB."""
+    """A GPU of 24 GiB with weights of 18 GiB; passes take half a GiB."""
+    use_gpu(monkeypatch, (8, 6))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - WEIGHTS, TOTAL))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(memory, "workspace_of", lambda *_: Workspace(STEP, WORKSPACE - STEP))
@@ -69,54 +76,66 @@ def refused(said: str) -> pytest.RaisesExc[UserError]:
     return pytest.raises(UserError, match=said)
 
 
-def runner(room: Room, context: int = 1000) -> Any:
+def runner(room: Room) -> Any:
     target = SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128)))
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    reach = context + 3 * 16
-    return SimpleNamespace(device=device, dtype=dtype, max_num_seqs=4, reach=reach, target=target, trees=None)
+    reach = room.context + 3 * 16
+    return SimpleNamespace(device=CUDA, dtype=torch.bfloat16, max_num_seqs=4, reach=reach, target=target, trees=None)
 
 
-def pages_of(options: EngineOptions, context: int = 1000) -> int:
-    room = room_for_cache(functools.partial(runner, context=context), [SPEC], options, context)
+def room_of(options: EngineOptions = OPTIONS, *, shorten: bool = False) -> Room:
+    room = room_for_cache(runner, PLANNER, options, shorten=shorten)
     assert room.scratch == STEP
-    return room.pages
+    return room
 
 
 @pytest.mark.usefixtures("gpu")
 def test_kv_cache_gets_the_remaining_share_of_memory() -> None:
-    left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
-    long = replace(OPTIONS, max_model_len=20000)
-    assert pages_of(long, context=20000) == int(left // PAGE_BYTES)
-    assert pages_of(OPTIONS) == 1 + 4 * 4 * (-(-(1000 + 3 * 16) // 64)), "and no more than is of use"
+    left = 0.95 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS
+    assert room_of(replace(OPTIONS, max_model_len=10000)).pages == int(left // PAGE_BYTES)
+    assert room_of().pages == 1 + 4 * 4 * (-(-(1000 + 3 * 16) // 64)), "and no more than is of use"
 
 
 @pytest.mark.usefixtures("gpu")
-def test_oversized_request_error_names_the_missing_resource() -> None:
-    left = 0.9 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES
-    missing = 50000 * (1 << 17) - left
-    with refused(r"one request of 50000 tokens; .*max_model_len .*gpu_memory_utilization") as caught:
-        pages_of(OPTIONS, context=50000)
-    assert float(str(caught.value).split()[3]) == pytest.approx(missing / GIB, abs=0.1)
+def test_oversized_request_error_says_what_each_option_frees() -> None:
+    left = 0.95 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS
+    long = replace(OPTIONS, max_model_len=40000, max_num_batched_tokens=2048)
+    missing = (-(-(40000 + 48) // 64) + 1) * PAGE_BYTES - left
+    with refused("one request of 40000 tokens; --max-model-len") as caught:
+        room_of(long)
+    said = str(caught.value)
+    assert float(said.split()[3]) == pytest.approx(missing / GIB, abs=0.1)
     assert isinstance(caught.value, UnsupportedModel) and caught.value.gpus == 2, "more GPUs would hold it"
-    with refused("max_model_len or max_num_seqs or prefix_states"):
-        pages_of(replace(OPTIONS, prefix_states=4), context=50000)
-    with refused(r"gpu_memory_utilization \(now 0\.9\).* draft_tree to 0"):
-        pages_of(replace(OPTIONS, draft_tree=63), context=50000)
+    fits = int(re.findall(r"--max-model-len (\d+)", said)[0])
+    assert room_of(replace(long, max_model_len=fits)).context == fits > 16000
+    assert said.endswith("an FP8 target needs 6.5 GiB less") and "gpu-memory-utilization" not in said
+    with refused(r"--gpu-memory-utilization 0.95 gives 2.4 GiB"):
+        room_of(replace(long, gpu_memory_utilization=0.85))
+    with refused(r"--draft-tree 0 frees \d\.\d GiB, --max-num-seqs 1 frees \d\.\d GiB"):
+        room_of(replace(long, draft_tree=63))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_default_context_is_lowered_to_what_was_measured() -> None:
+    room = room_of(replace(OPTIONS, max_model_len=40000), shorten=True)
+    left = 0.95 * TOTAL - WEIGHTS - WORKSPACE - GRAPHS
+    most = int(left // PAGE_BYTES - 1) * 64 - 48
+    assert 0.85 * most < room.context <= most and room.context % 1024 == 0
+    assert room.pages == int(left // PAGE_BYTES)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_cache_of_a_given_size_may_use_all_memory() -> None:
-    room = int((TOTAL - WEIGHTS - WORKSPACE - GRAPHS_BYTES) // PAGE_BYTES) - 1
-    assert pages_of(replace(OPTIONS, kv_cache_tokens=64 * room)) == room + 1
-    with refused(r"0\.\d GiB .*cache of \d+ tokens; .*kv_cache_tokens or max_num_seqs"):
-        pages_of(replace(OPTIONS, kv_cache_tokens=64 * room + 1))
+    pages = int((TOTAL - WEIGHTS - WORKSPACE - GRAPHS) // PAGE_BYTES) - 1
+    assert room_of(replace(OPTIONS, kv_cache_tokens=64 * pages)).pages == pages + 1
+    with refused(rf"1\.6 GiB .*cache of \d+ tokens; --kv-cache-tokens {64 * pages} frees 1\.6 GiB"):
+        room_of(replace(OPTIONS, kv_cache_tokens=64 * (pages + 160)))
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_step_that_does_not_fit_names_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "workspace_of", full)
     with refused(r"step of 4 requests .*Tried to allocate 3.00 GiB.*; lower max_num_seqs, num_spec"):
-        pages_of(OPTIONS)
+        room_of()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -125,11 +144,11 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_one_line(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(memory, "workspace_of", raises(errors.OutOfResources(180480, 166912, "shared memory")))
     with refused(r"heads of 128 in bfloat16 .*shared memory.*use dtype bfloat16, or") as caught:
-        pages_of(OPTIONS)
+        room_of()
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(memory, "workspace_of", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        pages_of(OPTIONS)
+        room_of()
 
 
 @pytest.mark.parametrize(("where", "draft_dtype"), [("copies", "fp8"), ("cache", "fp8"), ("cache", "full")])
@@ -145,40 +164,185 @@ def test_an_engine_that_finds_no_memory_names_its_options(where: str, draft_dtyp
 
 @pytest.mark.usefixtures("gpu")
 def test_weights_larger_than_the_gpu_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ModelSpec.of_target(make_target(tied=False).config)
-    empty = TargetWeights.empty(spec, torch.device("cpu"), torch.float32)
-    needed = sum(view.nbytes for view in empty.parameter_views().values())
+    planner = Planner(ModelSpec.of_target(make_target(tied=False).config), None, torch.float32, fused=False)
+    needed = planner.target_bytes
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
         if fits:
-            check_weights("T", [spec], torch.device("cuda"), torch.float32)
+            check_weights("T", planner, CUDA)
             continue
         with refused(r"target T: its weights take .* of 24.0 GiB free"):
-            check_weights("T", [spec], torch.device("cuda"), torch.float32)
+            check_weights("T", planner, CUDA)
     for total, gpus in ((needed, 2), (needed // 2, 4), (needed // 8, 16)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, total=total: (0, total))
         with pytest.raises(UnsupportedModel) as caught:
-            check_weights("T", [spec], torch.device("cuda"), torch.float32)
+            check_weights("T", planner, CUDA)
         assert caught.value.gpus == gpus, "with a quarter of each left to caches"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (11 * GIB, 12 * GIB))
+    with refused(r"use a smaller target \(an FP8 target needs 6.5 GiB less\)"):
+        check_weights("T", PLANNER, CUDA)
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("options", "tokens", "said"), [
-    (EngineOptions(max_model_len=300, gpu_memory_utilization=1.0), 300, "one request of 300 tokens; lower"),
-    (EngineOptions(max_model_len=300, kv_cache_tokens=900), 900, "a cache of 900 tokens; lower kv_cache_tokens"),
+@pytest.mark.parametrize(("asked", "said"), [
+    (EngineOptions(max_model_len=300, gpu_memory_utilization=1.0), "one request of 300 tokens; "),
+    (EngineOptions(gpu_memory_utilization=1.0), "one request of 128 tokens; "),
+    (EngineOptions(max_model_len=300, kv_cache_tokens=900), "a cache of 900 tokens; "),
 ])  # fmt: skip
 def test_cache_that_cannot_fit_is_refused_before_loading(
-    options: EngineOptions, tokens: int, said: str, monkeypatch: pytest.MonkeyPatch
+    asked: EngineOptions, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_target()
-    specs = [ModelSpec.of_target(target.config), make_drafter(target).config.spec()]
-    empty = TargetWeights.empty(specs[0], torch.device("cpu"), torch.float32)
-    needed = sum(view.nbytes for view in empty.parameter_views().values())
-    needed += 4 * tokens * sum(spec.kv_values_per_token for spec in specs)
+    target.config.max_position_embeddings = max(asked.max_model_len or 0, 128)
+    planner = Planner(ModelSpec.of_target(target.config), make_drafter(target).config, torch.float32, fused=False)
+    options, plan = fit(asked, planner, 0, CUDA)
+    needed = plan.certain + plan.cache(options)
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
-        with contextlib.nullcontext() if fits else refused(f"GPU memory is 0.0 GiB short of {said}"):
-            check_weights("T", specs, torch.device("cuda"), torch.float32, options)
+        with contextlib.nullcontext() if fits else refused(rf"GPU memory is \d\.\d GiB short of {said}"):
+            check_weights("T", planner, CUDA, asked)
+
+
+# ---- plans of small GPUs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_planned_weights_are_those_that_are_allocated(tied: bool, kind: str) -> None:
+    target = make_target(tied=tied)
+    drafter = Drafter(drafter_shape(target.config, taps=2, kind=kind))
+    with CountBytes() as count:
+        weights = TargetWeights.of_module(target.model, ModelSpec.of_target(target.config))
+    planner = Planner(weights.spec, drafter.config, torch.float32, fused=False)
+    assert planner.target_bytes == sum(view.nbytes for view in weights.parameter_views().values()) == count.held
+    with CountBytes() as count:
+        draft = DrafterWeights.of_module(drafter)
+    assert planner.loaded - planner.target_bytes == count.held
+    with CountBytes() as count:
+        narrow = draft.quantized(weights.head)
+    assert planner.copies_bytes == count.held and narrow.head is not None
+    plans = [planner.plan(replace(OPTIONS, draft_dtype=each)) for each in ("full", "fp8")]
+    assert plans[1].weights - plans[0].weights == count.held
+
+
+def test_planned_tables_and_caches_are_those_of_an_engine() -> None:
+    target = make_target()
+    drafter, spec = make_drafter(target), ModelSpec.of_target(target.config)
+    options = EngineOptions(max_num_seqs=3, max_model_len=100, draft_tree=15).fitted(spec, drafter.config, CUDA)
+    plan = Planner(spec, drafter.config, torch.float32, fused=False).plan(options)
+    arguments = runner_arguments(options, drafter.config) | {
+        "max_context": 100 + drafter.config.block_size,
+        "num_pages": 7,
+    }
+    weights = TargetWeights.of_module(target.model, spec), DrafterWeights.of_module(drafter)
+    with CountBytes() as count:
+        made = StepRunner(*weights, ops_for(torch.device("cpu")), **arguments)
+    assert count.held == plan.tables + 7 * 64 * plan.token
+    assert made.reach == plan.reach
+
+
+# GiB that PyTorch reports, and the capability: RTX 4060, 4070, 5070 Ti, 4090, 5090 and H100
+CARDS = {8: (7.63, (8, 9)), 12: (11.76, (8, 9)), 16: (15.7, (12, 0)), 24: (23.6, (8, 9)), 32: (31.4, (12, 0)),
+         80: (79.1, (9, 0))}  # fmt: skip
+WITH_DISPLAY = GIB  # held by the CUDA context and by a desktop
+WITHOUT_DISPLAY = 2 * GIB // 5
+FittedTo = Callable[..., tuple[EngineOptions, Plan, float]]
+
+
+@pytest.fixture
+def fitted_to(monkeypatch: pytest.MonkeyPatch) -> FittedTo:
+    """Fits options to a card."""
+
+    def fitted(card: int, shape: str, held: int = WITH_DISPLAY, kind: str = "dflash", **asked: Any) -> Any:
+        gib, capability = CARDS[card]
+        use_gpu(monkeypatch, capability)
+        config, options, total = named_shape(shape), EngineOptions(**asked), int(gib * GIB)
+        planner = planner_for(ModelSpec.of_target(config), drafter_shape(config, kind=kind), CUDA, torch.bfloat16)
+        budget = Budget(options.memory_share(total), total, total - held).bytes
+        return *fit(options, planner, budget, CUDA), budget
+
+    return fitted
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize(
+    ("card", "shape", "held", "context", "rows"),
+    [
+        (8, "qwen3-0.6b", WITH_DISPLAY, 16384, 8),
+        (8, "qwen3-4b-fp8", WITHOUT_DISPLAY, 4096, 2),
+        (12, "qwen3-4b", WITH_DISPLAY, 4096, 2),
+        (12, "qwen3-4b", WITHOUT_DISPLAY, 6144, 4),
+        (16, "qwen3-8b-fp8", WITH_DISPLAY, 8192, 4),
+        (16, "qwen3-8b-fp8", WITHOUT_DISPLAY, 8192, 4),
+        (24, "qwen3-8b", WITH_DISPLAY, 8192, 4),
+        (24, "qwen3-8b", WITHOUT_DISPLAY, 8192, 8),
+        (24, "llama3.1-8b", WITH_DISPLAY, 8192, 8),
+        (32, "qwen3-8b", WITH_DISPLAY, 32768, 16),
+        (32, "qwen3-14b-fp8", WITH_DISPLAY, 16384, 16),
+    ],
+)
+def test_small_gpus_hold_a_useful_context(
+    card: int, shape: str, held: int, context: int, rows: int, kind: str, fitted_to: FittedTo
+) -> None:
+    options, plan, budget = fitted_to(card, shape, held, kind)
+    assert plan.fixed + plan.cache(options) <= budget <= 0.95 * CARDS[card][0] * GIB - held
+    assert (options.max_model_len or 0) >= context and (options.max_num_seqs or 0) >= rows
+    assert plan.tokens(budget) >= max(plan.reach, 900 * (options.max_num_seqs or 0))
+
+
+@pytest.mark.parametrize(
+    "shape", ["qwen2.5-0.5b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3.8-27b-fp8", "qwen3-30b-a3b"]
+)
+def test_defaults_of_large_gpus_do_not_follow_the_memory(shape: str, fitted_to: FittedTo) -> None:
+    config = named_shape(shape)
+    spec, drafter = ModelSpec.of_target(config), drafter_shape(config)
+    assert fitted_to(80, shape)[0] == replace(EngineOptions().fitted(spec, drafter, CUDA), draft_dtype="fp8")
+    assert EngineOptions().memory_share(int(79.1 * GIB)) == 0.9
+
+
+def test_given_options_are_kept_on_a_small_gpu(fitted_to: FittedTo) -> None:
+    given = {"max_num_seqs": 16, "max_model_len": 3000, "draft_tree": 31, "max_num_batched_tokens": 4096}
+    options, plan, budget = fitted_to(12, "qwen3-4b", **given)
+    assert all(getattr(options, name) == value for name, value in given.items())
+    assert plan.missing(options, budget) > 0, "which is reported, and not changed"
+    options, plan, budget = fitted_to(16, "qwen3-8b-fp8", max_model_len=8192)
+    assert options.max_model_len == 8192 and plan.missing(options, budget) <= 0 and options.max_num_seqs == 4
+
+
+def test_every_option_of_the_advice_frees_what_it_says() -> None:
+    planner = Planner(PLANNER.spec, PLANNER.config, torch.bfloat16, fused=True)
+    options = EngineOptions(max_num_seqs=64, draft_dtype="fp8").fitted(planner.spec, planner.config, CUDA)
+    plan = planner.plan(options)
+    said = advice(planner, options, 4 * GIB, 0.9, 80 * GIB)
+    needed = plan.fixed + plan.cache(options)
+    found = re.findall(r"--([a-z-]+) (\w+|[\d.]+) (?:frees|gives) ([\d.]+) GiB", said)
+    names = [name.replace("-", "_") for name, *_ in found]
+    assert names == ["max_model_len", "draft_tree", "max_num_seqs", "draft_dtype", "gpu_memory_utilization"]
+    for name, (_, value, size) in list(zip(names, found, strict=True))[:3]:
+        changed = replace(options, **{name: int(value)})
+        less = planner.plan(changed)
+        assert float(size) == pytest.approx((needed - less.fixed - less.cache(changed)) / GIB, abs=0.051) and less
+    assert found[3][1:] == ("full", f"{planner.copies_bytes / GIB:.1f}") and found[4][1:] == ("0.95", "4.0")
+
+
+def test_fitted_options_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    asked = EngineOptions(max_num_seqs=2)
+    fitted = asked.fitted(PLANNER.spec, PLANNER.config, CUDA)
+    log_fitted(asked, fitted, fitted, 9 * GIB)
+    assert not caplog.records
+    log_fitted(asked, replace(fitted, max_num_seqs=1, max_model_len=4096, draft_tree=0), fitted, 9 * GIB)
+    (line,) = caplog.messages
+    assert line == (
+        "to fit into 9.0 GiB of GPU memory, the engine uses --max-model-len 4096 (default 40960), --draft-tree 0 "
+        "(default 63)"
+    )
+
+
+def test_contexts_do_not_change_with_little_memory() -> None:
+    assert [round_down(n) for n in (1000, 1100, 4095, 5000, 33000, 40959)] == [960, 1024, 3840, 4608, 32768, 36864]
+    found = contexts_up_to(40960)
+    assert found[0] == 1024 and found[-1] == 40960 and len(found) < 60
+    assert contexts_up_to(700) == [700]
 
 
 def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
@@ -196,7 +360,7 @@ def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
         memory = DeltaMemory.empty(33, 8, *sizes, torch.bfloat16, meta, kept=32)
         states += sum(getattr(memory, name).nbytes for name in ("state", "window", "inputs", "gates"))
     assert 65 * 144 << 20 < states < 65 * 155 << 20, "144 MiB each, and no copies for the rows of a block"
-    assert sum(taken) + states + GRAPHS_BYTES + 4 * GIB < 0.9 * 79 * GIB
+    assert sum(taken) + states + 5 * GIB < 0.9 * 79 * GIB
 
 
 @pytest.mark.parametrize("drafted", ["greedy", "sampled"])
@@ -314,8 +478,28 @@ def test_a_drafters_heads_are_checked_before_loading(
 @pytest.mark.usefixtures("gpu")
 def test_a_drafter_that_finds_no_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_toolkit.models.dflash.checkpoint.load_drafter", full)
-    with refused(r"the drafter's weights \(CUDA out of memory. Tried .*\); 8.0 of 24.0 GiB are free"):
+    with refused(r"the drafter's weights \(CUDA out of memory. Tried .*\); 6.0 of 24.0 GiB are free"):
         loading.read_drafter("D", make_target().config, torch.device("cuda"), torch.bfloat16)
+
+
+def test_a_drafter_is_in_memory_once_while_the_target_loads(
+    target_dir: Path, drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = list[Any]()
+    read, load = loading.read_drafter, TargetWeights.load
+
+    def noted(*args: Any) -> Drafter:
+        modules.append(weakref.ref(module := read(*args)))
+        return module
+
+    def checked(*args: Any) -> TargetWeights:
+        gc.collect()
+        assert [each() for each in modules] == [None]
+        return load(*args)
+
+    monkeypatch.setattr(loading, "read_drafter", noted)
+    monkeypatch.setattr(TargetWeights, "load", checked)
+    assert loading.load_parts(str(target_dir), str(drafter_dir)).drafter is not None
 
 
 @pytest.mark.usefixtures("card")
@@ -486,3 +670,60 @@ def test_graphs_find_their_scratch_allocated() -> None:
     prefills = len(PREFILL_SIZES) + len(engine.runner.prefills.batch_shapes)
     assert captured == prefills + parts * 7 - 1, "buckets up to 32; one was there"
     assert held() - taken <= 16 << 20, "what is smaller than a MiB, and what graphs return"
+
+
+@pytest.fixture(scope="module")
+def small_pair() -> tuple[TargetWeights, DrafterWeights]:
+    """Qwen3-0.6B with the vocabulary and the context of the larger ones, and a drafter."""
+    config = named_shape("qwen3-0.6b")
+    target = random_target(ModelSpec.of_target(config), CUDA, torch.bfloat16)
+    return target, random_drafter(drafter_shape(config), CUDA, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_measured_memory_does_not_exceed_the_plan(small_pair: tuple[TargetWeights, DrafterWeights]) -> None:
+    target, drafter = small_pair
+    asked = EngineOptions(max_num_seqs=4, max_model_len=4096, draft_tree=63, draft_dtype="full")
+    engine = engine_module.Engine(target, drafter, [], asked)
+    plan = Planner(target.spec, drafter.config, torch.bfloat16, fused=False).plan(engine.options)
+    measured = memory.workspace_of(engine.runner, 1024)
+
+    def driver() -> int:
+        """Bytes in use that are not PyTorch's."""
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    before, captured = driver(), len(engine.runner.graphs.captured)
+    while engine.prepare():
+        pass
+    graphs = len(engine.runner.graphs.captured) - captured
+    taken = driver() - before
+    print(f"planned {plan}; measured {measured}; {graphs} graphs take {taken >> 20} MiB")
+    assert measured.step <= plan.step and measured.prefill <= plan.prefill
+    assert graphs > 100 and taken <= plan.graphs + LIBRARY_BYTES
+
+
+@pytest.mark.gpu
+def test_an_engine_fits_into_what_other_programs_leave(
+    small_pair: tuple[TargetWeights, DrafterWeights], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, drafter = small_pair
+    gc.collect()
+    torch.cuda.empty_cache()
+    real = torch.cuda.mem_get_info
+    left = real()[0] - int(2.5 * GIB)  # as if other programs held the rest of a card of 12 GiB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (max(real()[0] - left, 0), 12 * GIB))
+    engine = engine_module.Engine(target, drafter, [], EngineOptions(draft_dtype="full"))
+    context = engine.options.max_model_len or 0
+    assert 1024 <= context < target.spec.context_limit == 40960 and engine.context_limit == context
+    assert any("to fit into" in line and f"--max-model-len {context}" in line for line in caplog.messages)
+    prompt = torch.randint(0, 100000, (context - 40,), generator=torch.Generator().manual_seed(1)).tolist()
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    assert all(len(each.tokens) == 16 for each in engine.generate([prompt, [1, 2, 3]], params))
+    while engine.prepare():
+        pass
+    torch.cuda.synchronize()
+    assert real()[0] > left + 12 * GIB // 40, "half of what the engine leaves unused"
+    with refused(r"GiB short of one request of 40960 tokens; --max-model-len \d+ frees"):
+        engine_module.Engine(target, drafter, [], EngineOptions(max_model_len=40960, draft_dtype="full"))

@@ -15,7 +15,7 @@ ON_SERVER = 64  # requests to the servers of --endpoint, a thread each
 PROMPT_TOKENS = 256  # assumed of a prompt; pages that are missing later cost only the time of a preemption
 GIB = 1 << 30
 STEP_BYTES = 2 * GIB  # of a prefill chunk and of graphs
-LOGIT_BYTES = 48  # of one logit in the largest step, which the engine measures and reserves twice
+LOGIT_BYTES = 6  # of one logit in the largest step, which the engine measures and reserves twice
 
 
 def sizes_that_fit(parts: "Parts", tokens: int) -> list[int]:
@@ -28,7 +28,7 @@ def sizes_that_fit(parts: "Parts", tokens: int) -> list[int]:
     if device.type != "cuda":
         return [ON_CPU]
     free, total = torch.cuda.mem_get_info(device)
-    room = free - (1 - EngineOptions().gpu_memory_utilization) * total - STEP_BYTES
+    room = free - (1 - EngineOptions().memory_share(total)) * total - STEP_BYTES
     specs = [target.spec, *([parts.drafter.spec] if parts.drafter else [])]
     block = parts.drafter.config.block_size if parts.drafter else 1
     size = target.embedding.element_size()

@@ -152,10 +152,7 @@ class PrefillPrograms:
     @property
     def batch_shapes(self) -> list[tuple[int, int]]:
         """Tokens of a chunk and number of chunks of the batches that are captured."""
-        if len(self._context.modes) <= EXACT_BATCH:
-            return []
-        shapes = itertools.product(self.limits.sizes, PREFILL_COUNTS)
-        return [(size, n) for size, n in shapes if self.limits.fits([size] * n) and size <= self._reach]
+        return batch_shapes(len(self._context.modes), self._reach, self.limits)
 
     def launch_batch(self, jobs: Sequence[PrefillJob]) -> None:
         """Prefills chunks of several requests in one pass, padded to one length and to one of PREFILL_COUNTS."""
@@ -252,3 +249,11 @@ class PrefillPrograms:
 def _last_of(hidden: Tensor, count: Tensor) -> Tensor:
     """Returns the state [1, D] of the last of the first `count` [1] tokens."""
     return hidden.index_select(0, (count.long() - 1).clamp(min=0))
+
+
+def batch_shapes(max_num_seqs: int, reach: int, limits: PrefillLimits = PREFILL_LIMITS) -> list[tuple[int, int]]:
+    """Returns the tokens of a chunk and the number of chunks of the batches that are captured."""
+    if max_num_seqs <= EXACT_BATCH:
+        return []
+    shapes = itertools.product(limits.sizes, PREFILL_COUNTS)
+    return [(size, n) for size, n in shapes if limits.fits([size] * n) and size <= reach]

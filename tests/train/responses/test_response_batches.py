@@ -30,7 +30,7 @@ def parts_of_8b(drafter: bool = False) -> Any:
 
 @pytest.mark.parametrize(
     ("total", "free", "drafter", "size"),
-    [(79, 63, False, 256), (79, 61, True, 128), (139, 120, True, 256), (40, 24, False, 96), (24, 7, False, 8)],
+    [(79, 63, False, 256), (79, 61, True, 192), (139, 120, True, 256), (40, 24, False, 96), (24, 7, False, 16)],
 )
 def test_the_batch_size_follows_the_memory(
     total: int, free: int, drafter: bool, size: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,184 @@
+"""Fits the options of an engine into the memory of a GPU, and says which options help if it does not suffice.
+
+Cards of 8 to 32 GB hold few requests with long contexts next to the weights. Options that the user has not set follow
+the memory: first fewer requests, then no copies of the drafter in fp8, then no draft trees; the context gets the rest.
+"""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.features import features_of
+from ..models.dflash.network import DrafterConfig
+from ..models.spec import ModelSpec
+from .options import MOST_MEMORY, EngineOptions, resolve_draft_dtype
+from .plan import Plan, Planner
+
+GIB = 1 << 30
+USEFUL_CONTEXTS = (8192, 4096)  # tokens of a request, for which the batch gets smaller: to 4 requests, then to 1
+LEAST_CONTEXT = 1024
+TOKENS_PER_REQUEST = 1024  # in the cache, for each request of the batch
+LEAN: dict[str, Any] = {"draft_dtype": "full", "max_num_batched_tokens": 1024}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    *({"max_num_seqs": rows} for rows in (24, 16, 8, 4)),
+    {"max_num_seqs": 4, **LEAN},
+    {"max_num_seqs": 4, **LEAN, "draft_tree": 0},
+    {"max_num_seqs": 2, **LEAN, "draft_tree": 0},
+    {"max_num_seqs": 1, **LEAN, "draft_tree": 0, "max_num_batched_tokens": 512},
+)
+log = logging.getLogger(__name__)
+
+
+class Budget(NamedTuple):
+    """The memory of a GPU."""
+
+    share: float  # of the total, that may be in use
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, options: EngineOptions, device: torch.device) -> "Budget":
+        """Returns what is free now. Displays and other programs leave less than the GPU has."""
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(options.memory_share(total), total, free)
+
+    @property
+    def bytes(self) -> float:
+        """What may be allocated from now on."""
+        return self.share * self.total - (self.total - self.free)
+
+
+def round_down(context: int) -> int:
+    """Returns a context that does not change with a few MiB more or less, as step times are kept for a context."""
+    step = max(1 << max(context.bit_length() - 4, 0), 64)
+    return context - context % step
+
+
+def contexts_up_to(limit: int) -> list[int]:
+    """Returns the contexts to choose from."""
+    return sorted({round_down(each) for each in range(LEAST_CONTEXT, limit, 64)} | {limit})
+
+
+def planner_for(spec: ModelSpec, config: DrafterConfig | None, device: torch.device, dtype: torch.dtype) -> Planner:
+    """Returns the planner of a pair on a GPU."""
+    return Planner(spec, config, dtype, fused=features_of(device).hopper)
+
+
+def fit(asked: EngineOptions, planner: Planner, budget: float, device: torch.device) -> tuple[EngineOptions, Plan]:
+    """Returns the options with the defaults that fit into the memory of a GPU, and the plan for them.
+
+    Their draft_dtype is fp8 or full.
+
+    If nothing fits, they are the smallest defaults.
+
+    Args:
+        budget: bytes for the whole engine, weights included.
+
+    Raises:
+        UserError: see `EngineOptions.fitted`.
+    """
+    automatic = asked.max_model_len is None and asked.kv_cache_tokens is None
+    contexts = contexts_up_to(planner.spec.context_limit)
+
+    def planned(context: int | None = None, **change: Any) -> tuple[EngineOptions, Plan]:
+        given = {name: value for name, value in change.items() if getattr(asked, name) in (None, "auto")}
+        options = replace(asked, **given).fitted(planner.spec, planner.config, device)
+        draft_dtype = resolve_draft_dtype(options.draft_dtype, device, planner.dtype)
+        options = replace(options, draft_dtype=draft_dtype, max_model_len=context or options.max_model_len)
+        return options, planner.plan(options)
+
+    def holds(options: EngineOptions, plan: Plan) -> bool:
+        tokens = plan.tokens(budget)
+        rows = 0 if asked.max_num_seqs or asked.kv_cache_tokens else options.max_num_seqs or 0
+        needed = rows * min(TOKENS_PER_REQUEST, options.max_model_len or 0)
+        return plan.missing(options, budget) <= 0 and tokens >= needed
+
+    tries = [(min(useful, contexts[-1]) if automatic else None, each) for useful in USEFUL_CONTEXTS for each in CHANGES]
+    tries = [each for each in tries if each[0] != USEFUL_CONTEXTS[0] or each[1].get("max_num_seqs", 4) >= 4]
+    change = next((each for useful, each in tries if holds(*planned(useful, **each))), CHANGES[-1])
+    if not automatic:
+        return planned(**change)
+
+    options, plan = planned(contexts[-1], **change)
+    if plan.missing(options, budget) <= 0:
+        return options, plan
+
+    def short(context: int) -> bool:
+        options, plan = planned(context, **change)
+        return plan.missing(options, budget) > 0
+
+    return planned(contexts[max(bisect_right(contexts, 0, key=short) - 1, 0)], **change)
+
+
+def log_fitted(asked: EngineOptions, options: EngineOptions, unlimited: EngineOptions, budget: float) -> None:
+    """Logs the options that are lower than on a GPU with more memory."""
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "draft_tree", "draft_dtype")
+    lowered = [
+        f"--{name.replace('_', '-')} {getattr(options, name)} (default {getattr(unlimited, name)})"
+        for name in names
+        if getattr(asked, name) in (None, "auto") and getattr(options, name) != getattr(unlimited, name)
+    ]
+    if lowered:
+        log.warning("to fit into %.1f GiB of GPU memory, the engine uses %s", budget / GIB, ", ".join(lowered))
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------------
+
+
+def advice(planner: Planner, options: EngineOptions, missing: float, share: float = 1.0, total: int = 0) -> str:
+    """Returns the options that free memory, and how many GiB each frees.
+
+    Args:
+        options: `fitted`.
+        missing: bytes that do not fit.
+        share: share of the memory that may be in use, of `total` bytes.
+    """
+    before = planner.plan(options)
+
+    def freed(change: dict[str, Any]) -> float:
+        changed = replace(options, **change)
+        after = planner.plan(changed)
+        return before.fixed + before.cache(options) - after.fixed - after.cache(changed)
+
+    found = [(change, freed(change)) for change in _changes(options, before, missing, freed)]
+    said = [
+        f"--{name.replace('_', '-')} {value} frees {size / GIB:.1f} GiB"
+        for change, size in found
+        for name, value in list(change.items())[:1]
+        if size >= GIB / 20
+    ]
+    if options.draft_dtype == "fp8":
+        said.append(f"--draft-dtype full frees {planner.copies_bytes / GIB:.1f} GiB")
+    if share < MOST_MEMORY:
+        more = (MOST_MEMORY - share) * total / GIB
+        said.append(f"--gpu-memory-utilization {MOST_MEMORY} gives {more:.1f} GiB")
+    text = ", ".join(said) or "use a smaller target or drafter"
+    less = planner.saved_in_fp8()
+    return f"{text}; an FP8 target needs {less / GIB:.1f} GiB less" if less else text
+
+
+def _changes(
+    options: EngineOptions, plan: Plan, missing: float, freed: Callable[[dict[str, Any]], float]
+) -> Iterator[dict[str, Any]]:
+    """Yields changes of options; the first option of each is the one to name."""
+    fewer = -(-int(missing) // plan.token)
+    context, cache = options.max_model_len or 0, options.kv_cache_tokens
+    if cache is not None:
+        if (smaller := (cache - fewer) // options.page_size * options.page_size) >= plan.reach:
+            yield {"kv_cache_tokens": smaller}
+    elif context > LEAST_CONTEXT:
+        yield {"max_model_len": max(round_down(max(context - fewer, 0)), LEAST_CONTEXT)}
+    if options.draft_tree:
+        yield {"draft_tree": 0}
+    rows, kept = options.max_num_seqs or 1, options.prefix_states or 0
+    if less := [{"max_num_seqs": n, "prefix_states": min(n, kept)} for n in (32, 16, 8, 4, 2, 1) if n < rows]:
+        yield next((each for each in less if freed(each) >= missing), less[-1])
+    if kept:
+        yield {"prefix_states": 0}
+    if (options.max_num_batched_tokens or 0) > 512:
+        yield {"max_num_batched_tokens": 512}

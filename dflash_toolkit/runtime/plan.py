@@ -1,0 +1,236 @@
+"""Plans the GPU memory of an engine from its shapes and options. Needs no GPU and no weights.
+
+Weights, tables and caches are exact: the real classes allocate them on the meta device. The temporary tensors of the
+largest passes and the graphs are estimates. The engine measures these passes after the weights are loaded, and divides
+the memory by what it has measured.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.formats import DENSE, FP8_BLOCK, RowScaledFp8
+from ..kernels.launch import LONGEST_SPLIT, MAX_ROWS, MOST_SPLIT
+from ..kernels.ops import Reference
+from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.spec import MlpSpec, ModelSpec, MoeSpec
+from .allocations import CountBytes
+from .draft_length import block_sizes
+from .options import EngineOptions
+from .programs.context import Part
+from .programs.prefill import PREFILL_LIMITS, PREFILL_SIZES, batch_shapes
+from .prompt_logprobs import ROWS, SCORED_ROWS
+from .prompts import chunk_size
+from .request import StepShape
+from .runner import StepRunner, parts_of
+from .sampler import EDITED_ROWS
+from .trees.budget import row_buckets, rows_of_trees
+from .weights import WIDE_IN_FP8, DrafterWeights, TargetWeights
+
+GRAPH_BYTES_PER_LAYER = 128 << 10  # memory of the driver for a graph, which no allocator reports: 5 MiB for 41 layers
+SMALL_GRAPH_BYTES = 1 << 20  # of a graph that runs no layers
+LIBRARY_BYTES = 192 << 20  # kernels that are loaded later, and the workspaces of cuBLAS
+EDITED_BYTES, SCORED_BYTES = 48, 14  # of a logit that is edited, or scored for a prompt
+SPLITS = 8  # partial sums of a matrix product of few rows, at most
+
+
+class Plan(NamedTuple):
+    """Bytes of an engine."""
+
+    target: int
+    drafter: int  # with its copies in fp8
+    tables: int  # buffers of steps, tables of the sampler, recurrent states
+    step: int  # temporary tensors of the largest step
+    prefill: int  # temporary tensors of a prefill chunk
+    graphs: int
+    token: int  # cache of a token
+    reach: int  # tokens of the largest request in the cache, with its drafts
+
+    @property
+    def weights(self) -> int:
+        return self.target + self.drafter
+
+    @property
+    def certain(self) -> int:
+        """Bytes without any estimate, and without the cache."""
+        return self.weights + self.tables
+
+    @property
+    def fixed(self) -> int:
+        """All bytes but those of the cache."""
+        return self.certain + self.step + max(self.step, self.prefill) + self.graphs + LIBRARY_BYTES
+
+    def tokens(self, budget: float) -> int:
+        """Returns the tokens that the cache holds if the engine may use `budget` bytes."""
+        return int(max(budget - self.fixed, 0) // self.token)
+
+    def cache(self, options: EngineOptions) -> int:
+        """Returns the bytes of the smallest cache that these options accept."""
+        size = options.page_size
+        tokens = self.reach if options.kv_cache_tokens is None else options.kv_cache_tokens
+        return (-(-tokens // size) + 1) * size * self.token
+
+    def missing(self, options: EngineOptions, budget: float) -> float:
+        """Returns the bytes that the budget lacks; negative if it suffices."""
+        return self.fixed + self.cache(options) - budget
+
+
+class Planner:
+    """Plans engines of one target and one drafter, with different options.
+
+    Args:
+        fused: whether the GPU runs whole layers of the drafter in one launch; drafts in fp8 then have copies of them.
+
+    Attributes:
+        target_bytes: bytes of the target's weights.
+        loaded: bytes of all weights, without the copies in fp8.
+        copies_bytes: bytes of these copies.
+    """
+
+    def __init__(self, spec: ModelSpec, config: DrafterConfig | None, dtype: torch.dtype, *, fused: bool) -> None:
+        self.spec, self.config, self.dtype = spec, config, dtype
+        self._specs = [spec, *([config.spec()] if config else [])]
+        with CountBytes() as target:
+            self._target = TargetWeights.empty(spec, torch.device("meta"), dtype)
+        with CountBytes() as drafter:
+            self._drafter = self._new_drafter()
+        with CountBytes() as narrow:
+            kept = self._new_copies(fused)
+        self.target_bytes, self.copies_bytes = target.held, narrow.held
+        self.loaded = target.held + drafter.held
+        del kept
+
+    def _new_drafter(self) -> DrafterWeights | None:
+        if self.config is None:
+            return None
+        with torch.device("meta"):
+            module = Drafter(self.config).to(self.dtype)
+        return DrafterWeights.of_module(module)
+
+    def _new_copies(self, fused: bool) -> list[Any]:
+        """Returns the copies that drafts in fp8 need."""
+        if self._drafter is None:
+            return []
+        layers = self._drafter.layers if fused and self._drafter.spec.hidden_size >= WIDE_IN_FP8 else []
+        narrow = [layer.quantized(first=i == 0) for i, layer in enumerate(layers)]
+        return [RowScaledFp8.of(self._target.head), narrow]
+
+    def plan(self, options: EngineOptions) -> Plan:
+        """Returns the plan for options that are `fitted`, with a draft_dtype of fp8 or full."""
+        arguments = runner_arguments(options, self.config)
+        most, block, context = (arguments[name] for name in ("max_num_seqs", "max_block", "max_context"))
+        nodes = arguments["tree_nodes"]
+        # on a GPU a request has room for the block of one more step
+        with CountBytes() as tables:
+            runner = StepRunner(
+                self._target, self._drafter, Reference(), num_pages=1, **arguments | {"max_context": context + block}
+            )
+        token = self.dtype.itemsize * sum(spec.kv_values_per_token for spec in self._specs)
+        tree_rows = row_buckets(most)[-1] if nodes else 0
+        return Plan(
+            self.target_bytes,
+            self.loaded - self.target_bytes + self.copies_bytes * (options.draft_dtype == "fp8"),
+            tables=tables.held - options.page_size * token,
+            step=self._step(most, block, tree_rows, runner.reach),
+            prefill=self._prefill(min(chunk_size(options.max_num_batched_tokens or 0), runner.reach)),
+            graphs=self._graphs(options, most, nodes, runner.reach),
+            token=token,
+            reach=runner.reach,
+        )
+
+    def saved_in_fp8(self) -> int | None:
+        """Returns how many bytes fewer the same target takes with FP8 weights; None if it cannot be converted."""
+        layers = []
+        for layer in self.spec.layers:
+            sides = [*layer.mixer.matrices(self.spec.hidden_size).values(), (layer.ffn.intermediate_size, 1 << 7)]
+            if {layer.mixer.weight, layer.ffn.weight} != {DENSE} or any(n % 128 or k % 128 for n, k in sides):
+                return None
+            mixer, ffn = replace(layer.mixer, weight=FP8_BLOCK), replace(layer.ffn, weight=FP8_BLOCK)
+            layers.append(replace(layer, mixer=mixer, ffn=ffn))
+        with CountBytes() as count:
+            kept = TargetWeights.empty(replace(self.spec, layers=tuple(layers)), torch.device("meta"), self.dtype)
+        del kept
+        return self.target_bytes - count.peak
+
+    # ---- estimates -------------------------------------------------------------------------------------
+
+    def _step(self, most: int, block: int, tree_rows: int, reach: int) -> int:
+        """A step that edits logits and reports log-probabilities has the whole head's output in memory."""
+        size, vocab = self.dtype.itemsize, self.spec.vocab_size
+        logits = vocab * (size * max(most * block, tree_rows) + EDITED_BYTES * max(block, EDITED_ROWS))
+        if tree_rows:
+            logits += vocab * size * most * block  # of the accepted rows
+        # short prefills run in batches, and their keys are split
+        batches = batch_shapes(most, reach)
+        rows = max(most * block, tree_rows, *(size * count for size, count in batches), 1)
+        split = max(min(most, MOST_SPLIT) * min(block, LONGEST_SPLIT), PREFILL_SIZES[0])
+        if most <= MOST_SPLIT:
+            split = max(split, tree_rows)
+        elif batches:
+            split = max(split, LONGEST_SPLIT * PREFILL_LIMITS.most)
+        parts = split * max(mixer.width for mixer in self.spec.attention) * 4 * (16 + reach // 1024)
+        return max(logits + self._layers(max(most * block, tree_rows)), self._layers(rows) + parts)
+
+    def _prefill(self, rows: int) -> int:
+        scored = self.dtype.itemsize * min(rows, ROWS) + SCORED_BYTES * min(rows, SCORED_ROWS)
+        return max(self._layers(rows), self.spec.vocab_size * scored)  # scores follow the layers
+
+    def _layers(self, rows: int) -> int:
+        """Temporary bytes of a pass of the layers: states, features of the drafter, and the widest products."""
+        spec, size, d = self.spec, self.dtype.itemsize, self.spec.hidden_size
+        each = size * (8 * d + (self.config.feature_size if self.config else 0))
+        widest = 0
+        for layer in spec.layers:
+            mixer = sum(n for n, _ in layer.mixer.matrices(d).values())
+            if isinstance(layer.ffn, MoeSpec):
+                ffn = (layer.ffn.top_k + 1) * (3 * layer.ffn.intermediate_size + 2 * d)
+            else:
+                assert isinstance(layer.ffn, MlpSpec)
+                ffn = 3 * layer.ffn.intermediate_size
+            widest = max(widest, mixer, ffn)
+        if spec.recurrent:
+            each += 4 * 4 * max(net.channels + net.width for net in spec.delta_nets)  # in fp32
+        return rows * (each + size * widest) + min(rows, MAX_ROWS) * widest * 4 * SPLITS // 2
+
+    def _graphs(self, options: EngineOptions, most: int, nodes: int, reach: int) -> int:
+        sizes = block_lengths(options, self.config)
+        blocks = tree_blocks(sizes)
+
+        def trees(batch: int) -> list[StepShape]:
+            return [StepShape(block, rows) for block in blocks for rows in rows_of_trees(batch, nodes)] if nodes else []
+
+        parts: list[Part] = parts_of(most, sorted({1, *sizes}), trees, masked=True)
+        small = sum(part.kind in ("choose", "end") for part in parts)
+        large = len(parts) - small + sum(s <= reach for s in PREFILL_SIZES) + len(batch_shapes(most, reach))
+        layers = sum(len(spec.layers) for spec in self._specs)
+        return large * layers * GRAPH_BYTES_PER_LAYER + small * SMALL_GRAPH_BYTES
+
+
+def block_lengths(options: EngineOptions, config: DrafterConfig | None) -> tuple[int, ...]:
+    """Returns the lengths of the blocks that an engine chooses from."""
+    longest = options.block_size or (config.block_size if config else 1)
+    return (longest,) if options.block_size is not None or longest == 1 else block_sizes(longest)
+
+
+def tree_blocks(sizes: tuple[int, ...]) -> list[int]:
+    """Returns the lengths of the blocks that steps over trees draft."""
+    return [size for size in sizes if size > 1 and 4 * size >= sizes[-1]]
+
+
+def runner_arguments(options: EngineOptions, config: DrafterConfig | None) -> dict[str, Any]:
+    """Returns the arguments of a `StepRunner` that follow from options that are `fitted`."""
+    sizes = block_lengths(options, config)
+    return {
+        "page_size": options.page_size,
+        "max_num_seqs": options.max_num_seqs,
+        "max_context": options.max_model_len,
+        "max_block": sizes[-1],
+        "sample_drafts": options.draft_sample_method == "probabilistic",
+        "kept_states": options.prefix_states or 0,
+        "tree_nodes": (options.draft_tree or 0) if config and sizes[-1] > 1 else 0,
+        "tree_width": options.draft_tree_width,
+        "report_offered": options.report_offered,
+        "tree_blocks": tree_blocks(sizes),
+        "chain_blocks": [size for size in sizes if size > 1],
+    }
