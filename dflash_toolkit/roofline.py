@@ -1,5 +1,6 @@
 """Peak rates of GPUs: from their data sheets by name, and computed from what the driver reports for other GPUs."""
 
+import ctypes
 import functools
 import re
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ class Roofline:
     capability: tuple[int, int]
     memory_gib: float  # as PyTorch reports it
     bandwidth_tb_s: float
-    bf16_tflops: float  # 0 without such tensor cores
-    fp8_tflops: float  # 0 likewise
+    bf16_tflops: float  # of the fp32 cores, without such tensor cores
+    fp8_tflops: float  # 0 without such tensor cores
     measured_tb_s: float | None = None
 
     @property
@@ -70,7 +71,7 @@ SHEETS = {
 VARIANTS = frozenset({"ti", "super", "d", "laptop", "max", "mig"})  # a card with such a word is another card
 
 # dense bf16 FLOPs with sums in fp32 per cycle and multiprocessor, by the least capability
-FLOPS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+FLOPS_PER_CYCLE = {(0, 0): 128, (8, 0): 2048, (8, 6): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
 
 
 def _words(name: str) -> frozenset[str]:
@@ -84,18 +85,29 @@ def sheet_of(device_name: str) -> Roofline | None:
     return SHEETS[max(fitting, key=lambda name: len(_words(name)))] if fitting else None
 
 
-def computed(properties: Any) -> Roofline:
-    """Returns the rates of a card from PyTorch's properties of the device: its clocks, memory bus and multiprocessors.
+def driver_attribute(number: int, index: int) -> int:
+    """Returns CU_DEVICE_ATTRIBUTE number `number` of a device. PyTorch for CUDA 13 does not report all of them."""
+    value = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(value), number, index)
+    return value.value
+
+
+def computed(properties: Any, index: int) -> Roofline:
+    """Returns the rates of a card from its clocks, memory bus and multiprocessors.
 
     Integrated GPUs report no memory clock; they get the lowest known bandwidth.
+
+    Args:
+        properties: PyTorch's of the device.
+        index: of the device.
     """
+    clock, memory_clock, bus = (driver_attribute(number, index) for number in (13, 36, 37))  # kHz, kHz, bits
     capability = properties.major, properties.minor
-    least = max((each for each in FLOPS_PER_CYCLE if each <= capability), default=None)
-    per_cycle = FLOPS_PER_CYCLE[least] if least else 0
-    if "geforce" in _words(properties.name):
+    per_cycle = FLOPS_PER_CYCLE[max(each for each in FLOPS_PER_CYCLE if each <= capability)]
+    if capability >= (8, 0) and "geforce" in _words(properties.name):
         per_cycle //= 2
-    bf16 = per_cycle * properties.multi_processor_count * properties.clock_rate / 1e9  # clocks are in kHz
-    bandwidth = 2 * properties.memory_clock_rate * properties.memory_bus_width / 8 / 1e9  # two transfers per cycle
+    bf16 = per_cycle * properties.multi_processor_count * clock / 1e9
+    bandwidth = 2 * memory_clock * bus / 8 / 1e9  # two transfers per cycle
     return Roofline(
         properties.name.removeprefix("NVIDIA "),
         capability,
@@ -110,5 +122,6 @@ def computed(properties: Any) -> Roofline:
 def roofline_of(device: torch.device) -> Roofline:
     """Returns the rates of a GPU, with the memory that the driver reports."""
     properties = torch.cuda.get_device_properties(device)
-    found = sheet_of(properties.name)
-    return replace(found, memory_gib=properties.total_memory / 2**30) if found else computed(properties)
+    if found := sheet_of(properties.name):
+        return replace(found, memory_gib=properties.total_memory / 2**30)
+    return computed(properties, torch.cuda.current_device() if device.index is None else device.index)

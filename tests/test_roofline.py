@@ -1,11 +1,13 @@
 """The peak rates of GPUs: found by name, computed for other GPUs, and used by the estimate and the benchmark."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from dflash_toolkit import roofline
 from dflash_toolkit.roofline import FLOPS_PER_CYCLE, SHEETS, computed, roofline_of, sheet_of
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.run.estimate import machine_of
@@ -43,16 +45,33 @@ DEVICES = {
 }
 
 
-def properties(name: str, major: int, minor: int, count: int, clock: int, memory: int, bus: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        name=name, major=major, minor=minor, multi_processor_count=count, clock_rate=1000 * clock,
-        memory_clock_rate=1000 * memory, memory_bus_width=bus, total_memory=24 << 30,
-    )  # fmt: skip
+Device = tuple[int, int, int, int, int, int]
 
 
-@pytest.mark.parametrize(("name", "device"), DEVICES.items())
-def test_computed_rates_are_near_the_data_sheet(name: str, device: tuple[int, int, int, int, int, int]) -> None:
-    sheet, found = sheet_of(name), computed(properties(name, *device))
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Device], Any]]:
+    """Makes this machine's GPU one with a name and such numbers, and returns PyTorch's properties of it."""
+
+    def make(name: str, numbers: Device) -> Any:
+        major, minor, count, clock, memory, bus = numbers
+        attributes = {13: 1000 * clock, 36: 1000 * memory, 37: bus}
+        monkeypatch.setattr(roofline, "driver_attribute", lambda number, index: attributes[number])
+        found = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=count, total_memory=24 << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        return found
+
+    roofline_of.cache_clear()
+    yield make
+    roofline_of.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "numbers"), DEVICES.items())
+def test_computed_rates_are_near_the_data_sheet(
+    name: str, numbers: Device, device: Callable[[str, Device], Any]
+) -> None:
+    sheet, found = sheet_of(name), computed(device(name, numbers), 0)
     assert sheet and found.capability == sheet.capability
     assert found.bandwidth_tb_s == pytest.approx(sheet.bandwidth_tb_s, rel=0.03)
     assert found.bf16_tflops == pytest.approx(sheet.bf16_tflops, rel=0.16)  # some sheets have a lower clock
@@ -93,33 +112,36 @@ def test_data_sheets_have_dense_rates() -> None:
         assert sheet.capability in FLOPS_PER_CYCLE or sheet.capability in {(8, 9), (12, 1)}
 
 
-def test_a_gpu_without_bf16_tensor_cores_or_a_memory_clock() -> None:
-    assert computed(properties("Tesla T4", 7, 5, 40, 1590, 5001, 256)).bf16_tflops == 0
-    integrated = computed(properties("NVIDIA Next", 12, 1, 48, 2418, 0, 256))
+def test_a_gpu_without_bf16_tensor_cores_or_a_memory_clock(device: Callable[[str, Device], Any]) -> None:
+    old = computed(device("Tesla T4", (7, 5, 40, 1590, 5001, 256)), 0)
+    assert 8 < old.bf16_tflops < 9 and not old.fp8_tflops and old.bandwidth_tb_s == pytest.approx(0.32, rel=0.01)
+    integrated = computed(device("NVIDIA Next", (12, 1, 48, 2418, 0, 256)), 0)
     assert integrated.bandwidth_tb_s == SHEETS["GB10"].bandwidth_tb_s and integrated.fp8_tflops > 0
 
 
-@pytest.fixture
-def uncached() -> Iterator[None]:
-    roofline_of.cache_clear()
-    yield
-    roofline_of.cache_clear()
-
-
-@pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize(
-    ("name", "device", "shown"),
+    ("name", "numbers", "shown"),
     [
         ("NVIDIA GeForce RTX 4090", DEVICES["NVIDIA GeForce RTX 4090"], "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9, 76, 2040, 9001, 256), "GeForce RTX 4090 Laptop GPU"),
+        ("Tesla T4", (7, 5, 40, 1590, 5001, 256), "Tesla T4"),
     ],
 )
 def test_estimate_and_mfu_use_the_rates_of_this_gpu(
-    name: str, device: tuple[int, int, int, int, int, int], shown: str, monkeypatch: pytest.MonkeyPatch
+    name: str, numbers: Device, shown: str, device: Callable[[str, Device], Any]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(name, *device))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device(name, numbers)
     machine, found = machine_of(configure({"target": "t"}), named_shape("qwen3-8b")), roofline_of(torch.device("cuda"))
     assert (machine.name, machine.memory_gib) == (shown, 24)
-    assert machine.tflops == found.bf16_tflops < 200 and machine.read_tb_s == found.read_tb_s < 1
+    assert 0 < machine.tflops == found.bf16_tflops < 200 and machine.read_tb_s == found.read_tb_s < 1
     assert Speed(torch.device("cuda")).peak == 1e12 * found.bf16_tflops
+
+
+@pytest.mark.gpu
+def test_rates_computed_on_this_gpu_are_near_its_data_sheet() -> None:
+    properties = torch.cuda.get_device_properties(0)
+    found, sheet = computed(properties, 0), sheet_of(properties.name)
+    assert found.bandwidth_tb_s > 0 and found.bf16_tflops > 0
+    if sheet:
+        assert found.bandwidth_tb_s == pytest.approx(sheet.bandwidth_tb_s, rel=0.05)
+        assert found.bf16_tflops == pytest.approx(sheet.bf16_tflops, rel=0.16)
