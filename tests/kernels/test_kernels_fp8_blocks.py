@@ -1,6 +1,7 @@
 """GEMMs with weights in fp8 blocks, on the interpreter where there is no GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from dflash_toolkit.kernels.formats import (
     QuantizedRows,
     quantize_groups,
 )
+from dflash_toolkit.kernels.launch import padded
 from dflash_toolkit.kernels.triton import fp8_blocks
+from dflash_toolkit.kernels.triton.tile import LEAST_STAGES, ROOM_BYTES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
@@ -209,6 +212,23 @@ def test_splits_depend_on_the_shape_alone(n: int, k: int, splits: int) -> None:
 )
 def test_fp8_block_tiles_avoid_a_small_last_wave(n: int, k: int, rows: int, stages: int) -> None:
     assert fp8_blocks.tile_for(n, k, rows).stages == stages
+
+
+@pytest.mark.parametrize("name", features.KNOWN)
+def test_fp8_block_tiles_fit_every_gpu(name: str) -> None:
+    card = features.KNOWN[name]
+    for n, k in ((1024, 512), (6144, 4096), (4096, 12288), (34816, 5120)):
+        for rows in (1, 16, 17, 64, 65, 128, 129, 4096):
+            tile, side = fp8_blocks.tile_for(n, k, rows, True, card), fp8_blocks.rows_of_tile(rows, card)
+            row_bytes = 4 if rows <= 16 else 1 if card.fp8_products else 2
+            taken = tile.stages * BLOCK * (tile.block_n + side * row_bytes)
+            assert taken <= card.shared_memory - ROOM_BYTES and tile.stages >= LEAST_STAGES
+            assert tile.block_k == BLOCK, "a block of scales"
+            measured = fp8_blocks.tile_for(n, k, rows, True)
+            assert tile == replace(measured, stages=tile.stages)
+            assert side == min(padded(rows), 128) or (name != "sm_90" and side == 64)
+            if name == "sm_90" and rows > 16:
+                assert tile.stages == 4, "as measured"
 
 
 @pytest.mark.parametrize("m", [1, 33, 130])

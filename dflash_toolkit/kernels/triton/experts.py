@@ -16,7 +16,7 @@ from torch import Tensor
 from ..features import features_of
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, format_of, parts, values_of
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
-from .fp8 import of_fp8, quantize_rows, stored_parts
+from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
@@ -208,9 +208,14 @@ def gathers(rows: int, fp8: bool) -> bool:
 
 
 def experts_tile(
-    rows: int, top: int, experts: int, k: int, *, fp32: bool = False, fp8: bool = False, shared: int = SHARED_BYTES
-) -> tuple[Tile, int]:
-    """Returns the tile of the experts' GEMMs with K columns, and the rows of an expert that it multiplies at a time."""
+    rows: int, top: int, experts: int, k: int, *,
+    fp32: bool = False, fp8: bool = False, shared: int = SHARED_BYTES, row_bytes: int = 1,
+) -> tuple[Tile, int]:  # fmt: skip
+    """Returns the tile of the experts' GEMMs with K columns, and the rows of an expert that it multiplies at a time.
+
+    Args:
+        row_bytes: of a quantized number, see `rows_dtype`.
+    """
     # if gathered, twice the rows of an expert when all are chosen equally often; once in a step's short loops
     often = 1 if fp8 and k < SHORT and rows <= STEP_ROWS else 2
     taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8) else padded(rows)
@@ -218,7 +223,7 @@ def experts_tile(
     if fp8:
         # a block's sums are held next to the total: a wide tile of 128 rows would not stay in registers
         tile, taken = Tile(128, BLOCK, 4, 8) if wide else Tile(64, BLOCK, 4, 4), min(taken, 64)
-        return fitted(tile, taken, 1, 2 if rows <= QUANTIZED_IN_LOOP else 1, shared, most_rows=64), taken
+        return fitted(tile, taken, 1, 2 if rows <= QUANTIZED_IN_LOOP else row_bytes, shared, most_rows=64), taken
     tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     size = 4 if fp32 else 2
     return fitted(tile, taken, size, size, shared), taken
@@ -285,11 +290,12 @@ def multiply(
 def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
     """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
     (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
-    shared = features_of(values.device).shared_memory
+    shared, row_bytes = features_of(values.device).shared_memory, rows_dtype(values.device).itemsize
     fp32, fp8 = values.dtype == torch.float32, parts(gate_up)[1] is not None
     groups = group_rows(experts, count) if gathers(rows, fp8) else None
     first, second = (
-        experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared) for k in (values.shape[1], width)
+        experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared, row_bytes=row_bytes)
+        for k in (values.shape[1], width)
     )
     routing = weights, experts, groups
     active = multiply(x, gate_up, *routing, values.new_empty(rows * top, width), first, swiglu=True)

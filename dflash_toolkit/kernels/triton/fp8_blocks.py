@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..features import features_of
+from ..features import KNOWN, Features, features_of
 from ..formats import (
     BLOCK,
     FP8_MAX,
@@ -30,11 +30,12 @@ from ..formats import (
 from ..launch import MAX_ROWS, padded, pdl
 from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts, to_fp8
 from .pdl import start_next, wait_for_previous
-from .tile import MULTIPROCESSORS, SHARED_BYTES, Tile, store_tile
+from .tile import MULTIPROCESSORS, RESERVED_BYTES, Tile, fitted, store_tile
 
 # maximum rows that every program quantizes itself; with 32, this took longer than a separate launch for 64
 # (results/step_qwen3_8_27b_fp8_h100.json)
 QUANTIZED_IN_LOOP = 16
+MEASURED = KNOWN["sm_90"]  # the tiles were measured on it
 GROUPS = 8  # groups that a program of the separate launch quantizes
 SIDE = 4  # cuBLAS requires multiples of this many rows and groups of columns
 
@@ -122,28 +123,41 @@ def _block_linear_kernel(
     store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
 
 
-def tile_for(n: int, k: int, rows: int, split: bool = False) -> Tile:
+def tile_for(n: int, k: int, rows: int, split: bool = False, card: Features = MEASURED) -> Tile:
     """Returns the tile for [rows, K] times [N, K]; `split`: up to MAX_ROWS rows may have split sums."""
     splits = 1
     if split and rows <= MAX_ROWS:
         # by (N, K) only: up to three programs for every multiprocessor, but no short split
         while splits < 8 and 2 * splits * (n // 64) <= 3 * MULTIPROCESSORS and k >= 8 * splits * BLOCK:
             splits *= 2
+    few = rows <= QUANTIZED_IN_LOOP and [_leaves_few(n // 64 * splits, rows, stages, card) for stages in (4, 3)]
+    tile = Tile(64, BLOCK, 3 if few == [True, False] else 4, 4, splits)
     if rows > MAX_ROWS:
-        return Tile(128, BLOCK, 4, 8, splits)
-    few = rows <= QUANTIZED_IN_LOOP and [_leaves_few(n // 64 * splits, rows, stages) for stages in (4, 3)]
-    stages = 3 if few == [True, False] else 4
-    return Tile(64, BLOCK, stages, 4, splits)
+        tile = Tile(128, BLOCK, 4, 8)
+    taken = rows_of_tile(rows, card)
+    row_bytes = 4 if rows <= QUANTIZED_IN_LOOP else 1 if card.fp8_products else 2  # 4 if they are not quantized yet
+    return fitted(tile, taken, 1, row_bytes, card.shared_memory, most_rows=taken)
 
 
-def _leaves_few(programs: int, rows: int, stages: int) -> bool:
+def rows_of_tile(rows: int, card: Features) -> int:
+    """Returns the rows of a tile.
+
+    A block's sums are held next to the total. Only Hopper's products leave registers for both in wide tiles of 128 rows
+    (and sm_100 spills most). Elsewhere, 128 rows in fp8 fit into registers with 64 weight rows; in fp16 they do not fit
+    into 99 KiB of shared memory.
+    """
+    wide = card.hopper or (card.fp8_products and rows <= MAX_ROWS)
+    return min(padded(rows), MAX_ROWS if wide else 64)
+
+
+def _leaves_few(programs: int, rows: int, stages: int, card: Features) -> bool:
     """Returns whether the last programs do not fit next to the others and are so few that memory idles.
 
     Up to QUANTIZED_IN_LOOP rows, shared memory limits the number of programs, not registers.
     """
-    taken = stages * (64 + 2 * padded(rows)) * BLOCK + 1024  # bytes; the compiler may need fewer
-    at_once = MULTIPROCESSORS * ((SHARED_BYTES + 1024) // taken)
-    return programs > at_once and 0 < programs % at_once < MULTIPROCESSORS
+    taken = stages * (64 + 2 * padded(rows)) * BLOCK + RESERVED_BYTES  # the compiler may need fewer
+    at_once = card.multiprocessors * ((card.shared_memory + RESERVED_BYTES) // taken)
+    return programs > at_once and 0 < programs % at_once < card.multiprocessors
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +216,7 @@ def launch_linear(
         rows, scale, in_loop = operand.data, operand.scale, False
     elif not in_loop:
         rows, scale = quantize_groups(x)
-    side = padded(min(m, MAX_ROWS))
+    side = rows_of_tile(m, features_of(x.device))
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
         rows, scale, data, weight.scale, x if bias is None else bias, out, m, n, k, span,
         T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
@@ -211,10 +225,15 @@ def launch_linear(
     )  # fmt: skip
 
 
+def _tile(x: Operand, weight: BlockScaledFp8, split: bool = False) -> Tile:
+    n, k = weight.data.shape
+    return tile_for(n, k, len(x), split, features_of(values_of(x).device))
+
+
 def linear(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
     """Multiplies x [M, K] with weight [N, K] transposed and adds bias [N]; returns [M, N] in x's dtype."""
     out = values_of(x).new_empty(1, len(x), len(weight))
-    launch_linear(x, weight, bias, out, tile_for(len(weight), weight.data.shape[1], len(x)))
+    launch_linear(x, weight, bias, out, _tile(x, weight))
     return out[0]
 
 
@@ -222,7 +241,7 @@ def linear_split_k(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = Non
     """Returns `linear` as split-K partial sums, fp32 [P, M, N]; above MAX_ROWS rows as one, in x's dtype."""
     if len(x) > MAX_ROWS:
         return linear(x, weight, bias)[None]
-    tile = tile_for(len(weight), weight.data.shape[1], len(x), split=True)
+    tile = _tile(x, weight, split=True)
     out = values_of(x).new_empty(tile.splits, len(x), len(weight), dtype=torch.float32)
     launch_linear(x, weight, bias, out, tile)
     return out
@@ -231,5 +250,5 @@ def linear_split_k(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = Non
 def linear_swiglu(x: Operand, weight: BlockScaledFp8) -> Tensor:
     """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds all gates, then all ups."""
     out = values_of(x).new_empty(len(x), len(weight) // 2)
-    launch_linear(x, weight, None, out, tile_for(len(weight), weight.data.shape[1], len(x)), swiglu=True)
+    launch_linear(x, weight, None, out, _tile(x, weight), swiglu=True)
     return out
