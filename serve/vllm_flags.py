@@ -40,6 +40,12 @@ def _log_level(flag: str, value: str) -> list[str]:
     return _unneeded("warnings and a line a request are logged")(flag, value)
 
 
+def _max_model_len(flag: str, value: str) -> list[str]:
+    if value in ("auto", "-1"):
+        return _unneeded("the default fits into the GPU's memory")(f"{flag} {value}", "")
+    return [flag, value]
+
+
 def _revision(flag: str, value: str) -> list[str]:
     if value == "main":
         return []
@@ -84,6 +90,7 @@ FLAGS: dict[str, tuple[bool, Words]] = {
         False,
         _error("the content of requests is never logged; --access-log writes one line for each"),
     ),
+    "--max-model-len": (True, _max_model_len),
     "--max-log-len": (True, _unneeded("the content of requests is never logged")),
     "--disable-log-stats": (False, _unneeded("statistics are at /metrics, not in the log")),
     "--uvicorn-log-level": (True, _log_level),

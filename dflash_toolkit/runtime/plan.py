@@ -31,7 +31,8 @@ from .weights import WIDE_IN_FP8, DrafterWeights, TargetWeights
 GRAPH_BYTES_PER_LAYER = 128 << 10  # memory of the driver for a graph, which no allocator reports: 5 MiB for 41 layers
 SMALL_GRAPH_BYTES = 1 << 20  # of a graph that runs no layers
 LIBRARY_BYTES = 192 << 20  # kernels that are loaded later, and the workspaces of cuBLAS
-EDITED_BYTES, SCORED_BYTES = 48, 14  # of a logit that is edited, or scored for a prompt
+EDITED_BYTES, SCORED_BYTES = 40, 14  # of a logit that is edited, or scored for a prompt
+MARGIN = 16 << 20  # small tensors of a pass, and rounding
 SPLITS = 8  # partial sums of a matrix product of few rows, at most
 
 
@@ -158,9 +159,12 @@ class Planner:
     def _step(self, most: int, block: int, tree_rows: int, reach: int) -> int:
         """A step that edits logits and reports log-probabilities has the whole head's output in memory."""
         size, vocab = self.dtype.itemsize, self.spec.vocab_size
-        logits = vocab * (size * max(most * block, tree_rows) + EDITED_BYTES * max(block, EDITED_ROWS))
-        if tree_rows:
-            logits += vocab * size * most * block  # of the accepted rows
+        more = EDITED_BYTES * max(block, EDITED_ROWS)
+        if tree_rows:  # logits of the accepted rows; the argmax of many rows
+            more = max(
+                more, size * most * block + SCORED_BYTES * EDITED_ROWS, size * tree_rows * (tree_rows > MAX_ROWS)
+            )
+        logits = vocab * (size * max(most * block, tree_rows) + more)
         # short prefills run in batches, and their keys are split
         batches = batch_shapes(most, reach)
         rows = max(most * block, tree_rows, *(size * count for size, count in batches), 1)
@@ -173,8 +177,8 @@ class Planner:
         return max(logits + self._layers(max(most * block, tree_rows)), self._layers(rows) + parts)
 
     def _prefill(self, rows: int) -> int:
-        scored = self.dtype.itemsize * min(rows, ROWS) + SCORED_BYTES * min(rows, SCORED_ROWS)
-        return max(self._layers(rows), self.spec.vocab_size * scored)  # scores follow the layers
+        scored = 2 * self.dtype.itemsize * min(rows, ROWS) + SCORED_BYTES * min(rows, SCORED_ROWS)
+        return max(self._layers(rows), MARGIN + self.spec.vocab_size * scored)  # scores follow the layers
 
     def _layers(self, rows: int) -> int:
         """Temporary bytes of a pass of the layers: states, features of the drafter, and the widest products."""
@@ -191,7 +195,7 @@ class Planner:
             widest = max(widest, mixer, ffn)
         if spec.recurrent:
             each += 4 * 4 * max(net.channels + net.width for net in spec.delta_nets)  # in fp32
-        return rows * (each + size * widest) + min(rows, MAX_ROWS) * widest * 4 * SPLITS // 2
+        return MARGIN + rows * (each + size * widest) + min(rows, MAX_ROWS) * widest * 4 * SPLITS // 2
 
     def _graphs(self, options: EngineOptions, most: int, nodes: int, reach: int) -> int:
         sizes = block_lengths(options, self.config)

@@ -11,7 +11,7 @@ from ..kernels.ops import Ops
 from ..kernels.reference import scored_tokens
 
 ROWS = 128  # rows with logits in memory at a time; the head's sums of a row do not depend on the others
-SCORED_ROWS = 16  # rows that are scored at a time, which takes 14 bytes for a logit
+SCORED_ROWS = 16  # rows that are scored at a time, which takes 8 bytes for a logit
 
 
 def score(hidden: Tensor, head: Weight, tokens: Tensor, best: int, ops: Ops) -> Tensor:
