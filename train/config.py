@@ -535,6 +535,9 @@ class TrainConfig(TemplateOptions):
         "print the hours, disk and memory of the run and a shorter command, and exit; loads no weights",
         common=True,
     )
+    estimate_gpu: str | None = option(
+        None, "GPU that --estimate is for, e.g. 'RTX 4090' (default: the one of this machine)", metavar="NAME"
+    )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
     synthesis: SynthesisOptions = options(SynthesisOptions)
@@ -675,6 +678,7 @@ def check_effects(config: TrainConfig) -> None:
          responses.samples == 1 and responses.greedy_first and responses.temperature > 0,
          "responses.samples above 1 or responses.greedy_first=false"),
         ("optim.decay", optim.decay, OptimOptions().decay, optim.schedule != "wsd", "optim.schedule=wsd"),
+        ("estimate_gpu", config.estimate_gpu, None, not config.estimate, "--estimate"),
         ("run.feature_dir", run.feature_dir, None, run.features not in ("disk", "hybrid"),
          "run.features=disk or hybrid"),
         ("run.feature_cache_gb", run.feature_cache_gb, 0.0, run.features == "online", "run.features=auto"),

@@ -35,4 +35,9 @@ def sizes_that_fit(parts: "Parts", tokens: int) -> list[int]:
     each = (PROMPT_TOKENS + tokens // 2) * size * sum(spec.kv_values_per_token for spec in specs)
     each += LOGIT_BYTES * block * target.spec.vocab_size
     each += sum(4 * net.num_heads * net.head_dim * net.k_head_dim for net in target.spec.delta_nets)
+    return fitting(room, each)
+
+
+def fitting(room: float, each: float) -> list[int]:
+    """Returns numbers of requests of `each` bytes that fit into `room`, the largest first; the least if none does."""
     return [count for count in SIZES if count * each <= room] or [SIZES[-1]]

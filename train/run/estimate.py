@@ -26,15 +26,17 @@ from dflash_toolkit.models.dflash.network import DrafterConfig
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
-from dflash_toolkit.roofline import roofline_of
+from dflash_toolkit.roofline import SHEETS, roofline_of, sheet_of
+from dflash_toolkit.runtime.options import EngineOptions
 
 from ..config import TrainConfig, own_count
 from ..optim.optimizers import uses_muon
 from ..prompts.dataset import ROWS as DATASET_ROWS
-from ..responses.batch_size import ON_CPU, SIZES
+from ..responses.batch_size import LOGIT_BYTES, ON_CPU, STEP_BYTES, fitting
+from ..responses.batch_size import PROMPT_TOKENS as TYPICAL_PROMPT
 from .cost import drafter_step_flops, duration, resume_bytes
 from .definition import WORK
-from .memory import fitted, memory_of, passes_of
+from .memory import advice, fitted, memory_of, passes_of
 from .rates import (
     ACCEPTANCE,
     ADAMW_MS_PER_BILLION,
@@ -102,6 +104,7 @@ class Estimate:
     memory: float  # bytes of one GPU
     passes: str  # how a step is made to fit, in words; empty if it is whole
     acceptance: str
+    advice: str = ""  # on memory, if it is too small
 
     @property
     def total(self) -> float:
@@ -148,12 +151,13 @@ class Estimate:
             "" if self.fits else f", MORE than a {self.machine.name} has"
         )
         rate = f" at {self.response_rate.words} ({self.response_rate.how})" if self.response_rate else ""
-        return [
+        lines = [
             f"estimate for {self.world} x {self.machine.name}: {duration(self.total)} ({stages})",
             f"{self.prompts:,} prompts x {self.samples}: {self.responses:,} responses of about "
             f"{self.response_tokens:,.0f} tokens{rate}; {size(self.disk)} of disk, {memory}; dflash-train --estimate "
             f"prints more",
         ]
+        return lines + [self.advice] * bool(self.advice)
 
 
 def estimate(
@@ -243,11 +247,17 @@ def estimate(
             "start and end": FIXED_S,
         },
         disk=disk, memory=needed, passes=passes_of(config), acceptance=expected_acceptance(responses * answered),
+        advice="" if cpu or needed <= room else advice(config, memory, needed, room),
     )  # fmt: skip
 
 
 def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
-    """Returns this machine; without a GPU and with a large target an H100, as `show` prints."""
+    """Returns this machine, or the GPU of --estimate-gpu; without a GPU and with a large target an H100, as `show`
+    prints. Raises UserError for an unknown name."""
+    if config.estimate_gpu:
+        if sheet := sheet_of(config.estimate_gpu):
+            return Machine.of(sheet)
+        raise UserError(f"estimate_gpu {config.estimate_gpu!r} is not known; known: {', '.join(SHEETS)}")
     if config.device != "cpu" and torch.cuda.is_available():
         return Machine.of(roofline_of(torch.device("cuda")))
     if config.device == "cpu" or target.hidden_size < SMALL:
@@ -261,8 +271,9 @@ def response_rate(
     config: TrainConfig, target: PreTrainedConfig, weights: Weights, machine: Machine, context: float, server: bool
 ) -> Rate:
     """Returns the tokens a second of plain decoding, measured for this shape or computed from its bytes."""
-    requests = 256 if server else config.responses.batch_size or (ON_CPU if machine.name == CPU else SIZES[0])
     engine = not server and computes(target) and config.responses.runtime != "reference"
+    alone = _together(config, target, weights, machine) if engine and machine.name != CPU else ON_CPU
+    requests = 256 if server else config.responses.batch_size or alone
     measured = DECODING.get((_measured_as(target, weights), machine.name), {}) if engine else {}
     if requests in measured:
         return Rate(measured[requests], f"measured at {requests} requests")
@@ -274,6 +285,13 @@ def response_rate(
     if engine and rate > HOST_TOKENS_PER_S:
         return Rate(HOST_TOKENS_PER_S, f"computed for our engine at {requests} requests, limited by the host")
     return Rate(rate, f"computed for {'vLLM' if server else 'our engine'} at {requests} requests from bytes read")
+
+
+def _together(config: TrainConfig, target: PreTrainedConfig, weights: Weights, machine: Machine) -> int:
+    """Returns how many responses our engine writes at a time on a GPU, see `sizes_that_fit`."""
+    room = EngineOptions().gpu_memory_utilization * machine.memory_gib * GIB - STEP_BYTES - weights.nbytes
+    each = (TYPICAL_PROMPT + config.responses.max_tokens // 2) * weights.kv_bytes + weights.state_bytes
+    return fitting(room, each + LOGIT_BYTES * target.vocab_size)[0]
 
 
 def feature_rate(
@@ -372,6 +390,8 @@ def show(config: TrainConfig, words: Sequence[str]) -> None:
     for row in found.table():
         table.add_row(*map(Text, row))
     console.print(table)
+    if found.advice:
+        console.print(Text(f"GPU memory: {found.advice}"), soft_wrap=True)
     if found.machine is H100:
         console.print("no GPU was found on this machine: the estimate is for an H100 with 80 GB")
     if shorter := within_an_hour(config, found):

@@ -197,7 +197,7 @@ def check_memory(config: TrainConfig, memory: TrainingMemory, free: int, total: 
         raise UserError(
             f"training takes at least {size(need.total)} of GPU memory (target {size(need.target)}, drafter and "
             f"optimiser {size(need.drafter)}, step {size(need.step)}), but {size(free)} of {size(total)} are free; "
-            f"{_advice(config, memory, need.total, room)}"
+            f"{advice(config, memory, need.total, room)}"
         )
     if found == usual:
         return found, ""
@@ -207,7 +207,8 @@ def check_memory(config: TrainConfig, memory: TrainingMemory, free: int, total: 
     )
 
 
-def _advice(config: TrainConfig, memory: TrainingMemory, least: float, room: float) -> str:
+def advice(config: TrainConfig, memory: TrainingMemory, least: float, room: float) -> str:
+    """Returns options that save memory and how much each saves. Args: least: the memory of the smallest step."""
     saved: dict[str, float] = {}
     for words, changed, other in _ways(config, memory):
         saved[words] = least - other.need(fitted(changed, other, 0.0)).total

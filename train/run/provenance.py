@@ -91,6 +91,7 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         "device",
         "threads",
         "estimate",
+        "estimate_gpu",
     )
     config = {k: v for k, v in config_of(record).items() if k not in places}
     for part in ("run", "optim", "loss"):

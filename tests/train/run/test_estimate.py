@@ -12,8 +12,10 @@ from architectures import ARCHITECTURES
 from programs import Program
 from transformers import FalconConfig, GPT2Config, PreTrainedConfig
 
+from dflash_toolkit.config import UserError
 from dflash_toolkit.preflight import GIB
 from dflash_toolkit.roofline import SHEETS
+from dflash_toolkit.train.cli import main
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.prompts.dataset import DEFAULT, ROWS
 from dflash_toolkit.train.responses import generate
@@ -157,6 +159,40 @@ def test_estimate_prints_a_table_and_runs_nothing(tmp_path: Path) -> None:
         assert said in done.stdout
     assert f"about an hour: dflash-train --target {tmp_path / 'target'}" in done.stdout
     assert "--estimate" not in done.stdout and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("card", ["RTX 3090", "RTX 4090", "RTX 5090", "L4"])
+def test_hours_follow_the_rates_of_the_card(card: str) -> None:
+    config = configure({"target": "qwen3-4b", "estimate": True, "estimate_gpu": card})
+    found, large = estimate(config, named_shape("qwen3-4b")), of({}, "qwen3-4b", H100)
+    slower = H100.tflops / SHEETS[card].bf16_tflops
+    assert found.machine.name == card and found.fits and "optim.splits=" in found.passes and not large.passes
+    assert 0.8 * slower < found.hours("training") / large.hours("training") < 1.25 * slower, "contexts are computed again"
+    assert found.hours("features") / large.hours("features") == pytest.approx(slower)
+    reads = H100.read_tb_s / SHEETS[card].read_tb_s
+    assert found.hours("responses") > reads * large.hours("responses"), "fewer responses are written at a time"
+
+
+def test_the_estimate_for_an_unknown_gpu_is_refused() -> None:
+    config = configure({"target": "t", "estimate": True, "estimate_gpu": "RTX 9999"})
+    with pytest.raises(UserError, match=r"estimate_gpu 'RTX 9999' is not known; known: RTX 3090, .*H200"):
+        estimate(config, named_shape("qwen3-4b"))
+    with pytest.raises(UserError, match=r"estimate_gpu is RTX 4090, but it has no effect without --estimate"):
+        configure({"target": "t", "estimate_gpu": "RTX 4090"})
+
+
+def test_the_estimate_says_what_helps_if_memory_is_too_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named_shape("qwen3-8b").save_pretrained(tmp_path)
+    words = ["--target", str(tmp_path), "--estimate", "--estimate-gpu", "RTX 4090"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 x RTX 4090" in said and "TOO MUCH" in said
+    assert "GPU memory: any of these is enough: run.features=disk prompts.held_out=0 (12.9 GiB less)" in said
+    assert main([*words, "run.features=disk", "prompts.held_out=0"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "TOO MUCH" not in said and "run.offload_target=true" in said
 
 
 def test_a_run_prints_its_estimate_before_responses(dflash_train: Program) -> None:
