@@ -20,9 +20,10 @@ from dflash_toolkit.models.dflash.serving import SERVED, block_scale
 from dflash_toolkit.models.published import PUBLISHED, Published
 from dflash_toolkit.models.spec import ARCHITECTURES
 from dflash_toolkit.preflight import GIB, size
+from dflash_toolkit.roofline import SHEETS
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.run.estimate import estimate
-from dflash_toolkit.train.run.rates import H100, H200
+from dflash_toolkit.train.run.rates import H100, H200, Machine
 from dflash_toolkit.train.run.target_weights import computes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
@@ -122,7 +123,7 @@ def published_drafters() -> Rows:
 
 def training_cost() -> Rows:
     """The recipes of configs/ as `dflash-train --estimate` sees them, on the smaller GPU that holds the run."""
-    rows = [["target", "GPU", "responses", "training", "disk", "memory", "expected tokens per step"]]
+    rows = [["target", "GPU", "responses", "training", "disk", "memory"]]
     for name in RECIPES:
         config, target = configure(read_yaml(ROOT / "configs" / f"{name}.yaml"), name), config_of(name)
         served = not computes(target)
@@ -138,9 +139,24 @@ def training_cost() -> Rows:
         memory = f"{one.memory / GIB:.0f} GiB"
         target_link = f"[{config.target.split('/')[-1]}](https://huggingface.co/{config.target})"
         rows.append(
-            [target_link, one.machine.name, f"{one.hours('responses'):.0f} h{mark}", training, size(one.disk), memory,
-             one.acceptance]
-        )  # fmt: skip
+            [target_link, one.machine.name, f"{one.hours('responses'):.0f} h{mark}", training, size(one.disk), memory]
+        )
+    return rows
+
+
+# the largest Qwen3 for each, and its card
+CARDS = (("1.7b", "RTX 4070"), ("4b", "RTX 3090"), ("4b", "RTX 4090"), ("4b", "RTX 5090"), ("8b", "L40S"))
+
+
+def training_cost_of_cards() -> Rows:
+    """The defaults with 10,000 prompts on smaller GPUs, as `dflash-train --estimate --estimate-gpu NAME` sees them."""
+    rows = [["target", "GPU", "passes per step", "responses", "training", "memory"]]
+    for name, card in CARDS:
+        config = configure({"target": f"qwen3-{name}", "prompts": {"max_prompts": 10_000}}, name)
+        found = estimate(config, named_shape(f"qwen3-{name}"), Machine.of(SHEETS[card]), linear_attention=True)
+        passes = found.passes.partition(" ")[0] + (", recomputed" if "recompute" in found.passes else "")
+        hours = [f"{found.hours(*stages):.1f} h" for stages in (("responses",), ("features", "training"))]
+        rows.append([f"Qwen3-{name.upper()}", card, passes, *hours, f"{found.memory / GIB:.0f} GiB"])
     return rows
 
 
@@ -170,6 +186,7 @@ def break_even() -> Rows:
 TABLES: dict[str, Callable[[], Rows]] = {
     "published-drafters": published_drafters,
     "training-cost": training_cost,
+    "training-cost-of-cards": training_cost_of_cards,
     "break-even": break_even,
 }
 

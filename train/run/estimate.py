@@ -289,7 +289,8 @@ def response_rate(
 
 def _together(config: TrainConfig, target: PreTrainedConfig, weights: Weights, machine: Machine) -> int:
     """Returns how many responses our engine writes at a time on a GPU, see `sizes_that_fit`."""
-    room = EngineOptions().gpu_memory_utilization * machine.memory_gib * GIB - STEP_BYTES - weights.nbytes
+    total = int(machine.memory_gib * GIB)
+    room = EngineOptions().memory_share(total) * total - STEP_BYTES - weights.nbytes
     each = (TYPICAL_PROMPT + config.responses.max_tokens // 2) * weights.kv_bytes + weights.state_bytes
     return fitting(room, each + LOGIT_BYTES * target.vocab_size)[0]
 

@@ -167,7 +167,7 @@ def test_hours_follow_the_rates_of_the_card(card: str) -> None:
     found, large = estimate(config, named_shape("qwen3-4b")), of({}, "qwen3-4b", H100)
     slower = H100.tflops / SHEETS[card].bf16_tflops
     assert found.machine.name == card and found.fits and "optim.splits=" in found.passes and not large.passes
-    assert 0.8 * slower < found.hours("training") / large.hours("training") < 1.25 * slower, "contexts are computed again"
+    assert slower < found.hours("training") / large.hours("training") < 1.25 * slower, "contexts are computed again"
     assert found.hours("features") / large.hours("features") == pytest.approx(slower)
     reads = H100.read_tb_s / SHEETS[card].read_tb_s
     assert found.hours("responses") > reads * large.hours("responses"), "fewer responses are written at a time"
