@@ -55,7 +55,7 @@ from transformers import (
 
 from dflash_toolkit import Drafter, Target, grammar_process
 from dflash_toolkit.fingerprint import template_digest
-from dflash_toolkit.kernels.features import KNOWN, VARIABLE
+from dflash_toolkit.kernels.features import KNOWN, VARIABLE, features_of
 from dflash_toolkit.models.dflash.shape import drafter_shape
 
 with contextlib.suppress(ImportError):  # `save_pretrained` would import DeepSpeed; its engine no test gives it
@@ -232,6 +232,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if config.getoption("--fast"):
         skipped["slow"] = "takes seconds"
+    if torch.cuda.is_available() and not features_of(torch.device("cuda")).hopper:
+        skipped["hopper"] = "needs a Hopper GPU that emulates no other"
     for item in items:
         for mark in skipped.keys() & {mark.name for mark in item.iter_markers()}:  # keywords include folders
             item.add_marker(pytest.mark.skip(reason=skipped[mark]))

@@ -16,6 +16,7 @@ from kernel_inputs import randn
 from kernel_pages import Pages, attend, check_attention, check_invariant, check_padding, check_slots, make_pages
 
 from dflash_toolkit.kernels import gpu
+from dflash_toolkit.kernels.features import features_of
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.paged import PagedKV
 
@@ -33,7 +34,7 @@ def ragged(batch: int) -> tuple[int, ...]:
 def asked(pages: Pages, rows: int, group: int) -> Tensor:
     """Queries, of a kind that the kernel takes."""
     q = randn(rows, pages.cache.shape[2] * group, pages.cache.shape[3], dtype=BF16)
-    assert attention_hopper.fits(q, pages.kv())
+    assert attention_hopper.fits(q, pages.kv()) == features_of(q.device).hopper
     return q
 
 

@@ -258,6 +258,8 @@ def test_fp8_blocks_may_span_whole_rows(m: int, fp8_type: str) -> None:
         assert torch.equal(gpu.linear(x[:1], weight)[0], gpu.linear(x, weight)[0])
 
 
+@pytest.mark.parametrize("fp8_type", ["fp8"], indirect=True)
+@pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize("m", [129, 132])
 def test_cublas_gets_scales_as_it_reads_them(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments pass torch's checks for a GPU and, read as cuBLAS documents, give the product."""

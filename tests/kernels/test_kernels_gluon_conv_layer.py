@@ -169,6 +169,7 @@ def test_a_mistake_in_the_layer_is_found(mistake: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", [(4096, 4096, 12288, 6144), (896, 896, 4864, 1152)], ids=str)
 def test_conv_layer_is_exact_and_batch_invariant_on_a_gpu(shape: tuple[int, ...], quantized: bool) -> None:

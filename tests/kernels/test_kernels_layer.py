@@ -105,6 +105,7 @@ def test_unsupported_shapes_launch_each_operation_separately(biased: bool, monke
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_layer_is_right_to_float64_and_batch_invariant(shape: tuple[int, int, int, int], quantized: bool) -> None:
@@ -136,6 +137,7 @@ def test_the_layer_is_right_to_float64_and_batch_invariant(shape: tuple[int, int
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 def test_fused_layer_has_the_bits_of_separate_gemms() -> None:
     """o and down are cut the same way; qkv is cut here as the one launch cuts it."""
     w = matrices(SHAPES[0], "cuda", torch.bfloat16)
@@ -152,6 +154,7 @@ def test_fused_layer_has_the_bits_of_separate_gemms() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize(("columns", "k"), [(151_936, 1024), (64, 128), (192, 256), (64 * 401, 896)], ids=str)
 def test_streamed_head_equals_tiled_head(columns: int, k: int) -> None:
     weight = torch.randn(columns, k, device="cuda").bfloat16()

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from dflash_toolkit.kernels.features import KNOWN
+from dflash_toolkit.kernels.formats import BLOCK
 from dflash_toolkit.kernels.launch import padded
 from dflash_toolkit.kernels.triton.experts import experts_tile
 from dflash_toolkit.kernels.triton.fp8_blocks import QUANTIZED_IN_LOOP
@@ -33,13 +35,15 @@ def gemms(shared: int) -> Iterator[tuple[Tile, Tile, int]]:
         tile = tile_of_quantized(rows, shared)
         yield tile, tile_of_quantized(rows, SHARED_BYTES), tile.block_n + padded(rows)
     for rows, (top, experts, k) in itertools.product((*ROWS, 129, 256, 512, 8192), ROUTES):
-        for fp32, fp8 in ((False, False), (True, False), (False, True)):
-            tile, taken = experts_tile(rows, top, experts, k, fp32=fp32, fp8=fp8, shared=shared)
-            measured, the_same = experts_tile(rows, top, experts, k, fp32=fp32, fp8=fp8)
-            assert taken == the_same
-            size = 4 if fp32 else 2
-            row = 1 if fp8 and rows > QUANTIZED_IN_LOOP else size
-            yield tile, measured, tile.block_n * (1 if fp8 else size) + taken * row
+        for size, fp8_rows in ((2, 0), (4, 0), (2, 1), (2, 2)):  # bytes; GPUs without FP8 products have rows in fp16
+            how: dict[str, Any] = {"fp32": size == 4, "fp8": fp8_rows > 0, "row_bytes": fp8_rows}
+            (tile, taken), measured = (
+                experts_tile(rows, top, experts, k, shared=shared, **how),
+                experts_tile(rows, top, experts, k, **how),
+            )
+            assert taken == measured[1] and (not fp8_rows or tile.block_k == BLOCK), "a block has one scale"
+            row = size if rows <= QUANTIZED_IN_LOOP or not fp8_rows else fp8_rows
+            yield tile, measured[0], tile.block_n * (1 if fp8_rows else size) + taken * row
 
 
 @pytest.mark.parametrize("shared", SIZES)
