@@ -1,6 +1,6 @@
 """Defines attention over the paged cache: of blocks, of draft trees and of chains."""
 
-from dataclasses import replace
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -56,15 +56,19 @@ def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Ten
         [M, N * H] in q's dtype; padding is zero.
     """
     out = q.new_zeros(len(q), q.shape[1] * q.shape[2])
-    for row, (b, depth) in enumerate(zip(rows.requests.tolist(), rows.depths.tolist(), strict=True)):
-        if b < 0:
-            continue
-        length, place = int(kv.lengths[b]), row - int(rows.starts[b])
-        at = torch.cat([torch.arange(length, device=q.device), length + paths[b, place, : depth + 1]])
-        slots = kv.table[b, at // kv.size].long() * kv.size + at % kv.size
-        order = torch.arange(len(slots), device=q.device)[None]
-        path = replace(kv, cache=kv.cache[:, slots], lengths=kv.lengths[b : b + 1] + depth, table=order, size=1)
-        out[row] = block_attention(q[row : row + 1], path, causal=True)
+    for b, (start, end) in enumerate(itertools.pairwise(rows.starts.tolist())):
+        length, places, depths = int(kv.lengths[b]), end - start, rows.depths[start:end, None]
+        keys = torch.arange(length + places, device=q.device)  # the context, then the places of the tree
+        k, v = kv.cache[:, slots_of(keys[None], kv.table[b : b + 1], kv.size)[0]].transpose(1, 2)  # [G, T, H]
+        above = paths[b, :places].where(torch.arange(paths.shape[2], device=q.device) <= depths, 0).long()
+        visible = torch.ones(places, length + places, dtype=torch.bool, device=q.device)
+        visible[:, length:] = torch.zeros_like(visible[:, length:]).scatter_(1, above, True)
+        if kv.window:
+            positions = torch.cat([keys[:length], length + depths[:, 0]])
+            visible &= length + depths - positions < kv.window
+        own = q[start:end].transpose(0, 1)
+        attended = F.scaled_dot_product_attention(own, k, v, attn_mask=visible, enable_gqa=True)
+        out[start:end] = attended.transpose(0, 1).flatten(1)
     return out
 
 
