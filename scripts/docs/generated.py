@@ -11,16 +11,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from transformers import GptOssConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from dflash_toolkit.config import read_yaml
+from dflash_toolkit.kernels import features
+from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.models.dflash.architecture import architectures
 from dflash_toolkit.models.dflash.serving import SERVED, block_scale
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.published import PUBLISHED, Published
-from dflash_toolkit.models.spec import ARCHITECTURES
+from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec
 from dflash_toolkit.preflight import GIB, size
 from dflash_toolkit.roofline import SHEETS
+from dflash_toolkit.runtime.fit import Budget, fit, planner_for
+from dflash_toolkit.runtime.options import EngineOptions
 from dflash_toolkit.train.config import configure
 from dflash_toolkit.train.run.estimate import estimate
 from dflash_toolkit.train.run.rates import H100, H200, Machine
@@ -183,11 +189,35 @@ def break_even() -> Rows:
     return rows
 
 
+# what the driver and CUDA hold, and a desktop with a browser on top of it
+CUDA_GIB, DESKTOP_GIB = 0.4, 0.6
+SMALL_GPUS = {"RTX 4070": "qwen3-4b", "RTX 5070 Ti": "qwen3-8b-fp8", "RTX 4090": "qwen3-8b", "RTX 5090": "qwen3-8b"}
+
+
+def small_gpus() -> Rows:
+    """Tokens and requests that the engine chooses by default, with the default drafter of each target."""
+    rows = [["GPU", "target", "alone", "with a desktop"]]
+    cuda = torch.device("cuda")
+    for name, shape in SMALL_GPUS.items():
+        sheet, config = SHEETS[name], named_shape(shape)
+        features._features[cuda] = next(each for each in KNOWN.values() if each.capability == sheet.capability)
+        planner = planner_for(ModelSpec.of_target(config), drafter_shape(config), cuda, torch.bfloat16)
+        total, row = int(sheet.memory_gib * GIB), [name, shape.title().replace("Fp8", "FP8")]
+        for held in (CUDA_GIB, CUDA_GIB + DESKTOP_GIB):
+            budget = Budget(EngineOptions().memory_share(total), total, total - int(held * GIB)).bytes
+            options, plan = fit(EngineOptions(), planner, budget, cuda)
+            assert plan.missing(options, budget) <= 0, f"{shape} on {name}"
+            row.append(f"{options.max_model_len:,} ({options.max_num_seqs})")
+        rows.append(row)
+    return rows
+
+
 TABLES: dict[str, Callable[[], Rows]] = {
     "published-drafters": published_drafters,
     "training-cost": training_cost,
     "training-cost-of-cards": training_cost_of_cards,
     "break-even": break_even,
+    "small-gpus": small_gpus,
 }
 
 

@@ -242,7 +242,7 @@ def test_planned_tables_and_caches_are_those_of_an_engine() -> None:
 
 
 # GiB that PyTorch reports, and the capability: RTX 4060, 4070, 5070 Ti, 4090, 5090 and H100
-CARDS = {8: (7.63, (8, 9)), 12: (11.76, (8, 9)), 16: (15.7, (12, 0)), 24: (23.6, (8, 9)), 32: (31.4, (12, 0)),
+CARDS = {8: (7.63, (8, 9)), 12: (11.6, (8, 9)), 16: (15.5, (12, 0)), 24: (23.6, (8, 9)), 32: (31.4, (12, 0)),
          80: (79.1, (9, 0))}  # fmt: skip
 WITH_DISPLAY = GIB  # held by the CUDA context and by a desktop
 WITHOUT_DISPLAY = 2 * GIB // 5
@@ -270,7 +270,7 @@ def fitted_to(monkeypatch: pytest.MonkeyPatch) -> FittedTo:
     [
         (8, "qwen3-0.6b", WITH_DISPLAY, 16384, 8),
         (8, "qwen3-4b-fp8", WITHOUT_DISPLAY, 4096, 2),
-        (12, "qwen3-4b", WITH_DISPLAY, 4096, 2),
+        (12, "qwen3-4b", WITH_DISPLAY, 4096, 1),
         (12, "qwen3-4b", WITHOUT_DISPLAY, 6144, 4),
         (16, "qwen3-8b-fp8", WITH_DISPLAY, 8192, 4),
         (16, "qwen3-8b-fp8", WITHOUT_DISPLAY, 8192, 4),
