@@ -1,8 +1,8 @@
 """The features of a GPU. Every other module asks here what a device can do, and never for its name or its generation.
 
 DFLASH_EMULATE_GPU=sm_86 lets a larger GPU run the kernels that an sm_86 would run, for tests and diagnosis: features
-that the card lacks are off, and a kernel with more shared memory than that of the card is refused. Instructions and
-speed stay those of the real GPU.
+that the card lacks are off, Triton chooses the card's instructions, and a kernel with more shared memory than that of
+the card is refused. The speed stays that of the real GPU.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 VARIABLE = "DFLASH_EMULATE_GPU"
+OWN_PRODUCTS = (9, 10)  # major versions of GPUs with matrix instructions that no other GPU has
 LEAST_CAPABILITY = (8, 0)  # bf16 matrix products and asynchronous copies
 log = logging.getLogger(__name__)
 _features: dict[torch.device, "Features"] = {}  # of devices that were queried; tests replace it
@@ -96,17 +97,23 @@ def features_of(device: torch.device) -> Features:
         if card is not None:
             log.warning("%s=%s: %s runs the kernels for that card", VARIABLE, os.environ[VARIABLE], device)
             found = found.limited_to(card)
-            _refuse_more(found.shared_memory)
+            _compile_for(found)
         _features[device] = found
     return _features[device]
 
 
-def _refuse_more(shared_memory: int) -> None:
-    """Makes Triton refuse kernels that need more shared memory, as it does on the emulated card."""
+def _compile_for(card: Features) -> None:
+    """Makes Triton choose the instructions of the card, and refuse kernels with more shared memory than it has.
+
+    A later GPU runs those of an earlier one, and Hopper those of sm_120, but not those of OWN_PRODUCTS.
+    """
     with contextlib.suppress(ModuleNotFoundError):
+        from triton import knobs
         from triton.compiler import compiler
 
-        compiler.max_shared_mem = lambda _device: shared_memory
+        compiler.max_shared_mem = lambda _device: card.shared_memory
+        if card.capability[0] not in OWN_PRODUCTS:
+            knobs.runtime.override_arch = "sm{}{}".format(*card.capability)
 
 
 def _query(device: torch.device) -> Features:

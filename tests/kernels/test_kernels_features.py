@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton import knobs
 from triton.compiler import compiler
 
 from dflash_toolkit import UserError
@@ -26,7 +27,8 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
     monkeypatch.setattr(features, "_features", {})
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda _: 227 << 10)
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda _: 227 << 10)
+    monkeypatch.setattr(knobs.runtime, "override_arch", None)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,7 @@ def test_an_emulated_card_has_only_its_own_features(
     assert tuple(flag for flag in FLAGS if getattr(found, flag)) == expected
     assert (found.capability, found.shared_memory) == (KNOWN[name].capability, KNOWN[name].shared_memory)
     assert compiler.max_shared_mem(0) == found.shared_memory, "Triton refuses a kernel that needs more"
+    assert knobs.runtime.override_arch == (None if name in ("sm_90", "sm_100") else name.replace("_", ""))
     assert found.multiprocessors == 114, "as many programs run at once as on the real GPU"
     assert [record.getMessage() for record in caplog.records] == [
         f"DFLASH_EMULATE_GPU={name}: cuda runs the kernels for that card"
