@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from ...calibration import Calibration
+from ...kernels.features import features_of
 from ...kernels.loss_terms import LogitScale
 from ...kernels.reference import draw
 from ..drafting import TokenSelector
@@ -322,21 +323,43 @@ class DraftAttention(nn.Module):
         v = torch.cat([context[1], v_block], dim=2)
         grouped = k.shape[1] != q.shape[1]
         if isinstance(mask, BlockMask):
-            out = _flex(q, k, v, mask, grouped)
+            out = _flex(q, k, v, mask, grouped, self.head_dim)
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
+LARGE_TILES = 160 << 10  # bytes of shared memory that PyTorch's tiles may need
 # blocks of 16 slots and their contexts leave tiles half empty: small ones lose less (an H200, heads of 64: 5.3 instead
 # of 7.2 ms for forward and backward of 37 thousand slots)
 FLEX_OPTIONS = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool, head_dim: int) -> Tensor:
     attention: Any = _compiled_flex_attention() if q.is_cuda else flex_attention
-    options = FLEX_OPTIONS if q.is_cuda and q.shape[-1] <= 64 else None
+    options = flex_options(head_dim, q.device)
     return attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
+
+
+@torch.compiler.assume_constant_result
+def flex_options(head_dim: int, device: torch.device) -> dict[str, int] | None:
+    """Returns options of FlexAttention's kernels for 16-bit heads; None for PyTorch's own.
+
+    PyTorch's tiles do not fit every GPU with 99 KiB of shared memory (its issues 133254, 180278, 198224 and pull
+    requests 184310 and 198228, which have the tiles that fit).
+    """
+    if device.type != "cuda":
+        return None
+    if head_dim <= 64:
+        return FLEX_OPTIONS
+    features = features_of(device)
+    if features.shared_memory >= LARGE_TILES:
+        return None
+    if head_dim > 128:
+        return {"num_stages": 2, **dict.fromkeys(("BLOCK_M", "BLOCK_N", *FLEX_OPTIONS), 32)}
+    stages = 2 if features.capability < (10, 0) else 1
+    tiles = {"BLOCK_M": 128, **dict.fromkeys(("BLOCK_N", *FLEX_OPTIONS), 64)}
+    return {"fwd_num_stages": 2, "bwd_num_stages": stages, **tiles}
 
 
 @functools.cache
