@@ -20,7 +20,7 @@ from ..features import features_of
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
-from .tile import RESERVED_BYTES, SHARED_BYTES
+from .tile import SHARED_BYTES
 
 ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions accept
 # keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
@@ -37,7 +37,7 @@ def shared_bytes(width: int, itemsize: int, keys: int, stages: int) -> int:
     head = padded(width)
     loads, queries = 2 * keys * head * itemsize, ROWS * head * itemsize
     if itemsize == 2 or stages == 1:
-        return stages * loads + queries + 512  # the last for depths, of trees with a window
+        return stages * loads + queries + 576  # the last for depths, of trees with a window, and barriers of sm_100
     return (stages - 1) * loads + queries + ROWS * keys * itemsize + 1024
 
 
@@ -49,7 +49,7 @@ def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
     Raises:
         ValueError: no choice fits.
     """
-    half = shared // 2 - RESERVED_BYTES if shared < SHARED_BYTES else 0
+    half = shared // 2 if shared < SHARED_BYTES else 0  # less is stored without asynchronous products
     for cuts, room in ((CUTS, half), (CUTS + LEAST_CUTS, shared)):
         for cut in cuts:
             if shared_bytes(width, itemsize, *cut) <= room:
