@@ -13,6 +13,7 @@ from conftest import make_drafter
 from damage import damage
 from engines import knowing, make_engine, prompts_of
 from fp8_targets import CHANGES, HYBRID, SIZES, in_fp8, in_modules, rows_of_reference
+from kernel_inputs import fp8_type as fp8_type
 from small_vocabulary import hf_greedy
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -90,6 +91,27 @@ def check_answers(folder: Path, target: Target) -> None:
         # a value between two numbers of the format may round to the other one if sums are split differently
         assert sum(answer.tokens == tokens for answer, tokens in zip(found, expected, strict=True)) >= len(prompts) - 1
     assert sum(len(answer.steps) for answer in found) < 0.5 * sum(len(answer.tokens) for answer in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_runtime_gpu.py runs the kernels")
+@pytest.mark.usefixtures("fp8_type")
+@pytest.mark.parametrize("fp8_type", ["int8"], indirect=True)
+def test_kernels_without_fp8_products_generate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the engine's kernels in the interpreter, with attention, experts and a head, against their definitions."""
+    pytest.importorskip("triton")
+    from dflash_toolkit.kernels.gpu import Gpu
+
+    in_fp8(ARCHITECTURES["Qwen3-MoE"].target(**SIZES | {"num_hidden_layers": 1}), tmp_path)
+    params, options = SamplingParams(max_tokens=3, ignore_eos=True), EngineOptions(max_model_len=32, max_num_seqs=1)
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            monkeypatch.setattr("dflash_toolkit.runtime.engine.ops_for", lambda _: Gpu())
+        engine = load_engine(str(tmp_path), None, "cpu", options=options)[0]
+        assert isinstance(engine.runner.ops, Gpu) == kernels
+        found.append([answer.tokens for answer in engine.generate(prompts_of(5), params)])
+    assert found[0] == found[1]
 
 
 def config_of(folder: Path, **changes: Any) -> Any:
