@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.loss_terms import CROSS_ENTROPY, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.features.gpu_memory import memory_use
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss, draft_loss, masks_of
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.run.held_out import HeldOut, HeldOutPrompt
 
 pytestmark = pytest.mark.gpu
 
@@ -269,3 +272,46 @@ def test_a_bf16_step_of_dflash_2_lowers_both_losses() -> None:
         optimizer.zero_grad()
         losses.append((result.loss.item(), result.selector_loss.item()))
     assert all(last < 0.85 * first for first, last in zip(losses[0], losses[-1], strict=True))
+
+
+def test_compiled_passes_sum_to_the_whole_step() -> None:
+    target = on_gpu(torch.float32)
+    drafter = make_dflash2(target, head_dim=16).cuda().train()
+    features = FeatureSource(target, drafter.config.target_layer_ids, 200, packed=640)(rows_of(97, 130, 61))
+    blocks = sample_blocks(features, 64, 8, MASK, torch.Generator().manual_seed(0), fixed=True)
+    found = []
+    for parts in (1, 4):
+        drafter.zero_grad()
+        for part in blocks.split(parts):
+            compute_loss(drafter, target, features, part, TrainConfig(target="tiny"), flex=True).weighted_sum.backward()
+        found.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
+    assert (found[0] - found[1]).norm() <= 0.03 * found[0].norm()
+
+
+def test_an_offloaded_target_leaves_the_gpu_before_the_drafter_comes(tmp_path: Path) -> None:
+    target = on_gpu(torch.bfloat16)
+    drafter = make_drafter(target, head_dim=16).train()
+    config = TrainConfig(
+        target="tiny", drafter=DrafterOptions(block_size=8), optim=OptimOptions(steps=3, pack_tokens=128, splits=2),
+        run=RunOptions(features="disk", offload_target=True), device="cuda",
+    )  # fmt: skip
+    exported: list[Drafter] = []
+    train(Run(config, target, drafter, rows_of(60, 70), [], tmp_path, {}, lambda trained, _: exported.append(trained)))
+    assert {p.device.type for p in target.layers.parameters()} == {"cpu"} and target.device.type == "cuda"
+    assert exported[0].device.type == "cuda"
+
+
+def test_the_engine_for_held_out_prompts_frees_its_memory() -> None:
+    prompts = [HeldOutPrompt(list(range(20 + i, 40 + i)), "file") for i in range(4)]
+    found, free = [], []
+    for reserve in (0.0, 1e15):
+        target = on_gpu(torch.bfloat16)
+        drafter = make_drafter(target, head_dim=16, block_size=4).cuda()
+        held_out = HeldOut(target, drafter.config, prompts, RunOptions(evaluate_tokens=8), reserve)
+        for _ in range(2):
+            found.append(held_out(drafter))
+            use = memory_use(target.device)
+            assert use
+            free.append(use.free)
+    assert all(each == found[0] for each in found)
+    assert free[3] > free[1] and abs(free[3] - free[2]) < 64 * 2**20

@@ -45,6 +45,8 @@ from dflash_toolkit.train.objective.loss import compute_loss, use_flex
 from dflash_toolkit.train.optim.schedule import rng_for
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.cost import drafter_step_flops, visible_pairs
+from dflash_toolkit.train.run.memory import TrainingMemory
+from dflash_toolkit.train.run.target_weights import Weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
@@ -92,7 +94,11 @@ class Bench:
             drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block, **KINDS[kind]),
             loss=LossOptions(anchors=self.anchors),
             optim=OptimOptions(
-                optimizer=args.optimizer, accumulate=args.accumulate, batch_size=self.batch, recompute=args.recompute
+                optimizer=args.optimizer,
+                accumulate=args.accumulate,
+                batch_size=self.batch,
+                recompute=args.recompute,
+                splits=args.splits,
             ),
             run=RunOptions(compile=args.compile, **SHARDED[args.shard]),
         )
@@ -131,9 +137,13 @@ class Bench:
                 features, self.batch * self.anchors, self.args.block, self.shape.mask_token_id,
                 rng_for(0, 2, self.micro), fixed=True,
             )  # fmt: skip
-            result = compute_loss(self.drafter, self.target, features, blocks, self.config, self.flex, self.learner.run)
-            self.learner.backward(result.weighted_sum, k == self.args.accumulate - 1)
-            totals = result.totals() if totals is None else totals + result.totals()
+            parts_of = blocks.split(self.args.splits)
+            for i, part in enumerate(parts_of, 1):
+                result = compute_loss(
+                    self.drafter, self.target, features, part, self.config, self.flex, self.learner.run
+                )
+                self.learner.backward(result.weighted_sum, k == self.args.accumulate - 1 and i == len(parts_of))
+                totals = result.totals() if totals is None else totals + result.totals()
             since = self._clock("drafter" if parts else None, since)
             self.micro += 1
             self.seen.append(blocks)
@@ -151,6 +161,13 @@ class Bench:
             for blocks in self.seen
         ]  # fmt: skip
         return sum(each) / len(each)
+
+    def computed(self) -> float:
+        """Returns the bytes of a GPU that the trainer expects."""
+        weights, tokens = Weights.of_target(named_shape(self.args.shape)), self.batch * self.args.length
+        gpu, world = self.target.device.type == "cuda", self.processes.world
+        memory = TrainingMemory(weights, self.drafter, tokens, self.batch * self.anchors, world, gpu)
+        return memory.need(self.config).total
 
     def measure(self) -> dict[str, Any]:
         """One line of the result."""
@@ -185,6 +202,7 @@ class Bench:
             "target_share": share,
             "parts_ms": {name: 1e3 * value for name, value in parts.items()},
             "peak_gib": peak and max(self.processes.all_gather(peak)),  # per GPU
+            "computed_gib": self.computed() / 2**30,
         }
 
 
@@ -200,6 +218,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, nargs="+", default=[512, 2048], help="anchors per sequence")
     parser.add_argument("--batch", type=int, default=0, help=f"sequences a micro step (default: {BLOCKS} blocks)")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--splits", type=int, default=1, help="passes over the blocks of a micro step")
+    parser.add_argument("--memory-gib", type=float, help="let PyTorch allocate no more (default: all)")
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--taps", type=int, default=5)
@@ -333,6 +353,9 @@ def main() -> None:
         device = resolve_device(processes.device)
         if args.peak_tflops is None:
             args.peak_tflops = roofline_of(device).bf16_tflops if device.type == "cuda" else math.nan
+        if args.memory_gib:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / total, device)
         target = random_target(args.shape, device)
         result: dict[str, Any] = {
             **setting("bench/train_step.py"),
