@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..delta import DeltaMemory
+from ..features import features_of
 from ..launch import next_power_of_two, padded, pdl
 from .delta import _sigmoid, _softplus, gate_sums
 
@@ -20,6 +21,7 @@ CHUNK: tl.constexpr = tl.constexpr(64)  # rows of a triangular system
 PART: tl.constexpr = tl.constexpr(16)  # rows of a chunk that are solved one after another
 ROWS = 32  # rows of a program of the convolution
 COLUMNS = 64  # columns of a head's values in a program that goes from chunk to chunk
+FEWER_COLUMNS = 32  # of GPUs without Hopper's products, which read operands from registers and would spill them
 
 
 @triton.jit
@@ -239,11 +241,12 @@ def chunk_rule(
     u, out, decay = torch.empty_like(v), torch.empty_like(v), torch.empty_like(gates[0])
     sizes = (rows, heads, groups, width_k, width_v)
     scale, block_k = width_k**-0.5, padded(width_k)
+    hopper = features_of(q.device).hopper
     _chunk_solve_kernel[(heads, -(-rows // CHUNK.value), batch)](
         q, k, v, gates, w, u, scores, decay, *sizes, gates.stride(0), scale,
-        BLOCK_K=block_k, BLOCK_V=padded(width_v), **pdl(q),
+        BLOCK_K=block_k, BLOCK_V=padded(width_v), num_warps=4 if hopper else 8, **pdl(q),
     )  # fmt: skip
-    columns = min(COLUMNS, padded(width_v))
+    columns = min(COLUMNS if hopper else FEWER_COLUMNS, padded(width_v))
     _chunk_rule_kernel[(-(-width_v // columns), heads, batch)](
         q, k, w, u, scores, decay, state, out, slots, starts, counts, *sizes, scale,
         BLOCK_K=block_k, BLOCK_V=columns, num_warps=8, num_stages=2, **pdl(q),
