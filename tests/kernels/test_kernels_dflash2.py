@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from kernel_inputs import DEVICE, assert_as_exact_as_torch, guarded, in_turn, operands
+from kernel_inputs import fp8_type as fp8_type
 
 from dflash_toolkit.kernels import convolve as training
 from dflash_toolkit.kernels import gpu, reference
@@ -299,7 +300,8 @@ def test_top_of_many_rows_includes_the_log_sum_exp(dtype: torch.dtype, scale: Lo
     torch.testing.assert_close(found[2], reference.linear_top_lse(x, weight, 8, scale)[2], rtol=1e-5, atol=eps)
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("small_parts", "fp8_type")
+@pytest.mark.parametrize("fp8_type", ["fp8"], indirect=True)
 def test_fp8_head_quantizes_many_rows_once() -> None:
     numbers, head = torch.randint(-7, 8, (2, 1104, 96)).float()
     numbers[:, 0], head[:, 1] = 7, 7  # every row is in the format exactly
