@@ -145,20 +145,19 @@ def advice(planner: Planner, options: EngineOptions, missing: float, share: floa
         after = planner.plan(changed)
         return before.fixed + before.cache(options) - after.fixed - after.cache(changed)
 
-    found = [(change, freed(change)) for change in _changes(options, before, missing, freed)]
-    said = [
-        f"--{name.replace('_', '-')} {value} frees {size / GIB:.1f} GiB"
-        for change, size in found
-        for name, value in list(change.items())[:1]
-        if size >= GIB / 20
-    ]
+    named = [(change, freed(change)) for change in _changes(options, before, missing, freed)]
+    found = [(f"--{name.replace('_', '-')} {value} frees", size) for change, size in named
+             for name, value in list(change.items())[:1]]  # fmt: skip
     if options.draft_dtype == "fp8":
-        said.append(f"--draft-dtype full frees {planner.copies_bytes / GIB:.1f} GiB")
+        found.append(("--draft-dtype full frees", planner.copies_bytes))
     if share < MOST_MEMORY:
-        more = (MOST_MEMORY - share) * total / GIB
-        said.append(f"--gpu-memory-utilization {MOST_MEMORY} gives {more:.1f} GiB")
-    text = ", ".join(said) or "use a smaller target or drafter"
-    less = planner.saved_in_fp8()
+        found.append((f"--gpu-memory-utilization {MOST_MEMORY} gives", (MOST_MEMORY - share) * total))
+    said = [f"{option} {size / GIB:.1f} GiB" for option, size in found if size >= GIB / 20]
+    if sum(size for _, size in found) < missing:
+        said.append("use a smaller target or drafter")
+        if planner.config is not None:
+            said.append(f"no drafter frees {before.drafter / GIB:.1f} GiB")
+    text, less = ", ".join(said), planner.saved_in_fp8()
     return f"{text}; an FP8 target needs {less / GIB:.1f} GiB less" if less else text
 
 
@@ -169,8 +168,9 @@ def _changes(
     fewer = -(-int(missing) // plan.token)
     context, cache = options.max_model_len or 0, options.kv_cache_tokens
     if cache is not None:
-        if (smaller := (cache - fewer) // options.page_size * options.page_size) >= plan.reach:
-            yield {"kv_cache_tokens": smaller}
+        over, smaller = plan.reach - context, (cache - fewer) // options.page_size * options.page_size
+        if smaller - over >= LEAST_CONTEXT:
+            yield {"kv_cache_tokens": smaller, "max_model_len": min(context, smaller - over)}
     elif context > LEAST_CONTEXT:
         yield {"max_model_len": max(round_down(max(context - fewer, 0)), LEAST_CONTEXT)}
     if options.draft_tree:

@@ -86,13 +86,18 @@ def room_for_cache(
     return Room(context, 1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
 
 
-def _too_small(planner: Planner, options: EngineOptions, missing: float) -> UserError:
-    """Returns the error for a cache that lacks bytes for `kv_cache_tokens`, or for a request of `max_model_len`."""
+def _too_small(planner: Planner, options: EngineOptions, missing: float, held: int = 0) -> UserError:
+    """Returns the error for a cache that lacks bytes for `kv_cache_tokens`, or for a request of `max_model_len`.
+
+    Args:
+        held: bytes of the GPU in use before anything was loaded.
+    """
     total = torch.cuda.mem_get_info()[1]
     ways_out = advice(planner, options, missing, options.memory_share(total), total)
     request = options.kv_cache_tokens is None
     what = f"one request of {options.max_model_len}" if request else f"a cache of {options.kv_cache_tokens}"
-    said = f"GPU memory is {missing / GIB:.1f} GiB short of {what} tokens; {ways_out}"
+    others = f"; other programs and CUDA hold {held / GIB:.1f} GiB" if held > GIB else ""
+    said = f"GPU memory is {missing / GIB:.1f} GiB short of {what} tokens; {ways_out}{others}"
     return UnsupportedModel(said, gpus=2) if request else UserError(said)
 
 
@@ -151,9 +156,9 @@ def check_weights(name: str, planner: Planner, device: torch.device, asked: Engi
     if asked is not None:
         budget = Budget.of(asked, device).bytes
         options, plan = fit(asked, planner, budget, device)
-        # the temporary tensors of a step are measured later
-        if plan.certain + plan.cache(options) > budget:
-            raise _too_small(planner, options, plan.missing(options, budget))
+        # the temporary tensors of a step are measured after loading
+        if plan.certain + plan.graphs + plan.cache(options) > budget:
+            raise _too_small(planner, options, plan.missing(options, budget), total - free)
 
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:

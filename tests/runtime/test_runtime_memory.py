@@ -191,7 +191,7 @@ def test_cache_that_cannot_fit_is_refused_before_loading(
     target.config.max_position_embeddings = max(asked.max_model_len or 0, 128)
     planner = Planner(ModelSpec.of_target(target.config), make_drafter(target).config, torch.float32, fused=False)
     options, plan = fit(asked, planner, 0, CUDA)
-    needed = plan.certain + plan.cache(options)
+    needed = plan.certain + plan.graphs + plan.cache(options)
     for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, TOTAL))
         with contextlib.nullcontext() if fits else refused(rf"GPU memory is \d\.\d GiB short of {said}"):

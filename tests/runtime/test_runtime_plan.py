@@ -175,6 +175,12 @@ def test_every_option_of_the_advice_frees_what_it_says() -> None:
     assert found[3][1:] == ("full", f"{planner.copies_bytes / GIB:.1f}") and found[4][1:] == ("0.95", "4.0")
 
 
+def test_advice_for_a_pair_that_is_too_large_names_its_parts() -> None:
+    least = EngineOptions(max_num_seqs=1, max_model_len=1024, max_num_batched_tokens=512, draft_tree=0)
+    said = advice(PLANNER, least.fitted(PLANNER.spec, PLANNER.config, CUDA), 3 * GIB)
+    assert said == "use a smaller target or drafter, no drafter frees 2.0 GiB; an FP8 target needs 6.5 GiB less"
+
+
 def test_fitted_options_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     asked = EngineOptions(max_num_seqs=2)
     fitted = asked.fitted(PLANNER.spec, PLANNER.config, CUDA)
