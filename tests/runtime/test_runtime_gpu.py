@@ -623,7 +623,7 @@ def test_the_cache_leaves_room_for_steps_with_all_their_logits() -> None:
     held = torch.cuda.memory_allocated()
     run_all_parts(runner, 64, 16, Mode.FULL)
     torch.cuda.synchronize()
-    assert 64 * 16 * VOCAB * 4 < torch.cuda.max_memory_allocated() - held <= workspace
+    assert 64 * 16 * VOCAB * 2 < torch.cuda.max_memory_allocated() - held <= workspace
 
 
 def test_the_largest_passes_stay_inside_their_memory() -> None:

@@ -465,7 +465,7 @@ def test_graphs_find_their_scratch_allocated() -> None:
 
     taken, captured = held(), 0
     largest = memory.workspace_of(engine.runner, 512).step
-    assert taken >= largest > 32 * 16 * VOCAB * 4
+    assert taken >= largest > 32 * 16 * VOCAB * 2
     while engine.prepare():
         captured += 1
     parts = 2 * 6 + 1  # plain, and with a draft: a step, to read, to end, to choose in three modes; to propose
