@@ -55,6 +55,8 @@ class Blocks:
 
     def split(self, count: int) -> list["Blocks"]:
         """Returns `count` equal parts of every row's blocks, in order; blocks that are not valid fill the last one."""
+        if count == 1:
+            return [self]
         filled = [F.pad(each, (0, 0) * (each.dim() - 2) + (0, -self.anchor.shape[1] % count)) for each in self._tensors]
         return [Blocks(*part) for part in zip(*(each.chunk(count, dim=1) for each in filled), strict=True)]
 

@@ -168,7 +168,7 @@ def test_a_changed_group_resumes_at_the_same_place(dflash_train: Program, monkey
 def test_packed_rows_are_dealt_to_several_processes_as_to_one(
     world: int, dflash_train: Program, tmp_path: Path
 ) -> None:
-    packed = [*SHORT, *DFLASH2, "optim.epochs=2", "optim.pack_tokens=128", "optim.pack_blocks=12"]
+    packed = [*SHORT, *DFLASH2, "optim.epochs=2", "optim.pack_tokens=128", "optim.pack_blocks=12", "optim.splits=5"]
     dflash_train(*packed, f"optim.accumulate={world}", output="one")
     sharded = ["run.fsdp=true", "run.target_tensor_parallel_size=2"] if world == 4 else []
     several = dflash_train.words(*packed, "optim.recompute=true", *sharded, output="several")
