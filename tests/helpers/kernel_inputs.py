@@ -60,9 +60,9 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return guarded(x.to(dtype)), guarded(weight.to(dtype)), guarded(bias.to(dtype))
 
 
-@pytest.fixture(params=["fp8", "int8"])
+@pytest.fixture(params=["fp8", "uint8"])
 def fp8_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The type in which kernels hold fp8 values; a GPU without fp8 products has int8."""
+    """The type in which kernels hold fp8 values; a GPU without fp8 products has uint8."""
     device, fp8 = torch.empty(0, device=DEVICE).device, request.param == "fp8"
     found = features.features_of(device)
     if fp8 and DEVICE == "cuda" and not features._query(device).fp8_products:
@@ -80,6 +80,6 @@ def fp8_kinds(test: Callable[..., None]) -> Callable[..., None]:
     fp8 type hold values that the format has, and its rounding is tested on the GPU.
     """
     lost = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's rounding loses carries")
-    kinds = [("fp8", "in the format"), pytest.param("fp8", "any", marks=lost), ("int8", "any")]
+    kinds = [("fp8", "in the format"), pytest.param("fp8", "any", marks=lost), ("uint8", "any")]
     test = pytest.mark.parametrize(("fp8_type", "kind"), kinds, indirect=["fp8_type"])(test)
     return pytest.mark.usefixtures("fp8_type")(test)

@@ -96,7 +96,7 @@ def check_answers(folder: Path, target: Target) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_runtime_gpu.py runs the kernels")
 @pytest.mark.usefixtures("fp8_type")
-@pytest.mark.parametrize("fp8_type", ["int8"], indirect=True)
+@pytest.mark.parametrize("fp8_type", ["uint8"], indirect=True)
 def test_kernels_without_fp8_products_generate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the engine's kernels in the interpreter, with attention, experts and a head, against their definitions."""
     pytest.importorskip("triton")

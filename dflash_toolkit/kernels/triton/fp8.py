@@ -2,7 +2,7 @@
 
 Half the bytes and twice the rate of bf16. Used for drafts, which need not be exact, and for FP8 targets.
 
-Triton has no type for fp8 on GPUs that do not multiply it. There, kernels read weights as int8, and quantize rows to
+Triton has no type for fp8 on GPUs that do not multiply it. There, kernels read weights as uint8, and quantize rows to
 values of fp8 in fp16; products are in fp16, with sums in fp32.
 """
 
@@ -36,9 +36,10 @@ def to_fp8(b_x, FORMAT: tl.constexpr):
 
 @triton.jit
 def of_fp8(b_x):
-    """Converts fp8 bits, int8, to their values in fp16; NaN becomes 480. Returns values of other types unchanged."""
-    if b_x.dtype.is_int8():
-        b_half = (b_x.to(tl.int16) << 7) & -0x4001  # the sign, a zero, the exponent and the mantissa
+    """Converts fp8 bits, uint8, to their values in fp16; NaN becomes 480. Returns values of other types unchanged."""
+    if b_x.dtype.is_uint8():
+        b_wide = b_x.to(tl.int8, bitcast=True).to(tl.int16)
+        b_half = (b_wide << 7) & -0x4001  # the sign, a zero, the exponent and the mantissa
         b_x = b_half.to(tl.float16, bitcast=True) * 256.0
     return b_x
 
@@ -49,10 +50,10 @@ def rows_dtype(device: torch.device) -> torch.dtype:
 
 
 def stored_parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
-    """Returns `formats.parts` as kernels take them: where Triton has no fp8 type, fp8 values as int8."""
+    """Returns `formats.parts` as kernels take them: where Triton has no fp8 type, fp8 values as uint8."""
     data, scale = parts(weight)
     if data.dtype == torch.float8_e4m3fn and not features_of(data.device).fp8_products:
-        data = data.view(torch.int8)
+        data = data.view(torch.uint8)
     return data, scale
 
 
