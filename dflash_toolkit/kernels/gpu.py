@@ -11,6 +11,9 @@
 | attention, also of trees | Gluon on Hopper, else Triton | FlashAttention, if installed, for one long chunk |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 
+Where torch has no fp8 products, more rows are multiplied with the dequantized weights of a drafter, and in Triton with
+those of a target.
+
 Up to MAX_ROWS rows the choice depends only on device, dtype and weights, so that results are batch-invariant; the two
 kernels of the head return the same bits.
 """
