@@ -38,6 +38,7 @@ from dflash_toolkit.models.target import use_device
 from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype
+from dflash_toolkit.runtime.fit import planner_for
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.step_times import full_batch, launcher, random_tokens
@@ -322,6 +323,10 @@ def measured(
     row |= {"kv_cache_tokens": engine.pool.capacity * engine.options.page_size, "preemptions": engine.stats.preemptions}
     free, total = torch.cuda.mem_get_info()
     row |= {"device_gib": (total - free) / 2**30, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30}
+    config = engine.runner.drafter.config if engine.runner.drafter else None
+    plan = planner_for(target.spec, config, engine.runner.device, engine.runner.dtype).plan(engine.options)
+    planned = plan.certain + row["kv_cache_tokens"] * plan.token + max(plan.step, plan.prefill)
+    row |= {"planned_gib": planned / 2**30}  # at most, next to allocated_gib
     if block:
         roofline = 1e3 * step_bytes(target, engine.runner.drafter, batch, block) / (args.read_tb_s * 1e12)
         row |= {"roofline_ms": roofline, "mbu": roofline / row["ms_per_step"]}
