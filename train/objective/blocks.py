@@ -58,7 +58,8 @@ class Blocks:
         if count == 1:
             return [self]
         filled = [F.pad(each, (0, 0) * (each.dim() - 2) + (0, -self.anchor.shape[1] % count)) for each in self._tensors]
-        return [Blocks(*part) for part in zip(*(each.chunk(count, dim=1) for each in filled), strict=True)]
+        parts = zip(*(each.chunk(count, dim=1) for each in filled), strict=True)
+        return [Blocks(*map(Tensor.clone, part)) for part in parts]  # views would be other inputs to a compiled step
 
     @property
     def _tensors(self) -> list[Tensor]:
