@@ -86,6 +86,18 @@ SHAPES: dict[str, PreTrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
     ),
+    "qwen2.5-1.5b": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    ),
     "smollm2": LlamaConfig(
         vocab_size=49152,
         hidden_size=576,

@@ -1,0 +1,135 @@
+"""The passes of the engine for models of different sizes, on the device "meta": kernels are launched without data.
+
+The library's own host functions choose the tiles and the types, for a GPU with given features.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_toolkit.kernels.gpu import Gpu
+from dflash_toolkit.kernels.loss_terms import LossMix, RowTerms
+from dflash_toolkit.kernels.triton import convolution
+from dflash_toolkit.models.dflash.architecture import of_kind
+from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.quantized import FORM, GROUP
+from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.runtime.programs.context import Part
+from dflash_toolkit.runtime.runner import StepRunner
+from dflash_toolkit.runtime.sampler import Mode
+from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
+from scripts.shapes import named_shape
+
+META = torch.device("meta")
+LAYERS = 8  # of a target: at least one of each type, and enough for the taps of a drafter
+CHANNELS = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*in_proj_[ab]$", "re:.*gate$"]}
+CHANNELS |= {"config_groups": {"group_0": {**GROUP, "targets": ["Linear"]}}}
+WINDOW = {"layer_types": ("sliding_attention",) * 5, "sliding_window": 2048}
+Pass = tuple[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target, its drafter, and how they run."""
+
+    shape: str  # a name of scripts/shapes.py
+    kind: str = "dflash"
+    weights: dict[str, Any] | None = None  # `quantization_config` of the target
+    draft_fp8: bool = False
+    sample_drafts: bool = False
+    window: bool = False  # whether the drafter's layers have a window
+    cap: float | None = None  # of the drafter's logits
+
+    def runner(self) -> StepRunner:
+        config = named_shape(self.shape)
+        config.num_hidden_layers, config.quantization_config = LAYERS, self.weights
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:LAYERS]
+        target = TargetWeights.empty(ModelSpec.of_target(config), META, torch.bfloat16)
+        shape = drafter_shape(config, **(WINDOW if self.window else {}), kind=self.kind)
+        shape = replace(shape, final_logit_softcapping=self.cap)
+        with META:
+            module = Drafter(shape).to(torch.bfloat16)
+        drafter = DrafterWeights.of_module(module)
+        if self.draft_fp8:
+            drafter = drafter.quantized(target.head)
+        return StepRunner(
+            target, drafter, Gpu(), num_pages=999, page_size=64, max_num_seqs=16, max_context=8192,
+            max_block=shape.block_size, sample_drafts=self.sample_drafts, tree_nodes=63,
+            tree_width=1 if target.spec.recurrent else 8, tree_blocks=(shape.block_size,),
+        )  # fmt: skip
+
+
+# together they launch every kernel
+FEW = {
+    "4B, DFlash 2, sampled drafts": Model("qwen3-4b", "dflash2", sample_drafts=True),
+    "4B and drafts in FP8 by channels": Model("qwen3-4b", weights=CHANNELS, draft_fp8=True),
+    "27B": Model("qwen3.8-27b"),
+    "35B-A3B in FP8": Model("qwen3.6-35b-a3b", weights=FORM),
+}
+MODELS = FEW | {
+    "0.5B": Model("qwen2.5-0.5b"),
+    "0.5B, DFlash 2": Model("qwen2.5-0.5b", "dflash2"),
+    "1.5B": Model("qwen2.5-1.5b"),
+    "4B": Model("qwen3-4b"),
+    "4B, sampled drafts, a window, a cap": Model("qwen3-4b", sample_drafts=True, window=True, cap=30.0),
+    "4B in FP8": Model("qwen3-4b", weights=FORM),
+    "8B": Model("qwen3-8b"),
+    "8B in FP8": Model("qwen3-8b", weights=FORM),
+    "8B, DFlash 2, drafts in FP8": Model("qwen3-8b", "dflash2", draft_fp8=True),
+    "27B in FP8": Model("qwen3.8-27b", weights=FORM),
+    "35B-A3B": Model("qwen3.6-35b-a3b"),
+    "35B-A3B in FP8 by channels": Model("qwen3.6-35b-a3b", weights=CHANNELS),
+}
+SIZES = ((1, 1), (16, 1), (1, 16), (2, 16), (4, 16), (8, 16), (16, 16))  # requests and block of steps
+TREES = ((1, 16), (1, 64), (4, 32), (16, 256), (8, 128))  # requests and rows of steps over trees
+
+
+def passes(models: Mapping[str, Model]) -> Iterator[Pass]:
+    """Yields the passes of models and of the loss, each with a name."""
+    for name, model in models.items():
+        for label, run in _of_engine(model.runner()):
+            yield f"{name}: {label}", run
+    yield from _of_training()
+
+
+def _of_engine(runner: StepRunner) -> Iterator[Pass]:
+    """Yields steps over blocks and over trees, greedy and with sampling, and prefills."""
+    parts = [Part("step", *size) for size in SIZES]
+    parts += [Part(kind, *size) for size in (SIZES[-1], SIZES[2]) for kind in ("propose", "read", "end")]
+    parts += [Part("choose", *size, mode) for size in (SIZES[-1], SIZES[2]) for mode in Mode]
+    parts += [Part("tree", batch, 16, nodes=rows) for batch, rows in TREES]
+    parts += [parts[-1]._replace(mode=mode) for mode in (Mode.SAMPLED, Mode.FULL)]
+    for part in parts:
+        name = f"{part.kind} of {part.rows} requests, block {part.block}, {part.mode.name.lower()}"
+        yield name + f", {part.nodes} rows" * bool(part.nodes), lambda part=part: runner.run_part(part)
+    prefills = runner.prefills
+    for size in (64, 512):
+        yield f"prefill of {size}", lambda size=size: prefills.padded(size)
+    size, count = prefills.batch_shapes[-1]
+    yield f"prefill of {count} times {size}", lambda: prefills.run_empty_batch(size, count)
+
+
+def _of_training() -> Iterator[Pass]:
+    """Yields the losses of rows with Qwen3's vocabulary, and the gradients of a convolution."""
+    logits = _bf16(512, 151_936)
+    labels, at = torch.empty(2, 512, dtype=torch.int64, device=META)
+    for name, mix in {
+        "cross-entropy": LossMix(), "distributions": LossMix(kl=1.0), "at a temperature": LossMix(kl=1.0, temperature=2.0)
+    }.items():  # fmt: skip
+        terms = RowTerms.empty(512, mix.distribution, META)
+        for gradient in (True, False):
+            args = logits, labels, terms, mix, gradient, *((logits, at) if mix.distribution else ())
+            yield f"loss, {name}", lambda args=args: Gpu.row_loss_(*args)
+    yield "largest logits", lambda: Gpu.row_top(logits, 16)
+    x, dynamic, base = _bf16(512, 4096), _bf16(512, 2 * 4096 // 16), _bf16(2, 4096)
+    yield "convolution", lambda: convolution.block_conv(x, dynamic, base, 16, x.dtype)
+    yield "gradients of a convolution", lambda: convolution.block_conv_backward(x, x, dynamic, base, 16)
+
+
+def _bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=META)
