@@ -39,8 +39,8 @@ check: $(READY)  ## run ruff, ruff format, mypy and the word count
 words: $(READY)  ## count words that make prose hard to read; `scripts/words.py FOLDER` prints the places
 	$(BIN)/python scripts/words.py
 
-kernels: $(READY) ## compile every kernel for an H100, without a GPU, and check for register spills (a minute)
-	$(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_sm90.py
+kernels: $(READY) ## compile every kernel for sm_86, 89, 90, 100 and 120, without a GPU; check shared memory and spills (2 minutes)
+	$(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_compile.py
 
 docs: $(READY)   ## build the documentation site in site/; fails on a broken link or a missing file
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -63,9 +63,10 @@ format: $(READY) ## let ruff fix and format the code
 test-gpu: $(READY) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-long: $(READY) ## run 10,000 random events, every family of targets in 16 bits and FP8, 2,000 JSON schemas, 6,000 hostile requests
+test-long: $(READY) ## run 10,000 random events, every family of targets in 16 bits and FP8, 2,000 JSON schemas, 6,000 hostile requests, and compile the kernels of every model
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/runtime/test_runtime_recurrent.py \
 	    tests/runtime/test_runtime_families.py tests/test_json_schema.py tests/serve/test_serve_fuzz.py
+	DFLASH_LONG=1 $(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_compile.py
 
 # Without constraints, as a user installs today; with a CUDA build of torch it needs 6 GB
 NEWEST := .venv-newest

@@ -13,7 +13,6 @@ from torch import Tensor
 from dflash_toolkit.kernels.gpu import Gpu
 from dflash_toolkit.kernels.loss_terms import LossMix, RowTerms
 from dflash_toolkit.kernels.triton import convolution
-from dflash_toolkit.models.dflash.architecture import of_kind
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.quantized import FORM, GROUP
@@ -26,7 +25,8 @@ from scripts.shapes import named_shape
 
 META = torch.device("meta")
 LAYERS = 8  # of a target: at least one of each type, and enough for the taps of a drafter
-CHANNELS = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*in_proj_[ab]$", "re:.*gate$"]}
+CHANNELS: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+CHANNELS |= {"ignore": ["lm_head", "re:.*in_proj_[ab]$", "re:.*gate$"]}
 CHANNELS |= {"config_groups": {"group_0": {**GROUP, "targets": ["Linear"]}}}
 WINDOW = {"layer_types": ("sliding_attention",) * 5, "sliding_window": 2048}
 Pass = tuple[str, Callable[[], object]]
@@ -43,10 +43,12 @@ class Model:
     sample_drafts: bool = False
     window: bool = False  # whether the drafter's layers have a window
     cap: float | None = None  # of the drafter's logits
+    tokens: int | None = None  # in the vocabulary; None: as the shape has
 
     def runner(self) -> StepRunner:
         config = named_shape(self.shape)
         config.num_hidden_layers, config.quantization_config = LAYERS, self.weights
+        config.vocab_size = self.tokens or config.vocab_size
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:LAYERS]
         target = TargetWeights.empty(ModelSpec.of_target(config), META, torch.bfloat16)
@@ -73,7 +75,8 @@ FEW = {
 }
 MODELS = FEW | {
     "0.5B": Model("qwen2.5-0.5b"),
-    "0.5B, DFlash 2": Model("qwen2.5-0.5b", "dflash2"),
+    "0.5B, DFlash 2, an odd vocabulary": Model("qwen2.5-0.5b", "dflash2", tokens=151_937),
+    "SmolLM2": Model("smollm2"),
     "1.5B": Model("qwen2.5-1.5b"),
     "4B": Model("qwen3-4b"),
     "4B, sampled drafts, a window, a cap": Model("qwen3-4b", sample_drafts=True, window=True, cap=30.0),
@@ -118,9 +121,12 @@ def _of_training() -> Iterator[Pass]:
     """Yields the losses of rows with Qwen3's vocabulary, and the gradients of a convolution."""
     logits = _bf16(512, 151_936)
     labels, at = torch.empty(2, 512, dtype=torch.int64, device=META)
-    for name, mix in {
-        "cross-entropy": LossMix(), "distributions": LossMix(kl=1.0), "at a temperature": LossMix(kl=1.0, temperature=2.0)
-    }.items():  # fmt: skip
+    plain, distribution = LossMix(), LossMix(kl=1.0)
+    for name, mix in (
+        ("cross-entropy", plain),
+        ("distributions", distribution),
+        ("distributions at a temperature", replace(distribution, temperature=2.0)),
+    ):
         terms = RowTerms.empty(512, mix.distribution, META)
         for gradient in (True, False):
             args = logits, labels, terms, mix, gradient, *((logits, at) if mix.distribution else ())

@@ -1,7 +1,7 @@
 """The Hopper attention kernel on a GPU: against float64, and batch-invariant, bit for bit.
 
-Interpreted it runs in test_kernels_gluon_attention.py; that it compiles is in test_kernels_sm90.py. In every cache what
-is in no request's reach is NaN.
+Interpreted it runs in test_kernels_gluon_attention.py; test_kernels_compile.py compiles it. In every cache, values that
+no request can reach are NaN.
 """
 
 from typing import Any

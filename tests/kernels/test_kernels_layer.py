@@ -2,7 +2,7 @@
 streams in the same way.
 
 The kernel itself runs on a GPU here, and interpreted in test_kernels_gluon.py; that it compiles is in
-test_kernels_sm90.py.
+test_kernels_compile.py.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tests launches that may overlap. test_kernels_sm90.py checks that the compiled kernels wait."""
+"""Tests launches that may overlap. test_kernels_compile.py checks that the compiled kernels wait."""
 
 import pytest
 import torch
