@@ -45,11 +45,10 @@ class Launch:
         return {self.kernel.arg_names[at]: value for (at, *_), value in self.constexprs.items()}
 
     def kind(self, *, with_flags: bool) -> tuple[Any, ...]:
-        """Returns the kernel and whether it reads FP8; `with_flags`: also the types of its pointers and its flags."""
-        pointers = [each for each in self.signature.values() if each.startswith("*")]
+        """Returns the kernel, whether it reads or writes FP8, and `with_flags` also its flags."""
+        eight = bool({"*fp8e4nv", "*u8"} & set(self.signature.values()))
         flags = [(name, value) for name, value in self.arguments.items() if isinstance(value, bool)]
-        eight = bool({"*fp8e4nv", "*u8"} & set(pointers))
-        return (self.kernel.__name__, *((*pointers, *flags) if with_flags else (eight,)))
+        return (self.kernel.__name__, eight, *(flags if with_flags else ()))
 
     @property
     def size(self) -> int:

@@ -44,11 +44,14 @@ class Model:
     window: bool = False  # whether the drafter's layers have a window
     cap: float | None = None  # of the drafter's logits
     tokens: int | None = None  # in the vocabulary; None: as the shape has
+    heads: int | None = None  # width of a head, of the target and of the drafter; None: as the shape has
 
     def runner(self) -> StepRunner:
         config = named_shape(self.shape)
         config.num_hidden_layers, config.quantization_config = LAYERS, self.weights
         config.vocab_size = self.tokens or config.vocab_size
+        if self.heads is not None:
+            config.head_dim = self.heads
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:LAYERS]
         target = TargetWeights.empty(ModelSpec.of_target(config), META, torch.bfloat16)
@@ -68,7 +71,7 @@ class Model:
 
 # together they launch every kernel
 FEW = {
-    "4B, DFlash 2, sampled drafts": Model("qwen3-4b", "dflash2", sample_drafts=True),
+    "4B, DFlash 2, sampled drafts, heads of 256": Model("qwen3-4b", "dflash2", sample_drafts=True, heads=256),
     "4B and drafts in FP8 by channels": Model("qwen3-4b", weights=CHANNELS, draft_fp8=True),
     "27B": Model("qwen3.8-27b"),
     "35B-A3B in FP8": Model("qwen3.6-35b-a3b", weights=FORM),
@@ -79,6 +82,7 @@ MODELS = FEW | {
     "SmolLM2": Model("smollm2"),
     "1.5B": Model("qwen2.5-1.5b"),
     "4B": Model("qwen3-4b"),
+    "4B, DFlash 2": Model("qwen3-4b", "dflash2"),
     "4B, sampled drafts, a window, a cap": Model("qwen3-4b", sample_drafts=True, window=True, cap=30.0),
     "4B in FP8": Model("qwen3-4b", weights=FORM),
     "8B": Model("qwen3-8b"),

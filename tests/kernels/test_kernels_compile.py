@@ -20,7 +20,12 @@ KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 LONG = bool(os.environ.get("DFLASH_LONG"))  # compile all specialisations, not only the largest
 Reports = dict[str, dict[str, Any]]  # by name, see tests/helpers/compile_kernels.py
 # the most bytes per thread that a kernel loads from and stores to spilled registers, on GPUs other than sm_90
-SPILLS: dict[str, int] = {}
+SPILLS = {
+    "_argmax_kernel": 256,  # 256 rows in FP8 on sm_100
+    "_chunk_rule_kernel": 256,  # sm_120
+    "_chunk_solve_kernel": 1280,  # all but sm_100; the triangles of a prompt's chunks
+    "_sample_kernel": 128,  # sm_100 and sm_120
+}
 # those that touch memory before they wait: a norm's weight, and what is older than a pass
 BEFORE_THE_WAIT = {
     "_add_rms_norm_kernel", "_conv_add_rms_norm_kernel", "_delta_inputs_kernel", "_delta_rule_kernel",
@@ -46,7 +51,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Reports]:
 
 
 @pytest.mark.compiles
-@pytest.mark.timeout(3600 if LONG else 600)
+@pytest.mark.timeout(7200 if LONG else 1800)  # with other work on the machine
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_and_fit(target: str, compiled: dict[str, Reports]) -> None:
     found, card = compiled[target], KNOWN[target]
