@@ -24,6 +24,7 @@ SPILLS = {
     "_argmax_kernel": 256,  # 256 rows in FP8 on sm_100
     "_chunk_rule_kernel": 256,  # sm_120
     "_chunk_solve_kernel": 1280,  # all but sm_100; the triangles of a prompt's chunks
+    "_prefix_kernel": 64,  # heads of 256 on sm_86 and sm_89
     "_sample_kernel": 128,  # sm_100 and sm_120
 }
 # those that touch memory before they wait: a norm's weight, and what is older than a pass
