@@ -65,7 +65,7 @@ def fp8_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The type in which kernels hold fp8 values; a GPU without fp8 products has uint8."""
     device, fp8 = torch.empty(0, device=DEVICE).device, request.param == "fp8"
     found = features.features_of(device)
-    if fp8 and DEVICE == "cuda" and not features._query(device).fp8_products:
+    if fp8 and DEVICE == "cuda" and not found.fp8_products:
         pytest.skip("needs a GPU that multiplies fp8")
     blocks = fp8 and found.cublas_fp8_blocks
     found = replace(found, fp8_products=fp8, cublas_fp8_rows=fp8, cublas_fp8_blocks=blocks)  # also of an emulated GPU

@@ -38,7 +38,8 @@ class Weights:
         for name, parameter in model.named_parameters():
             kind = "experts" if ".experts." in name else "embedding" if id(parameter) in ends else "dense"
             sizes[kind] += parameter.numel()
-        method = str((getattr(target, "quantization_config", None) or {}).get("quant_method", ""))
+        declared = target.to_dict().get("quantization_config", {}).get("quant_method", "")
+        method = str(getattr(declared, "value", declared))  # a member of an enum, if transformers has loaded the target
         count = next((value for name in EXPERTS if (value := getattr(target, name, None))), 1)
         used = (getattr(target, "num_experts_per_tok", None) or 1) / count
         kinds = list(getattr(target, "layer_types", None) or ["full_attention"] * target.num_hidden_layers)

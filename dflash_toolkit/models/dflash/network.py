@@ -330,36 +330,40 @@ class DraftAttention(nn.Module):
 
 
 LARGE_TILES = 160 << 10  # bytes of shared memory that PyTorch's tiles may need
-# blocks of 16 slots and their contexts leave tiles half empty: small ones lose less (an H200, heads of 64: 5.3 instead
-# of 7.2 ms for forward and backward of 37 thousand slots)
-FLEX_OPTIONS = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+# Options of FlexAttention's kernels for 16-bit heads; None for PyTorch's own. Blocks of 16 slots and their contexts
+# leave tiles half empty: small ones lose less (an H200, heads of 64: 5.3 instead of 7.2 ms for forward and backward of
+# 37 thousand slots). PyTorch's tiles do not fit every GPU with 99 KiB of shared memory (its issues 133254, 180278,
+# 198224 and pull requests 184310 and 198228, which have the tiles that fit).
+NARROW = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+SQUARE = {"fwd_num_stages": 2, "BLOCK_M": 128, **dict.fromkeys(("BLOCK_N", *NARROW), 64)}
+FLEX_OPTIONS: dict[str, dict[str, int] | None] = {
+    "heads of 64": NARROW,
+    "any": None,
+    "99 KiB, heads of 256": {"num_stages": 2, **dict.fromkeys(("BLOCK_M", "BLOCK_N", *NARROW), 32)},
+    "99 KiB before sm_100": {**SQUARE, "bwd_num_stages": 2},
+    "99 KiB": {**SQUARE, "bwd_num_stages": 1},
+}
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool, head_dim: int) -> Tensor:
     attention: Any = _compiled_flex_attention() if q.is_cuda else flex_attention
-    options = flex_options(head_dim, q.device)
+    options = FLEX_OPTIONS[flex_options(head_dim, q.device)]
     return attention(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
 
 
 @torch.compiler.assume_constant_result
-def flex_options(head_dim: int, device: torch.device) -> dict[str, int] | None:
-    """Returns options of FlexAttention's kernels for 16-bit heads; None for PyTorch's own.
-
-    PyTorch's tiles do not fit every GPU with 99 KiB of shared memory (its issues 133254, 180278, 198224 and pull
-    requests 184310 and 198228, which have the tiles that fit).
-    """
+def flex_options(head_dim: int, device: torch.device) -> str:
+    """Returns the name of the FLEX_OPTIONS of a device; PyTorch 2.11 cannot compile a dict as a constant."""
     if device.type != "cuda":
-        return None
+        return "any"
     if head_dim <= 64:
-        return FLEX_OPTIONS
+        return "heads of 64"
     features = features_of(device)
     if features.shared_memory >= LARGE_TILES:
-        return None
+        return "any"
     if head_dim > 128:
-        return {"num_stages": 2, **dict.fromkeys(("BLOCK_M", "BLOCK_N", *FLEX_OPTIONS), 32)}
-    stages = 2 if features.capability < (10, 0) else 1
-    tiles = {"BLOCK_M": 128, **dict.fromkeys(("BLOCK_N", *FLEX_OPTIONS), 64)}
-    return {"fwd_num_stages": 2, "bwd_num_stages": stages, **tiles}
+        return "99 KiB, heads of 256"
+    return "99 KiB before sm_100" if features.capability < (10, 0) else "99 KiB"
 
 
 @functools.cache

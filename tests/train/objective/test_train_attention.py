@@ -8,7 +8,7 @@ from training_runs import random_rows
 
 from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.models.dflash import network
-from dflash_toolkit.models.dflash.network import FLEX_OPTIONS, flex_options
+from dflash_toolkit.models.dflash.network import FLEX_OPTIONS, NARROW, flex_options
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import TILE, sample_blocks
 from dflash_toolkit.train.objective.loss import _forward, masks_of
@@ -21,7 +21,7 @@ GPU = torch.device("cuda")
 def test_attention_tiles_fit_99_kib(card: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Triton counts them: the resident tiles, and those of every stage, of a width that is a power of two."""
     use_gpu(monkeypatch, KNOWN[card].capability)
-    options = flex_options(head_dim, GPU)
+    options = FLEX_OPTIONS[flex_options(head_dim, GPU)]
     assert options is not None
     stages = [options.get(f"{name}_num_stages", options.get("num_stages")) for name in ("fwd", "bwd")]
     width = 2 * (128 if head_dim <= 128 else 256)
@@ -29,24 +29,23 @@ def test_attention_tiles_fit_99_kib(card: str, head_dim: int, monkeypatch: pytes
     by_keys = (2 * options["BLOCK_N1"] + 2 * stages[1] * options["BLOCK_M1"]) * width
     by_queries = (2 * options["BLOCK_M2"] + 2 * stages[1] * options["BLOCK_N2"]) * width
     assert max(forward, by_keys, by_queries) <= KNOWN[card].shared_memory
-    assert all(TILE % options[name] == 0 for name in ("BLOCK_M", "BLOCK_N", *FLEX_OPTIONS))
+    assert all(TILE % options[name] == 0 for name in ("BLOCK_M", "BLOCK_N", *NARROW))
 
 
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_100"])
 def test_large_cards_keep_their_attention_tiles(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_gpu(monkeypatch, KNOWN[card].capability)
-    assert [flex_options(head_dim, GPU) for head_dim in (64, 128, 256)] == [FLEX_OPTIONS, None, None]
-    assert flex_options(64, torch.device("cpu")) is None
+    options = [FLEX_OPTIONS[flex_options(head_dim, GPU)] for head_dim in (64, 128, 256)]
+    assert options == [NARROW, None, None]
+    assert FLEX_OPTIONS[flex_options(64, torch.device("cpu"))] is None
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("options", [None, FLEX_OPTIONS], ids=["none", "tiles"])
-def test_the_choice_of_tiles_does_not_break_a_compiled_step(
-    options: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("options", FLEX_OPTIONS)
+def test_the_choice_of_tiles_does_not_break_a_compiled_step(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
 
-    def choose(head_dim: int, device: torch.device) -> dict[str, int] | None:
+    def choose(head_dim: int, device: torch.device) -> str:
         chosen.append(head_dim)
         return options
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 from programs import Program
-from transformers import FalconConfig, GPT2Config, PreTrainedConfig
+from transformers import FalconConfig, FineGrainedFP8Config, GPT2Config, PreTrainedConfig
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.preflight import GIB
@@ -41,6 +41,9 @@ def test_weights_are_counted_without_storage() -> None:
     dense, quantized = (Weights.of_target(named_shape(name)) for name in ("qwen3-8b", "qwen3.8-27b-fp8"))
     assert dense.dense + dense.embedding == pytest.approx(8.19e9, rel=0.01)
     assert quantized.nbytes == pytest.approx(29.4e9, rel=0.05) and quantized.state_bytes == 144 * 2**20
+    loaded = named_shape("qwen3.8-27b-fp8")
+    loaded.quantization_config = FineGrainedFP8Config()  # as transformers leaves it after loading
+    assert Weights.of_target(loaded) == quantized
     experts = Weights.of_target(named_shape("qwen3-30b-a3b"))
     assert experts.dense + experts.embedding + experts.experts == pytest.approx(30.5e9, rel=0.01)
     assert experts.active == pytest.approx(2.7e9, rel=0.1)
