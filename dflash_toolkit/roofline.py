@@ -1,7 +1,6 @@
 """Peak rates of GPUs: from their data sheets by name, and computed from what the driver reports for other GPUs."""
 
 import ctypes
-import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,10 +117,10 @@ def computed(properties: Any, index: int) -> Roofline:
     )
 
 
-@functools.cache
 def roofline_of(device: torch.device) -> Roofline:
     """Returns the rates of a GPU, with the memory that the driver reports."""
-    properties = torch.cuda.get_device_properties(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
     if found := sheet_of(properties.name):
         return replace(found, memory_gib=properties.total_memory / 2**30)
-    return computed(properties, torch.cuda.current_device() if device.index is None else device.index)
+    return computed(properties, index)

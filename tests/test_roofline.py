@@ -1,6 +1,6 @@
 """The peak rates of GPUs: found by name, computed for other GPUs, and used by the estimate and the benchmark."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +49,7 @@ Device = tuple[int, int, int, int, int, int]
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Device], Any]]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Device], Any]:
     """Makes this machine's GPU one with a name and such numbers, and returns PyTorch's properties of it."""
 
     def make(name: str, numbers: Device) -> Any:
@@ -62,9 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Device], 
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         return found
 
-    roofline_of.cache_clear()
-    yield make
-    roofline_of.cache_clear()
+    return make
 
 
 @pytest.mark.parametrize(("name", "numbers"), DEVICES.items())
@@ -135,6 +133,19 @@ def test_estimate_and_mfu_use_the_rates_of_this_gpu(
     assert (machine.name, machine.memory_gib) == (shown, 24)
     assert 0 < machine.tflops == found.bf16_tflops < 200 and machine.read_tb_s == found.read_tb_s < 1
     assert Speed(torch.device("cuda")).peak == 1e12 * found.bf16_tflops
+
+
+def test_estimate_and_mfu_are_of_the_chosen_gpu(
+    device: Callable[[str, Device], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "NVIDIA GeForce RTX 4090"
+    cards = [device(each, DEVICES[each]) for each in ("NVIDIA H100 PCIe", name)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
+    for chosen, found in (("cuda:1", "RTX 4090"), ("cuda:0", "H100 PCIe"), ("auto", "H100 PCIe")):
+        assert machine_of(configure({"target": "t", "device": chosen}), named_shape("qwen3-8b")).name == found
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert roofline_of(torch.device("cuda")).name == "RTX 4090"
 
 
 @pytest.mark.gpu

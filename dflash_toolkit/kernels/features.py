@@ -87,12 +87,14 @@ def emulated() -> Features | None:
 
 
 def features_of(device: torch.device) -> Features:
-    """Returns the features of a device.
+    """Returns the features of a device; `cuda` without an index is the current one of this thread.
 
     Raises:
         ValueError: DFLASH_EMULATE_GPU names an unknown card.
     """
     if device not in _features:
+        if device.type == "cuda" and device.index is None:
+            return features_of(torch.device("cuda", torch.cuda.current_device()))
         found, card = _query(device) if device.type == "cuda" else INTERPRETED, emulated()
         if card is not None:
             log.warning("%s=%s: %s runs the kernels for that card", VARIABLE, os.environ[VARIABLE], device)

@@ -72,7 +72,7 @@ def room_for_cache(
     wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // size)
     if planner is None:
         return Room(context, 1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
-    plan = planner.plan(options)
+    plan, total = planner.plan(options), torch.cuda.mem_get_info(probe.device)[1]
     bytes_of_page = size * plan.token
     free, scratch = _cache_budget(probe, options, plan.graphs)
     pages = int(free // bytes_of_page) - 1
@@ -81,18 +81,18 @@ def room_for_cache(
         if fits >= LEAST_CONTEXT:
             context, least = fits, pages
     if pages < (wanted or least):
-        raise _too_small(planner, options, ((wanted or least) - pages) * bytes_of_page)
+        raise _too_small(planner, options, ((wanted or least) - pages) * bytes_of_page, total)
     # even a prefix cache has little use for more pages
     return Room(context, 1 + (wanted or min(pages, probe.max_num_seqs * least * 4)), scratch)
 
 
-def _too_small(planner: Planner, options: EngineOptions, missing: float, held: int = 0) -> UserError:
+def _too_small(planner: Planner, options: EngineOptions, missing: float, total: int, held: int = 0) -> UserError:
     """Returns the error for a cache that lacks bytes for `kv_cache_tokens`, or for a request of `max_model_len`.
 
     Args:
-        held: bytes of the GPU in use before anything was loaded.
+        total: bytes of the GPU.
+        held: those in use before anything was loaded.
     """
-    total = torch.cuda.mem_get_info()[1]
     ways_out = advice(planner, options, missing, options.memory_share(total), total)
     request = options.kv_cache_tokens is None
     what = f"one request of {options.max_model_len}" if request else f"a cache of {options.kv_cache_tokens}"
@@ -158,7 +158,7 @@ def check_weights(name: str, planner: Planner, device: torch.device, asked: Engi
         options, plan = fit(asked, planner, budget, device)
         # the temporary tensors of a step are measured after loading
         if plan.certain + plan.graphs + plan.cache(options) > budget:
-            raise _too_small(planner, options, plan.missing(options, budget), total - free)
+            raise _too_small(planner, options, plan.missing(options, budget), total, total - free)
 
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:

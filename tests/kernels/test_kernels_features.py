@@ -25,6 +25,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 << 10, multi_processor_count=114)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(features, "_features", {})
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(compiler, "max_shared_mem", lambda _: 227 << 10)
@@ -55,7 +56,7 @@ def test_an_emulated_card_has_only_its_own_features(
     assert knobs.runtime.override_arch == (None if name in ("sm_90", "sm_100") else name.replace("_", ""))
     assert found.multiprocessors == 114, "as many programs run at once as on the real GPU"
     assert [record.getMessage() for record in caplog.records] == [
-        f"DFLASH_EMULATE_GPU={name}: cuda runs the kernels for that card"
+        f"DFLASH_EMULATE_GPU={name}: cuda:0 runs the kernels for that card"
     ]
 
 
@@ -63,6 +64,18 @@ def test_an_emulated_card_has_only_its_own_features(
 def test_no_card_is_emulated_by_default(caplog: pytest.LogCaptureFixture) -> None:
     assert features_of(GPU) == Features.of((9, 0), 227 << 10, 114)
     assert caplog.records == []
+
+
+@pytest.mark.usefixtures("h100")
+def test_cuda_without_an_index_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have GPUs of different kinds."""
+    small = SimpleNamespace(major=8, minor=6, shared_memory_per_block_optin=99 << 10, multi_processor_count=82)
+    large = torch.cuda.get_device_properties(0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: [large, small][device.index])
+    for current, capability in ((0, (9, 0)), (1, (8, 6))):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        assert features_of(GPU).capability == capability
+        assert features_of(GPU) is features_of(torch.device("cuda", current)), "the driver is asked once"
 
 
 def test_emulation_adds_no_feature_that_the_gpu_lacks() -> None:

@@ -24,7 +24,7 @@ from dflash_toolkit.data.prompts import open_text, template_variables
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.models.dflash.network import DrafterConfig
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.target import load_config, load_tokenizer
+from dflash_toolkit.models.target import load_config, load_tokenizer, resolve_device
 from dflash_toolkit.preflight import GIB, size
 from dflash_toolkit.roofline import SHEETS, roofline_of, sheet_of
 from dflash_toolkit.runtime.options import EngineOptions
@@ -259,7 +259,7 @@ def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
             return Machine.of(sheet)
         raise UserError(f"estimate_gpu {config.estimate_gpu!r} is not known; known: {', '.join(SHEETS)}")
     if config.device != "cpu" and torch.cuda.is_available():
-        return Machine.of(roofline_of(torch.device("cuda")))
+        return Machine.of(roofline_of(resolve_device(config.device)))
     if config.device == "cpu" or target.hidden_size < SMALL:
         cores = os.cpu_count() or 1
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
