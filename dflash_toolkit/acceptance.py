@@ -4,11 +4,14 @@ A figure without anything to count is NaN; reports write null.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .generation import Generation
+
+PROMPT_TOKENS = (512, 2048, 8192, 32768)  # longest prompts of the groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,13 @@ class Acceptance:
             prefill_s=sum(g.prefill_s for g in generations),
             decode_s=sum(g.decode_s for g in generations),
         )
+
+
+def prompt_length_group(tokens: int) -> str:
+    """Returns the group of a prompt's length in reports and metrics, e.g. 513-2048."""
+    number = bisect_left(PROMPT_TOKENS, tokens)
+    least = PROMPT_TOKENS[number - 1] + 1 if number else 1
+    return f"{least}-{PROMPT_TOKENS[number]}" if number < len(PROMPT_TOKENS) else f"{least}-"
 
 
 def ratio(part: float, whole: float) -> float:

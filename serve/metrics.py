@@ -15,6 +15,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from dflash_toolkit.acceptance import prompt_length_group
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime.wire import Stats
 
@@ -70,7 +71,6 @@ BETWEEN_S = (
 WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
 
-PROMPT_TOKENS = (256, 1024, 4096, 16384, 65536)  # longest prompts of the groups
 MOST_KEYS = 64  # API keys with counts of their own
 GROUPS = {"prompt_length": "prompt_tokens", "api_key": "api_key"}  # and the label of a group
 
@@ -170,13 +170,6 @@ class _Drafts:
         yield "spec_decode_num_accepted_tokens", "Drafted tokens accepted", self.accepted
 
 
-def _length_group(tokens: int) -> str:
-    """Returns the group of a prompt's length, e.g. 257-1024."""
-    number = bisect_left(PROMPT_TOKENS, tokens)
-    least = PROMPT_TOKENS[number - 1] + 1 if number else 1
-    return f"{least}-{PROMPT_TOKENS[number]}" if number < len(PROMPT_TOKENS) else f"{least}-"
-
-
 class _StepCollector:
     """Counts every step of every answer.
 
@@ -197,7 +190,7 @@ class _StepCollector:
         Args:
             key: number of the API key; empty: the server has none.
         """
-        chosen = {"prompt_length": _length_group(prompt_tokens)}
+        chosen = {"prompt_length": prompt_length_group(prompt_tokens)}
         if key:
             chosen["api_key"] = key if int(key) < MOST_KEYS else "other"
         return [self.all, *(self.groups[kind].setdefault(group, _Drafts()) for kind, group in chosen.items())]

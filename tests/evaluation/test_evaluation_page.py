@@ -20,10 +20,13 @@ from dflash_toolkit.evaluation.report.answers import worst_and_best
 from dflash_toolkit.evaluation.report.markdown import render_markdown
 from dflash_toolkit.evaluation.report.page import code, render_page
 from dflash_toolkit.evaluation.report.plots import ROW, Series, bars, curves, differences, histogram, ticks
+from dflash_toolkit.evaluation.report.publish import write_card
 from dflash_toolkit.evaluation.report.results import Environment, Report, Section, noise
 from dflash_toolkit.evaluation.report.table import number, times
 from dflash_toolkit.evaluation.report.tables import setup_table
+from dflash_toolkit.evaluation.report.terminal import show_report
 from dflash_toolkit.evaluation.report.verdict import judge, verdict
+from dflash_toolkit.files import finite
 from dflash_toolkit.generation import Generation, Step
 
 SIZE = 8
@@ -225,6 +228,34 @@ def test_the_verdict_lists_slower_loads() -> None:
     assert said == "Every set is faster. Slower with one request at a time (0.90x)."
     calm = replace(fast, sweeps={})
     assert dict(verdict(calm).points)["Where does it lose?"] == "Nowhere: every set is faster."
+
+
+def test_acceptance_is_grouped_by_prompt_length(
+    report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.sections[0].by_prompt_tokens == {}, "every prompt has 12 tokens"
+    assert "by_prompt_tokens" not in report.sections[0].to_json()
+    draws, lengths = random.Random(1), (512, 513, 8192, 2048, 40_000, 1)
+    found = [
+        replace(measurement(draws, f"q{i}", 0.5, 0.1), prompt_tokens=tokens, turn=1 + i % 2)
+        for i, tokens in enumerate(lengths)
+    ]
+    found[1] = replace(found[1], id="q0")  # the second turn of the first conversation, in another group
+    section = Section.of({"a": found[:3], "b": found[3:]}, 0.0, None, SIZE)
+    groups = {"1-512": (0, 5), "513-2048": (1, 3), "2049-8192": (2,), "32769-": (4,)}
+    assert list(section.by_prompt_tokens) == list(groups)
+    for group, places in groups.items():
+        values = finite(section.to_json()["by_prompt_tokens"][group])
+        assert values == finite(Section.of({"a": [found[i] for i in places]}, 0.0, None, SIZE).overall.to_json())
+        assert values["requests"] == len(places) and (values["tau_pooled_ci95"] is None) == (len(places) == 1)
+    shown = replace(report, sections=(section,))
+    tau, caption = section.by_prompt_tokens["513-2048"].drafted.tau_pooled, "All sets, by the prompt's length in tokens"
+    show_report(shown, tmp_path)
+    write_card(tmp_path / "README.md", shown, "dflash-eval")
+    card, printed = (tmp_path / "README.md").read_text(), capsys.readouterr().out
+    for text in (render_markdown(shown), unescape(render_page(shown)), card, printed):
+        _, found_caption, table = text.partition(caption)
+        assert found_caption and f"{tau:.2f}" in table.partition("513-2048")[2][:200]
 
 
 def test_shares_of_few_steps_are_not_drawn(report: Report) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import make_drafter
+from conftest import make_drafter, make_target
 from fastapi.testclient import TestClient
 from live_server import LATE_S, LONG, Gate, ask, collect, gated, make_engine, wait_until
 
@@ -369,7 +369,8 @@ def test_the_metrics_hold_the_mean_acceptance_length(target: Target) -> None:
     assert counted["dflash_committed_tokens_total"] == pytest.approx(committed)
 
 
-def test_acceptance_is_counted_by_prompt_length_and_key(target: Target) -> None:
+def test_acceptance_is_counted_by_prompt_length_and_key() -> None:
+    target = make_target(limit=1024)
     options = EngineOptions(
         num_speculative_tokens=3, page_size=4, max_num_seqs=3, synthetic=SyntheticAcceptance(rate=0.5)
     )
@@ -377,8 +378,8 @@ def test_acceptance_is_counted_by_prompt_length_and_key(target: Target) -> None:
     keys = [f"secret{number}" for number in range(66)]
     client = TestClient(create_app(engine, "org/tiny", keys))
     used = {}
-    for key, length, groups in ((0, 3, ("1-256", "0")), (1, 256, ("1-256", "1")), (1, 257, ("257-1024", "1")),
-                                (64, 2, ("1-256", "other")), (65, 2, ("1-256", "other"))):  # fmt: skip
+    for key, length, groups in ((0, 3, ("1-512", "0")), (1, 512, ("1-512", "1")), (1, 513, ("513-2048", "1")),
+                                (64, 2, ("1-512", "other")), (65, 2, ("1-512", "other"))):  # fmt: skip
         body = {"model": "org/tiny", "prompt": [1] * length, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
         headers = {"Authorization": f"Bearer {keys[key]}"}
         usage = client.post("/v1/completions", json=body, headers=headers).json()["usage"]["dflash"]

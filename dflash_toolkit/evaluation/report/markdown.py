@@ -10,6 +10,7 @@ from .tables import (
     differences_table,
     latency_table,
     lengths_table,
+    prompt_length_table,
     recall_table,
     setup_table,
     slot_tables,
@@ -26,6 +27,7 @@ def render_markdown(report: Report) -> str:
     tables = [
         summary_table(report),
         category_table(section),
+        prompt_length_table(section),
         ways_table(report),
         *sweep_tables(report.sweeps),
         *slot_tables(report),

@@ -23,6 +23,7 @@ from .tables import (
     latency_table,
     lengths_table,
     number,
+    prompt_length_table,
     recall_table,
     setup_table,
     slot_tables,
@@ -55,7 +56,7 @@ class Tile:
 def render_page(report: Report) -> str:
     """Renders the whole page; text from users is escaped."""
     section = report.sections[0]
-    results = [summary_table(report), category_table(section), ways_table(report)]
+    results = [summary_table(report), category_table(section), prompt_length_table(section), ways_table(report)]
     worst, best = worst_and_best(report)
     return template("page.html.jinja").render(
         report=report,

@@ -11,7 +11,7 @@ from ...files import write_text
 from ...tracking import import_wandb, start_run
 from .markdown import escape, render_table
 from .results import Report, Section
-from .tables import summary_table
+from .tables import prompt_length_table, summary_table
 
 CARD = "README.md"
 BEGIN, END = "<!-- dflash-eval: begin -->", "<!-- dflash-eval: end -->"
@@ -56,6 +56,8 @@ def write_card(card: Path, report: Report, command: str) -> None:
     parts += [f"Drafting for {escape(str(report.arguments['target']))}: {where}, by {version}."]
     for section in report.sections:
         parts += [f"{section.name.capitalize()}:", render_table(summary_table(section))]
+        if by_length := prompt_length_table(section):
+            parts += [f"{by_length.caption}:", render_table(by_length)]
     write_text(card, before + "\n\n".join([*parts, f"```bash\n{command}\n```", END]) + after)
 
 
@@ -107,7 +109,8 @@ def log_report(report: Report, output: Path, project: str) -> None:
 def _figures(section: Section) -> dict[str, float]:
     """Returns the measured figures as `section/set/figure`, with the ends of their intervals."""
     found = {}
-    for name, summary in section.labelled:
+    by_length = [(f"prompt_tokens/{group}", summary) for group, summary in section.by_prompt_tokens.items()]
+    for name, summary in [*section.labelled, *by_length]:
         values = summary.to_json()
         for key in LOGGED:
             low, high = values.get(f"{key}_ci95") or (None, None)

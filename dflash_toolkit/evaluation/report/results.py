@@ -14,7 +14,7 @@ import transformers
 
 import dflash_toolkit
 
-from ...acceptance import Acceptance, ratio
+from ...acceptance import Acceptance, prompt_length_group, ratio
 from ...files import finite
 from ...fingerprint import json_digest
 from ...generation import Generation
@@ -95,7 +95,7 @@ class Summary:
             Acceptance.of(drafted, block_size),
             Acceptance.of(plain, block_size=1) if plain else None,
             same if plain and repeats_plain else None,
-            intervals(drafted, plain, block_size, [m.turn == 1 for m in measurements]),
+            intervals(drafted, plain, block_size, _begins(measurements)),
             {
                 "time_to_first_token_seconds": spread([answer.prefill_s for answer in drafted]),
                 "inter_token_latency_seconds": spread([gap for m in measurements for gap in m.step_s]),
@@ -142,6 +142,14 @@ class Summary:
             "max_regret_nats": self.max_regret_nats,
             **{f"{name}_ci95": interval for name, interval in self.intervals.items()},
         }
+
+
+def _begins(measurements: Sequence[Measurement]) -> list[bool]:
+    """Returns whether each request begins a conversation, or is the first of it among these requests."""
+    before = [None, *measurements]
+    return [
+        last is None or m.id != last.id or m.turn <= last.turn for last, m in zip(before, measurements, strict=False)
+    ]
 
 
 def _per_token(joules: Sequence[float | None], answers: Sequence[Generation]) -> float | None:
@@ -241,6 +249,7 @@ class Section:
     thinking: bool | None  # None leaves it to the chat template
     sets: dict[str, SetReport]
     overall: Summary
+    by_prompt_tokens: dict[str, Summary]  # by `prompt_length_group`, ascending; empty for a single group
 
     @classmethod
     def of(
@@ -252,11 +261,15 @@ class Section:
         repeats_plain: bool = True,
     ) -> "Section":
         """Pools the measurements of each set, given by name."""
+        pooled = [m for found in measured.values() for m in found]
+        groups = list(dict.fromkeys(prompt_length_group(n) for n in sorted(m.prompt_tokens for m in pooled)))
+        by_group = {group: [m for m in pooled if prompt_length_group(m.prompt_tokens) == group] for group in groups}
         return cls(
             temperature,
             thinking,
             {name: SetReport.of(found, block_size, repeats_plain) for name, found in measured.items()},
-            Summary.of([m for found in measured.values() for m in found], block_size, repeats_plain),
+            Summary.of(pooled, block_size, repeats_plain),
+            {g: Summary.of(found, block_size, repeats_plain) for g, found in by_group.items() if len(groups) > 1},
         )
 
     @property
@@ -272,11 +285,13 @@ class Section:
         return rows if len(rows) == 1 else [*rows, ("all sets", self.overall)]
 
     def to_json(self) -> dict[str, Any]:
+        groups = {group: summary.to_json() for group, summary in self.by_prompt_tokens.items()}
         return {
             "name": self.name,
             "temperature": self.temperature,
             "thinking": self.thinking,
             "overall": self.overall.to_json(),
+            **({"by_prompt_tokens": groups} if groups else {}),
             "sets": {name: result.to_json() for name, result in self.sets.items()},
         }
 

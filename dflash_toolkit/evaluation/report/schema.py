@@ -143,6 +143,12 @@ class SectionForm(TypedDict):
     temperature: Seconds
     thinking: bool | None
     overall: SummaryForm
+    by_prompt_tokens: NotRequired[
+        Annotated[
+            dict[str, SummaryForm],
+            Meta(description="By the prompt's tokens, as 513-2048, if the prompts are in more than one such group."),
+        ]
+    ]
     sets: Annotated[dict[str, SetForm], Meta(min_length=1)]
 
 

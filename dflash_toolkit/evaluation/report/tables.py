@@ -57,8 +57,8 @@ def summary_table(report: Report | Section, caption: str = "Results per prompt s
     return _summary_table(caption, report.labelled, bool(report.overall.plain))
 
 
-def _summary_table(caption: str, labelled: Iterable[tuple[str, Summary]], baseline: bool) -> Table:
-    header = ["Set", "Requests", "Tokens", "Steps", "τ pooled", "τ mean", "Tokens/s"]
+def _summary_table(caption: str, labelled: Iterable[tuple[str, Summary]], baseline: bool, label: str = "Set") -> Table:
+    header = [label, "Requests", "Tokens", "Steps", "τ pooled", "τ mean", "Tokens/s"]
     if baseline:
         header += ["Plain tokens/s", "Speed-up", "Identical to plain"]
     rows = []
@@ -91,6 +91,13 @@ def category_table(section: Section) -> Table | None:
         if len(result.categories) > 1
     ]
     return _summary_table("Results by category", kinds, bool(section.overall.plain)) if kinds else None
+
+
+def prompt_length_table(section: Section) -> Table | None:
+    """Returns the figures by the prompt's length; None if all prompts are in one group."""
+    groups = section.by_prompt_tokens.items()
+    caption = "All sets, by the prompt's length in tokens"
+    return _summary_table(caption, groups, bool(section.overall.plain), "Prompt tokens") if groups else None
 
 
 PERCENTILES = ("First token, ms: p50", "p90", "p99", "Between steps, ms: p50", "p90", "p99")

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..protocols import caveats, published_table
 from .results import Report
 from .table import COLOURS, say, show_table
-from .tables import summary_table
+from .tables import prompt_length_table, summary_table
 from .verdict import verdict
 
 DETAILS = ("Tokens", "Steps", "τ mean")  # columns that only the report shows
@@ -22,6 +22,8 @@ def show_report(report: Report, output: Path, protocol: str | None = None, serve
     """
     for section in report.sections:
         show_table(summary_table(section, section.name).without(*DETAILS))
+        if by_length := prompt_length_table(section):
+            show_table(by_length.without(*DETAILS))
     if protocol is not None:
         show_table(published_table(report, protocol))
         for caveat in caveats(report, protocol):
