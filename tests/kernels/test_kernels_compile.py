@@ -22,10 +22,14 @@ Reports = dict[str, dict[str, Any]]  # by name, see tests/helpers/compile_kernel
 # the most bytes per thread that a kernel loads from and stores to spilled registers, on GPUs other than sm_90
 SPILLS = {
     "_argmax_kernel": 256,  # 256 rows in FP8 on sm_100
-    "_chunk_rule_kernel": 256,  # sm_120
-    "_chunk_solve_kernel": 1280,  # all but sm_100; the triangles of a prompt's chunks
+    "_attention_kernel": 448,  # chains with heads of 256 on sm_120
+    "_block_linear_kernel": 64,  # sm_120
+    "_cut_kernel": 64,  # sm_120
+    "_experts_kernel": 64,  # sm_120
+    "_linear_kernel": 64,  # sm_100 and sm_120
     "_prefix_kernel": 64,  # heads of 256 on sm_86 and sm_89
-    "_sample_kernel": 128,  # sm_100 and sm_120
+    "_sample_kernel": 256,  # an odd vocabulary on sm_100 and sm_120
+    "_top_kernel": 320,  # 128 rows in FP8 on sm_100
 }
 # those that touch memory before they wait: a norm's weight, and what is older than a pass
 BEFORE_THE_WAIT = {
@@ -72,7 +76,7 @@ def test_kernels_compile_and_fit(target: str, compiled: dict[str, Reports]) -> N
     for name, report in found.items():
         if report["kernel"] == "_attention_kernel":
             cut = report["arguments"]["HEAD"], 2, report["arguments"]["KEYS"], report["stages"]
-            assert report["shared"] <= shared_bytes(*cut) + 64, name  # the last for barriers, on sm_100
+            assert report["shared"] <= shared_bytes(*cut), name
     _check_dependent_launches(found, card.dependent_launches, card.hopper)
 
 
