@@ -104,4 +104,4 @@ def disk_line(parts: dict[str, int], folder: Path, way_out: str) -> str:
 
 def size(count: float) -> str:
     """Formats bytes for people."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.2g} MiB"
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.3g} MiB"

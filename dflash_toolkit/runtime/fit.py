@@ -15,10 +15,10 @@ import torch
 from ..kernels.features import features_of
 from ..models.dflash.network import DrafterConfig
 from ..models.spec import ModelSpec
+from ..preflight import GIB, size
 from .options import MOST_MEMORY, EngineOptions, resolve_draft_dtype
 from .plan import Plan, Planner
 
-GIB = 1 << 30
 USEFUL_CONTEXTS = (8192, 4096)  # tokens of a request, for which the batch gets smaller: to 4 requests, then to 1
 LEAST_CONTEXT = 1024
 TOKENS_PER_REQUEST = 1024  # in the cache, for each request of the batch
@@ -131,7 +131,7 @@ def log_fitted(asked: EngineOptions, options: EngineOptions, unlimited: EngineOp
 
 
 def advice(planner: Planner, options: EngineOptions, missing: float, share: float = 1.0, total: int = 0) -> str:
-    """Returns the options that free memory, and how many GiB each frees.
+    """Returns the options that free memory, and how much each frees.
 
     Args:
         options: `fitted`.
@@ -146,19 +146,19 @@ def advice(planner: Planner, options: EngineOptions, missing: float, share: floa
         return before.fixed + before.cache(options) - after.fixed - after.cache(changed)
 
     named = [(change, freed(change)) for change in _changes(options, before, missing, freed)]
-    found = [(f"--{name.replace('_', '-')} {value} frees", size) for change, size in named
+    found = [(f"--{name.replace('_', '-')} {value} frees", less) for change, less in named
              for name, value in list(change.items())[:1]]  # fmt: skip
     if options.draft_dtype == "fp8":
         found.append(("--draft-dtype full frees", planner.copies_bytes))
     if share < MOST_MEMORY:
         found.append((f"--gpu-memory-utilization {MOST_MEMORY} gives", (MOST_MEMORY - share) * total))
-    said = [f"{option} {size / GIB:.1f} GiB" for option, size in found if size >= GIB / 20]
-    if sum(size for _, size in found) < missing:
+    said = [f"{option} {size(less)}" for option, less in found if less >= min(GIB / 20, missing)]
+    if sum(less for _, less in found) < missing:
         said.append("use a smaller target or drafter")
         if planner.config is not None:
-            said.append(f"no drafter frees {before.drafter / GIB:.1f} GiB")
-    text, less = ", ".join(said), planner.saved_in_fp8()
-    return f"{text}; an FP8 target needs {less / GIB:.1f} GiB less" if less else text
+            said.append(f"no drafter frees {size(before.drafter)}")
+    text, saved = ", ".join(said), planner.saved_in_fp8()
+    return f"{text}; an FP8 target needs {size(saved)} less" if saved else text
 
 
 def _changes(

@@ -11,8 +11,9 @@ import torch
 from ..config import UnsupportedModel, UserError
 from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
+from ..preflight import GIB, size
 from ..sampling import MAX_LOGPROBS
-from .fit import GIB, LEAST_CONTEXT, Budget, advice, fit, round_down
+from .fit import LEAST_CONTEXT, Budget, advice, fit, round_down
 from .graphs import no_collection
 from .options import EngineOptions
 from .plan import Planner
@@ -66,18 +67,18 @@ def room_for_cache(
         UserError: a request of `max_model_len` tokens, `kv_cache_tokens`, or the largest step does not fit; the message
             says what is missing and which options help.
     """
-    context, size = options.max_model_len or 0, options.page_size
+    context, page = options.max_model_len or 0, options.page_size
     probe = runner(Room(context, pages=2))
-    least = -(-probe.reach // size)
-    wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // size)
+    least = -(-probe.reach // page)
+    wanted = None if options.kv_cache_tokens is None else -(-options.kv_cache_tokens // page)
     if planner is None:
-        return Room(context, 1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // size))))
+        return Room(context, 1 + (wanted or max(least, min(probe.max_num_seqs * least, CPU_TOKENS // page))))
     plan, total = planner.plan(options), torch.cuda.mem_get_info(probe.device)[1]
-    bytes_of_page = size * plan.token
+    bytes_of_page = page * plan.token
     free, scratch = _cache_budget(probe, options, plan.graphs)
     pages = int(free // bytes_of_page) - 1
     if shorten and pages < least:
-        fits = round_down(max(pages * size - (probe.reach - context), 0))
+        fits = round_down(max(pages * page - (probe.reach - context), 0))
         if fits >= LEAST_CONTEXT:
             context, least = fits, pages
     if pages < (wanted or least):
@@ -96,8 +97,8 @@ def _too_small(planner: Planner, options: EngineOptions, missing: float, total: 
     ways_out = advice(planner, options, missing, options.memory_share(total), total)
     request = options.kv_cache_tokens is None
     what = f"one request of {options.max_model_len}" if request else f"a cache of {options.kv_cache_tokens}"
-    others = f"; other programs and CUDA hold {held / GIB:.1f} GiB" if held > GIB else ""
-    said = f"GPU memory is {missing / GIB:.1f} GiB short of {what} tokens; {ways_out}{others}"
+    others = f"; other programs and CUDA hold {size(held)}" if held > GIB else ""
+    said = f"GPU memory is {size(max(missing, 1 << 20))} short of {what} tokens; {ways_out}{others}"
     return UnsupportedModel(said, gpus=2) if request else UserError(said)
 
 
@@ -145,7 +146,7 @@ def check_weights(name: str, planner: Planner, device: torch.device, asked: Engi
     free, total = torch.cuda.mem_get_info(device)
     if (needed := planner.target_bytes) > free:
         less = planner.saved_in_fp8()
-        smaller = f" (an FP8 target needs {less / GIB:.1f} GiB less)" if less else ""
+        smaller = f" (an FP8 target needs {size(less)} less)" if less else ""
         raise UnsupportedModel(
             f"target {name}: its weights take {needed / GIB:.1f} GiB and the GPU has {free / GIB:.1f} of "
             f"{total / GIB:.1f} GiB free, {(needed - free) / GIB:.1f} GiB too few; "

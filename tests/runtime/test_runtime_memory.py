@@ -24,10 +24,11 @@ from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.preflight import GIB
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
-from dflash_toolkit.runtime.fit import GIB, fit
+from dflash_toolkit.runtime.fit import fit
 from dflash_toolkit.runtime.memory import Room, Workspace, check_weights, room_for_cache
 from dflash_toolkit.runtime.plan import Planner
 from dflash_toolkit.runtime.programs.context import Part

@@ -17,9 +17,10 @@ from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.kernels.ops import ops_for
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.preflight import GIB
 from dflash_toolkit.runtime import Engine, EngineOptions, memory
 from dflash_toolkit.runtime.allocations import CountBytes
-from dflash_toolkit.runtime.fit import GIB, Budget, advice, contexts_up_to, fit, log_fitted, planner_for, round_down
+from dflash_toolkit.runtime.fit import Budget, advice, contexts_up_to, fit, log_fitted, planner_for, round_down
 from dflash_toolkit.runtime.plan import LIBRARY_BYTES, Plan, Planner, runner_arguments
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
@@ -182,6 +183,16 @@ def test_advice_for_a_pair_that_is_too_large_names_its_parts() -> None:
     least = EngineOptions(max_num_seqs=1, max_model_len=1024, max_num_batched_tokens=512, draft_tree=0)
     said = advice(PLANNER, least.fitted(PLANNER.spec, PLANNER.config, CUDA), 3 * GIB)
     assert said == "use a smaller target or drafter, no drafter frees 2.0 GiB; an FP8 target needs 6.5 GiB less"
+
+
+@pytest.mark.parametrize("missing", [1, 20 << 20])
+def test_advice_on_a_few_mib_names_an_option(missing: int) -> None:
+    least = EngineOptions(
+        max_num_seqs=1, kv_cache_tokens=9000, max_num_batched_tokens=512, draft_tree=0, prefix_cache=False
+    )
+    said = advice(PLANNER, least.fitted(PLANNER.spec, PLANNER.config, CUDA), missing)
+    tokens, freed = re.findall(r"^--kv-cache-tokens (\d+) frees ([\d.]+) MiB; an FP8 target", said)[0]
+    assert int(tokens) < 9000 and float(freed) * 2**20 >= missing
 
 
 def test_fitted_options_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -215,6 +215,8 @@ def advice(config: TrainConfig, memory: TrainingMemory, least: float, room: floa
     enough = [words for words, less in saved.items() if least - less <= room]
     listed = enough or sorted((words for words, less in saved.items() if less > 0), key=lambda words: -saved[words])
     ways = "; ".join(f"{words} ({size(saved[words])} less)" for words in listed)
+    if not ways:
+        return "use a smaller target"
     return f"{'any of these is enough' if enough else 'several of these may be enough'}: {ways}"
 
 
@@ -237,6 +239,8 @@ def _ways(config: TrainConfig, memory: TrainingMemory) -> Iterator[tuple[str, Tr
     )  # fmt: skip
     if why_target_stays(config) and not why_target_stays(stored):
         yield "run.features=disk prompts.held_out=0", stored, memory
+    elif run.offload_target is False:
+        yield "no run.offload_target", stored, memory
     if not config.init_from:
         plain = {name: 0 for part in shape.architecture.parts for name in part.sizes}
         with torch.device("meta"):

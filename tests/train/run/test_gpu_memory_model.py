@@ -110,6 +110,20 @@ def test_a_run_that_cannot_fit_is_refused_with_advice(name: str, gib: float, val
         assert (option in message) == (given is not None and str(given) != value)
 
 
+def test_advice_names_a_target_that_the_user_keeps_on_the_gpu() -> None:
+    stored = {"run": {"features": "disk", "offload_target": False}, "prompts": {"held_out": 0}}
+    with pytest.raises(UserError, match=r"any of these is enough: .*no run.offload_target \([\d.]+ GiB less\)"):
+        fit("qwen3-8b", 24, stored)
+    del stored["run"]["offload_target"]  # type: ignore[attr-defined]
+    assert fit("qwen3-8b", 24, stored)[0].run.offload_target
+
+
+def test_advice_without_a_way_out_names_a_smaller_target() -> None:
+    values = {"drafter": {"layers": 2, "kind": "dflash"}, "run": {"zero": 3, "features": "disk"}}
+    with pytest.raises(UserError, match=r"are free; use a smaller target$"):
+        fit("qwen3-8b", 4, values | {"prompts": {"held_out": 0}})
+
+
 def test_given_options_are_kept() -> None:
     given = {"optim": {"splits": 12, "recompute": True}}
     found, line = fit("qwen3-4b", 24, given)
