@@ -1,4 +1,4 @@
-"""The features of a GPU. Every other module asks here what a device can do, and never for its name or its generation.
+"""The features of a GPU. Other modules query them here, and never test its name or its generation.
 
 DFLASH_EMULATE_GPU=sm_86 lets a larger GPU run the kernels that an sm_86 would run, for tests and diagnosis: features
 that the card lacks are off, Triton chooses the card's instructions, and a kernel with more shared memory than that of

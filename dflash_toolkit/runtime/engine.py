@@ -116,8 +116,8 @@ class Engine:
         config = drafter.config if drafter else None
         asked = options or EngineOptions()
         dtype = target.embedding.dtype
-        fitted = unlimited = asked.fitted(target.spec, config, device)
-        fitted = unlimited = replace(fitted, draft_dtype=resolve_draft_dtype(fitted.draft_dtype, device, dtype))
+        unlimited = asked.fitted(target.spec, config, device)
+        fitted = unlimited = replace(unlimited, draft_dtype=resolve_draft_dtype(asked.draft_dtype, device, dtype))
         planner, budget = None, 0.0
         if device.type == "cuda":
             planner = planner_for(target.spec, config, device, dtype)

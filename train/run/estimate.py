@@ -252,9 +252,14 @@ def estimate(
 
 
 def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
-    """Returns this machine, or the GPU of --estimate-gpu; without a GPU and with a large target an H100, as `show`
-    prints. Raises UserError for an unknown name."""
-    if config.estimate_gpu:
+    """Returns this machine, or the GPU of --estimate-gpu.
+
+    Without a GPU and with a large target it is an H100, and `show` prints that.
+
+    Raises:
+        UserError: the name or the device is unknown.
+    """
+    if config.estimate_gpu is not None:
         if sheet := sheet_of(config.estimate_gpu):
             return Machine.of(sheet)
         raise UserError(f"estimate_gpu {config.estimate_gpu!r} is not known; known: {', '.join(SHEETS)}")

@@ -7,8 +7,8 @@ from other_gpus import use_gpu
 from training_runs import random_rows
 
 from dflash_toolkit.kernels.features import KNOWN
-from dflash_toolkit.models.dflash import network
-from dflash_toolkit.models.dflash.network import FLEX_OPTIONS, NARROW, flex_options
+from dflash_toolkit.models.dflash import flex
+from dflash_toolkit.models.dflash.flex import FLEX_OPTIONS, NARROW, flex_options
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import TILE, sample_blocks
 from dflash_toolkit.train.objective.loss import _forward, masks_of
@@ -49,7 +49,7 @@ def test_the_choice_of_tiles_does_not_break_a_compiled_step(options: str, monkey
         chosen.append(head_dim)
         return options
 
-    monkeypatch.setattr(network, "flex_options", torch.compiler.assume_constant_result(choose))
+    monkeypatch.setattr(flex, "flex_options", torch.compiler.assume_constant_result(choose))
     target = make_target()
     drafter = make_dflash2(target)
     features = FeatureSource(target, drafter.config.target_layer_ids, 64, pad_to=TILE)(random_rows(2))
