@@ -83,7 +83,9 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
                 return broadcast(self, lhs, rhs)
             return check_operands(self, lhs, rhs, *how, **more)
         number, block = (rhs, lhs) if type(lhs) is core.tensor else (lhs, rhs)
-        if type(number) not in (int, float) or not number or type(block) is not core.tensor or more:  # 0.0 is -0.0
+        if type(number) not in (int, float) or type(block) is not core.tensor or more:
+            return check_operands(self, lhs, rhs, *how, **more)
+        if type(number) is float and not number:  # 0.0 is -0.0
             return check_operands(self, lhs, rhs, *how, **more)
         key = type(number), number, block is lhs, id(block.dtype), id(block.shape), how
         found = numbers.get(key)
@@ -154,6 +156,7 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
         (interpreter, "_get_np_dtype", lambda type: (np_type if type.scalar.is_ptr() else np_types)(type.scalar)),
         (core.block_type, "__init__", make_block_type),
         (core.tensor, "__init__", make_tensor),
+        (interpreter.TensorHandle, "__post_init__", lambda handle: None),  # checks what its own code chose
         (core.dtype, "__eq__", lambda a, b: a is b or same_dtype(a, b)),
         (semantic, "binary_op_type_checking_impl", prepare_operands),
         (semantic, "broadcast_impl_value", broadcast),
