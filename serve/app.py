@@ -40,6 +40,7 @@ def create_app(
     root_path: str = "",
     allowed_origins: Sequence[str] = (),
     scheduling_policy: str = "fair",
+    prefix_cache_per_key: bool = False,
     aliases: Sequence[str] = (),
     per_request_spec_decode_metrics: str = "none",
     strict_parameters: bool = False,
@@ -56,6 +57,7 @@ def create_app(
         root_path: path under which a proxy exposes the routes.
         allowed_origins: sites whose pages may send requests from a browser.
         scheduling_policy: "priority" follows the priority of requests; "fair" shares time among keys.
+        prefix_cache_per_key: share cached prefixes only between requests with the same API key.
         aliases: more names of the model.
         per_request_spec_decode_metrics: "summary" or "detailed" adds draft statistics to an answer.
         strict_parameters: refuse unknown fields of bodies (400) instead of ignoring them.
@@ -69,6 +71,7 @@ def create_app(
         max_queue=max_queue,
         request_timeout_s=request_timeout_s,
         priorities=scheduling_policy == "priority",
+        prefix_cache_per_key=prefix_cache_per_key,
         draft_metrics=per_request_spec_decode_metrics,
         strict_parameters=strict_parameters,
     )

@@ -82,6 +82,8 @@ def _run(config: ServeConfig) -> int:
     from .signals import Signals
 
     keys = read_keys(config.api_key_file)
+    if config.prefix_cache_per_key and not keys:
+        raise UserError("prefix_cache_per_key needs API keys; give --api-key-file, or set $DFLASH_API_KEY")
     if config.ssl_certfile is not None and config.ssl_keyfile is not None:
         check_certificate(config.ssl_certfile, config.ssl_keyfile)
     read_ahead(config.drafter, config.target)  # into the page cache, for the engine's process

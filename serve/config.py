@@ -87,6 +87,11 @@ class ServeConfig(ModelOptions):
         "priority field, lowest first",
         choices=("fair", "priority"),
     )
+    prefix_cache_per_key: bool = option(
+        False,
+        "share cached prefixes only between requests with the same API key, so that times reveal nothing about prompts "
+        "of other keys",
+    )
     request_timeout: float | None = option(None, "seconds after which a request is aborted (default: never)")
     client_timeout: float = option(
         30.0, "seconds that a client has to send its header, to send its body, and to read a response"

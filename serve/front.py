@@ -70,6 +70,7 @@ class Front:
             root_path=config.root_path,
             allowed_origins=config.allowed_origins,
             scheduling_policy=config.scheduling_policy,
+            prefix_cache_per_key=config.prefix_cache_per_key,
             aliases=config.models[1:],
             per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
             strict_parameters=config.strict_parameters,

@@ -88,6 +88,11 @@ class _EngineCollector:
             ("vllm:num_requests_running", "Requests in the batch", stats.running),
             ("vllm:num_requests_waiting", "Requests that wait for a place in it", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the cache's pages that requests hold, 0 to 1", stats.cache_used),
+            (
+                "dflash:prefix_cache_hit_rate",
+                "Share of the prompt tokens since the start that the prefix cache had, 0 to 1",
+                stats.prefix_hits / (stats.prefix_queries or 1),
+            ),
         ):
             gauge = GaugeMetricFamily(name, text, labels=named)
             gauge.add_metric([self._model], value)
@@ -150,13 +155,13 @@ class _Histogram:
         self.sum += seconds
 
 
-class _Drafts:
-    """Counts drafts."""
+class _Counts:
+    """Counts prompt tokens and drafts."""
 
-    __slots__ = ("accepted", "drafted", "drafts")
+    __slots__ = ("accepted", "cached", "drafted", "drafts", "prompt")
 
     def __init__(self) -> None:
-        self.drafts = self.drafted = self.accepted = 0
+        self.prompt = self.cached = self.drafts = self.drafted = self.accepted = 0
 
     def add(self, step: Step) -> None:
         self.drafts += 1
@@ -165,6 +170,8 @@ class _Drafts:
 
     def items(self) -> Iterator[tuple[str, str, int]]:
         """Yields name, description and value of the counters."""
+        yield "prompt_tokens", "Prompt tokens of requests that were decoded", self.prompt
+        yield "prompt_tokens_cached", "Of them, those from the prefix cache, which were not computed", self.cached
         yield "spec_decode_num_drafts", "Drafts verified", self.drafts
         yield "spec_decode_num_draft_tokens", "Tokens drafted", self.drafted
         yield "spec_decode_num_accepted_tokens", "Drafted tokens accepted", self.accepted
@@ -179,12 +186,12 @@ class _StepCollector:
     def __init__(self, model: str) -> None:
         self._model = model
         self.answered = self.steps = self.committed = 0
-        self.all = _Drafts()
-        self.groups: dict[str, dict[str, _Drafts]] = {kind: {} for kind in GROUPS}
+        self.all = _Counts()
+        self.groups: dict[str, dict[str, _Counts]] = {kind: {} for kind in GROUPS}
         self.by_position: list[int] = []
         self.first, self.between = _Histogram(FIRST_S), _Histogram(BETWEEN_S)
 
-    def drafts_of(self, prompt_tokens: int, key: str) -> list[_Drafts]:
+    def counts_of(self, prompt_tokens: int, key: str) -> list[_Counts]:
         """Returns the counts of all groups to which an answer belongs.
 
         Args:
@@ -193,13 +200,13 @@ class _StepCollector:
         chosen = {"prompt_length": prompt_length_group(prompt_tokens)}
         if key:
             chosen["api_key"] = key if int(key) < MOST_KEYS else "other"
-        return [self.all, *(self.groups[kind].setdefault(group, _Drafts()) for kind, group in chosen.items())]
+        return [self.all, *(self.groups[kind].setdefault(group, _Counts()) for kind, group in chosen.items())]
 
-    def step(self, step: Step, drafts: Iterable[_Drafts]) -> None:
+    def step(self, step: Step, groups: Iterable[_Counts]) -> None:
         self.steps += 1
         self.committed += len(step.tokens)
         if step.drafted:
-            for counts in drafts:
+            for counts in groups:
                 counts.add(step)
             by_position = self.by_position
             if len(by_position) < step.accepted:
@@ -215,8 +222,8 @@ class _StepCollector:
             yield counter
         for kind, label in GROUPS.items():
             families: dict[str, CounterMetricFamily] = {}
-            for group, drafts in sorted(self.groups[kind].items()):
-                for name, text, count in drafts.items():
+            for group, counts in sorted(self.groups[kind].items()):
+                for name, text, count in counts.items():
                     own = f"dflash:{name}_by_{kind}"
                     families.setdefault(own, CounterMetricFamily(own, text, labels=[*named, label]))
                     families[own].add_metric([*model, group], count)
@@ -276,7 +283,6 @@ class Metrics:
         self._model = model
         self.waiting = Gauge("dflash_requests_open", "Requests queued or running", registry=self._registry)
         self._success = counter("vllm:request_success", "Answers that ended by themselves", "finished_reason")
-        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests that were decoded").labels(model)
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From the request to its last token", WHOLE_S)
         outcomes = "Requests by outcome: stop, length, refused, disconnected, error"
         self._requests = Counter("dflash_requests", outcomes, ["outcome"], registry=self._registry)
@@ -293,11 +299,17 @@ class Metrics:
 
     def clock(self, prompt_tokens: int, key: str) -> "Clock":
         """Returns the clock of an answer that begins; `key` is the number of its API key, or empty."""
-        return Clock(self._steps.drafts_of(prompt_tokens, key))
+        return Clock(self._steps.counts_of(prompt_tokens, key))
 
-    def prompt(self, tokens: int) -> None:
-        """Counts a prompt when its first answer begins, once for all of its answers."""
-        self._prompt.inc(tokens)
+    def prompt(self, clock: "Clock", tokens: int, cached: int) -> None:
+        """Counts a prompt when its first answer begins, once for all of its answers.
+
+        Args:
+            cached: tokens from the prefix cache.
+        """
+        for counts in clock.counts:
+            counts.prompt += tokens
+            counts.cached += cached
 
     def progress(self, clock: "Clock", step: Step | None, answered: int) -> None:
         """Counts a step and the `answered` tokens that the client gets."""
@@ -306,7 +318,7 @@ class Metrics:
         (counts.first if clock.last is None else counts.between).observe(now - (clock.last or clock.began))
         clock.last = now
         if step is not None:
-            counts.step(step, clock.drafts)
+            counts.step(step, clock.counts)
 
     def ended(self, clock: "Clock", outcome: str) -> None:
         """Counts an answer that has ended: stop, length, disconnected or error."""
@@ -395,9 +407,9 @@ async def fetch_counts(path: Path) -> bytes | None:
 
 
 class Clock:
-    """Holds the time of a request and of the last tokens of its answer, and where its drafts are counted."""
+    """Holds the time of a request and of the last tokens of its answer, and where it is counted."""
 
-    def __init__(self, drafts: Sequence[_Drafts]) -> None:
+    def __init__(self, counts: Sequence[_Counts]) -> None:
         self.began = time.perf_counter()
         self.last: float | None = None
-        self.drafts = drafts
+        self.counts = counts

@@ -28,6 +28,7 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_N = 128  # answers to a prompt, OpenAI's limit
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_IDS = 1024
+MAX_SALT_LENGTH = 1024  # characters
 T = TypeVar("T")
 Body = TypeVar("Body", bound=Strict)
 List = Annotated[list[T], Field(fail_fast=True)]  # listing the errors of a million items would take long
@@ -103,7 +104,6 @@ class GenerationRequest(Structured):
         }
     )
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "cache_salt": (),  # clients rely on it to separate their prompts
         "include_reasoning": (True,),
         "guided_whitespace_pattern": (),
         "stop_regex": (),
@@ -154,6 +154,7 @@ class GenerationRequest(Structured):
     max_tokens: Int64 | None = Field(None, ge=1)
     min_tokens: Int64 | None = Field(None, ge=0)  # nothing ends an answer earlier
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)  # lower is earlier
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_LENGTH)  # as in vLLM
     truncate_prompt_tokens: Int64 | None = Field(None, ge=-1)  # tokens to keep; -1: as many as fit next to the answer
     truncation_side: Literal["left", "right"] | None = None
     request_id: str | None = Field(None, pattern=r"^[\w.:-]{1,128}$")

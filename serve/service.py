@@ -51,6 +51,7 @@ class Service:
         max_queue: int,
         request_timeout_s: float | None,
         priorities: bool,
+        prefix_cache_per_key: bool,
         draft_metrics: str,
         strict_parameters: bool,
     ) -> None:
@@ -62,6 +63,7 @@ class Service:
         self._defaults = defaults
         self._max_open = engine.info.max_num_seqs + max_queue
         self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
+        self._prefix_cache_per_key = prefix_cache_per_key
         self._open = state.answers  # running or queued
         self._strings = TokenStrings(engine.tokenizer)
 
@@ -101,6 +103,8 @@ class Service:
             message = f"`priority` is {body.priority}, but the server was not started with --scheduling-policy priority"
             raise ApiError(400, message + "; omit it", param="priority", code="unsupported_parameter")
         limit, key = self.context_limit, request.state.key
+        # the number of a key has no colon, so two keys never have the same salt
+        salt = f"{key}:{body.cache_salt or ''}" if self._prefix_cache_per_key else body.cache_salt or ""
         least = body.least(body.length(limit), grammar and grammar[0])
         params = body.sampling(limit, self._defaults, grammar[1] if grammar else None)
         scores = sum(map(len, prompts)) * body.answers * (1 + (params.prompt_logprobs or 0))
@@ -132,7 +136,7 @@ class Service:
                     code="context_length_exceeded",
                 )
             try:  # before a stream starts and its status is sent
-                first = self.engine.request(ids, params, key, body.priority or 0)
+                first = self.engine.request(ids, params, key, body.priority or 0, salt)
             except UserError as error:
                 at_fault = {PromptError: param, BiasError: "logit_bias"}.get(type(error))
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
@@ -230,7 +234,7 @@ class Service:
                     answer = answers[index]
                     if id(requests[index].prompt_ids) not in prompts:  # all answers to a prompt share its list
                         prompts.add(id(requests[index].prompt_ids))
-                        self.metrics.prompt(answer.prompt_tokens)
+                        self.metrics.prompt(clocks[index], answer.prompt_tokens, progress.cached_tokens)
                     before = answer.completion_tokens
                     waiting.setdefault(index, []).append(answer.add(progress))
                     self.metrics.progress(clocks[index], progress.step, answer.completion_tokens - before)

@@ -84,6 +84,7 @@ class PreparedRequest:
     seed: int
     key: str = ""
     priority: int = 0
+    cache_salt: str = ""
 
     def with_seed(self, seed: int) -> "PreparedRequest":
         """Returns a request for another answer to the same prompt."""
@@ -190,6 +191,7 @@ class _Connection:
                     one.key,
                     one.priority,
                     request_name.get(),
+                    one.cache_salt,
                 )
             )
         return numbers[0]
@@ -320,7 +322,7 @@ class EngineClient:
         return self._broken
 
     def request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, key: str = "", priority: int = 0
+        self, prompt_ids: Sequence[int], params: SamplingParams, key: str = "", priority: int = 0, cache_salt: str = ""
     ) -> PreparedRequest:
         """Returns a checked request for `decode`.
 
@@ -331,7 +333,7 @@ class EngineClient:
         self._check()
         prompt = list(prompt_ids)
         self.info.capacity.check(prompt, params)
-        return PreparedRequest(prompt, params, params.seed, key, priority)
+        return PreparedRequest(prompt, params, params.seed, key, priority, cache_salt)
 
     def decode(self, requests: Sequence[PreparedRequest]) -> Responses:
         """Sends requests: `with engine.decode(requests) as responses: async for ... in responses`.

@@ -41,7 +41,7 @@ class EngineStats:
     """Counts since the engine was created."""
 
     requests: int = 0  # finished
-    prompt_tokens: int = 0  # prompt tokens of finished requests
+    prompt_tokens: int = 0  # prompt tokens of requests whose answer has begun
     cached_prompt_tokens: int = 0  # prompt tokens from prefix hits
     generated_tokens: int = 0
     steps: int = 0  # verifications, counted per request
@@ -202,9 +202,12 @@ class Engine:
         key: str = "",
         group: str = "",
         priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """Queues a prompt for `step`. Raises UserError, see `request`."""
-        request = self.request(prompt_ids, params, on_progress, key=key, group=group, priority=priority)
+        request = self.request(
+            prompt_ids, params, on_progress, key=key, group=group, priority=priority, cache_salt=cache_salt
+        )
         self.scheduler.add(request)
         return request
 
@@ -217,6 +220,7 @@ class Engine:
         key: str = "",
         group: str = "",
         priority: int = 0,
+        cache_salt: str = "",
     ) -> Request:
         """Returns a checked request, which is not queued yet.
 
@@ -224,6 +228,7 @@ class Engine:
             key: API key; the queue is fair between keys (`wait_queue.py`).
             group: name of requests that were sent together; they run one after the other.
             priority: lower is earlier, as in vLLM.
+            cache_salt: requests share cached prefixes only if their salts are equal, as in vLLM.
 
         Raises:
             GrammarError: a grammar that cannot be used. It is compiled here, unless `grammars` has it.
@@ -237,7 +242,17 @@ class Engine:
         stop = self._stops(params)
         acceptance = RollingAcceptance(self._expected)
         return Request(
-            prompt, params, stop, limit, on_progress, key, group, priority, acceptance=acceptance, matcher=matcher
+            prompt,
+            params,
+            stop,
+            limit,
+            on_progress,
+            key,
+            group,
+            priority,
+            cache_salt=cache_salt,
+            acceptance=acceptance,
+            matcher=matcher,
         )
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
@@ -289,10 +304,11 @@ class Engine:
             stats.add(step)
             if step.drafted:
                 self._expected.observe(step.drafted, step.accepted)
-        if request.finished:
-            stats.requests += 1
+        elif request.error is None:  # its prefill; a client may cancel it before it finishes
             stats.prompt_tokens += len(request.prompt_ids)
             stats.cached_prompt_tokens += request.cached_tokens
+        if request.finished:
+            stats.requests += 1
             stats.generated_tokens += len(request.tokens)
         if request.on_progress is not None:
             request.on_progress(request, step)

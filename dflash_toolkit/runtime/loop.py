@@ -133,7 +133,13 @@ class EngineLoop:
             params = replace(ask.params, seed=seed)
             try:
                 request = self.engine.request(
-                    prompt, params, on_progress, key=ask.key, group=group, priority=ask.priority
+                    prompt,
+                    params,
+                    on_progress,
+                    key=ask.key,
+                    group=group,
+                    priority=ask.priority,
+                    cache_salt=ask.cache_salt,
                 )
             except UserError as error:  # the front end did not check it against `Info`
                 front.items.append(_ended(number, str(error)))

@@ -3,6 +3,8 @@
 Target and drafter keep the keys and values of a token in the same page, so a prefix hit serves both. Page 0 is the null
 block: rows without a request write to it.
 
+A prefix belongs to its cache salt: requests with other salts never find it.
+
 States of recurrent layers are large, so they are kept after few pages. A prefix ends at the last page with states.
 """
 
@@ -17,7 +19,7 @@ class _Node:
 
     id: int  # never used twice, so a child of an evicted page cannot be found again
     page: int
-    key: tuple[int, tuple[int, ...]]  # id of the parent node (0: none), the tokens of this page
+    key: tuple[int | str, tuple[int, ...]]  # id of the parent node (first page: the salt), its tokens
     state: int = 0  # slot of the recurrent states after its last token; 0: not kept
 
 
@@ -39,9 +41,9 @@ class PagePool:
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._tree: dict[tuple[int, tuple[int, ...]], _Node] = {}
+        self._tree: dict[tuple[int | str, tuple[int, ...]], _Node] = {}
         self._node_of_page: dict[int, _Node] = {}
-        self._children: Counter[int] = Counter()  # pages in the tree, by their parent's id
+        self._children: Counter[int | str] = Counter()  # pages in the tree, by their parent's id or their salt
         self._next_id = 1
         self._free_states = list(states)
         self._states: OrderedDict[int, _Node] = OrderedDict()  # by slot, least recently used first
@@ -114,18 +116,18 @@ class PagePool:
         self.release(pages)
         self.changes = changes
 
-    def match(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def match(self, tokens: Sequence[int], limit: int, salt: str = "") -> list[int]:
         """Holds and returns the cached pages of the longest known prefix of `tokens`, of at most `limit` tokens."""
-        return self._hold(self._nodes(tokens, limit))
+        return self._hold(self._nodes(tokens, limit, salt))
 
-    def match_state(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int, int]:
+    def match_state(self, tokens: Sequence[int], limit: int, salt: str = "") -> tuple[list[int], int, int]:
         """Does the same as `match`, up to the last page after which states are kept.
 
         Returns:
             The pages, the slot of the states (0: there is no page), and after how many tokens, in whole pages, `tokens`
             differ from other known ones (0: nowhere).
         """
-        nodes = self._nodes(tokens, limit)
+        nodes = self._nodes(tokens, limit, salt)
         parting = len(nodes) * self.page_size if nodes and self._children[nodes[-1].id] else 0
         while nodes and not nodes[-1].state:
             nodes.pop()
@@ -135,15 +137,16 @@ class PagePool:
         self._states.move_to_end(state)
         return self._hold(nodes), state, parting
 
-    def _nodes(self, tokens: Sequence[int], limit: int) -> list[_Node]:
+    def _nodes(self, tokens: Sequence[int], limit: int, salt: str) -> list[_Node]:
         """Returns the nodes of the longest known prefix."""
         nodes: list[_Node] = []
+        parent: int | str = salt
         for start in range(0, limit - self.page_size + 1, self.page_size):
-            parent = nodes[-1].id if nodes else 0
             node = self._tree.get((parent, tuple(tokens[start : start + self.page_size])))
             if node is None:
                 break
             nodes.append(node)
+            parent = node.id
         return nodes
 
     def _hold(self, nodes: Sequence[_Node]) -> list[int]:
@@ -152,9 +155,9 @@ class PagePool:
             self._cached.pop(node.page, None)
         return [node.page for node in nodes]
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def publish(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
         """Adds the full pages to the prefix tree; `tokens` are the ones with keys and values in `pages`."""
-        parent = 0
+        parent: int | str = salt
         for i in range(len(tokens) // self.page_size):
             key = (parent, tuple(tokens[i * self.page_size : (i + 1) * self.page_size]))
             node = self._tree.get(key)
@@ -169,12 +172,12 @@ class PagePool:
                 self._node_of_page[pages[i]] = node
             parent = node.id
 
-    def keep_state(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
+    def keep_state(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> int:
         """Publishes `tokens`, which end with a page, and returns a slot for the states after them.
 
         Returns 0 if these states are kept already, or could not be found."""
-        self.publish(tokens, pages)
-        nodes = self._nodes(tokens, len(tokens))
+        self.publish(tokens, pages, salt)
+        nodes = self._nodes(tokens, len(tokens), salt)
         if len(nodes) * self.page_size < len(tokens) or nodes[-1].state:
             return 0
         if not self._free_states:
@@ -190,9 +193,9 @@ class PagePool:
             self._states.pop(slot).state = 0
             self._free_states.append(slot)
 
-    def drop_states(self, tokens: Sequence[int]) -> None:
+    def drop_states(self, tokens: Sequence[int], salt: str = "") -> None:
         """Frees the slots of all prefixes of `tokens`."""
-        for node in self._nodes(tokens, len(tokens)):
+        for node in self._nodes(tokens, len(tokens), salt):
             self.drop_state(node.state)
 
     def check(self) -> None:

@@ -171,9 +171,9 @@ class Prompts:
         """Returns whether the other request's pages will hold a prefix of this request."""
         ids, other_ids, start = request.prompt_ids, other.prompt_ids, other.prefilled
         end = start + self._table.pool.page_size
-        if not self._prefix_cache or len(other_ids) < end or ids[start:end] != other_ids[start:end]:
+        if not self._prefix_cache or request.cache_salt != other.cache_salt:
             return False
-        return ids[:start] == other_ids[:start]
+        return len(other_ids) >= end and ids[start:end] == other_ids[start:end] and ids[:start] == other_ids[:start]
 
     def _prefill_batch(self) -> None:
         """Prefills the batch in one pass. If that fails, its requests restart and are prefilled one at a time."""

@@ -27,8 +27,8 @@ class RecurrentStates:
         if not self._prefix_cache or request.scores_prompt:
             return [], 0, 0
         if not self.recurrent:
-            return self._pool.match(ids, limit), 0, 0
-        return self._pool.match_state(ids, limit)
+            return self._pool.match(ids, limit, request.cache_salt), 0, 0
+        return self._pool.match_state(ids, limit, request.cache_salt)
 
     def assign(self, request: Request, initial: int, parting: int, limit: int) -> None:
         """Gives a request a slot, and plans where its prefill keeps states for others.
@@ -57,7 +57,7 @@ class RecurrentStates:
 
     def keep(self, request: Request, ids: list[int]) -> None:
         """Keeps the states after the tokens `ids` for other requests, unless they are kept already."""
-        slot = self._pool.keep_state(ids, request.pages)
+        slot = self._pool.keep_state(ids, request.pages, request.cache_salt)
         if slot:
             try:
                 self._device.copy_states(request.state, slot)

@@ -114,6 +114,7 @@ class Request:
     group: str = ""  # requests of one group run one after the other; "": no group
     priority: int = 0  # lower is earlier
     name: str = ""  # for the log
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
 
     generation: Generation = field(default_factory=Generation)
     acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)

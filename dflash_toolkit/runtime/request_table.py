@@ -139,7 +139,7 @@ class RequestTable:
         """Moves a prefilled request to the batch; `ids` are in its pages, see `Device.add` for `place`."""
         pending = self.device.add(len(self.running), request, place)
         if self._prefix_cache:
-            self.pool.publish(ids, request.pages)
+            self.pool.publish(ids, request.pages, request.cache_salt)
         self.queue.remove(request)
         request.row = len(self.running)
         self.running.append(request)
@@ -265,10 +265,10 @@ class RequestTable:
         request.blocks_in_flight.clear()
         request.epoch += 1
         if poisoned:
-            self.pool.drop_states(request.prompt_ids + request.tokens)
+            self.pool.drop_states(request.prompt_ids + request.tokens, request.cache_salt)
             self.pool.discard(pages)
         elif self._prefix_cache and pages:
-            self.pool.publish((request.prompt_ids + request.tokens)[:written], pages)
+            self.pool.publish((request.prompt_ids + request.tokens)[:written], pages, request.cache_salt)
         free = self.pool.release(pages)
         # the device comes last: if it raises, everything before is done
         if row is not None:

@@ -28,6 +28,7 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     key: str = ""  # API key; turns are fair between keys
     priority: int = 0  # lower is earlier
     name: str = ""  # for the log
+    cache_salt: str = ""  # separates cached prefixes
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

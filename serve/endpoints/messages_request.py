@@ -290,6 +290,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
+    cache_salt: str | None = None  # as on the other routes
 
     @field_validator("messages")
     @classmethod
@@ -299,7 +300,7 @@ class MessagesRequest(CountTokensRequest):
         return messages
 
     def _sampling(self) -> dict[str, Any]:
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt")
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 

@@ -48,9 +48,9 @@ def watched(engine: Engine, shapes: Sequence[StepShape]) -> list[int]:
             compare(request.known_ids, request.pages)
         return children(*args)
 
-    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+    def publishing(ids: Sequence[int], pages: Sequence[int], salt: str) -> None:
         compare(ids, pages)
-        publish(ids, pages)
+        publish(ids, pages, salt)
 
     runner.proposer.propose = proposing  # type: ignore[method-assign]
     runner.proposer.children = growing  # type: ignore[method-assign]
@@ -118,9 +118,9 @@ def test_captured_steps_write_the_same_cache_as_a_prefill() -> None:
     found: list[tuple[list[int], torch.Tensor]] = []
     publish = engine.pool.publish
 
-    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+    def publishing(ids: Sequence[int], pages: Sequence[int], salt: str) -> None:
         found.append((list(ids), context_of(engine.runner, pages, len(ids)).clone()))
-        publish(ids, pages)
+        publish(ids, pages, salt)
 
     engine.pool.publish = publishing  # type: ignore[method-assign]
     params = [SamplingParams(max_tokens=11 + 9 * i, ignore_eos=True) for i in range(20)]

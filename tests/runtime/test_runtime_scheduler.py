@@ -17,6 +17,7 @@ from dflash_toolkit.runtime import prompts as module
 from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.prefill_job import PrefillJob, PrefillLimits
 from dflash_toolkit.runtime.request import NotFiniteError, Request, StepShape
+from dflash_toolkit.runtime.scheduler import Scheduler
 from dflash_toolkit.runtime.wait_queue import WaitQueue
 
 IN_PREFILL, IN_DECODE, NAN = 97, 98, 99  # tokens that make a prefill raise, a step, and that are NaN
@@ -174,6 +175,7 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
         request = request_of(prompt, count)
         request.params = replace(request.params, prompt_logprobs=dice.choice([None, 0]))
         request.key, request.group, request.priority = (dice.choice(n) for n in (("", "a"), ("", "b"), (0, 0, 1)))
+        request.cache_salt = dice.choice(("", "", "", "a"))
         if pool.pages_for(len(prompt) + count + depth * BLOCK + max(places, BLOCK)) <= pool.capacity:
             scheduler.add(request)
             alive.append(request)
@@ -199,6 +201,7 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
         report=report,
     )
     scheduler.choose_shape = lambda requests: dice.choice(shapes)
+    check_salts(scheduler, pool)
     shared = [dice.randrange(97) for _ in range(40)]
     alive: list[Request] = []
     cancelled = 0
@@ -233,6 +236,33 @@ def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, page
         assert request.generation.prompt_logprobs == scored
     cached = sum(request.cached_tokens > 0 for request in done)
     return scheduler.preemptions, cancelled, cached, device.faults, len(device.struck), *failed
+
+
+def check_salts(scheduler: Scheduler, pool: PagePool) -> None:
+    """Checks that requests with different salts never hold the same page, until it is allocated again."""
+    salts: dict[int, str] = {}
+    allocate, assign, release = pool.allocate, scheduler.table.states.assign, scheduler.table.release
+
+    def check(request: Request) -> None:
+        assert all(salts.setdefault(page, request.cache_salt) == request.cache_salt for page in request.pages)
+
+    def allocating(count: int) -> list[int] | None:
+        pages = allocate(count)
+        for page in pages or ():
+            salts.pop(page, None)
+        return pages
+
+    def assigning(request: Request, *more: int) -> None:
+        check(request)
+        assign(request, *more)
+
+    def releasing(request: Request) -> None:
+        check(request)
+        release(request)
+
+    pool.allocate = allocating  # type: ignore[method-assign]
+    scheduler.table.states.assign = assigning  # type: ignore[method-assign]
+    scheduler.table.release = releasing  # type: ignore[method-assign]
 
 
 PREFILL_LIMITS = PrefillLimits(4, (4, 8), 16)

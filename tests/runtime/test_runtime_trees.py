@@ -187,10 +187,10 @@ def test_pages_after_trees_equal_those_of_a_prefill() -> None:
         table = torch.tensor([*pages])[None]
         return runner.verifier.stack.cache[:, :, slots_of(torch.arange(tokens)[None], table, runner.page_size)[0]]
 
-    def publishing(ids: Sequence[int], pages: Sequence[int]) -> None:
+    def publishing(ids: Sequence[int], pages: Sequence[int], salt: str) -> None:
         context = context_of(engine.runner, pages, len(ids))
         kept.append((list(ids), held(engine.runner, pages, len(ids)).clone(), context.clone()))
-        publish(ids, pages)
+        publish(ids, pages, salt)
 
     engine.pool.publish = publishing  # type: ignore[method-assign]
     with planting(engine, plain(target, prompts, [GREEDY] * 2)):

@@ -262,7 +262,7 @@ def test_urgent_requests_overtake_without_limit() -> None:
 def test_a_prefix_is_looked_up_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, scheduler, reported, large = crowded()
     looks, real = list[int](), pool.match
-    monkeypatch.setattr(pool, "match", lambda ids, limit: looks.append(len(ids)) or real(ids, limit))
+    monkeypatch.setattr(pool, "match", lambda ids, *more: looks.append(len(ids)) or real(ids, *more))
     for _ in range(20):
         scheduler.advance()
     assert not large.pages and not looks, "the request before it decodes, and gives nothing back"

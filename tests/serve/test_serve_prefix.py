@@ -1,0 +1,88 @@
+"""The prefix cache as clients see it: `cache_salt`, prefixes per API key, and the metrics of saved tokens."""
+
+import re
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from live_server import make_engine
+
+from dflash_toolkit import Drafter, Target
+from dflash_toolkit.serve.app import create_app
+
+TEXT = "Please count to one hundred, slowly and without any mistake"
+MESSAGES = [{"role": "user", "content": TEXT}]
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": TEXT, "max_tokens": 5},
+    "chat/completions": {"messages": MESSAGES, "max_tokens": 5},
+    "responses": {"input": TEXT, "max_output_tokens": 5},
+    "messages": {"messages": MESSAGES, "max_tokens": 5},
+}
+
+
+def cached(usage: dict[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return details["cached_tokens"] if details else usage.get("cache_read_input_tokens") or 0
+
+
+def counts(client: TestClient, **headers: str) -> dict[str, float]:
+    text = re.sub(',?model_name="org/tiny",?', "", client.get("/metrics", headers=headers).text).replace("{}", "")
+    return {name: float(value) for name, value in re.findall(r"^([a-z]\S*) (\S+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_only_equal_salts_share_a_prefix(target: Target, drafter: Drafter, route: str) -> None:
+    client = TestClient(create_app(make_engine(target, drafter), "org/tiny"))
+    body, found, texts = {"model": "org/tiny", "temperature": 0} | BODIES[route], [], set[str]()
+    for salt in ("a", "b", None, "a", "b", None):
+        reply = client.post(f"/v1/{route}", json=body | {"cache_salt": salt}).json()
+        found.append(cached(reply["usage"]))
+        texts.add(
+            str([reply.get(name) for name in ("content", "output_text")] + [*map(_text, reply.get("choices", ()))])
+        )
+    assert found[:3] == [0, 0, 0] and found[3] == found[4] == found[5] > 0
+    assert len(texts) == 1
+
+
+def _text(choice: dict[str, Any]) -> Any:
+    return choice.get("text") or choice["message"]["content"]
+
+
+@pytest.mark.parametrize("per_key", [False, True])
+def test_a_prefix_is_separate_per_key_on_request(target: Target, drafter: Drafter, per_key: bool) -> None:
+    keys, body = ("k0", "k1"), {"model": "org/tiny", "prompt": [7] * 40, "max_tokens": 3}
+    client = TestClient(create_app(make_engine(target, drafter), "org/tiny", keys, prefix_cache_per_key=per_key))
+    found = []
+    for key, salt in (("k0", None), ("k1", None), ("k1", "0:"), ("k1", None), ("k0", "a"), ("k1", "a"), ("k0", "a")):
+        headers = {"Authorization": f"Bearer {key}"}
+        found.append(
+            cached(client.post("/v1/completions", json=body | {"cache_salt": salt}, headers=headers).json()["usage"])
+        )
+    hit = max(found)
+    assert 30 < hit < 40
+    assert found == ([0, 0, 0, hit, 0, 0, hit] if per_key else [0, hit, 0, hit, 0, hit, hit])
+    metrics = counts(client, **headers)
+    saved = [sum(found[place] for place in places) for places in ((0, 4, 6), (1, 2, 3, 5))]
+    for key, tokens in enumerate(saved):
+        assert metrics[f'dflash:prompt_tokens_cached_by_api_key_total{{api_key="{key}"}}'] == tokens
+    assert metrics['dflash:prompt_tokens_by_api_key_total{api_key="1"}'] == 4 * 40
+    assert metrics['dflash:prompt_tokens_cached_by_prompt_length_total{prompt_tokens="1-256"}'] == sum(saved)
+    assert metrics["vllm:prompt_tokens_cached_total"] == metrics["vllm:prefix_cache_hits_total"] == sum(saved)
+    assert metrics["vllm:prompt_tokens_total"] == metrics["vllm:prefix_cache_queries_total"] == 7 * 40
+    assert metrics["dflash:prefix_cache_hit_rate"] == pytest.approx(sum(saved) / 280)
+
+
+def test_prefix_metrics_count_answers_that_a_stop_string_ends(target: Target, drafter: Drafter) -> None:
+    client = TestClient(create_app(make_engine(target, drafter), "org/tiny"))
+    body = {"model": "org/tiny", "prompt": [7] * 40, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    reply = client.post("/v1/completions", json=body | {"stop": text[4:6]}).json()
+    assert reply["choices"][0]["finish_reason"] == "stop" and reply["usage"]["completion_tokens"] < 40
+    metrics = counts(client)
+    assert metrics["vllm:prefix_cache_queries_total"] == 80
+    assert metrics["vllm:prefix_cache_hits_total"] == cached(reply["usage"]) > 0
+
+
+def test_without_a_request_the_hit_rate_is_zero(target: Target) -> None:
+    client = TestClient(create_app(make_engine(target, None), "org/tiny"))
+    assert counts(client)["dflash:prefix_cache_hit_rate"] == 0
