@@ -105,3 +105,18 @@ def test_nothing_is_tried_where_full_acceptance_would_not_pay() -> None:
     assert 4 in {blocks(of(1.0, 1.0)) for _ in range(300)}
     assert trees(2) == StepShape(1), "known from before"
     assert BudgetChooser((1, 2, 4), times, lambda rows: 2)(2).block == 4
+
+
+def test_drafting_starts_again_when_the_load_falls() -> None:
+    times = {(64, 1): 1.0, (64, 4): 4.0, (64, 64, 4): 4.1, (1, 1): 1.0, (1, 4): 1.1, (1, 16, 4): 1.2}
+    blocks, trees = BlockChooser((1, 4), times, lambda n: n), BudgetChooser((1, 4), times, lambda n: n)
+    assert {blocks(of(0.0)) for _ in range(2000)} == {1, 4}, "probes have become rare"
+    assert {blocks(of(*[1.0] * 64)) for _ in range(300)} == {1}
+    assert {trees(64) for _ in range(300)} == {StepShape(1)}
+    assert 4 in [blocks(of(0.0)) for _ in range(BlockChooser.LAST_PROBE)]
+    assert blocks(of(1.0)) == 4 and trees(1).block == 4
+    untried = of(0.0)
+    untried[0].acceptance.tried = False
+    assert {blocks(of(*[0.0] * 64)) for _ in range(300)} == {1}
+    blocks(of(0.0))
+    assert 4 in [blocks(untried) for _ in range(BlockChooser.FIRST_PROBE)], "a new request is tried soon"
