@@ -108,7 +108,9 @@ class SweepOptions:
         (), "numbers of tokens drafted per step to measure, as 3 7 15 (default: none)"
     )
     context_length: tuple[int, ...] = option(
-        (), "prompt lengths to measure, as 512 2048 8192 32768; prompts are joined to reach them (default: none)"
+        (),
+        "prompt lengths to measure, in tokens, as 512 2048 8192 32768; the same questions at each length, after other "
+        "prompts of their set and the recorded responses, in the order of --seed (default: none)",
     )
     draft_tree_nodes: tuple[int, ...] = option(
         (),

@@ -1,7 +1,7 @@
 """Prompts as token ids, without those that cannot be measured."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...config import UserError
 from ...data.prompts import Message, Prompt, encode_chat
@@ -55,7 +55,20 @@ def _encode(pair: Pair, row: Prompt, thinking: Mode, multi_turn: bool) -> Encode
     except PromptError as error:
         kind = "longer than the context" if len(ids) >= pair.context_limit else "not a prompt of this target"
         raise _Unusable(f"{kind} ({error})") from error
-    return EncodedPrompt(row.id, ids, row.category, rest=rest, asked=last_question(row.messages))
+    after = functools.partial(_after, encode, row.messages) if any(map(_is_user, row.messages)) else None
+    asked, recorded = last_question(row.messages), row.answer or ""
+    return EncodedPrompt(row.id, ids, row.category, rest=rest, asked=asked, recorded=recorded, encode_after=after)
+
+
+def _is_user(message: Message) -> bool:
+    return bool(message["role"] == "user")
+
+
+def _after(encode: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message], text: str) -> list[int]:
+    """Encodes the messages with `text` before the first message of the user."""
+    first = next(i for i, message in enumerate(messages) if _is_user(message))
+    longer = {**messages[first], "content": text + messages[first]["content"]}
+    return encode([*messages[:first], longer, *messages[first + 1 :]])
 
 
 def _ids(pair: Pair, row: Prompt, thinking: Mode, messages: Sequence[Message]) -> list[int]:

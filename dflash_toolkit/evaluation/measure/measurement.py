@@ -6,7 +6,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...acceptance import Acceptance
@@ -31,6 +31,9 @@ class EncodedPrompt:
     turn: int = 1  # number of the turn in its conversation
     rest: "Rest | None" = None  # later turns
     asked: str = ""  # the user's last message
+    recorded: str = ""  # the recorded answer
+    # encodes the prompt with a text before the user's first message; None: the prompt cannot be lengthened
+    encode_after: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
 
     def next(self, answer: str) -> "EncodedPrompt | None":
         """Returns the next turn after this answer; None after the last. Raises UserError if the template fails."""
@@ -134,7 +137,7 @@ def joined(
     difference = None
     if plain and pair.repeats_plain(params):
         difference = _difference(pair, prompt.token_ids, plain.tokens, drafted.tokens, params.temperature == 0.0)
-    texts = _text(pair.tokenizer, prompt.token_ids), tuple(token_texts(pair.tokenizer, drafted.tokens))
+    texts = text_of(pair.tokenizer, prompt.token_ids), tuple(token_texts(pair.tokenizer, drafted.tokens))
     offered = tuple(_offered_texts(pair.tokenizer, drafted).items())
     of_prompt = prompt.category, prompt.turn, texts[0], prompt.asked, texts[1], offered
     costs = gaps, plain_gaps, used, plain_used
@@ -180,7 +183,7 @@ def _difference(
     for position, (a, b) in enumerate(zip(plain, drafted, strict=False)):
         if a != b:
             regret = pair.regret(prompt_ids + plain[:position], b) if greedy else None
-            return Difference(position, a, b, _text(pair.tokenizer, [a]), _text(pair.tokenizer, [b]), regret)
+            return Difference(position, a, b, text_of(pair.tokenizer, [a]), text_of(pair.tokenizer, [b]), regret)
     return None
 
 
@@ -188,12 +191,12 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """Returns the text of every token, also of special ones; a character of several tokens belongs to the last."""
     found, start, done = [], 0, 0
     for end in range(1, len(ids) + 1):
-        text = _text(tokenizer, ids[start:end])
+        text = text_of(tokenizer, ids[start:end])
         if text.endswith("\ufffd") and end < len(ids) and end - done < 4:  # bytes of a character
             found.append("")
             continue
         # decode with the token before: some tokenizers write a word differently at the start of a text
-        found.append(text[len(_text(tokenizer, ids[start:done])) :])
+        found.append(text[len(text_of(tokenizer, ids[start:done])) :])
         start, done = done, end
     return found
 
@@ -204,15 +207,16 @@ def _offered_texts(tokenizer: Any, answer: Generation) -> dict[int, str]:
     for step in answer.steps:
         for place, offered in enumerate(step.offered):
             before = answer.tokens[at + place - 1]
-            start = len(_text(tokenizer, [before])) if any(token not in found for token, _ in offered) else 0
+            start = len(text_of(tokenizer, [before])) if any(token not in found for token, _ in offered) else 0
             for token, _ in offered:
                 if token not in found:
-                    found[token] = _text(tokenizer, [before, token])[start:]
+                    found[token] = text_of(tokenizer, [before, token])[start:]
         at += len(step.tokens)
     return found
 
 
-def _text(tokenizer: Any, ids: list[int]) -> str:
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Returns the text of tokens, special ones included."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

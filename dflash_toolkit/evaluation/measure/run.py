@@ -17,13 +17,15 @@ from ...generation import Generation, PromptError, check_prompt
 from ...progress import Progress
 from ...sampling import SamplingParams
 from ..report.results import Environment, Report, Section, Summary, noise
+from ..stats.paired import tau_over
 from .decoders import Pair, Response, ThreadedDecoder
 from .distribution import SUSPICIOUS, distribution_test
 from .drafting import advice_text, drafting_advice, drafting_points
 from .journal import Journal, generation_of
+from .lengthen import lengthened
 from .measurement import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
 from .recall import draft_recall
-from .sweeps import Sweeps, chosen, load_point, of_length, recommendation
+from .sweeps import Sweeps, chosen, load_point, recommendation
 
 WARM_UP_TOKENS = 8
 ROUND = 8  # prompts per round, as a multiple of the concurrency; the load drops at the end of a round
@@ -82,6 +84,7 @@ def evaluate_all(
         _check_prompts(pair, setting.sets)
     sweeps = sweeps or Sweeps()
     sweeps.check(pair, settings[0].params.max_tokens)
+    contexts = _contexts(pair, settings[0], sweeps)
     environment = Environment.of(pair)
     journal = Journal(partial, environment.threads) if partial else None
     prompts = [prompt for setting in settings for found in setting.sets.values() for prompt in found]
@@ -91,11 +94,12 @@ def evaluate_all(
     pair.make_room(room)
     turns = sum(1 + (len(prompt.rest.turns) if prompt.rest else 0) for prompt in prompts)
     places = chosen(settings[0].sets, sweeps.requests)
-    swept = len(places) * (len(sweeps.draft_length) + len(sweeps.context_length)) + len(sweeps.concurrency)
+    longer = sum(map(len, contexts.values()))
+    swept = len(places) * len(sweeps.draft_length) + longer + len(sweeps.concurrency)
     sampled = next((setting for setting in settings if setting.params.temperature > 0.0), None)
     swept += len(sweeps.drafting_loads) + recall + bool(distribution_samples and sampled)
     if baseline and pair.concurrency > 1:  # drafted and plain answers are separate units of progress
-        swept += turns + len(places) * len(sweeps.context_length)
+        swept += turns + longer
     meter = _Meter(turns + swept) if show_progress else None
     decoding = _Decoding(pair, room, environment, baseline, journal, meter)
     with meter or contextlib.nullcontext():
@@ -109,7 +113,7 @@ def evaluate_all(
             )
             for setting in settings
         )
-        points = decoding.sweep(sweeps, settings[0], sections[0], places)
+        points = decoding.sweep(sweeps, settings[0], sections[0], places, contexts)
         tested = ranked = None
         if distribution_samples and sampled:
             some = [sampled.sets[name][i] for name, i in places]
@@ -248,7 +252,12 @@ class _Decoding:
         return following
 
     def sweep(
-        self, sweeps: Sweeps, setting: Setting, section: Section, places: Sequence[tuple[str, int]]
+        self,
+        sweeps: Sweeps,
+        setting: Setting,
+        section: Section,
+        places: Sequence[tuple[str, int]],
+        contexts: Mapping[int, Sequence[EncodedPrompt]],
     ) -> dict[str, list[dict[str, Any]]]:
         """Returns the points of every requested sweep, by name."""
         pair, params = self._pair, setting.params
@@ -268,9 +277,14 @@ class _Decoding:
             points.setdefault("draft_length", []).append({"num_speculative_tokens": length, **figures})
         if sweeps.draft_length:
             pair.draft_at_most(whole - 1)
-        for length in sweeps.context_length:
-            found = self.conversations(of_length(prompts, length), params)
-            figures = Summary.of(found, whole, repeats).to_json()
+        shortest: list[Generation] = []
+        for length, longer in contexts.items():
+            found = self.conversations(longer, params)
+            answers = [m.drafted for m in found]
+            ratio, within = tau_over(shortest, answers, whole) if shortest else (1.0, None)
+            shortest = shortest or answers
+            figures = {"tau_over_shortest": ratio, "tau_over_shortest_ci95": within}
+            figures |= Summary.of(found, whole, repeats).to_json()
             points.setdefault("context_length", []).append({"context_length": length, **figures})
         for concurrency in sweeps.concurrency:
             count = sweeps.at_concurrency(concurrency)
@@ -356,6 +370,15 @@ def _check_prompts(pair: Pair, sets: Mapping[str, Sequence[EncodedPrompt]]) -> N
                 check_prompt(prompt.token_ids, pair.context_limit, pair.vocabulary)
             except PromptError as error:
                 raise UserError(f"set {name!r}, prompt {prompt.id!r}: {error}; change or remove it") from error
+
+
+def _contexts(pair: Pair, setting: Setting, sweeps: Sweeps) -> dict[int, list[EncodedPrompt]]:
+    """Returns the prompts of the sweep over context lengths. Raises UserError."""
+    if not sweeps.context_length:
+        return {}
+    found = lengthened(pair.tokenizer, setting.sets, sweeps.context_length, sweeps.requests, setting.params.seed)
+    _check_prompts(pair, {f"context_length {length}": prompts for length, prompts in found.items()})
+    return found
 
 
 def _warm_up(pair: Pair, drafts: Iterable[bool], prompt: EncodedPrompt, params: SamplingParams) -> None:

@@ -26,7 +26,7 @@ class Sweeps:
     """The points of each sweep, in ascending order; none by default."""
 
     draft_length: tuple[int, ...] = ()  # tokens drafted per step
-    context_length: tuple[int, ...] = ()  # tokens of a prompt
+    context_length: tuple[int, ...] = ()  # tokens of a prompt, the same prompts at each length
     concurrency: tuple[int, ...] = ()  # concurrent requests
     draft_tree_nodes: tuple[int, ...] = ()  # compared with blocks and chains at each concurrency, or at 1
     requests: int = 16  # per point; at least 2 x concurrency
@@ -63,18 +63,6 @@ def chosen(sets: Mapping[str, Sequence[EncodedPrompt]], count: int) -> list[tupl
     columns = ([(name, i) for i in range(len(prompts))] for name, prompts in sets.items())
     rows = itertools.zip_longest(*columns)
     return [place for row in rows for place in row if place is not None][:count]
-
-
-def of_length(prompts: Sequence[EncodedPrompt], length: int) -> list[EncodedPrompt]:
-    """Returns the prompts with exactly `length` tokens: repeated text of all prompts is put before shorter ones, longer
-    ones are cut."""
-    stream = [token for prompt in prompts for token in prompt.token_ids]
-    filling = stream * (length // len(stream) + 1)
-    found = []
-    for prompt in prompts:
-        own = prompt.token_ids[-length:]
-        found.append(replace(prompt, token_ids=filling[: length - len(own)] + own, rest=None))
-    return found
 
 
 # ---- concurrent requests ----------------------------------------------------------------------------------------

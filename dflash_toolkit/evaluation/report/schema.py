@@ -220,6 +220,8 @@ class LengthPoint(SummaryForm):
 
 class ContextPoint(SummaryForm):
     context_length: Count
+    tau_over_shortest: NotRequired[Annotated[Number, Meta(description="tau_pooled over that of the shortest prompts.")]]
+    tau_over_shortest_ci95: NotRequired[Interval]
 
 
 class LoadPoint(Latencies):

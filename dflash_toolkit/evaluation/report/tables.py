@@ -180,12 +180,15 @@ def drafting_table(points: Sequence[Mapping[str, Any]]) -> Table:
 def sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:
     """Returns the points of a sweep."""
     key, what = SWEPT[name]
-    header = (what, "Requests", "τ pooled", "Tokens/s", "Plain tokens/s", "Speed-up")
+    by_length = all("tau_over_shortest" in point for point in points)
+    over = ("Over the shortest",) if by_length else ()
+    header = (what, "Requests", "τ pooled", *over, "Tokens/s", "Plain tokens/s", "Speed-up")
     rows = [
         (
             f"{point[key]:,}",
             f"{point['requests']:,}",
             between(number(point["tau_pooled"]), point.get("tau_pooled_ci95")),
+            *((between(times(point["tau_over_shortest"]), point["tau_over_shortest_ci95"]),) if by_length else ()),
             number(point["tokens_per_second"], 1),
             number(point["plain_tokens_per_second"], 1),
             between(times(point["speedup"]), point["speedup_ci95"]),

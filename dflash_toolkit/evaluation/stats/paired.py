@@ -5,9 +5,12 @@ comes from a permutation test that swaps the runs within pairs: the share of swa
 as the measured one.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from .bootstrap import SEED, Array, Interval, figures, intervals_of, resampled_sums
+from ...generation import Generation
+from .bootstrap import SEED, Array, Interval, columns, figures, interval, intervals_of, resampled_sums
 
 PERMUTATIONS = 10_000
 AT_ONCE = 500  # permutations in memory
@@ -31,6 +34,24 @@ def difference_intervals(
     # the fixed seed resamples the same requests of both runs
     drawn = figure_differences(resampled_sums(first), resampled_sums(second), block_size, plain)
     return intervals_of(drawn, len(first))
+
+
+def tau_over(
+    first: Sequence[Generation], second: Sequence[Generation], block_size: int
+) -> tuple[float, Interval | None]:
+    """Returns the pooled tau of the second answers over that of the first, with its interval.
+
+    Args:
+        first, second: answers to the same questions in the same order.
+    """
+    sums = [columns(answers, [], block_size) for answers in (first, second)]
+
+    def ratio(shorter: Array, longer: Array) -> Array:
+        taus = [figures(each, block_size, False)["tau_pooled"] for each in (shorter, longer)]
+        return taus[1] / taus[0]
+
+    measured = ratio(*(each.sum(0, keepdims=True) for each in sums))
+    return float(measured[0]), interval(ratio(*map(resampled_sums, sums)), len(first))
 
 
 def p_values(first: Array, second: Array, block_size: int, plain: bool) -> dict[str, float]:
