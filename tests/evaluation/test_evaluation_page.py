@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_toolkit.config import list_options
 from dflash_toolkit.evaluation.measure.measurement import Difference, Measurement
 from dflash_toolkit.evaluation.measure.sweeps import recommendation
 from dflash_toolkit.evaluation.report import page
@@ -28,6 +29,7 @@ from dflash_toolkit.evaluation.report.terminal import show_report
 from dflash_toolkit.evaluation.report.verdict import judge, verdict
 from dflash_toolkit.files import finite
 from dflash_toolkit.generation import Generation, Step
+from dflash_toolkit.train.config import ATTENTION, TrainConfig
 
 SIZE = 8
 HOSTILE = "<script>alert('x')</script> & `code` | </pre> https://example.com"
@@ -256,6 +258,55 @@ def test_acceptance_is_grouped_by_prompt_length(
     for text in (render_markdown(shown), unescape(render_page(shown)), card, printed):
         _, found_caption, table = text.partition(caption)
         assert found_caption and f"{tau:.2f}" in table.partition("513-2048")[2][:200]
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        pytest.param([(1024, 1.0, None)], None, id="one length"),
+        pytest.param([(1024, 1.0, None), (8192, 0.91, (0.85, 0.97))], "8,192 prompt tokens is 0.91x of", id="stable"),
+        pytest.param([(1024, 1.0, None), (8192, 0.8, (0.6, 1.1))], "chance: raise --sweep-requests", id="unsure"),
+        pytest.param(
+            [(1024, 1.0, None), (8192, 0.8, (0.7, 0.9)), (16384, 0.5, (0.4, 0.6))],
+            "0.80x of that with 1,024 (95 % interval 0.70x to 0.90x), for the same questions. Train", id="falls",
+        ),
+    ],
+)  # fmt: skip
+def test_the_verdict_compares_long_and_short_prompts(
+    report: Report, points: list[tuple[int, float, tuple[float, float] | None]], words: str | None
+) -> None:
+    swept = [
+        report.sweeps["context_length"][0]
+        | {"context_length": length, "tau_over_shortest": ratio, "tau_over_shortest_ci95": within}
+        for length, ratio, within in points
+    ]
+    said = dict(verdict(replace(report, sweeps={"context_length": swept})).points).get("Long prompts?")
+    assert said is None if words is None else said is not None and words in said
+    assert "dflash-train" in (said or "") if words and "Train" in words else "dflash-train" not in (said or "")
+
+
+def test_the_verdict_names_options_that_training_has(report: Report) -> None:
+    shorter, longer = ({"tau_over_shortest": ratio, "tau_over_shortest_ci95": None} for ratio in (1.0, 0.5))
+    point = report.sweeps["context_length"][0]
+    swept = [point | shorter | {"context_length": 512}, point | longer | {"context_length": 8192}]
+    said = dict(verdict(replace(report, sweeps={"context_length": swept})).points)["Long prompts?"]
+    assert "--prompts.max-length 8320 --optim.pack-tokens 8320" in said, "with the answer, in a multiple of 128"
+    named = re.findall(r"--([\w.-]+\w)", said.partition("dflash-train")[2])
+    assert len(named) == 4 and {name.replace("-", "_") for name in named} <= {
+        key for key, _ in list_options(TrainConfig)
+    }
+    assert "sliding_attention" in ATTENTION
+
+
+def test_the_verdict_names_longer_prompts_with_lower_tau(report: Report) -> None:
+    draws = random.Random(2)
+    for accepted, lower in ((0.3, True), (0.8, False)):
+        short = [measurement(draws, f"q{i}", 0.8, 0.1) for i in range(8)]
+        long = [replace(measurement(draws, f"r{i}", accepted, 0.1), prompt_tokens=9000) for i in range(8)]
+        section = Section.of({"a": [*short, *long]}, 0.0, None, SIZE)
+        points = dict(verdict(replace(report, sections=(section,), sweeps={})).points)
+        assert ("Long prompts?" in points) == lower
+        assert not lower or "with 8193-32768. These are other prompts" in points["Long prompts?"]
 
 
 def test_shares_of_few_steps_are_not_drawn(report: Report) -> None:

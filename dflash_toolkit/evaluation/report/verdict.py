@@ -1,7 +1,7 @@
 """Summarizes a report in sentences: speed, exactness, losses and the recommendation."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ from .table import times
 from .tables import SWEPT
 
 TIE_NATS = 0.2  # a regret up to this value is a tie that rounding can decide
+FALL = 0.1  # a larger fall of tau with the prompt's length has advice
+PACKED = 128  # optim.pack_tokens is a multiple of it
 NAMED = 6  # maximum number of listed losses
 SWEPT_PLACES: dict[
     str, Callable[[int], str]
@@ -53,6 +55,7 @@ def verdict(report: Report) -> Verdict:
     points = [
         ("Exact?", " ".join([said, *_distribution(report)])),
         ("Where does it lose?", _losses(report)),
+        *(("Long prompts?", said) for said in _long_prompts(report)),
         ("What to serve with?", _recommended(report)),
     ]
     headline, outcome = _headline(report), judge_summary(report.overall)
@@ -145,6 +148,50 @@ def _losses(report: Report) -> str:
     if found["good"] and not found["bad"] and not found["unsure"]:
         parts.insert(0, "Every set is faster." if parts else "Nowhere: every set is faster.")
     return " ".join(parts) or "Not measured."
+
+
+def _long_prompts(report: Report) -> Iterator[str]:
+    """Writes how tau changes with the prompt's length, and what to do if it falls; nothing for one length."""
+    points = report.sweeps.get("context_length", [])
+    measured = [point for point in points[1:] if math.isfinite(point.get("tau_over_shortest") or math.nan)]
+    if not measured:
+        yield from _other_prompts(report)
+        return
+    fallen = [point for point in measured if point["tau_over_shortest"] < 1 - FALL]
+    point = fallen[0] if fallen else measured[-1]
+    within = point["tau_over_shortest_ci95"]
+    interval = f" (95 % interval {times(within[0])} to {times(within[1])})" if within else ""
+    said = (
+        f"τ with {point['context_length']:,} prompt tokens is {times(point['tau_over_shortest'])} of that with "
+        f"{points[0]['context_length']:,}{interval}, for the same questions."
+    )
+    if not fallen:
+        yield said
+    elif within and within[1] >= 1:
+        yield f"{said} That may be chance: raise --sweep-requests."
+    else:
+        longest = point["context_length"] + report.arguments["max_tokens"]
+        tokens = -(-longest // PACKED) * PACKED
+        yield (
+            f"{said} Train on prompts of this length, with dflash-train --prompts.max-length {tokens} "
+            f"--optim.pack-tokens {tokens}, or limit the context that the drafter sees, with --drafter.layer-types "
+            f"sliding_attention and --drafter.sliding-window."
+        )
+
+
+def _other_prompts(report: Report) -> Iterator[str]:
+    """Writes the first group of longer prompts whose tau is clearly lower than that of the shortest ones."""
+    groups = list(report.sections[0].by_prompt_tokens.items())
+    for group, summary in groups[1:]:
+        first, short = groups[0]
+        before, after = (each.intervals["tau_pooled"] for each in (short, summary))
+        taus = short.drafted.tau_pooled, summary.drafted.tau_pooled
+        if before and after and after[1] < before[0] and taus[1] < (1 - FALL) * taus[0]:
+            yield (
+                f"τ is {taus[0]:.2f} with prompts of {first} tokens and {taus[1]:.2f} with {group}. These are other "
+                f"prompts; --context-length 1024 8192 measures the same questions at both lengths."
+            )
+            return
 
 
 def _named(places: list[str]) -> str:
