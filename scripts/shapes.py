@@ -19,8 +19,12 @@ from transformers import (
 from dflash_toolkit.config import UserError
 from dflash_toolkit.kernels.formats import cast_fp8
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.quantized import FORM
+from dflash_toolkit.models.restrictions import Restrictions
 from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.target import use_device
+from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 
 STD = 0.02  # standard deviation of matrices
@@ -191,6 +195,21 @@ def random_drafter(config: DrafterConfig, device: torch.device, dtype: torch.dty
         drafter = Drafter(config).to(dtype)
     drafter.init_weights(generator)
     return DrafterWeights.of_module(drafter)
+
+
+def random_parts(shape: str, layers: int | None = None, device: str = "auto", *, drafts: bool = True) -> Parts:
+    """Returns random weights of a named shape and, with `drafts`, a random drafter. Raises UserError.
+
+    Args:
+        layers: layers of the target; the drafter is then small (None: all).
+    """
+    config, where = named_shape(shape), use_device(device)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    if layers:
+        config.num_hidden_layers = layers
+    sizes = {"layers": 2, "taps": 1} if layers else {}
+    drafter = random_drafter(drafter_shape(config, **sizes), where, dtype) if drafts else None
+    return Parts(random_target(ModelSpec.of_target(config), where, dtype), drafter, (), Restrictions())
 
 
 def _randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:

@@ -37,10 +37,7 @@ from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.measure.decoders import EngineDecoder
 from dflash_toolkit.files import read_json, write_json
-from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.restrictions import Restrictions
-from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import load_tokenizer, use_device
+from dflash_toolkit.models.target import load_tokenizer
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.load import Parts, load_parts
 from dflash_toolkit.train.responses.generate import seed_of
@@ -48,7 +45,7 @@ from dflash_toolkit.train.responses.generate import seed_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
 from scripts.measure import setting, without_folders
-from scripts.shapes import named_shape, random_drafter, random_target
+from scripts.shapes import random_parts
 
 MODES = ("greedy", "sampled", "drafts")
 SETTINGS = (
@@ -66,16 +63,7 @@ def parts_of(args: argparse.Namespace) -> Parts:
     """Returns the real pair, or random weights of the shape with a random drafter. Raises UserError."""
     if args.target:
         return load_parts(args.target, args.drafter, args.device, "auto")
-    device = use_device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = named_shape(args.shape)
-    if args.layers:
-        config.num_hidden_layers = args.layers
-    drafter = None
-    if "drafts" in args.modes:
-        sizes = {"layers": 2, "taps": 1} if args.layers else {}
-        drafter = random_drafter(drafter_shape(config, **sizes), device, dtype)
-    return Parts(random_target(ModelSpec.of_target(config), device, dtype), drafter, (), Restrictions())
+    return random_parts(args.shape, args.layers, args.device, drafts="drafts" in args.modes)
 
 
 def jobs_of(args: argparse.Namespace, vocabulary: int) -> Iterator[Job]:
