@@ -11,6 +11,7 @@ environment with vllm (0.33) and this project.
 
 import argparse
 import contextlib
+import copy
 import multiprocessing
 import queue
 import sys
@@ -37,6 +38,7 @@ from dflash_toolkit.train.responses.vllm_backend import import_vllm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
 from scripts.measure import StepEngine, add_loads, decode_load, fastest, loads_of, setting, without_folders
+from scripts.traffic import Answer
 
 COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
@@ -52,37 +54,38 @@ class Work(NamedTuple):
     after: Path | None
 
 
-class Answer:
-    """A request: its tokens up to now."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.finished = False
-
-
 class Vllm(StepEngine):
-    """vLLM's engine, step by step."""
+    """vLLM's engine, step by step. Times of arrival are those of its engine process."""
 
     def __init__(self, llm: Any, params: Any) -> None:
         self._engine, self._params = llm.llm_engine, params
         self._answers: dict[str, Answer] = {}
         self._count = 0
 
-    def submit(self, prompt: list[int]) -> Answer:
+    def submit(self, prompt: list[int], max_tokens: int | None = None) -> Answer:
         self._count += 1
-        name = str(self._count)
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._params)
-        self._answers[name] = Answer()
-        return self._answers[name]
+        name, params = str(self._count), self._params
+        if max_tokens is not None:
+            params = copy.copy(params)
+            params.max_tokens = max_tokens
+        answer = self._answers[name] = Answer(time.monotonic(), handle=name)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return answer
 
     def step(self) -> bool:
         for output in self._engine.step():
-            answer = self._answers[output.request_id]
-            answer.tokens += output.outputs[0].token_ids
+            if (answer := self._answers.get(output.request_id)) is None:
+                continue  # cancelled
+            answer.add(output.metrics.last_token_ts, output.outputs[0].token_ids)
+            answer.cached = output.num_cached_tokens or 0
             if output.finished:
                 answer.finished = True
                 del self._answers[output.request_id]
         return bool(self._engine.has_unfinished_requests())
+
+    def cancel(self, answer: Answer) -> None:
+        if self._answers.pop(answer.handle, None) is not None:
+            self._engine.abort_request([answer.handle])
 
 
 def work_on(work: Work, found: "Queue[tuple[int, Any]]", started: Barrier, turn: Event) -> None:

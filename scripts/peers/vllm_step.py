@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 from scripts.measure import setting
 from scripts.shapes import named_shape
 
-CONTEXT = 8192
 UNQUANTIZED = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")  # as published
 ROUTING = "own_experts"  # defined in vllm_routing.py
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
@@ -79,6 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--short", type=int, default=64)
     add("--long", type=int, default=384)
     add("--repeats", type=int, default=3)
+    add("--max-model-len", type=int, default=8192)
     add("--gpu-memory-utilization", type=float, default=0.5)
     add("--no-compile", action="store_true", help="CUDA graphs without torch.compile: faster start, slower decoding")
     add("--output", type=Path, required=True)
@@ -90,8 +90,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, least in (("batch", min(args.batch)), ("prompt", args.prompt), ("repeats", args.repeats)):
         if least < 1:
             parser.error(f"--{name} is {least}; it must be >= 1")
-    if args.prompt + args.long > CONTEXT:
-        parser.error(f"--prompt and --long are {args.prompt + args.long} tokens; vllm is started for {CONTEXT}")
+    if args.prompt + args.long > args.max_model_len:
+        tokens = f"--prompt and --long are {args.prompt + args.long} tokens"
+        parser.error(f"{tokens}; vllm is started for {args.max_model_len}")
     return args
 
 
@@ -120,7 +121,8 @@ def options_of(args: argparse.Namespace, folder: Path, k: int) -> dict[str, Any]
     target, drafter = write_shapes(folder, args.shape, k)
     options: dict[str, Any] = {
         "model": str(target), "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
-        "max_model_len": min(CONTEXT, named_shape(args.shape).max_position_embeddings), "max_num_seqs": max(args.batch),
+        "max_model_len": min(args.max_model_len, named_shape(args.shape).max_position_embeddings),
+        "max_num_seqs": max(args.batch),
         "max_num_batched_tokens": 16384, "gpu_memory_utilization": args.gpu_memory_utilization,
         "enable_prefix_caching": False, "disable_log_stats": False, "generation_config": "vllm",
     }  # fmt: skip

@@ -35,7 +35,13 @@ class Llm:
         self.drafts += len(written)
         self.left = {name: left - written[name] for name, left in self.left.items() if left > written[name]}
         return [
-            Namespace(request_id=name, outputs=[Namespace(token_ids=[1] * n)], finished=name not in self.left)
+            Namespace(
+                request_id=name,
+                outputs=[Namespace(token_ids=[1] * n)],
+                finished=name not in self.left,
+                metrics=Namespace(last_token_ts=time.monotonic()),
+                num_cached_tokens=0,
+            )
             for name, n in written.items()
         ]
 
