@@ -322,6 +322,9 @@ def test_a_common_prefix_is_computed_once() -> None:
     assert in_one_pass(*different, prefix_cache=True).called("prefill_batch") == [(6, 6)]
     whole, more = request_of([1, 2, 3, 4], 3), request_of([1, 2, 3, 4, 5], 3)
     assert in_one_pass(whole, more, prefix_cache=True).called("prefill_batch") == [] and more.cached_tokens == 4
+    salted = [request_of([1, 2, 3, 4, 5, 6], 3) for _ in range(2)]
+    salted[1].cache_salt = "a"
+    assert in_one_pass(*salted, prefix_cache=True).called("prefill_batch") == [(6, 6)]
 
 
 def test_requests_of_a_failed_pass_are_prefilled_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,16 @@ import re
 from typing import Any
 
 import pytest
+from conftest import make_drafter
 from fastapi.testclient import TestClient
 from live_server import make_engine
+from reciting import make_reciting
 
 from dflash_toolkit import Drafter, Target
+from dflash_toolkit.acceptance import prompt_length_group
 from dflash_toolkit.serve.app import create_app
 
+PAGE = 4  # tokens of a page, see `make_engine`
 TEXT = "Please count to one hundred, slowly and without any mistake"
 MESSAGES = [{"role": "user", "content": TEXT}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -66,10 +70,26 @@ def test_a_prefix_is_separate_per_key_on_request(target: Target, drafter: Drafte
     for key, tokens in enumerate(saved):
         assert metrics[f'dflash:prompt_tokens_cached_by_api_key_total{{api_key="{key}"}}'] == tokens
     assert metrics['dflash:prompt_tokens_by_api_key_total{api_key="1"}'] == 4 * 40
-    assert metrics['dflash:prompt_tokens_cached_by_prompt_length_total{prompt_tokens="1-256"}'] == sum(saved)
+    length = prompt_length_group(40)
+    assert metrics[f'dflash:prompt_tokens_cached_by_prompt_length_total{{prompt_tokens="{length}"}}'] == sum(saved)
     assert metrics["vllm:prompt_tokens_cached_total"] == metrics["vllm:prefix_cache_hits_total"] == sum(saved)
     assert metrics["vllm:prompt_tokens_total"] == metrics["vllm:prefix_cache_queries_total"] == 7 * 40
     assert metrics["dflash:prefix_cache_hit_rate"] == pytest.approx(sum(saved) / 280)
+
+
+def test_a_chat_finds_its_last_turn_up_to_removed_thoughts() -> None:
+    """The template of the reciting target writes no thoughts into the history, so only the answers differ."""
+    reciter = make_reciting()
+    client, answered = TestClient(create_app(make_engine(reciter, make_drafter(reciter)), "m")), 0
+    messages = [{"role": "user", "content": TEXT}]
+    for _ in range(3):
+        body = {"model": "m", "messages": messages, "chat_template_kwargs": {"enable_thinking": True}}
+        reply = client.post("/v1/chat/completions", json=body | {"max_tokens": 60, "temperature": 0}).json()
+        usage, message = reply["usage"], reply["choices"][0]["message"]
+        assert message["reasoning_content"]
+        assert answered - PAGE <= cached(usage) <= answered
+        answered = usage["prompt_tokens"]
+        messages += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": "more"}]
 
 
 def test_prefix_metrics_count_answers_that_a_stop_string_ends(target: Target, drafter: Drafter) -> None:
