@@ -11,6 +11,7 @@ from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.report.schema import read_report
 from dflash_toolkit.evaluation.stats.bootstrap import interval, intervals, resampled_sums, student_quantile
+from dflash_toolkit.evaluation.stats.paired import tau_over
 from dflash_toolkit.generation import Generation, Step
 
 SLOTS, A, B = 4, 3.0, 2.0  # acceptance rates of requests have the distribution Beta(A, B)
@@ -100,6 +101,17 @@ def test_resampling_in_parts_gives_the_same_sums(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (39, 2.023)])
 def teststudent_quantile_t_quantiles_match_tables(freedom: int, t: float) -> None:
     assert student_quantile(0.975, freedom) == pytest.approx(t, rel=0.01)
+
+
+def test_a_ratio_of_tau_pairs_the_same_requests() -> None:
+    """Requests differ much, but each commits half as many tokens per step the second time."""
+
+    def answers(share: int) -> list[Generation]:
+        lengths = [share * n for n in (1, 1, 2, 2)]
+        return [Generation([7] * (1 + 5 * n), [Step(SLOTS, n - 1, (7,) * n)] * 5, "length", 0.1, 1.0) for n in lengths]
+
+    assert tau_over(answers(2), answers(1), SLOTS + 1) == (0.5, (0.5, 0.5))
+    assert tau_over(answers(2)[:1], answers(1)[:1], SLOTS + 1) == (0.5, None), "one request"
 
 
 @pytest.mark.parametrize(

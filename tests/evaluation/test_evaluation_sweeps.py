@@ -76,7 +76,7 @@ def test_the_command_runs_all_sweeps_and_recommends(
     assert long["tau_over_shortest"] == pytest.approx(long["tau_pooled"] / short["tau_pooled"])
     low, high = long["tau_over_shortest_ci95"]
     assert low <= long["tau_over_shortest"] <= high
-    assert all("Over the shortest" in text for text in shown)
+    assert all("τ over the shortest" in text for text in shown)
     assert report["recommendation"]["num_speculative_tokens"] in (2, 7)
     assert report["recommendation"]["reason"] in capsys.readouterr().out
     assert report["arguments"]["block_size"] == 8

@@ -58,7 +58,11 @@ def _filling(
     random.Random(f"{seed}/{prompt.id}").shuffle(texts)
     if not texts:
         raise UserError(f"context_length: prompt {prompt.id!r} is lengthened with other prompts; give at least two")
-    ids = list(tokenizer.encode("".join(texts), add_special_tokens=False))
+    ids: list[int] = []
+    for text in texts:  # of a large set only as much as needed
+        ids += tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) >= tokens:
+            return ids
     return ids * (tokens // len(ids) + 1)
 
 

@@ -181,7 +181,7 @@ def sweep_table(name: str, points: Sequence[Mapping[str, Any]]) -> Table:
     """Returns the points of a sweep."""
     key, what = SWEPT[name]
     by_length = all("tau_over_shortest" in point for point in points)
-    over = ("Over the shortest",) if by_length else ()
+    over = ("τ over the shortest",) if by_length else ()
     header = (what, "Requests", "τ pooled", *over, "Tokens/s", "Plain tokens/s", "Speed-up")
     rows = [
         (
