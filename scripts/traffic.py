@@ -275,8 +275,9 @@ def _inter_token(gaps: Sequence[float]) -> dict[str, float | None]:
 def compare(ours: Path, peer: Path) -> Table:
     """Returns the ratios of two results, next to the goals.
 
-    Plain decoding is compared with plain decoding, every other way with vLLM's best. The ratio is of whole-job
-    tokens/s, or of the times to the first token; for `mixed` it is our inter-token p99 to that without the prompt.
+    Plain decoding is compared with plain decoding, every other way with vLLM's best, and first tokens with a drafter
+    with those with a drafter. The ratio is of whole-job tokens/s, or of the times to the first token; for `mixed` it
+    is our inter-token p99 to that without the prompt.
 
     Raises:
         UserError: a file that is not such a result, or two that were not measured alike.
@@ -295,12 +296,8 @@ def compare(ours: Path, peer: Path) -> Table:
             )
     rows = []
     for row in results[0]["rows"]:
-        alike = [other for other in results[1]["rows"] if _key(other) == _key(row)]
-        best = min(
-            alike,
-            key=lambda other: other["inter_token_ms"]["p99"] if other["arriving"] else other["seconds"],
-            default=None,
-        )
+        alike = [other for other in results[1]["rows"] if _comparable(row, other)]
+        best = min(alike, key=_cost, default=None)
         rows.append(_compared(row, best))
     columns = (
         "workload", "requests", "way", "vLLM's", "tokens/s", "vLLM", "ratio", "goal", "first token ms", "vLLM",
@@ -309,9 +306,15 @@ def compare(ours: Path, peer: Path) -> Table:
     return Table("", columns, tuple(rows))
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("workload", "requests", "prompt", "output", "arriving")
-    return (*(row[name] for name in names), row["way"] == "plain")
+def _cost(row: dict[str, Any]) -> float:
+    return (row["inter_token_ms"]["p99"] or math.inf) if row["arriving"] else row["seconds"]  # type: ignore[no-any-return]
+
+
+def _comparable(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    if any(row[name] != other[name] for name in ("workload", "requests", "prompt", "output", "arriving")):
+        return False
+    plain, decodes = row["way"] == "plain", row["output"] > 1
+    return (other["way"] == "plain") == plain or (decodes and not plain)
 
 
 def _compared(row: dict[str, Any], best: dict[str, Any] | None) -> tuple[str, ...]:

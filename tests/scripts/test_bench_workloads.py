@@ -45,12 +45,25 @@ def check_row(row: dict[str, Any]) -> None:
 def test_figures_of_a_real_pair_are_consistent(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
     text = write(tmp_path / "p.jsonl", says(*(f"ask {i} of it" for i in range(9))))
     pair = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--prompts", f"own={text}", "--device", "cpu"]
-    jobs = ["--workload", "chat", "agent", "first-token", "mixed", "--ways", "plain", "k3", "--repeats", "2"]
+    jobs = [
+        "--workload",
+        "chat",
+        "agent",
+        "first-token",
+        "mixed",
+        "--ways",
+        "plain",
+        "blocks",
+        "k3",
+        "trees",
+        "--repeats",
+        "2",
+    ]
     assert program.main([*pair, *jobs, "--output", str(tmp_path / "o.json")]) == 0
     found = read_json(tmp_path / "o.json")
     assert found["engine"] == "ours" and found["accept"] is None and str(tmp_path) not in str(found["command"])
     cells = [(name, requests) for name, workload in SMALL.items() for requests in workload.goals]
-    assert sorted((row["workload"], row["requests"]) for row in found["rows"]) == sorted(2 * cells)
+    assert sorted((row["workload"], row["requests"]) for row in found["rows"]) == sorted(4 * cells)
     for row in found["rows"]:
         if row["arriving"]:
             assert row["p99_to_quiet"] == row["inter_token_ms"]["p99"] / row["quiet_inter_token_ms"]["p99"]
@@ -87,12 +100,12 @@ def test_second_turn_continues_prompt_and_answer() -> None:
 
 def test_shapes_accept_at_random(tmp_path: Path) -> None:
     shape = ["--shape", "smollm2", "--layers", "4", "--device", "cpu", "--workload", "chat", "--requests", "2"]
-    accept = ["--accept", "0.999", "--repeats", "1", "--ways", "blocks", "k7"]
+    accept = ["--accept", "0.999", "--repeats", "1", "--ways", "k7"]
     assert program.main([*shape, *accept, "--output", str(tmp_path / "o.json")]) == 0
     found = read_json(tmp_path / "o.json")
-    for row in found["rows"]:
-        check_row(row)
-    assert found["rows"][1]["tokens_per_step"] == 7.0, "seven tokens after the first, in one step"
+    (row,) = found["rows"]
+    check_row(row)
+    assert row["tokens_per_step"] == 7.0, "seven tokens after the first, in one step"
     assert found["accept"] == 0.999 and found["model"] == "smollm2" and found["engines"]["k7"]["start_s"] > 0
 
 
@@ -165,6 +178,7 @@ def test_comparison_uses_the_best_way_of_vllm(tmp_path: Path, capsys: pytest.Cap
     peer = result_of(tmp_path / "b", "vllm", [
         row_of("chat", "plain", 3.0), row_of("chat", "k3", 1.5), row_of("chat", "k7", 1.25),
         row_of("first-token-16", "plain", 1.0), row_of("first-token-16", "k7", 3.0),
+        row_of("agent", "plain", 2.0), row_of("agent", "k7", 3.0),
     ])  # fmt: skip
     assert program.main(["--compare", str(ours), str(peer)]) == 0
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
@@ -173,7 +187,7 @@ def test_comparison_uses_the_best_way_of_vllm(tmp_path: Path, capsys: pytest.Cap
         ("chat", "k7", "1.25x", "1.40x"),
         ("first-token-16", "plain", "0.50x", ""),
         ("first-token-16", "k7", "1.50x", "1.00x"),
-        ("agent", "-", "-", "1.50x"),
+        ("agent", "plain", "2.00x", "1.50x"),
         ("mixed", "-", "1.60x", "at most 2.00x"),
     ]
 
