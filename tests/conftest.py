@@ -228,7 +228,27 @@ def _freezes_imports() -> Iterator[None]:
         gc.freeze()
 
 
+SAMPLE = 4  # cases of a `sampled` test that `make test` runs
+
+
+def _without_most_of_the_sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps some cases of each test marked `sampled`, spread evenly. DFLASH_LONG=1, or a GPU, runs all of them."""
+    if os.environ.get("DFLASH_LONG") or torch.cuda.is_available():
+        return
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    kept = {each[i * (len(each) - 1) // (SAMPLE - 1)] for each in cases.values() for i in range(SAMPLE)}
+    left_out = [item for each in cases.values() for item in each if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+
+
+@pytest.hookimpl(trylast=True)  # after `-k` and `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _without_most_of_the_sampled(config, items)
     skipped = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if config.getoption("--fast"):
         skipped["slow"] = "takes seconds"

@@ -49,6 +49,7 @@ def allowed_of(grammar: Grammar, text: str, tokenizer: Any = TOKENIZER, vocabula
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled
 def test_answer_follows_the_grammar_with_and_without_drafts(case: str, way: dict[str, Any]) -> None:
     target, drafter = pair()
     grammar, holds = CASES[case]

@@ -79,6 +79,7 @@ BREAKS: dict[str, tuple[Break, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.sampled
 def test_each_broken_checkpoint_gets_only_its_own_fault(clinic: Clinic, name: str) -> None:
     break_it, check, remedy = BREAKS[name]
     faults = clinic.examine(break_it=break_it)["fault"]

@@ -129,6 +129,7 @@ IN_TURN = [(name, list(KINDS)[i % 2], list(KINDS)[1 - i % 2]) for i, name in enu
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind, _ in IN_TURN])
+@pytest.mark.sampled
 def test_with_a_record_only_the_cause_is_reported(patient: Callable[[str], Patient], name: str, kind: str) -> None:
     (break_it, check, remedy), sick = BREAKS[name], patient(kind)
     found = sick.examine(break_it(sick), texts=SHORT_TEXTS[:1])
@@ -140,6 +141,7 @@ def test_with_a_record_only_the_cause_is_reported(patient: Callable[[str], Patie
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, _, kind in IN_TURN])
+@pytest.mark.sampled
 def test_without_a_record_no_wrong_cause_is_reported(patient: Callable[[str], Patient], name: str, kind: str) -> None:
     (break_it, check, remedy), sick = BREAKS[name], patient(kind)
     found = sick.examine(break_it(sick), recorded=False, texts=SHORT_TEXTS[:1])

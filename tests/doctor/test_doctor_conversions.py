@@ -112,6 +112,7 @@ BREAKS: dict[str, tuple[Break, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.sampled
 def test_a_conversion_mistake_is_named_without_a_record(sick: Patient, name: str) -> None:
     break_it, check, remedy = BREAKS[name]
     (fault,) = sick.examine(break_it, recorded=False, texts=SHORT_TEXTS[:1])["fault"]

@@ -111,6 +111,7 @@ BREAKS: dict[str, tuple[Break, tuple[str, str], tuple[str, str] | None]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.sampled
 def test_each_dflash2_break_gets_only_its_own_fault(sick: Patient, name: str) -> None:
     break_it, *expected = BREAKS[name]
     for recorded, named_so in zip((True, False), expected, strict=True):

@@ -44,6 +44,7 @@ def check(target: Target, wanted: Sequence[SamplingParams], batch: int = 4) -> N
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.sampled
 def test_batched_rows_equal_single_decoding(name: str) -> None:
     assert unbatchable_reason(tiny(name)) is None
     check(tiny(name), list(params(SamplingParams(), DRAWN)))

@@ -250,6 +250,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("small_parts")
+@pytest.mark.sampled
 def test_top_of_many_rows_equals_top_of_column_parts(m: int, n: int, count: int, dtype: torch.dtype) -> None:
     # small integers: the logits are exact, so that many columns tie, within a part and across parts
     x = guarded(torch.randint(-2, 3, (m, 40)).to(dtype))

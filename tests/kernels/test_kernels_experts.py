@@ -58,6 +58,7 @@ def in_fp8(matrices: Tensor, by_rows: bool = False) -> BlockScaledFp8:
 
 @pytest.mark.parametrize("m", [2, 40, 65, 200])  # quantized as they are loaded, before, gathered, in wide tiles
 @pytest.mark.parametrize("by_rows", [False, True], ids=["blocks", "rows"])
+@pytest.mark.sampled
 def test_experts_in_fp8_are_those_of_the_definition(m: int, by_rows: bool, fp8_type: str) -> None:
     x, *weights = operands(m, (3, 2, 256, 128), torch.float32)
     weights[0] *= torch.logspace(-1, 1, 256, device=DEVICE)[:, None]  # rows of very different sizes

@@ -53,6 +53,7 @@ def test_rows_are_quantized_as_weights_are(m: int, k: int, kind: str) -> None:
     [(129, 48, 64, False), (129, 48, 64, True), (160, 16, 320, True), (256, 640, 256, False), (300, 1152, 896, True)],
 )
 @fp8_kinds
+@pytest.mark.sampled
 def test_wide_gemms_with_quantized_weights_are_within_their_rounding(
     m: int, n: int, k: int, biased: bool, kind: str
 ) -> None:

@@ -96,6 +96,7 @@ FP8_CUTS = [
 
 
 @pytest.mark.parametrize(("cut", "quantized"), [*((c, False) for c in CUTS), *((c, True) for c in FP8_CUTS)], ids=str)
+@pytest.mark.sampled
 def test_a_layer_is_as_exact_as_torch(cut: Any, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, rows, programs, launched = cut
     case = streamed(monkeypatch, shape, rows, programs, quantized=quantized)
@@ -227,6 +228,7 @@ FP8_MISTAKES: dict[str, Mistake] = {
 
 
 @pytest.mark.parametrize("mistake", [*LAYER_MISTAKES, *FP8_MISTAKES])
+@pytest.mark.sampled
 def test_a_mistake_in_the_layer_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = mistake in FP8_MISTAKES
     broken(monkeypatch, *(LAYER_MISTAKES | FP8_MISTAKES)[mistake])

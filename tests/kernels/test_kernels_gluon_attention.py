@@ -31,6 +31,7 @@ BF16 = torch.bfloat16
     ],
     ids=str,
 )
+@pytest.mark.sampled
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
     groups: int, group: int, width: int, size: int, block: int, contexts: tuple[int, ...], window: int,
     causal: bool, short: int, monkeypatch: pytest.MonkeyPatch,

@@ -156,6 +156,7 @@ FP8_MISTAKES: dict[str, Mistake] = {
 
 @interpreted
 @pytest.mark.parametrize("mistake", [*MISTAKES, *FP8_MISTAKES])
+@pytest.mark.sampled
 def test_a_mistake_in_the_layer_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, *(MISTAKES | FP8_MISTAKES)[mistake])
     cut = FP8_CUTS[0][0] if mistake in FP8_MISTAKES else SMALL

@@ -94,6 +94,7 @@ CASES = [
 
 @pytest.mark.parametrize(("vocabulary", "scale", "dtype"), CASES)
 @pytest.mark.parametrize("implementation", [definition, triton_kernel], ids=["torch", "triton"])
+@pytest.mark.sampled
 def test_terms_and_gradient_are_those_of_float64_autograd(
     implementation, vocabulary: int, scale: float, dtype: torch.dtype
 ) -> None:

@@ -116,6 +116,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(1, 0), (2, 1), (37, 2), (256, 0), (1000, 1), (5003, 0)])
+@pytest.mark.sampled
 def test_tokens_are_those_of_the_filtered_distribution(vocab: int, dtype: int, room: None) -> None:
     check(mixed(3 * torch.randn(10 if vocab > 100 else 20, vocab).to(DTYPES[dtype])))
 
@@ -237,6 +238,7 @@ def drafted(given: Arguments, count: int, likely: bool) -> Arguments:
 
 @pytest.mark.parametrize(("vocab", "count"), [(20, 16), (700, 5)])
 @pytest.mark.parametrize("likely", [True, False])
+@pytest.mark.sampled
 def test_drafts_are_judged_and_replaced_as_by_the_definition(vocab: int, count: int, likely: bool, room: None) -> None:
     given = mixed(2 * torch.randn(20, vocab))
     judged = drafted(given, count, likely)

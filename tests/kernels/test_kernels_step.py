@@ -42,6 +42,7 @@ BLOCKS = [(causal, dtype) for causal in (True, False) for dtype in DTYPES]  # ea
 
 
 @pytest.mark.parametrize(("shape", "way"), in_turn([(shape,) for shape in SHAPES], BLOCKS), ids=str)
+@pytest.mark.sampled
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(shape: Shape, way: tuple[bool, torch.dtype]) -> None:
     (block, group, width, contexts, size, window), (causal, dtype) = shape, way
     pages = make_pages(contexts, block, size, 2, width, dtype)

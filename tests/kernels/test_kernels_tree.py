@@ -85,6 +85,7 @@ CHAINS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, w
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in CHAINS]), ids=str)
+@pytest.mark.sampled
 def test_chains_are_blocks_of_as_many_rows_of_each_request(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
     *shape, window = shape
     forest = plant(*shape, dtype=dtype, children=1)

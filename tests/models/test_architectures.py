@@ -75,6 +75,7 @@ def test_embedding_and_head_match_the_model(name: str) -> None:
 
 
 @EACH
+@pytest.mark.sampled
 def test_a_greedy_answer_is_that_of_hf_generate_with_every_drafter(name: str) -> None:
     target = tiny(name)
     drafter = make_drafter(target)
@@ -179,6 +180,7 @@ def kept(cache: TargetCache) -> list[torch.Tensor]:
 
 @EACH
 @pytest.mark.parametrize("stay", [1, 3, 6])
+@pytest.mark.sampled
 def test_taking_back_part_of_a_block_keeps_the_rest_exact(name: str, stay: int) -> None:
     target = tiny(name)
     caches = target.new_cache(), target.new_cache()

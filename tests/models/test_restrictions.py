@@ -48,6 +48,7 @@ def folder(target_dir: Path, tmp_path: Path, values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("values", FOLLOWED, ids=lambda values: " ".join(values))
+@pytest.mark.sampled
 def test_restricted_answers_are_those_of_hf_generate(values: dict[str, Any], target_dir: Path, tmp_path: Path) -> None:
     target = Target.load(folder(target_dir, tmp_path, values), device="cpu")
     drafter = make_drafter(target)

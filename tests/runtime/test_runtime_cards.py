@@ -37,6 +37,7 @@ def promised(rates: list[float], block: int, times: Times) -> float:
 
 @every_card
 @every_pair
+@pytest.mark.sampled
 def test_chosen_lengths_are_never_slower_than_plain_decoding(card: Roofline, pair: str) -> None:
     for batch in (1, 2, 8, 32, 128):
         times = step_times(card, pair, [batch], BLOCKS)
@@ -63,6 +64,7 @@ def test_chosen_lengths_follow_acceptance_up_and_down(card: Roofline, pair: str)
 
 
 @every_card
+@pytest.mark.sampled
 def test_drafts_without_acceptance_cost_less_than_two_per_cent(card: Roofline) -> None:
     for pair, batch in (("8B", 1), ("8B in FP8", 64)):
         times = step_times(card, pair, [batch], BLOCKS)

@@ -32,6 +32,7 @@ PARAMS = [SamplingParams(max_tokens=n) for n in (14, 1, 9, 20)]
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+@pytest.mark.sampled
 def test_ragged_batches_draft_as_the_reference_one_by_one(changes: dict[str, Any]) -> None:
     target, _ = pair()
     drafter = make_dflash2(target, **changes)

@@ -130,6 +130,7 @@ def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 0.865])  # acceptance lengths of 1, 1.4, 2, 6.7
+@pytest.mark.sampled
 def test_choosing_is_hardly_slower_than_plain_decoding(batch: int, times: dict[int, float], rate: float) -> None:
     """Answers of 256 tokens, one batch after the other; the engine keeps their acceptance."""
     chance = random.Random(0)

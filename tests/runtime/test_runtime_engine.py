@@ -69,6 +69,7 @@ ACCEPTED = [SamplingParams(max_tokens=24), *SAMPLINGS[:4], SAMPLINGS[5]]
     ("every", "kind", "params"),
     [*((3, "llama", each) for each in ACCEPTED), (5, "qwen3_moe", ACCEPTED[1]), (1000, "llama", ACCEPTED[3])],
 )  # fmt: skip
+@pytest.mark.sampled
 def test_accepted_drafts_change_the_steps_and_nothing_else(params: SamplingParams, every: int, kind: str) -> None:
     target, drafter = pair(kind)
     prompts = prompts_of(4, 19, 7, 26)

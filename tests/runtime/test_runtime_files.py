@@ -117,6 +117,7 @@ def test_the_only_stored_matrix_is_embedding_and_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "absent"])
 @pytest.mark.parametrize(("top", "inner"), [*itertools.product((True, False, None), repeat=2)])
+@pytest.mark.sampled
 def test_heads_are_tied_as_in_transformers(top: Any, inner: Any, stored: bool, tmp_path: Path) -> None:
     """Either part of the config of a model with images may tie the head; a missing key is false in this one."""
     changes = {} if stored else {"tie_word_embeddings": True}

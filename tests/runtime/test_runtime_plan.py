@@ -110,6 +110,7 @@ def fitted_to(monkeypatch: pytest.MonkeyPatch) -> FittedTo:
         (32, "qwen3-14b-fp8", WITH_DISPLAY, 16384, 16),
     ],
 )
+@pytest.mark.sampled
 def test_small_gpus_hold_a_useful_context(
     card: int, shape: str, held: int, context: int, rows: int, kind: str, fitted_to: FittedTo
 ) -> None:

@@ -42,6 +42,7 @@ def connected(url: str) -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("name", PIPELINED)
 @pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.sampled
 def test_error_follows_the_open_answer(
     target: Target, monkeypatch: pytest.MonkeyPatch, name: str, streamed: bool
 ) -> None:

@@ -51,6 +51,7 @@ STAGES: dict[str, Callable[[int, Path], bool]] = {
 
 @SIGNALS
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.sampled
 def test_signal_during_imports_ends_all_processes(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
@@ -106,6 +107,7 @@ LATER: dict[str, Callable[[Path], bool]] = {
 
 @SIGNALS
 @pytest.mark.parametrize("stage", LATER)
+@pytest.mark.sampled
 def test_signal_after_imports_ends_all_processes(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:

@@ -66,6 +66,7 @@ def client(url: str) -> OpenAI:
 @pytest.mark.parametrize(
     ("fields", "holds"), CONSTRAINTS, ids=lambda value: str(value)[:40] if isinstance(value, dict) else ""
 )
+@pytest.mark.sampled
 def test_constrained_answer_matches_on_both_endpoints_and_streamed(
     client: OpenAI, fields: dict[str, Any], holds: Callable[[str], bool]
 ) -> None:

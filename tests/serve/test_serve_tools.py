@@ -330,6 +330,7 @@ def test_special_tokens_needed_by_a_parser_are_text() -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "alarm"}}])
 @pytest.mark.parametrize("head", ["a", "</think>"])
+@pytest.mark.sampled
 def test_required_call_is_made(client: OpenAI, choice: Any, head: str, streamed: bool) -> None:
     """The target would greet if it were free."""
     fields: dict[str, Any] = {"tools": CLOCKS, "tool_choice": choice, "parallel_tool_calls": False} | TIGHT
@@ -351,6 +352,7 @@ def test_required_call_is_made(client: OpenAI, choice: Any, head: str, streamed:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "openai"])  # gpt-oss may always reason
+@pytest.mark.sampled
 def test_required_call_has_the_form_of_the_target(target: Target, form: str) -> None:
     """Without reasoning, because this target might reason until its tokens run out."""
     fields: dict[str, Any] = {"tools": CLOCKS, "tool_choice": "required", "parallel_tool_calls": False} | TIGHT

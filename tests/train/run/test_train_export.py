@@ -103,6 +103,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize(("killed", "end"), [(step, end) for end, steps in KILLS.items() for step in steps])
+@pytest.mark.sampled
 def test_the_last_drafter_is_exported_unless_clearly_worse(
     killed: int, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
