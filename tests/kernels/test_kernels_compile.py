@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.kernels.triton.attention import cut_for, shared_bytes
 
-TARGETS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
-LONG = bool(os.environ.get("DFLASH_LONG"))  # compile all specialisations, not only the largest
+LONG = bool(os.environ.get("DFLASH_LONG"))  # compile all specialisations, not only the largest, and for more GPUs
+TARGETS = ("sm_86", "sm_89", "sm_90", "sm_100", "sm_120", *("sm_80", "sm_103", "sm_121") * LONG)
 Reports = dict[str, dict[str, Any]]  # by name, see tests/helpers/compile_kernels.py
 # the most bytes per thread that a kernel loads from and stores to spilled registers, on GPUs other than sm_90
 SPILLS = {
@@ -29,6 +29,7 @@ SPILLS = {
     "_linear_kernel": 64,  # sm_100 and sm_120
     "_prefix_kernel": 64,  # heads of 256 on sm_86 and sm_89
     "_sample_kernel": 256,  # an odd vocabulary on sm_100 and sm_120
+    "_tail_kernel": 160,  # heads of 256 on sm_80
     "_top_kernel": 320,  # 128 rows in FP8 on sm_100
 }
 # those that touch memory before they wait: a norm's weight, and what is older than a pass
