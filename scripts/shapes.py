@@ -32,6 +32,21 @@ FP8_STD = 64.0  # standard deviation of fp8 values; their scales make it STD
 ROUTED_STD = 32.0  # standard deviation of embeddings if tokens choose experts
 
 
+def _qwen2(layers: int, hidden: int, intermediate: int, heads: int) -> PreTrainedConfig:
+    return Qwen2Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    )
+
+
 def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> PreTrainedConfig:
     return Qwen3Config(
         vocab_size=151936,
@@ -78,30 +93,8 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, False),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, False),
-    "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-1.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    ),
+    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12),
     "smollm2": LlamaConfig(
         vocab_size=49152,
         hidden_size=576,

@@ -94,7 +94,7 @@ def run(config: TrainConfig, given: Iterable[str] = ()) -> None:
 
 
 def _prepared(config: TrainConfig, given: Iterable[str], digest: str | None, processes: Processes) -> Prepared | str:
-    """Prepares a run whose steps fit into the smallest GPU of all processes."""
+    """Prepares a run with steps that fit into the smallest GPU of all processes."""
     prepared, device = processes.barrier(prepare, config, given, digest or ""), resolve_device(processes.device)
     if isinstance(prepared, str) or device.type != "cuda":
         return prepared

@@ -30,7 +30,7 @@ class Features:
     dependent_launches: bool  # programmatic dependent launch
     fp8_products: bool  # tensor cores multiply fp8, and instructions convert to it
     hopper: bool  # runs the kernels of `hopper/`, which use wgmma and TMA
-    cublas_fp8_rows: bool  # torch multiplies fp8 whose rows have one scale each
+    cublas_fp8_rows: bool  # torch multiplies fp8 with one scale for each row
     cublas_fp8_blocks: bool  # torch multiplies fp8 with scales for 1 by 128 and 128 by 128
 
     @classmethod

@@ -41,7 +41,7 @@ class EngineStats:
     """Counts since the engine was created."""
 
     requests: int = 0  # finished
-    prompt_tokens: int = 0  # prompt tokens of requests whose answer has begun
+    prompt_tokens: int = 0  # of requests with at least one token of their answer
     cached_prompt_tokens: int = 0  # prompt tokens from prefix hits
     generated_tokens: int = 0
     steps: int = 0  # verifications, counted per request

@@ -3,8 +3,8 @@
     python scripts/peers/vllm_workloads.py --shape qwen3-8b --workload chat retrieval agent summary \
         --requests 1 8 32 64 --output vllm.json
 
-Arguments, prompts and figures are those of `bench/workloads.py`, whose `--compare` prints the ratios. Run it on the
-same kind of GPU. Ways: `plain`; `kN`, N drafted tokens per step; `adaptive`, 15 drafted tokens with adaptive
+Arguments, prompts and figures are those of `bench/workloads.py`. Its `--compare` prints the ratios. Run both on
+the same kind of GPU. Ways: `plain`; `kN`, N drafted tokens per step; `adaptive`, 15 drafted tokens with adaptive
 verification, for a real pair, as it needs real probabilities. Every way has its own engine in its own process. Times
 of tokens are those of vLLM's engine process. Needs an environment with vllm (0.33) and this project.
 """

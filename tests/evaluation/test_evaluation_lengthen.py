@@ -22,7 +22,7 @@ from dflash_toolkit.evaluation.measure.measurement import text_of
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE whose tokens span several characters, also line breaks."""
+    """Returns a byte-level BPE with tokens of several characters, also line breaks."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

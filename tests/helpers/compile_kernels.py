@@ -113,7 +113,7 @@ def launches(target: str, every_model: bool) -> list[Launch]:
 
 
 def largest(found: list[Launch], target: str) -> list[Launch]:
-    """Returns the largest specialisation of every kind; with flags on sm_90, whose kernels are measured and tuned."""
+    """Returns the largest specialisation of every kind; with flags on sm_90, as its kernels are measured and tuned."""
     kinds: dict[tuple[Any, ...], Launch] = {}
     for each in found:
         kind = each.kind(with_flags=target == "sm_90")

@@ -175,7 +175,7 @@ def choices(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def fitted(config: TrainConfig, memory: TrainingMemory, room: float) -> TrainConfig:
-    """Returns the configuration whose step fits into `room` bytes at the least cost; the smallest step if none fits."""
+    """Returns the cheapest configuration with a step of at most `room` bytes, or the smallest step if none fits."""
     every = [(each, memory.need(each).total) for each in choices(config)]
     fitting = [each for each, total in every if total <= room]
     return min(fitting, key=memory.cost) if fitting else min(every, key=lambda each: each[1])[0]

@@ -180,7 +180,7 @@ def _long_prompts(report: Report) -> Iterator[str]:
 
 
 def _other_prompts(report: Report) -> Iterator[str]:
-    """Writes the first group of longer prompts whose tau is clearly lower than that of the shortest ones."""
+    """Writes the shortest group of longer prompts with a tau clearly below that of the shortest prompts."""
     groups = list(report.sections[0].by_prompt_tokens.items())
     for group, summary in groups[1:]:
         first, short = groups[0]
