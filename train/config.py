@@ -145,11 +145,25 @@ class DataOptions(PromptOptions):
     )
     max_prompts: int = option(100_000, "number of prompts sampled from all sources; 0 uses all", common=True)
     held_out: int = option(64, "number of prompts kept out of training, to measure acceptance on")
+    join_to: int | None = option(
+        None,
+        "join prompts with their responses to training rows of up to this many tokens, for long contexts; a multiple "
+        "of 128 (default: each is a row)",
+    )
 
     def __post_init__(self) -> None:
         PromptOptions.__post_init__(self)
         if self.held_out < 0:
             raise ValueError(f"held_out is {self.held_out}; it must be >= 0")
+        if self.join_to is not None and (self.join_to < self.max_length or self.join_to % 128):
+            raise ValueError(
+                f"join_to is {self.join_to}; it must be a multiple of 128, and at least max_length, {self.max_length}"
+            )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest training row."""
+        return self.join_to or self.max_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,7 +314,9 @@ class OptimOptions:
     steps: int = option(0, "optimiser steps of the run, instead of epochs; 0 goes by epochs")
     minutes: float = option(0.0, "minutes of training, instead of epochs; 0 goes by epochs", common=True)
     pack_tokens: int | None = option(
-        None, f"tokens per step, packed from several sequences; a multiple of 128 (default: {PACK_TOKENS} on a GPU)"
+        None,
+        f"tokens per step, packed from several sequences; a multiple of 128 (default: {PACK_TOKENS} on a GPU; with "
+        "prompts.join_to a multiple of that)",
     )
     pack_blocks: int | None = option(None, "draft blocks per packed step (default: 3 for every 16 tokens)")
     batch_size: int = option(8, "sequences per micro step; disables packing if given")

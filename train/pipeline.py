@@ -205,7 +205,7 @@ def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Targ
     target.tokenizer = run.tokenizer  # with the template of the options
     check_fits(run.shape, target.config, target.embedding.num_embeddings)
     packed, _ = packing(config, target.device)
-    rows = answered.cut(min(packed or sys.maxsize, config.prompts.max_length)).with_anchors()
+    rows = answered.cut(min(packed or sys.maxsize, config.prompts.row_tokens)).with_anchors()
     if not len(rows):
         raise UserError(f"none of {len(answered)} responses has two supervised tokens; give longer responses")
     if dropped := len(answered) - len(rows):

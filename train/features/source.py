@@ -343,7 +343,7 @@ def _opened(
         host = int(run.feature_cache_gb * GIB) // processes.here
         store = MemoryStore(device_room(target, run.feature_gpu_share), host)
     return FeatureSource(
-        target, taps, config.prompts.max_length, packed=packed, dtype=dtype, store=store, final=final,
+        target, taps, config.prompts.row_tokens, packed=packed, dtype=dtype, store=store, final=final,
         pad_to=TILE if use_flex(run.attention, target.device) else 1, peers=processes.peers,
     )  # fmt: skip
 
@@ -393,7 +393,7 @@ def _keep(
 def features_key(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[object, ...]:
     """Returns a key that is equal for configurations whose runs over the same rows can share a source."""
     flex = use_flex(config.run.attention, target.device)
-    shape = (config.prompts.max_length, packing(config, target.device), flex)
+    shape = (config.prompts.row_tokens, config.prompts.join_to, packing(config, target.device), flex)
     return taps, config.loss.distribution, *shape, config.run.feature_dtype
 
 

@@ -304,7 +304,13 @@ def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
     optim = config.optim
     tokens = optim.pack_tokens
     if tokens is None:
-        tokens = PACK_TOKENS if device.type == "cuda" else 0
+        longest = config.prompts.join_to or 1
+        tokens = longest * max(1, PACK_TOKENS // longest) if device.type == "cuda" else 0  # with little padding
+    elif 0 < tokens < (config.prompts.join_to or 0):
+        raise UserError(
+            f"optim.pack_tokens is {tokens}, less than a row may have (prompts.join_to is {config.prompts.join_to}); "
+            f"raise optim.pack_tokens or lower prompts.join_to"
+        )
     if optim.pack_blocks and not tokens:
         raise UserError(
             "optim.pack_blocks needs packed rows; on a CPU give optim.pack_tokens too, or loss.anchors instead"

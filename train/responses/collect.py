@@ -26,18 +26,24 @@ from .build_corpus import CORPUS, write_answered, write_given, write_recorded
 from .corpus import Corpus
 from .file import Match, of_another_run, resume
 from .generate import SAID, ResponsePlan, Tally, reasons, respond
+from .join import write_joined
+
+UNJOINED = "corpus.unjoined"  # the corpus before prompts.join_to, inside the work directory
 
 
 def gathered(run: Prepared, processes: Processes) -> Corpus:
     """Returns the rows of a run, mapped by every process; the first process builds them once."""
     folder = run.work / CORPUS
-    wanted = _wanted(run)
+    wanted, length = _wanted(run), run.config.prompts.join_to
     if not processes.broadcast(processes.main and _is_of(folder, wanted)):
+        first = run.work / UNJOINED if length else folder
         if run.config.response_files:
             match = _match(run)
-            processes.rank_zero(write_given, run.reading, run.data.digest, match, folder, wanted)
+            processes.rank_zero(write_given, run.reading, run.data.digest, match, first, wanted)
         else:
-            _answered(run, wanted, processes)
+            _answered(run, wanted, first, processes)
+        if length:
+            processes.rank_zero(write_joined, first, folder, length, run.config.run.seed, run.tokenizer.bos_token_id)
     if not all(processes.all_gather((folder / "meta.json").exists())):
         raise _not_shared(run.work)
     corpus = processes.barrier(Corpus.open, folder)
@@ -78,8 +84,8 @@ def _not_shared(work: Path) -> UserError:
     return UserError(f"the responses in {work} differ between machines; all machines must share the output directory")
 
 
-def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> None:
-    """Chooses the prompts, has them answered and builds the corpus; resumes an earlier run.
+def _answered(run: Prepared, wanted: dict[str, Any], folder: Path, processes: Processes) -> None:
+    """Chooses the prompts, has them answered and builds the corpus in `folder`; resumes an earlier run.
 
     Each process, or group of peers, writes its share to its own file. All files count, whichever process wrote them.
     """
@@ -92,7 +98,7 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
     data = PromptData.of_json(run.data.digest, state)
     if not options.regenerate:
         stops = stop_tokens(load_config(config.target), load_generation_config(config.target), run.tokenizer)
-        processes.rank_zero(write_recorded, run.reading, data, prompts, stops, work / CORPUS, wanted)
+        processes.rank_zero(write_recorded, run.reading, data, prompts, stops, folder, wanted)
         return
     if "answered" not in state:
         if processes.main:
@@ -115,7 +121,7 @@ def _answered(run: Prepared, wanted: dict[str, Any], processes: Processes) -> No
             tally.add(each)
         processes.rank_zero(_end_of_responses, run, state, tally)
     files = [path for path in _response_files(work) if path.stat().st_size]
-    processes.rank_zero(write_answered, data, files, _match(run), work / CORPUS, wanted)
+    processes.rank_zero(write_answered, data, files, _match(run), folder, wanted)
 
 
 def _response_files(work: Path) -> list[Path]:

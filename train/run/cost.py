@@ -75,7 +75,7 @@ def before_training(
         features: bytes of the target's hidden states of all rows.
         work: directory of the resume points.
     """
-    tokens = int(np.minimum(lengths_of(rows), config.prompts.max_length).sum())
+    tokens = int(np.minimum(lengths_of(rows), config.prompts.row_tokens).sum())
     how_long = f"{config.optim.minutes:g} minutes of training"
     if steps:
         how_long = f"{steps} steps, {epochs:.3g} epochs" if epochs >= 0.01 else f"{steps} steps"

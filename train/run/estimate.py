@@ -196,14 +196,15 @@ def estimate(
         rate = response_rate(config, target, weights, machine, PROMPT_TOKENS + answered / 2, server)
         rate = Rate(measured, "measured in this run") if measured else Rate(rate.tokens_per_second * world, rate.how)
 
-    memory = memory_of(config, target, weights, shape, int(length), world=world, gpu=not cpu)
+    row = config.prompts.join_to or length
+    memory = memory_of(config, target, weights, shape, int(row), world=world, gpu=not cpu)
     room = ROOM * machine.memory_gib * GIB
     config = config if cpu else fitted(config, memory, room)
     tokens, blocks = memory.tokens, memory.blocks
     step_tokens = tokens * config.optim.accumulate
     rows = blocks * shape.block_size
     flops = drafter_step_flops(
-        shape, tokens, rows, int(shape.num_layers * rows * (length / 2 + shape.block_size)),
+        shape, tokens, rows, int(shape.num_layers * rows * (row / 2 + shape.block_size)),
         blocks * (shape.block_size - 1), shape.vocab_size,
     )  # fmt: skip
     share = TRAIN_SHARE if target.hidden_size >= SMALL else TRAIN_SHARE_SMALL

@@ -148,7 +148,7 @@ def memory_of(
 def still_needed(config: TrainConfig, target: PreTrainedConfig, drafter: Drafter, world: int) -> float:
     """Returns the bytes that steps allocate once the target and the drafter's weights are on the GPU."""
     weights = Weights.of_target(target)
-    memory = memory_of(config, target, weights, drafter.config, config.prompts.max_length, world=world)
+    memory = memory_of(config, target, weights, drafter.config, config.prompts.row_tokens, world=world)
     need = memory.need(config)
     return need.drafter + need.step - sum(p.nbytes for p in drafter.parameters())
 

@@ -62,6 +62,10 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     context = context_limit(target_config)
     limit = limit_of(config.prompts.max_length, context)
     length = min(config.prompts.max_length, context)  # no response is longer
+    if config.prompts.row_tokens > max(context, config.prompts.max_length):
+        raise UserError(
+            f"prompts.join_to is {config.prompts.join_to}, but the target's context is {context} tokens; lower it"
+        )
     config = replace(config, prompts=replace(config.prompts, max_length=length))
     tokenizer = load_chat_tokenizer(config.target, config.responses.thinking, config.rendering)
     if speaks():
@@ -111,7 +115,7 @@ def fit_memory(prepared: Prepared, free: int, total: int, world: int) -> tuple[P
     """Returns the run with a step that fits into a GPU, and a line if it is not the usual one. See `check_memory`."""
     config, target = prepared.config, load_config(prepared.config.target)
     memory = memory_of(
-        config, target, Weights.of_target(target), prepared.shape, config.prompts.max_length, world=world
+        config, target, Weights.of_target(target), prepared.shape, config.prompts.row_tokens, world=world
     )  # fmt: skip
     config, line = check_memory(config, memory, free, total)
     return replace(prepared, config=config, record=prepared.record | {"config": to_mapping(config)}), line

@@ -30,7 +30,7 @@ class Report:
         self._run, self._budget, self._schedule, self._processes = run, budget, schedule, processes
         options, path = run.config.run, run.work / "metrics.jsonl"
         self._log = processes.rank_zero(MetricsLog, path, step, options.wandb, run.record or run.fingerprint)
-        self._lengths = np.minimum(lengths_of(run.rows), run.config.prompts.max_length)
+        self._lengths = np.minimum(lengths_of(run.rows), run.config.prompts.row_tokens)
         self._speed = Speed(run.target.device)
         self._cost_reported = False
         self._seconds = max(1, round(budget.seconds)) if budget.seconds else 0  # for the bar of a run by the clock
