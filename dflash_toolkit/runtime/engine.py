@@ -27,7 +27,7 @@ from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
 from .scheduler import Scheduler
 from .step_times import measure_steps
-from .timing import Shape, Times, cached_times, place_of
+from .timing import Times, cached_times, extended, measured_batches, place_of, shapes_to_measure
 from .trees.budget import completed, tree_shapes
 from .trees.chooser import TreeChooser
 from .trees.result import TreeStepResult
@@ -292,7 +292,7 @@ class Engine:
         return True
 
     def prepare(self) -> bool:
-        """Captures one step that requests may need and that has no graph yet; returns False if there is none.
+        """Captures one step that small batches may need and that has no graph yet; returns False if there is none.
 
         A batch with a shape that is not captured waits for the capture.
         """
@@ -384,11 +384,12 @@ class Engine:
             drafter,
             self.options.draft_dtype,
         ]
-        trees, batches = list[Shape](), buckets_up_to(max_num_seqs)
+        shapes, batches = shapes_to_measure(max_num_seqs, sizes), measured_batches(max_num_seqs)
         if runner.trees is not None:
-            trees = tree_shapes(batches, runner.trees.blocks, runner.trees.nodes)
+            shapes += tree_shapes(batches, runner.trees.blocks, runner.trees.nodes)
             key += [runner.trees.nodes, runner.trees.width]
-        times = cached_times(key, lambda: measure_steps(runner, sizes, max_num_seqs, trees), self.options.retune)
+        times = cached_times(key, lambda: measure_steps(runner, shapes), self.options.retune)
         if runner.trees is not None:
-            self._times = completed(times, batches, runner.trees.blocks)
-        return BlockChooser(sizes, times, runner.bucket)
+            times = completed(times, batches, runner.trees.blocks)
+        self._times = extended(times, buckets_up_to(max_num_seqs), sizes)
+        return BlockChooser(sizes, self._times, runner.bucket)

@@ -22,10 +22,12 @@ from .plan import Plan, Planner
 USEFUL_CONTEXTS = (8192, 4096)  # tokens of a request, for which the batch gets smaller: to 4 requests, then to 1
 LEAST_CONTEXT = 1024
 TOKENS_PER_REQUEST = 1024  # in the cache, for each request of the batch
+LARGE_BATCH = 32  # larger batches need room for LONG_REQUESTS
+LONG_REQUESTS = 2048  # tokens in the cache, for each request of a large batch
 LEAN: dict[str, Any] = {"draft_dtype": "full", "max_num_batched_tokens": 1024}
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
-    *({"max_num_seqs": rows} for rows in (24, 16, 8, 4)),
+    *({"max_num_seqs": rows} for rows in (192, 128, 96, 64, 48, 32, 24, 16, 8, 4)),
     {"max_num_seqs": 4, **LEAN},
     {"max_num_seqs": 4, **LEAN, "draft_tree": 0},
     {"max_num_seqs": 2, **LEAN, "draft_tree": 0},
@@ -93,9 +95,9 @@ def fit(asked: EngineOptions, planner: Planner, budget: float, device: torch.dev
         return options, planner.plan(options)
 
     def holds(options: EngineOptions, plan: Plan) -> bool:
-        tokens = plan.tokens(budget)
-        rows = 0 if asked.max_num_seqs or asked.kv_cache_tokens else options.max_num_seqs or 0
-        needed = rows * min(TOKENS_PER_REQUEST, options.max_model_len or 0)
+        rows, tokens = options.max_num_seqs or 0, asked.kv_cache_tokens or plan.tokens(budget)
+        each = LONG_REQUESTS if rows > LARGE_BATCH else 0 if asked.kv_cache_tokens else TOKENS_PER_REQUEST
+        needed = 0 if asked.max_num_seqs else rows * min(each, options.max_model_len or 0)
         return plan.missing(options, budget) <= 0 and tokens >= needed
 
     tries = [(min(useful, contexts[-1]) if automatic else None, each) for useful in USEFUL_CONTEXTS for each in CHANGES]
@@ -121,7 +123,9 @@ def log_fitted(asked: EngineOptions, options: EngineOptions, unlimited: EngineOp
     lowered = [
         f"--{name.replace('_', '-')} {getattr(options, name)} (default {getattr(unlimited, name)})"
         for name in names
-        if getattr(asked, name) in (None, "auto") and getattr(options, name) != getattr(unlimited, name)
+        if getattr(asked, name) in (None, "auto")
+        and getattr(options, name) != getattr(unlimited, name)
+        and not (name == "max_num_seqs" and (options.max_num_seqs or 0) >= LARGE_BATCH)
     ]
     if lowered:
         log.warning("to fit into %.1f GiB of GPU memory, the engine uses %s", budget / GIB, ", ".join(lowered))
@@ -176,7 +180,7 @@ def _changes(
     if options.draft_tree:
         yield {"draft_tree": 0}
     rows, kept = options.max_num_seqs or 1, options.prefix_states or 0
-    if less := [{"max_num_seqs": n, "prefix_states": min(n, kept)} for n in (32, 16, 8, 4, 2, 1) if n < rows]:
+    if less := [{"max_num_seqs": n, "prefix_states": min(n, kept)} for n in (128, 64, 32, 16, 8, 4, 2, 1) if n < rows]:
         yield next((each for each in less if freed(each) >= missing), less[-1])
     if kept:
         yield {"prefix_states": 0}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SMALL_GPU = 40 << 30  # bytes; on a smaller GPU, a tenth of the memory is too much to leave unused
 MOST_MEMORY = 0.95  # share of a GPU's memory in use
+MOST_REQUESTS = 256  # in a batch on a GPU, unless max_num_seqs is given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +71,7 @@ class EngineOptions(DraftOptions):
         "memory_fraction": "gpu_memory_utilization",
     }
     max_num_seqs: int | None = option(
-        None, "maximum requests in a batch (default: 32 on a GPU with enough memory, 4 on a CPU)", common=True
+        None, "maximum requests in a batch (default: up to 256 on a GPU, as its memory allows; 4 on a CPU)", common=True
     )
     max_model_len: int | None = option(
         None,
@@ -143,7 +144,7 @@ class EngineOptions(DraftOptions):
         width = width_for(self.draft_tree_width if tree else None, target.recurrent)
         nodes = min(tree, block - 1) if width == 1 else tree  # a chain is no longer than a block
         overshoot = (1 if on_gpu else 0) * block + max(block, nodes + 1)
-        rows = self.max_num_seqs or (32 if on_gpu else 4)
+        rows = self.max_num_seqs or (MOST_REQUESTS if on_gpu else 4)
         kept = min(rows, 32) if self.prefix_states is None else self.prefix_states
         return replace(
             self,

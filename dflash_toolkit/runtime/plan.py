@@ -17,6 +17,7 @@ from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.spec import MlpSpec, ModelSpec, MoeSpec
 from .allocations import CountBytes
 from .draft_length import block_sizes
+from .graphs import buckets_up_to
 from .options import EngineOptions
 from .programs.context import Part
 from .programs.prefill import PREFILL_LIMITS, PREFILL_SIZES, batch_shapes
@@ -128,7 +129,7 @@ class Planner:
                 self._target, self._drafter, Reference(), num_pages=1, **arguments | {"max_context": context + block}
             )
         token = self.dtype.itemsize * sum(spec.kv_values_per_token for spec in self._specs)
-        tree_rows = row_buckets(most)[-1] if nodes else 0
+        tree_rows = max(rows for batch in buckets_up_to(most) for rows in (0, *row_buckets(batch))) if nodes else 0
         return Plan(
             self.target_bytes,
             self.loaded - self.target_bytes + self.copies_bytes * (options.draft_dtype == "fp8"),
@@ -204,7 +205,7 @@ class Planner:
         def trees(batch: int) -> list[StepShape]:
             return [StepShape(block, rows) for block in blocks for rows in rows_of_trees(batch, nodes)] if nodes else []
 
-        parts: list[Part] = parts_of(most, sorted({1, *sizes}), trees, masked=True)
+        parts: list[Part] = parts_of(buckets_up_to(most), sorted({1, *sizes}), trees, masked=True)
         small = sum(part.kind in ("choose", "end") for part in parts)
         large = len(parts) - small + sum(s <= reach for s in PREFILL_SIZES) + len(batch_shapes(most, reach))
         layers = sum(len(spec.layers) for spec in self._specs)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..draft_tree import WIDTH
 from ..kernels.ops import Ops
 from .batch_state import BatchState
-from .graphs import Captured, Captures, StepGraphs, buckets_up_to, to_device
+from .graphs import CAPTURED_AT_START, Captured, Captures, StepGraphs, buckets_up_to, to_device
 from .prefill_job import PrefillJob, PrefillLimits
 from .programs.block import BlockProgram
 from .programs.buffers import StepBuffers
@@ -218,6 +218,8 @@ class StepRunner:
     def prepare(self, blocks: Sequence[int], trees: Callable[[int], Collection[StepShape]] = lambda batch: ()) -> bool:
         """Captures one prefill or step that has no graph yet, greedy steps first; returns False if there is none.
 
+        Skips batches of more than CAPTURED_AT_START requests, whose graphs are captured at their first use.
+
         Args:
             blocks: lengths of steps over blocks.
             trees: returns the shapes of steps over trees, of a batch.
@@ -226,7 +228,8 @@ class StepRunner:
             return False
         if self.prefills.capture_next():
             return True
-        parts = parts_of(self.max_num_seqs, blocks, trees, self._masked)
+        batches = [batch for batch in buckets_up_to(self.max_num_seqs) if batch <= CAPTURED_AT_START]
+        parts = parts_of(batches, blocks, trees, self._masked)
         missing = next((part for part in parts if part not in self.graphs.captured), None)
         if missing is not None:
             self.graph(missing)
@@ -243,14 +246,13 @@ class StepRunner:
 
 
 def parts_of(
-    max_num_seqs: int, blocks: Sequence[int], trees: Callable[[int], Collection[StepShape]], masked: bool
+    batches: Sequence[int], blocks: Sequence[int], trees: Callable[[int], Collection[StepShape]], masked: bool
 ) -> list[Part]:
-    """Returns the steps and parts of steps that are captured, greedy steps first; see `StepRunner.prepare`.
+    """Returns the steps and parts of steps that batches run, greedy steps first; see `StepRunner.prepare`.
 
     Args:
         masked: also choices under a grammar.
     """
-    batches = buckets_up_to(max_num_seqs)
     sizes = list(itertools.product(batches, sorted(blocks, reverse=True)))
     over_trees = [Part.whole_step(batch, shape) for batch in batches for shape in trees(batch)]
     parts = [Part("step", *size) for size in sizes] + over_trees + BlockProgram.parts(sizes)

@@ -1,12 +1,10 @@
 """Measures the steps of a runner on an empty batch."""
 
 import contextlib
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from .graphs import buckets_up_to
 from .programs.context import Part
 from .request import StepShape
 from .runner import StepRunner
@@ -15,14 +13,13 @@ from .timing import Shape, Times, measured_times, seconds_of
 from .trees.budget import ROWS
 
 
-def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int, trees: Collection[Shape] = ()) -> Times:
-    """Returns the seconds of every (bucket, block) and of the given steps over trees.
+def measure_steps(runner: StepRunner, shapes: Collection[Shape]) -> Times:
+    """Returns the seconds of steps.
 
     The batch is empty. For steps over trees and steps that write recurrent states, it has requests without a context.
     If the time of a step depends on its tokens, the tokens are random. Graphs are kept except those of random tokens.
     """
     on_gpu, lengths = runner.device.type == "cuda", runner.state.lengths
-    blocks: list[Shape] = list(itertools.product(buckets_up_to(max_num_seqs), sizes))
 
     def clock(step: Callable[[], object]) -> float:
         lengths.zero_()
@@ -31,11 +28,10 @@ def measure_steps(runner: StepRunner, sizes: Sequence[int], max_num_seqs: int, t
     with contextlib.ExitStack() as around:
         if runner.target.spec.depends_on_requests:
             around.enter_context(random_tokens(runner))
-        if trees or runner.state.recurrent:
+        if runner.trees or runner.state.recurrent:
             around.enter_context(full_batch(runner))
         steps: dict[Shape, Callable[[], object]] = {
-            (bucket, *shape): launcher(runner, bucket, StepShape(shape[-1], *shape[:-1]))
-            for bucket, *shape in (*blocks, *trees)
+            (bucket, *shape): launcher(runner, bucket, StepShape(shape[-1], *shape[:-1])) for bucket, *shape in shapes
         }
         for step in steps.values():
             clock(step)

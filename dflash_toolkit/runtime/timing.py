@@ -8,14 +8,16 @@ import math
 import os
 import statistics
 import time
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from ..kernels.features import features_of
+from .graphs import buckets_up_to
 
 Shape = tuple[int, ...]  # a step's batch and block; over trees: batch, rows, block
 Times = dict[Shape, float]  # seconds of a step
@@ -24,6 +26,46 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 PASSES = ("graphs", "runner", "stack", "proposer", "verifier", "sampler", "batch_state", "step_times", "timing")
 NOISE = 1.02  # speed-up of a step with more rows that counts as noise
 AGAIN = 3  # maximum rounds of measuring again
+LARGE_BATCH = 32  # requests; only some of the larger batches are measured
+MEASURED_ROWS = 1024  # of a step; the times of longer blocks are extrapolated
+
+
+def measured_batches(max_num_seqs: int) -> list[int]:
+    """Returns the batch sizes for which steps are measured: all small ones, and few large ones."""
+    return [n for n in buckets_up_to(max_num_seqs) if n <= LARGE_BATCH or n == max_num_seqs or n & (n - 1) == 0]
+
+
+def shapes_to_measure(max_num_seqs: int, sizes: Sequence[int]) -> list[Shape]:
+    """Returns the batch and block of the steps to measure; `extended` derives the others."""
+    return [
+        (batch, size)
+        for batch in measured_batches(max_num_seqs)
+        for size in sizes
+        if batch * size <= MEASURED_ROWS or size in sizes[:2]
+    ]
+
+
+def extended(times: Times, batches: Iterable[int], sizes: Sequence[int]) -> Times:
+    """Returns the measured times and those of the other batches and blocks, which follow straight lines.
+
+    A step over trees of a batch that was not measured takes the time of the same rows in the next smaller one, if the
+    next larger one has none.
+    """
+    found, measured = dict(times), sorted({batch for batch, *_ in times})
+    for batch in measured:
+        for size in sizes[2:]:
+            if (batch, size) not in found:
+                shorter, shortest = sizes[sizes.index(size) - 1], sizes[sizes.index(size) - 2]
+                slope = (found[batch, shorter] - found[batch, shortest]) / (shorter - shortest)
+                found[batch, size] = found[batch, shorter] + max(slope, 0.0) * (size - shorter)
+    for batch in batches:
+        if batch not in measured:
+            lower, upper = (measured[bisect(measured, batch) + i] for i in (-1, 0))
+            share = (batch - lower) / (upper - lower)
+            for _, *shape in [key for key in found if key[0] == lower and (len(key) == 2 or key[1] > batch)]:
+                less = found[lower, *shape]
+                found[batch, *shape] = less + share * (found.get((upper, *shape), less) - less)
+    return found
 
 
 def place_of(device: torch.device) -> tuple[object, ...]:

@@ -5,7 +5,8 @@
 Writes the checkpoint once (16 GB for an 8B target in bf16), then starts a new process for each case. The first
 compiles every kernel; the second finds them compiled; the third also reads the files from disk, not from the file
 cache; the fourth does the same without reading ahead. load_engine reads ahead while it imports torch and
-transformers, so `load_s` includes the imports.
+transformers, so `load_s` includes the imports. `capture_s` is the time for the graphs that a server captures before
+it accepts requests, without those that are captured while steps are measured.
 """
 
 import argparse
@@ -44,13 +45,17 @@ from dflash_toolkit import SamplingParams
 from dflash_toolkit.runtime import EngineOptions, load, load_engine
 if sys.argv[3] == "not ahead":
     load.read_ahead = lambda *checkpoints: None
-options = EngineOptions(draft_tree=0 if sys.argv[4] == "blocks" else None)
+options = EngineOptions(draft_tree=0 if sys.argv[4] == "blocks" else None, max_num_seqs=int(sys.argv[5]) or None)
 engine, _ = load_engine(sys.argv[1], sys.argv[2], options=options)
 loaded = time.perf_counter()
 answer, = engine.generate([list(range(100, 164))], SamplingParams(max_tokens=16, ignore_eos=True))
 ended = time.perf_counter()
+while engine.prepare():
+    pass
+captured = time.perf_counter()
 print(json.dumps({"load_s": loaded - began, "first_answer_s": ended - loaded, "total_s": ended - began,
-                  "tokens": len(answer.tokens)}))
+                  "capture_s": captured - ended, "graphs": len(engine.runner.graphs.captured),
+                  "max_num_seqs": engine.options.max_num_seqs, "tokens": len(answer.tokens)}))
 """
 
 
@@ -91,10 +96,10 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def start(target: Path, drafter: Path, caches: Path, ahead: bool, blocks: bool) -> dict[str, Any]:
+def start(target: Path, drafter: Path, caches: Path, ahead: bool, blocks: bool, requests: int) -> dict[str, Any]:
     """Seconds of a process that keeps what it compiles and measures in `caches`."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(caches / "triton"), "XDG_CACHE_HOME": str(caches)}
-    how = "ahead" if ahead else "not ahead", "blocks" if blocks else "as it pays"
+    how = "ahead" if ahead else "not ahead", "blocks" if blocks else "as it pays", str(requests)
     command = [sys.executable, "-c", CHILD, str(target), str(drafter), *how]
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -109,6 +114,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--repeats", type=int, default=1, help="repeats of every start except the first")
     parser.add_argument("--no-draft-tree", action="store_true", help="verify blocks only")
+    parser.add_argument("--max-num-seqs", type=int, default=0, help="requests in a batch (default: the engine's)")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
@@ -123,13 +129,14 @@ def main() -> None:
         if case == NOT_CACHED:
             forget(args.folder)
         name = case if ahead else f"{case}, not read ahead"
-        found = start(target, drafter, caches, ahead, args.no_draft_tree)
+        found = start(target, drafter, caches, ahead, args.no_draft_tree, args.max_num_seqs)
         rows.setdefault(name, []).append(found)
         print(name, {k: round(v, 2) for k, v in found.items()}, flush=True)
     if args.output:
-        trees = ["--no-draft-tree"] if args.no_draft_tree else []
+        more = ["--no-draft-tree"] * args.no_draft_tree
+        more += ["--max-num-seqs", str(args.max_num_seqs)] * bool(args.max_num_seqs)
         result = {
-            **setting("bench/start.py", ["--shape", args.shape, "--repeats", str(args.repeats), *trees]),
+            **setting("bench/start.py", ["--shape", args.shape, "--repeats", str(args.repeats), *more]),
             "checkpoint_gb": size / 1e9,
             "starts": rows,
         }

@@ -5,7 +5,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, product, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,9 @@ from dflash_toolkit.runtime import EngineOptions, load_engine, timing
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
 from dflash_toolkit.runtime.engine import expected_of_first_requests
+from dflash_toolkit.runtime.graphs import buckets_up_to
 from dflash_toolkit.runtime.request import RollingAcceptance, StepShape
-from dflash_toolkit.runtime.timing import Shape, Times, cached_times, measured_times
+from dflash_toolkit.runtime.timing import Shape, Times, cached_times, extended, measured_times, shapes_to_measure
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 
@@ -218,7 +219,7 @@ def test_retune_measures_step_times_again(tmp_path: Path, monkeypatch: pytest.Mo
     measure = Mock(side_effect=lambda: {(1, 1): float(measure.call_count)})
     found = [cached_times("key", measure, anew) for anew in (False, False, True, False)]
     assert found == [{(1, 1): n} for n in (1.0, 1.0, 2.0, 2.0)], "and kept"
-    monkeypatch.setattr(engine_module, "measure_steps", lambda *args: measure() and {})
+    monkeypatch.setattr(engine_module, "measure_steps", lambda runner, shapes: measure() and dict.fromkeys(shapes, 1.0))
     for retune, calls in ((False, 3), (False, 3), (True, 4)):
         make_engine(*pair(), num_speculative_tokens=None, retune=retune)
         assert measure.call_count == calls
@@ -253,6 +254,24 @@ def test_times_that_fall_with_more_rows_are_measured_again() -> None:
     assert timing.out_of_order({(1, 1): 1.0, (2, 1): 0.99, (2, 4): 1.0, (1, 4): 1.01}) == [], "within the noise"
     trees = {(4, 16, 8): 2.0, (4, 32, 8): 1.0, (4, 32, 16): 1.5, (8, 32, 16): 1.2, (4, 8): 3.0, (8, 32): 1.0}
     assert timing.out_of_order(trees) == [(4, 16, 8), (4, 32, 8), (4, 32, 16), (8, 32, 16)], "by each of three axes"
+
+
+def test_few_steps_of_large_batches_are_measured() -> None:
+    sizes = block_sizes(16)
+    assert shapes_to_measure(24, sizes) == list(product((1, 2, 4, 8, 16, 24), sizes)), "all of small batches"
+    large = [shape for shape in shapes_to_measure(256, sizes) if shape[0] > 32]
+    assert large == [*product((64,), sizes), *product((128,), sizes[:4]), *product((256,), sizes[:3])]
+    assert shapes_to_measure(2000, sizes)[-2:] == [(2000, 1), (2000, 2)]
+
+
+def test_times_of_other_large_batches_follow_lines() -> None:
+    """Steps whose time is a line in their rows, and constant below 64 rows."""
+    sizes, batches = block_sizes(16), buckets_up_to(256)
+    true = {(batch, size): max(batch * size, 64) + batch / 4 for batch, size in product(batches, sizes)}
+    found = extended({shape: true[shape] for shape in shapes_to_measure(256, sizes)}, batches, sizes)
+    assert found == pytest.approx(true)
+    trees = {(64, 128, 8): 2.0, (64, 160, 8): 3.0, (128, 160, 8): 5.0, (64, 1): 1.0, (128, 1): 1.0, (64, 96, 8): 1.0}
+    assert extended(trees, [96], (1,)) == trees | {(96, 1): 1.0, (96, 128, 8): 2.0, (96, 160, 8): 4.0}
 
 
 def test_other_kernels_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from dflash_toolkit.models.spec import MlpSpec, ModelSpec, MoeSpec
 from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.stack import Moe
 from dflash_toolkit.runtime.step_times import measure_steps
+from dflash_toolkit.runtime.timing import shapes_to_measure
 from dflash_toolkit.runtime.weights import MoeWeights, TargetWeights
 
 CPU = torch.device("cpu")
@@ -85,7 +86,7 @@ def test_timed_rows_have_their_own_experts(monkeypatch: pytest.MonkeyPatch) -> N
         return forward(ids, *rest)
 
     monkeypatch.setattr(runner.verifier, "forward", noted)
-    measure_steps(runner, (1, 4, 8), 4)
+    measure_steps(runner, shapes_to_measure(4, (1, 4, 8)))
     largest = max(read, key=len)
     assert len(largest) == 32 and len(largest.unique()) > 24
     plain = [ids for ids in read if len(ids) == 4]

@@ -70,9 +70,9 @@ def test_planned_tables_and_caches_are_those_of_an_engine() -> None:
     assert made.reach == plan.reach
 
 
-# GiB that PyTorch reports, and the capability: RTX 4060, 4070, 5070 Ti, 4090, 5090 and H100
+# GiB that PyTorch reports, and the capability: RTX 4060, 4070, 5070 Ti, 4090, 5090, H100 and H200
 CARDS = {8: (7.63, (8, 9)), 12: (11.6, (8, 9)), 16: (15.5, (12, 0)), 24: (23.6, (8, 9)), 32: (31.4, (12, 0)),
-         80: (79.1, (9, 0))}  # fmt: skip
+         80: (79.1, (9, 0)), 141: (139.8, (9, 0))}  # fmt: skip
 WITH_DISPLAY = GIB  # held by the CUDA context and by a desktop
 WITHOUT_DISPLAY = 2 * GIB // 5
 FittedTo = Callable[..., tuple[EngineOptions, Plan, float]]
@@ -120,14 +120,37 @@ def test_small_gpus_hold_a_useful_context(
     assert plan.tokens(budget) >= max(plan.reach, 900 * (options.max_num_seqs or 0))
 
 
-@pytest.mark.parametrize(
-    "shape", ["qwen2.5-0.5b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3.8-27b-fp8", "qwen3-30b-a3b"]
-)
-def test_defaults_of_large_gpus_do_not_follow_the_memory(shape: str, fitted_to: FittedTo) -> None:
+LARGE_BATCHES = {
+    "qwen2.5-0.5b": 256,
+    "qwen3-4b": 128,
+    "qwen3-8b": 128,
+    "qwen3-14b": 64,
+    "qwen3.8-27b-fp8": 64,
+    "qwen3-30b-a3b": 32,
+}
+
+
+@pytest.mark.parametrize(("shape", "rows"), LARGE_BATCHES.items())
+def test_on_large_gpus_only_the_batch_follows_the_memory(shape: str, rows: int, fitted_to: FittedTo) -> None:
     config = named_shape(shape)
     spec, drafter = ModelSpec.of_target(config), drafter_shape(config)
-    assert fitted_to(80, shape)[0] == replace(EngineOptions().fitted(spec, drafter, CUDA), draft_dtype="fp8")
+    options, plan, budget = fitted_to(80, shape)
+    unlimited = EngineOptions(max_num_seqs=rows).fitted(spec, drafter, CUDA)
+    assert options == replace(unlimited, draft_dtype="fp8")
+    assert plan.tokens(budget) >= 2048 * rows
     assert EngineOptions().memory_share(int(79.1 * GIB)) == 0.9
+
+
+def test_a_batch_of_256_fits_an_8b_on_141_gib(fitted_to: FittedTo, caplog: pytest.LogCaptureFixture) -> None:
+    options, plan, budget = fitted_to(141, "qwen3-8b")
+    assert options.max_num_seqs == 256 and plan.tokens(budget) >= 2048 * 256
+    log_fitted(EngineOptions(), replace(options, max_num_seqs=32), options, budget)
+    assert not caplog.records, "32 requests are no shortage"
+
+
+def test_a_cache_of_given_size_bounds_large_batches(fitted_to: FittedTo) -> None:
+    for tokens, rows in ((20_000, 32), (200_000, 96), (350_000, 128)):
+        assert fitted_to(80, "qwen3-4b", kv_cache_tokens=tokens)[0].max_num_seqs == rows
 
 
 # GiB allocated at most by scripts/bench/step.py in plain decoding, with batch, cache and the other sizes: the files

@@ -1,7 +1,7 @@
 """Gated delta nets in the engine: states follow their requests through arrivals, ends, faults and preemptions."""
 
+import itertools
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.step_times import measure_steps
+from dflash_toolkit.runtime.timing import shapes_to_measure
 from dflash_toolkit.runtime.weights import TargetWeights
 
 EVENTS = 10_000 if LONG_RUN else 250
@@ -138,7 +139,8 @@ def test_random_events_leave_every_request_its_own_states(nodes: int, monkeypatc
     texts = {tuple(prompt): generate(target, None, prompt, params).tokens for prompt in prompts}
     options = {"max_num_seqs": 4, "kv_cache_tokens": 100, "prefix_states": 2, "draft_tree": nodes}
     if nodes:
-        monkeypatch.setattr(engine_module, "cached_times", lambda *args: defaultdict(lambda: 1.0))
+        times = list(itertools.product((1, 2, 4), (1, 2, 4, 8)))
+        monkeypatch.setattr(engine_module, "cached_times", lambda *args: dict.fromkeys(times, 1.0))
         options["num_speculative_tokens"] = None
     engine = make_engine(target, drafter, **options)
     knowing(engine, texts, lambda position: position % 7 in (2, 3))
@@ -240,7 +242,7 @@ def test_timed_steps_use_a_state_for_every_row() -> None:
     for memory in runner._memories:
         memory.state.fill_(torch.nan)
         memory.state[1:4] = 0.0
-    measure_steps(runner, (1, 4), 3)
+    measure_steps(runner, shapes_to_measure(3, (1, 4)))
     for memory in runner._memories:
         assert all(memory.state[slot].any() and memory.state[slot].isfinite().all() for slot in (1, 2, 3))
         assert memory.state[4].isnan().all(), "states of a prefix are not written"
