@@ -40,7 +40,10 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_draf
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import from_mapping, given_values, run_command
 from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
+from dflash_toolkit.data.skipped import Skipped
 from dflash_toolkit.evaluation.measure.decoders import EnginePair
+from dflash_toolkit.evaluation.measure.encoding import encode_sets
+from dflash_toolkit.evaluation.measure.lengthen import lengthened
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
 from dflash_toolkit.evaluation.measure.run import evaluate
 from dflash_toolkit.evaluation.report.files import write_report
@@ -59,6 +62,7 @@ from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss, use_flex
 from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, packing, rng_for
 from dflash_toolkit.train.responses.file import Match, read_training_rows
+from dflash_toolkit.train.responses.join import joined
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Export, Run
 from dflash_toolkit.train.run.prepare import drafter_config
@@ -134,6 +138,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", nargs="+", default=[], metavar="NAME=FILE", help="sets to decode; FILE[a:b] is rows a..b-1")
     add("--limit", type=int, default=80, help="prompts per set")
     add("--tokens", type=int, default=512, help="length limit of decoded answers")
+    add(
+        "--context-length",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="TOKENS",
+        help="also decode --limit prompts of each set, lengthened with other prompts of the set to these lengths",
+    )
     add("--pool", nargs="+", metavar="NAME", help="sets in the pooled figures (default: all)")
     add(
         "--baseline",
@@ -222,12 +234,18 @@ class Lab:
         drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
         return drafter.to(self.target.device).train()
 
+    def training_rows(self, config: TrainConfig) -> list[Row]:
+        """Returns the rows, joined if the options say so."""
+        length = config.prompts.join_to
+        return list(joined(self.rows, length, config.run.seed)) if length else self.rows
+
     def source(self, config: TrainConfig, taps: tuple[int, ...]) -> FeatureSource:
         key = features_key(config, self.target, taps)
         if self._source is None or key != self._key:
             self._source = None  # its memory first
             release()
-            self._source = open_features(config, self.target, taps, [*self.rows, *self.held_out], self._work)
+            rows = [*self.training_rows(config), *self.held_out]
+            self._source = open_features(config, self.target, taps, rows, self._work)
             self._key = key
         return self._source
 
@@ -237,11 +255,11 @@ class Lab:
         config, work, seconds = job.config, self._work / job.name, {}
         shape = drafter_config(config, self.target.config, self.target.tokenizer)
         with timed(seconds, "features"):
-            source = self.source(config, shape.target_layer_ids)
+            source, rows = self.source(config, shape.target_layer_ids), self.training_rows(config)
         with timed(seconds, "compile"):
             short = replace(config, optim=replace(config.optim, minutes=0.0, steps=WARM_UP_STEPS))
             train(
-                Run(short, self.target, self.drafter(config), self.rows, [], fresh(work), {}, keep_nothing),
+                Run(short, self.target, self.drafter(config), rows, [], fresh(work), {}, keep_nothing),
                 None,
                 source,
             )
@@ -253,7 +271,7 @@ class Lab:
             save_drafter(trained, folder, note | {RECORD_KEY: export_record(trained, self.target)})
 
         with timed(seconds, "training"):
-            run = Run(config, self.target, self.drafter(config), self.rows, [], fresh(work), {}, export)
+            run = Run(config, self.target, self.drafter(config), rows, [], fresh(work), {}, export)
             outcome = train(run, None, source)
         (work / "state.pt").unlink()  # a run by the clock is not resumed
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
@@ -269,7 +287,8 @@ class Lab:
             "parameters": sum(math.prod(sides) for sides in tensor_shapes(shape).values()),
             "steps": outcome.steps,
             "epochs": epochs,
-            "sequences_per_second": rounded(epochs * len(self.rows) / outcome.elapsed_s),
+            "rows": len(rows),
+            "sequences_per_second": rounded(epochs * len(rows) / outcome.elapsed_s),
             "peak_gib": rounded(peak),
             "held_out_tau": rounded(held_out),
             "parts": seconds,
@@ -303,7 +322,27 @@ class Lab:
         return {
             "sets": {name: found[name] for name in sets},
             "pooled": {"tau": rounded(pooled.tau_pooled), "tokens_per_second": rounded(pooled.tokens_per_second)},
+        } | ({"contexts": self.at_lengths(runtime, args)} if args.context_length else {})
+
+    def at_lengths(self, runtime: EnginePair, args: argparse.Namespace) -> dict[str, Any]:
+        """Decodes lengthened prompts; returns the acceptance length by prompt length and set, and pooled."""
+        asked, lengths = read_prompt_sets(args.prompts), sorted(args.context_length)
+        whole = encode_sets(runtime, asked, [None], False, Skipped())[None]  # all are read, to lengthen the first
+        longer = {
+            name: lengthened(runtime.tokenizer, {name: prompts}, lengths, args.limit, 0)
+            for name, prompts in whole.items()
         }
+        found: dict[str, Any] = {}
+        for length in lengths:
+            chosen = {name: by_length[length] for name, by_length in longer.items()}
+            result = evaluate(runtime, chosen, SamplingParams(max_tokens=args.tokens), baseline=False)
+            drafted = [m.drafted for of_set in result.sets.values() for m in of_set.measurements]
+            found[str(length)] = {
+                "requests": len(drafted),
+                "tau": rounded(Acceptance.of(drafted, runtime.block_size).tau_pooled),
+                "sets": {name: rounded(of_set.to_json()["tau_pooled"]) for name, of_set in result.sets.items()},
+            }
+        return found
 
 
 def keep_nothing(*_: object) -> None:
@@ -348,7 +387,12 @@ def table(result: dict[str, Any], sets: Sequence[str]) -> str:
         figures += [run["sets"][name]["tau_pooled"] for name in sets]
         figures += [pooled.get("tau"), pooled.get("tokens_per_second")]
         rows.append((run["name"], str(run["steps"]), *map(number, figures)))
-    return render_table(Table("", header, tuple(rows)))
+    lengths = list(result["runs"][0].get("contexts", ()))
+    shown = render_table(Table("", header, tuple(rows)))
+    if not lengths:
+        return shown
+    by_length = [(run["name"], *(number(run["contexts"][n]["tau"]) for n in lengths)) for run in result["runs"]]
+    return f"{shown}\n\n{render_table(Table('', ('Prompt tokens', *lengths), tuple(by_length)))}"
 
 
 def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tuple[list[Row], dict[str, int]]:

@@ -108,6 +108,29 @@ def test_variants_are_compared_on_held_out_answers(
     assert "Held out" in capsys.readouterr().out
 
 
+def test_drafters_are_compared_by_prompt_length(
+    target_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, output = tmp_path / "answers.jsonl", tmp_path / "out"
+    lines = [{"prompt_ids": [i, 1, 2], "output_ids": [i, 5, 6, 7] * 5} for i in range(20)]
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [
+        "--target", str(target_dir), "--answers", str(answers), "--minutes", "0.01", "--held-out", "4",
+        "--prompts", f"a={prompts}[:6]", f"b={prompts}[6:]", "--limit", "2", "--tokens", "8",
+        "--context-length", "96", "200", "--variant", "short", "--variant", "long", "prompts.join_to=256",
+        "--output", str(output), *SMALL,
+    ]  # fmt: skip
+    assert program.main(arguments) == 0
+    runs = result_of(output)["runs"]
+    assert [run["rows"] for run in runs] == [16, 2], "rows of 23 tokens, eleven in 256"
+    for run in runs:
+        assert list(run["contexts"]) == ["96", "200"]
+        for of_length in run["contexts"].values():
+            assert of_length["requests"] == 4 and of_length["sets"].keys() == {"a", "b"}
+            assert 1 <= min(of_length["sets"].values()) <= of_length["tau"] <= max(of_length["sets"].values()) <= 4
+    assert "| Prompt tokens | 96" in re.sub(" +", " ", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
