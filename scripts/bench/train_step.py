@@ -355,7 +355,7 @@ def main() -> None:
             args.peak_tflops = roofline_of(device).bf16_tflops if device.type == "cuda" else math.nan
         if args.memory_gib:
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / total, device)
+            torch.cuda.set_per_process_memory_fraction(args.memory_gib * 2**30 / total)  # of the current device
         target = random_target(args.shape, device)
         result: dict[str, Any] = {
             **setting("bench/train_step.py"),

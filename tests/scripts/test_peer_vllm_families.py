@@ -27,7 +27,7 @@ def test_vllm_accepts_as_many_drafts_as_we_do(name: str, dflash_train: Program, 
     ARCHITECTURES[name].model(**WIDE, **MORE.get(name, {})).bfloat16().save_pretrained(target)
     make_tokenizer().save_pretrained(target)
     dflash_train.target = target
-    dflash_train("optim.steps=200", "responses.runtime=reference", "run.evaluate_every=0", "loss.anchors=16",
+    dflash_train("optim.steps=400", "responses.runtime=reference", "run.evaluate_every=0", "loss.anchors=16",
                  "run.compile=off", "run.attention=sdpa")  # fmt: skip
 
     # the prompts that it was trained with, so that drafts are accepted

@@ -205,7 +205,8 @@ class HeldOut:
             after = memory_use(target.device)
             if self._engine and before and after and after.free < reserve:
                 self._between, self._engine = True, None
-                self.engine_bytes = before.free - after.free
+                # it may fit into segments that others have partly filled, which were not free before
+                self.engine_bytes = max(before.free - after.free, after.allocated - before.allocated)
                 free_memory()
 
     def __call__(self, drafter: Drafter, step: int = 0, bar: Progress | None = None) -> Evaluation:

@@ -14,15 +14,18 @@ LARGE_TILES = 160 << 10  # bytes of shared memory that PyTorch's tiles may need
 # Options of FlexAttention's kernels for 16-bit heads; None for PyTorch's own. Blocks of 16 slots and their contexts
 # leave tiles half empty: small ones lose less (an H200, heads of 64: 5.3 instead of 7.2 ms for forward and backward of
 # 37 thousand slots). PyTorch's tiles do not fit every GPU with 99 KiB of shared memory (its issues 133254, 180278,
-# 198224 and pull requests 184310 and 198228, which have the tiles that fit).
+# 198224 and pull requests 184310 and 198228, which have the tiles that fit). For fewer than 128 slots PyTorch would
+# take the kernel of its decoding, which has no choice for these masks: TRITON names the other one.
 NARROW = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
 SQUARE = {"fwd_num_stages": 2, "BLOCK_M": 128, **dict.fromkeys(("BLOCK_N", *NARROW), 64)}
-FLEX_OPTIONS: dict[str, dict[str, int] | None] = {
-    "heads of 64": NARROW,
-    "any": None,
-    "99 KiB, heads of 256": {"num_stages": 2, **dict.fromkeys(("BLOCK_M", "BLOCK_N", *NARROW), 32)},
-    "99 KiB before sm_100": {**SQUARE, "bwd_num_stages": 2},
-    "99 KiB": {**SQUARE, "bwd_num_stages": 1},
+TRITON = {"BACKEND": "TRITON"}
+FLEX_OPTIONS: dict[str, dict[str, int | str] | None] = {
+    "CPU": None,
+    "heads of 64": {**TRITON, **NARROW},
+    "any": {**TRITON},
+    "99 KiB, heads of 256": {**TRITON, "num_stages": 2, **dict.fromkeys(("BLOCK_M", "BLOCK_N", *NARROW), 32)},
+    "99 KiB before sm_100": {**TRITON, **SQUARE, "bwd_num_stages": 2},
+    "99 KiB": {**TRITON, **SQUARE, "bwd_num_stages": 1},
 }
 
 
@@ -42,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, grouped: bool, head
 def flex_options(head_dim: int, device: torch.device) -> str:
     """Returns the name of the FLEX_OPTIONS of a device; PyTorch 2.11 cannot compile a dict as a constant."""
     if device.type != "cuda":
-        return "any"
+        return "CPU"
     if head_dim <= 64:
         return "heads of 64"
     features = features_of(device)

@@ -8,7 +8,7 @@ from training_runs import random_rows
 
 from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.models.dflash import flex
-from dflash_toolkit.models.dflash.flex import FLEX_OPTIONS, NARROW, flex_options
+from dflash_toolkit.models.dflash.flex import FLEX_OPTIONS, NARROW, TRITON, flex_options
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import TILE, sample_blocks
 from dflash_toolkit.train.objective.loss import _forward, masks_of
@@ -16,14 +16,18 @@ from dflash_toolkit.train.objective.loss import _forward, masks_of
 GPU = torch.device("cuda")
 
 
+def sizes_of(name: str) -> dict[str, int]:
+    """Returns the options that are numbers."""
+    return {key: value for key, value in (FLEX_OPTIONS[name] or {}).items() if isinstance(value, int)}
+
+
 @pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
 @pytest.mark.parametrize("card", ["sm_86", "sm_89", "sm_120", "sm_121"])
 def test_attention_tiles_fit_99_kib(card: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Triton counts them: the resident tiles, and those of every stage, of a width that is a power of two."""
     use_gpu(monkeypatch, KNOWN[card].capability)
-    options = FLEX_OPTIONS[flex_options(head_dim, GPU)]
-    assert options is not None
-    stages = [options.get(f"{name}_num_stages", options.get("num_stages")) for name in ("fwd", "bwd")]
+    options = sizes_of(flex_options(head_dim, GPU))
+    stages = [options.get(f"{name}_num_stages") or options["num_stages"] for name in ("fwd", "bwd")]
     width = 2 * (128 if head_dim <= 128 else 256)
     forward = (options["BLOCK_M"] + 2 * stages[0] * options["BLOCK_N"]) * width
     by_keys = (2 * options["BLOCK_N1"] + 2 * stages[1] * options["BLOCK_M1"]) * width
@@ -35,9 +39,14 @@ def test_attention_tiles_fit_99_kib(card: str, head_dim: int, monkeypatch: pytes
 @pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_100"])
 def test_large_cards_keep_their_attention_tiles(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_gpu(monkeypatch, KNOWN[card].capability)
-    options = [FLEX_OPTIONS[flex_options(head_dim, GPU)] for head_dim in (64, 128, 256)]
-    assert options == [NARROW, None, None]
+    assert [sizes_of(flex_options(head_dim, GPU)) for head_dim in (64, 128, 256)] == [NARROW, {}, {}]
     assert FLEX_OPTIONS[flex_options(64, torch.device("cpu"))] is None
+
+
+def test_few_slots_take_the_same_kernel_as_many() -> None:
+    """That of PyTorch's decoding, for fewer than 128 queries, has no choice for block masks like ours."""
+    names = [name for name in FLEX_OPTIONS if name != "CPU"]
+    assert all((FLEX_OPTIONS[name] or {}).items() >= TRITON.items() for name in names)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
