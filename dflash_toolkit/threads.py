@@ -6,8 +6,11 @@ woken in microseconds; spinning for some microseconds first saves that where the
 the environment once, when PyTorch is imported.
 """
 
+import contextlib
 import os
+from pathlib import Path
 
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPINS = 1000  # for libgomp; libomp sleeps at once
 _added: set[str] = set()  # to the environment
@@ -22,6 +25,15 @@ def wait_passively() -> None:
         added = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPINS)}
         os.environ |= added
         _added.update(added)
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use, also in a container with a limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        quota, period = map(int, QUOTA.read_text().split())
+        return max(1, min(cores, quota // period))
+    return cores
 
 
 def given_environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -88,9 +89,9 @@ def _run(config: ServeConfig) -> int:
         check_certificate(config.ssl_certfile, config.ssl_keyfile)
     read_ahead(config.drafter, config.target)  # into the page cache, for the engine's process
     set_up_logs(config.log_json, config.access_log)
-    several = config.api_server_count > 1
+    config = replace(config, api_server_count=config.front_ends)  # all processes must use the same number
     with contextlib.ExitStack() as files, Signals(files.close) as signals, contextlib.ExitStack() as stack:
-        bound = bind(config.host, config.port, several) if config.uds is None else bind_path(config.uds)
+        bound = bind(config.host, config.port, config.front_ends > 1) if config.uds is None else bind_path(config.uds)
         files.enter_context(bound)
         if config.uds is not None:
             files.callback(Path(config.uds).unlink, missing_ok=True)

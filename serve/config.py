@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from dflash_toolkit.config import option, options
 from dflash_toolkit.options import ModelOptions
 from dflash_toolkit.runtime.options import EngineOptions
+from dflash_toolkit.threads import usable_cores
 
 from .parsing.choice import REASONING_PARSERS, TOOL_CALL_PARSERS
 
+MAX_FRONT_ENDS, REQUESTS_PER_FRONT_END, CORES_PER_FRONT_END = 8, 16, 4  # when their number is chosen
 OWN = "dflash"
 ENGINES = (OWN, "vllm", "sglang")
 
@@ -63,7 +65,9 @@ class ServeConfig(ModelOptions):
     port: int = option(8000, "port to listen on; 0 takes a free one", common=True)
     external: ExternalOptions = options(ExternalOptions, flat=True)
     runtime: EngineOptions = options(EngineOptions, flat=True)
-    api_server_count: int = option(1, "number of HTTP front-end processes; raise it if one cannot keep up")
+    api_server_count: int | None = option(
+        None, "number of HTTP front-end processes (default: chosen from the cores and --max-num-seqs)"
+    )
     uds: str | None = option(
         None, "Unix socket to listen on instead of --host and --port (default: none)", metavar="PATH"
     )
@@ -165,6 +169,16 @@ class ServeConfig(ModelOptions):
         for name in ("request_timeout", "client_timeout"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be more than 0 seconds")
+
+    @property
+    def front_ends(self) -> int:
+        """Returns the number of front-end processes: one for 16 requests and 4 cores, unless it is given."""
+        if self.api_server_count is not None or self.device == "cpu":  # there the engine needs the cores
+            return self.api_server_count or 1
+        requests = self.runtime.max_num_seqs or MAX_FRONT_ENDS * REQUESTS_PER_FRONT_END
+        return max(
+            1, min(usable_cores() // CORES_PER_FRONT_END, -(-requests // REQUESTS_PER_FRONT_END), MAX_FRONT_ENDS)
+        )
 
     @property
     def models(self) -> tuple[str, ...]:

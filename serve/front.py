@@ -1,4 +1,4 @@
-"""A front-end process: HTTP and text. The command's own process is the first; `--api-server-count` adds others."""
+"""A front-end process: HTTP and text. The command's own process is the first; there may be others."""
 
 import asyncio
 import contextlib
@@ -55,8 +55,8 @@ class Front:
         """
         config = self._config
         engine = EngineClient(path, info, self._tokenizer, again=config.restart)
-        several = config.api_server_count > 1
-        state = ServerState.of_several(path.parent, config.api_server_count, number) if several else ServerState()
+        several = config.front_ends > 1
+        state = ServerState.of_several(path.parent, config.front_ends, number) if several else ServerState()
         app = create_app(
             engine,
             config.models[0],

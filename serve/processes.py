@@ -155,7 +155,7 @@ class Fronts:
         self._wait_s = config.drain_timeout + 2 * END_S
         self._processes: list[tuple[Any, Any]] = []  # and the pipe to each
         context = multiprocessing.get_context("spawn")
-        for number in range(1, config.api_server_count):
+        for number in range(1, config.front_ends):
             control, child_end = context.Pipe()
             with share_address(bound) as listener, child_end, signals.starting():
                 options = (config, keys, listener, path, number, child_end)

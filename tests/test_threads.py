@@ -4,12 +4,14 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from paths import ROOT
 
-from dflash_toolkit.threads import SPINS, WAITING
+from dflash_toolkit import threads
+from dflash_toolkit.threads import SPINS, WAITING, usable_cores
 
 PROGRAMS = [
     "dflash_toolkit.train.cli --target ./no",
@@ -57,3 +59,17 @@ def test_the_default_number_of_threads_is_the_environments() -> None:
     script = "import dflash_toolkit.train; from dflash_toolkit.threads import use_threads; use_threads(None)\n"
     script += "import torch; print(torch.get_num_threads())"
     assert run(script, OMP_NUM_THREADS="1").stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("400000 100000", 4), ("50000 100000", 1), ("max 100000", 24), ("", 24)]
+)
+def test_usable_cores_respect_affinity_and_container_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(threads, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(24)), raising=False)
+    assert usable_cores() == expected
+    (tmp_path / "cpu.max").unlink()
+    assert usable_cores() == 24, "not every system has the file"

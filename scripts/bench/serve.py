@@ -45,6 +45,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 # ---- clients -------------------------------------------------------------------------------------------------------
 
 
+def chat_bodies(
+    model: str, conversations: Sequence[list[dict[str, str]]], tokens: int, streamed: bool
+) -> list[dict[str, Any]]:
+    """Returns greedy requests with answers of exactly `tokens` tokens."""
+    options = {"model": model, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": streamed}
+    options |= {"stream_options": {"include_usage": True}} if streamed else {}
+    return [{**options, "messages": messages} for messages in conversations]
+
+
 async def ask(address: tuple[str, int], body: dict[str, Any]) -> dict[str, Any]:
     """One request: its seconds to the first text, those between chunks, and its tokens."""
     raw = json.dumps(body).encode()
@@ -248,14 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with running as (url, model):
         for streamed in (True, False):
             for count in args.clients:
-                bodies = [
-                    {
-                        "model": model, "messages": messages, "max_tokens": args.tokens, "ignore_eos": True,
-                        "temperature": 0, "stream": streamed,
-                    }
-                    | ({"stream_options": {"include_usage": True}} if streamed else {})
-                    for messages in conversations[: args.requests * count]
-                ]  # fmt: skip
+                bodies = chat_bodies(model, conversations[: args.requests * count], args.tokens, streamed)
                 row = {"clients": count, "streamed": streamed, **load(url, bodies, count, args.processes)}
                 if count in by_clients:
                     row["of_engine"] = row["tokens_per_second"] / by_clients[count]

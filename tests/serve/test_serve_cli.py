@@ -16,7 +16,7 @@ from forked import Command
 from openai import APIError, OpenAI
 
 from dflash_toolkit.config import from_mapping, given_values
-from dflash_toolkit.serve import cli
+from dflash_toolkit.serve import cli, config
 from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.processes import EngineProcess
 from dflash_toolkit.serve.server import check_certificate
@@ -200,3 +200,24 @@ def test_a_whole_run_from_the_first_line_to_ctrl_c(target_dir: Path, drafter_dir
     assert first.startswith(
         f"dflash-serve: loads target {target_dir}, drafter {drafter_dir} on cpu; will listen on http"
     )
+
+
+@pytest.mark.parametrize(
+    ("cores", "options", "expected"),
+    [
+        (2, [], 1),
+        (16, [], 4),
+        (32, [], 8),
+        (128, [], 8),
+        (128, ["--max-num-seqs", "40"], 3),
+        (128, ["--max-num-seqs", "1"], 1),
+        (128, ["--device", "cpu"], 1),
+        (2, ["--api-server-count", "3"], 3),
+    ],
+)
+def test_front_ends_follow_cores_and_requests(
+    monkeypatch: pytest.MonkeyPatch, cores: int, options: list[str], expected: int
+) -> None:
+    monkeypatch.setattr(config, "usable_cores", lambda: cores)
+    given, source = given_values(ServeConfig, ["--target", "x", *options], cli.PROG, "", "")
+    assert from_mapping(ServeConfig, given, source).front_ends == expected
