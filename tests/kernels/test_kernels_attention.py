@@ -23,7 +23,7 @@ from dflash_toolkit.kernels.paged import PagedKV
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-CONTEXTS = (700, 0, 5, 2100, 63, 64, 128, 1)
+CONTEXTS = (700, 0, 5, 5200, 63, 64, 128, 1)
 HEADS = [(8, 4, 128, 64), (2, 7, 64, 64), (2, 7, 128, 128), (1, 1, 64, 256)]  # KV heads, group, width, page
 
 

@@ -93,18 +93,20 @@ MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     "the wrong page": ("_state", {"start + (i + 5) * KEYS": "start + (i + 4) * KEYS"}),
     "a page after the end of the table": ("_slot", {"gl.minimum(position // PAGE, columns - 1)": "position // PAGE"}),
 }  # fmt: skip
-SECOND_TILES = "second = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)"
-FOURTH = "slots + slot_3, column, loads > 3"
+SECOND_TILES = "second = _tiles(stop, _split_start(i_s + 2, SHORT, SHORT_SPLITS, LONG), end)"
+THIRD = "slots + slot, column, second > 2"
 PAIR_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {  # between the two splits of a program
-    "the rings begun anew by the second split": (HOPPER, {"stop, tiles, second, 0,": "stop, 0, second, 0,"}),
-    "the second split where the first begins": (HOPPER, {"stop, tiles, second, 0,": "start, tiles, second, 0,"}),
-    "the fourth values never expected": (HOPPER, {"_expect(v_bar, 3, loads > 3, HEAD)": "pass"}),
-    "the fourth values from the third's place": (HOPPER, {FOURTH: FOURTH.replace("slot_3", "slot_2")}),
+    "the rings begun anew by the second split": (HOPPER, {"stop, tiles, second, s": "stop, 0, second, s"}),
+    "the second split where the first begins": (HOPPER, {"stop, tiles, second, s": "start, tiles, second, s"}),
+    "the second values never expected": ("_load_second", {"_expect(v_bar, tiles + 1, second > 1, HEAD)": "pass"}),
+    "the third values from the second's place": ("_load_second", {THIRD: THIRD.replace("slot,", "values,")}),
+    "the third values loaded before the first split ends": ("_state", {"(i > 0) & (i + 2 < loads)": "i + 2 < loads"}),
+    "the fifth keys from the fourth's place": (HOPPER, {"stop + 4 * KEYS": "stop + 3 * KEYS"}),
     "the fourth keys never expected": ("_state", {"_expect(k_bar, before + 3, loads > 3, HEAD)": "pass"}),
     "more tiles than the first split has": ("_tiles", {"gl.minimum(stop, end)": "end"}),
     "the first split left out": (HOPPER, {"gl.fma(b_1, e_1, b_out * e_0)": "b_1"}),
     "the second split left out": (HOPPER, {SECOND_TILES: "pass"}),
-    "a long split for two": (HOPPER, {SECOND_TILES: "second = _tiles(stop, stop + SHORT, end)"}),
+    "a third split": (HOPPER, {SECOND_TILES: SECOND_TILES.replace("i_s + 2", "i_s + 3")}),
 }  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def test_a_mistake_in_attention_is_found(mistake: str, monkeypatch: pytest.Monke
     pairs = mistake in PAIR_MISTAKES
     broken(monkeypatch, attention_hopper, *(MISTAKES | PAIR_MISTAKES)[mistake])
     kernel = interpret_attention(monkeypatch, 128 if pairs else 64)
-    contexts = (130, 250, 790) if pairs else (5, 130, 200, 460)
+    contexts = (130, 250, 850) if pairs else (5, 130, 200, 460)
     pages, q = make_pages(contexts, 2, 64, 1, 64, BF16), randn(2 * len(contexts), 3, 64, dtype=BF16)
 
     def attempt() -> None:

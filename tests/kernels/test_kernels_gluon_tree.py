@@ -46,7 +46,7 @@ def check(forest: Forest, found: Tensor, window: int = 0) -> None:
     [  # contexts, slots, nodes, rows, page, KV heads, group, head width
         (((126, 60, 210), 5, 8, 14, 64, 2, 2, 64), 0, 64),
         (((452,), 6, 12, 13, 128, 1, 7, 128), 60, 64),  # two tiles of rows
-        (((191, 300, 255, 63), 5, 8, 24, 64, 1, 2, 64), 0, 128),  # pairs that a path reaches into, and does not
+        (((191, 300, 902, 790), 5, 8, 24, 64, 1, 2, 64), 0, 128),  # pairs that a path reaches into, and does not
     ],
     ids=str,
 )
@@ -65,7 +65,7 @@ def test_a_node_is_that_token_decoded_plainly(
         (((126, 60, 210), 5, 8, 14, 64, 2, 2, 64), 0, 64),
         (((452,), 12, 12, 13, 128, 1, 7, 128), 60, 64),  # two tiles of rows
         (((0, 64, 63, 5, 1, 2, 3, 4, 130), 3, 4, 60, 64, 1, 2, 64), 0, 64),  # in one pass, with padding
-        (((191, 300, 255, 63), 5, 8, 40, 64, 1, 2, 64), 0, 128),  # in pairs, with padding
+        (((191, 790, 255, 63), 5, 8, 40, 64, 1, 2, 64), 0, 128),  # in pairs, with padding
     ],
     ids=str,
 )
@@ -153,8 +153,9 @@ MISTAKES = {
     "values that are not there": (TAIL, {
         "gl.load(p_head + o_v, mask=m_t[:, None], other=0.0)": "gl.load(p_head + o_v)",
     }),
-    "a path's split joined": (PREFIX, {"end >= stop + SHORT": "True"}),
-    "no splits joined": (PREFIX, {"end >= stop + SHORT": "False"}),
+    "a path's split joined": (PREFIX, {"end >= after": "True"}),
+    "no splits joined": (PREFIX, {"end >= after": "False"}),
+    "long splits joined as if short": (PREFIX, {"end >= after": "end >= stop + SHORT"}),
     "one split of two": (TAIL, {"SHORT_SPLITS, LONG) + i_t": "SHORT_SPLITS, LONG)"}),
 }  # fmt: skip
 
@@ -164,6 +165,6 @@ def test_a_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> No
     broken(monkeypatch, tree_hopper, *MISTAKES[mistake])
     pairs = "joined" in mistake
     _, tail = interpret(monkeypatch, 128 if pairs else 64)
-    contexts = (200, 320) if pairs else (210, 126)
+    contexts = (200, 800) if pairs else (210, 126)
     forest = plant(contexts, 5, 8, 14, 64, 1, 2, 64, BF16)
     assert complaint(tail, lambda: check(forest, forest.attend()))

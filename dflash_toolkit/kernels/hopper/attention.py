@@ -134,11 +134,12 @@ def _state(
     start, before, tiles, loads, values, slot, next_slot, o_pos, tree, end, full, scale,
     HEAD: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Returns the softmax state of a tile's rows over a split's keys. The loads of its first tiles have started.
+    """Returns the softmax state of a tile's rows over a split's keys, and the places of the three tiles after its
+    second one. The loads of its first three tiles have started.
 
     Args:
         before: tiles of the program's split before it.
-        loads: tiles to load, those of the program's second split included; 0 if all loads have started.
+        loads: tiles to load, those of the program's second split included.
         values, slot, next_slot: places of the tiles 2, 3 and 4, if they are loaded.
         tree: as in `triton/attention.py`.
     """
@@ -197,7 +198,21 @@ def _state(
     b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
     b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
     b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
-    return b_m, b_l, warpgroup_mma_wait(0, [b_acc])
+    return b_m, b_l, warpgroup_mma_wait(0, [b_acc]), values, slot, next_slot
+
+
+@gluon.jit
+def _load_second(cache_d, v_s, v_bar, tiles, second, slots, values, slot, column, HEAD: gl.constexpr):
+    """Starts the loads of the values of tiles 1 and 2 of a program's second split, from the places `values` and `slot`.
+
+    The first split, of `tiles` tiles, has started the other loads that `_state` expects.
+    """
+    debug_barrier()  # all warps have read the values of the first split
+    _expect(v_bar, tiles + 1, second > 1, HEAD)
+    _expect(v_bar, tiles + 2, second > 2, HEAD)
+    debug_barrier()
+    _load(cache_d, v_s, v_bar, tiles + 1, slots + values, column, second > 1)
+    _load(cache_d, v_s, v_bar, tiles + 2, slots + slot, column, second > 2)
 
 
 @gluon.jit
@@ -243,7 +258,7 @@ def hopper_attention_kernel(
 ):  # fmt: skip
     """Computes program (tile, request * G + KV head, split); the rest is as in `_attention_kernel`.
 
-    PAIRS: a program has two short splits, of up to two tiles each; their merged state is stored as that of the first.
+    PAIRS: a program has two splits; their merged state is stored as that of the first.
     cache_d: boxes [KEYS, HEAD] of the cache viewed as [2 slots, G HEAD]: all keys, then all values.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -279,7 +294,7 @@ def hopper_attention_kernel(
     start, stop = 0, 0x7FFFFFFF
     if not WHOLE:
         if PAIRS:
-            i_s = i_s + gl.minimum(i_s, SHORT_SPLITS // 2)
+            i_s = 2 * i_s
         start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
         stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
     grid_launch()
@@ -304,7 +319,7 @@ def hopper_attention_kernel(
         return
     second = 0  # tiles of the second split
     if PAIRS:
-        second = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
+        second = _tiles(stop, _split_start(i_s + 2, SHORT, SHORT_SPLITS, LONG), end)
     loads = tiles + second
     full = end  # a tile that ends by this position needs no mask
     if CAUSAL:
@@ -337,18 +352,17 @@ def hopper_attention_kernel(
     o_slot = (i_r * ROWS + o_tile) // GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
     m_row = o_slot < count
-    b_m, b_l, b_out = _state(
+    b_m, b_l, b_out, slot_2, slot_3, slot_4 = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
         start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
     )  # fmt: skip
     if PAIRS and second > 0:  # PAIRS: Triton 3.6 fails on a branch that is never taken, unless it is a constexpr
-        debug_barrier()  # all warps have read the values of tile 0
-        _expect(v_bar, 3, loads > 3, HEAD)
-        debug_barrier()
-        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, loads > 3)
-        m_1, l_1, b_1 = _state(
+        _load_second(cache_d, v_s, v_bar, tiles, second, slots, slot_2, slot_3, column, HEAD)
+        slot_5 = _slot(p_pages, stop + 4 * KEYS, columns, PAGE)
+        m_1, l_1, b_1, _2, _3, _4 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-            stop, tiles, second, 0, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+            stop, tiles, second, second, slot_3, slot_4, slot_5, o_pos, tree, end, full, scale,
+            HEAD, PAGE, CAUSAL, WINDOW,
         )  # fmt: skip
         e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
         e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
@@ -402,7 +416,7 @@ def launch(
         states: m and l [programs, splits, ROWS], acc [programs, splits, ROWS, H], fp32; `ragged` m and l
             [M * G, splits, N / G] and acc [M * G, splits, N / G, H].
         cuts: SHORT, SHORT_SPLITS and LONG, the positions of the splits.
-        pairs: a program has two short splits; their state is stored in the first one's place.
+        pairs: a program has two splits; their state is stored in the first one's place.
         ragged: the rows, and the maximum of a request; unless `causal` they are rows of trees.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, kv.cache.shape
@@ -410,8 +424,8 @@ def launch(
     rows, block = ragged or (None, m // batch)
     requests = batch if rows is None else batch + 1
     of_rows = (lengths,) * 3 if rows is None else (rows.starts, rows.depths, rows.ancestors)
-    assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"
-    programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
+    assert cuts["SHORT_SPLITS"] % 2 == 0, "the splits of a pair are of one kind"
+    programs = -(-splits // 2) if pairs else splits
     box = [KEYS.value, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     hopper_attention_kernel[(-(-block * group // ROWS.value), requests * groups, programs)](

@@ -25,11 +25,10 @@ from .attention import (
     KEYS,
     ROWS,
     STAGES,
-    _expect,
     _expect_first,
     _fold,
-    _load,
     _load_first,
+    _load_second,
     _slot,
     _softmax,
     _split_start,
@@ -57,8 +56,8 @@ def hopper_prefix_kernel(
 ):  # fmt: skip
     """Computes program (tile, request * G + KV head, split); the rest is as in `_prefix_kernel`.
 
-    PAIRS: a program has two short splits, of up to two tiles each. If no path reaches into them, their merged state is
-    stored as that of the first; otherwise each is stored.
+    PAIRS: a program has two splits. If no path reaches into them, their merged state is stored as that of the first;
+    otherwise each is stored.
 
     Everything except the queries is older than this pass and is loaded before the wait, see `hopper/attention.py`.
     """
@@ -82,7 +81,7 @@ def hopper_prefix_kernel(
     column = i_g * HEAD
     p_pages = pages_p + i_b * stride_pages
     if PAIRS:
-        i_s = i_s + gl.minimum(i_s, SHORT_SPLITS // 2)
+        i_s = 2 * i_s
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
     stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
     grid_launch()
@@ -100,7 +99,8 @@ def hopper_prefix_kernel(
         return
     second = 0  # tiles of the second split
     if PAIRS:
-        second = gl.where(i_s < SHORT_SPLITS, _tiles(stop, stop + SHORT, end), 0)
+        after = _split_start(i_s + 2, SHORT, SHORT_SPLITS, LONG)
+        second = _tiles(stop, after, end)
     loads = tiles + second
     _expect_first(k_bar, v_bar, loads, HEAD)
     _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, loads)
@@ -115,7 +115,7 @@ def hopper_prefix_kernel(
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     o_pos = length + gl.load(depths_p + row + o_row // GROUP, mask=o_row < heads, other=0)
-    b_m, b_l, b_out = _state(
+    b_m, b_l, b_out, slot_2, slot_3, slot_4 = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
         start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
     )  # fmt: skip
@@ -124,15 +124,14 @@ def hopper_prefix_kernel(
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
     o_part = (((row + o_row // GROUP).to(gl.int64) * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
     if PAIRS and second > 0:  # PAIRS: Triton 3.6 fails on a branch that is never taken, unless it is a constexpr
-        debug_barrier()  # all warps have read the values of tile 0
-        _expect(v_bar, 3, loads > 3, HEAD)
-        debug_barrier()
-        _load(cache_d, v_s, v_bar, 3, slots + slot_3, column, loads > 3)
-        m_1, l_1, b_1 = _state(
+        _load_second(cache_d, v_s, v_bar, tiles, second, slots, slot_2, slot_3, column, HEAD)
+        slot_5 = _slot(p_pages, stop + 4 * KEYS, columns, PAGE)
+        m_1, l_1, b_1, _2, _3, _4 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-            stop, tiles, second, 0, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
+            stop, tiles, second, second, slot_3, slot_4, slot_5, o_pos, None, end, end, scale,
+            HEAD, PAGE, False, WINDOW,
         )  # fmt: skip
-        if end >= stop + SHORT:
+        if end >= after:
             e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
             e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
             b_out = gl.fma(b_1, e_1, b_out * e_0)
@@ -257,8 +256,8 @@ def launch(
         tiles: number of tiles of ROWS queries of a request and a KV head.
         pairs: as for `attention.launch`, before the last whole tile of a request's context.
     """
-    assert not pairs or (cuts["SHORT"] <= 2 * KEYS.value and cuts["SHORT_SPLITS"] % 2 == 0), "two tiles, two splits"
-    programs = splits - min(splits, cuts["SHORT_SPLITS"]) // 2 if pairs else splits
+    assert cuts["SHORT_SPLITS"] % 2 == 0, "the splits of a pair are of one kind"
+    programs = -(-splits // 2) if pairs else splits
     (_, slots, groups, width), batch = kv.cache.shape, len(kv.lengths)
     group = q.shape[1] // groups
     box = [KEYS.value, width]

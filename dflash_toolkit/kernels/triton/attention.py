@@ -252,8 +252,8 @@ def _merge_kernel(
 ):  # fmt: skip
     """Merges the splits of one row of a tile, first in pairs, then MERGE_SPLITS at a time.
 
-    paired: the first of two short splits already has the state of both. With PATHS, a tile's keys, only if both end
-    before the last whole tile of the context, which is `depths` before the row.
+    paired: the first of two splits already has the state of both. With PATHS, a tile's keys, only if both end before
+    the last whole tile of the context, which is `depths` before the row.
     """
     i_x, i_row = tl.program_id(0), tl.program_id(1)
     i_r, i_g = i_x % TILES, (i_x // TILES) % G
@@ -280,9 +280,9 @@ def _merge_kernel(
         m_0 = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
         m_1 = _split_start(first + o_s + 1, SHORT, SHORT_SPLITS, LONG) < end
         if paired:
-            apart = first + o_s >= SHORT_SPLITS
+            apart = o_s < 0
             if PATHS > 0:
-                apart = apart | ((first + o_s + 2) * SHORT > joined)
+                apart = _split_start(first + o_s + 2, SHORT, SHORT_SPLITS, LONG) > joined
             m_1 = m_1 & apart
         o_part = (i_x * SPLITS + first + o_s).to(tl.int64) * ROWS + i_row
         top_0, l_0, acc_0 = _load_state(m_p, l_p, acc_p, o_part, o_h, m_0, HEAD)
