@@ -72,21 +72,24 @@ def cells_of(names: Sequence[str], requests: Sequence[int]) -> list[Cell]:
     """Returns the cells of workloads; `first-token` means all prompt lengths, and always one request.
 
     Args:
-        requests: numbers of requests; empty takes those of the goals.
+        names: workloads, each alone or with its own numbers of requests, as in chat=1,8.
+        requests: numbers of requests of the others; empty takes those of the goals.
 
     Raises:
         UserError: an unknown name, or a number of requests below 1.
     """
-    if wrong := [count for count in requests if count < 1]:
-        raise UserError(f"--requests is {wrong[0]}; it must be >= 1")
     cells = []
-    for name in names:
+    for entry in names:
+        name, given, own = entry.partition("=")
         found = [known for known in WORKLOADS if name in (known, known.removesuffix(f"-{WORKLOADS[known].prompt}"))]
         if not found:
             raise UserError(f"--workload {name!r} is not known; known: {', '.join(WORKLOADS)}, first-token")
+        asked = [int(count) if count.isdecimal() else 0 for count in own.split(",")] if given else list(requests)
+        if min(asked, default=1) < 1:
+            raise UserError(f"the numbers of requests of {entry!r} are {asked}; each must be >= 1")
         for known in found:
             workload = WORKLOADS[known]
-            counts = requests if requests and not workload.times_prompts else workload.goals
+            counts = asked if asked and not workload.times_prompts else workload.goals
             cells += [Cell(known, workload, count) for count in counts]
     return list({(cell.name, cell.requests): cell for cell in cells}.values())
 
@@ -272,31 +275,33 @@ def _inter_token(gaps: Sequence[float]) -> dict[str, float | None]:
 # ---- comparison -----------------------------------------------------------------------------------------------------
 
 
-def compare(ours: Path, peer: Path) -> Table:
-    """Returns the ratios of two results, next to the goals.
+def compare(ours: Path, *peers: Path) -> Table:
+    """Returns the ratios of our result and vLLM's, which may be in several files, next to the goals.
 
     Plain decoding is compared with plain decoding, every other way with vLLM's best, and first tokens with a drafter
     with those with a drafter. The ratio is of whole-job tokens/s, or of the times to the first token; for `mixed` it
     is our inter-token p99 to that without the prompt.
 
     Raises:
-        UserError: a file that is not such a result, or two that were not measured alike.
+        UserError: a file that is not such a result, or results that were not measured alike.
     """
     results = []
-    for path, engine in ((ours, "ours"), (peer, "vllm")):
-        result = read_json(path)
+    for path in (ours, *peers):
+        result, engine = read_json(path), "ours" if path is ours else "vllm"
         if not isinstance(result, dict) or result.get("engine") != engine:
             raise UserError(f"{path} is no result of workloads with engine {engine!r}")
         results.append(result)
     for key in ("gpu", "model", "accept"):
-        one, other = (result[key] for result in results)
-        if one != other:
-            raise UserError(
-                f"{key} is {one!r} in {ours} and {other!r} in {peer}; compare results of one machine and job"
-            )
+        for path, result in zip(peers, results[1:], strict=True):
+            one, other = results[0][key], result[key]
+            if one != other:
+                raise UserError(
+                    f"{key} is {one!r} in {ours} and {other!r} in {path}; compare results of one machine and job"
+                )
+    theirs = [row for result in results[1:] for row in result["rows"]]
     rows = []
     for row in results[0]["rows"]:
-        alike = [other for other in results[1]["rows"] if _comparable(row, other)]
+        alike = [other for other in theirs if _comparable(row, other)]
         best = min(alike, key=_cost, default=None)
         rows.append(_compared(row, best))
     columns = (

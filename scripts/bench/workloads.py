@@ -95,7 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser, ways: Sequence[str]) -> None:
     add("--target", help="real target")
     add("--drafter", help="drafter of a real target")
     add("--prompts", nargs="+", default=[], metavar="NAME=SOURCE", help="text of a real target's prompts")
-    add("--workload", nargs="+", default=["chat"], metavar="NAME", help=f"{', '.join(WORKLOADS)}; first-token for all")
+    names = f"{', '.join(WORKLOADS)}; first-token for all; chat=1,8 with its own requests"
+    add("--workload", nargs="+", default=["chat"], metavar="NAME", help=names)
     add("--requests", type=int, nargs="+", default=[], help="requests at the same time (default: those of the goals)")
     add("--ways", nargs="+", metavar="WAY", help=f"ways of drafting (default: {' '.join(ways)})")
     add("--accept", type=float, default=0.865, help="acceptance rate of each position, with --shape")
@@ -176,6 +177,8 @@ def measure(parts: Parts, way: str, options: EngineOptions, args: argparse.Names
 
 def run(args: argparse.Namespace) -> None:
     if args.compare:
+        if len(args.compare) < 2:
+            raise UserError("--compare needs our result and at least one of vLLM")
         print(render_table(compare(*args.compare)))
         return
     check(args)
@@ -202,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, ["plain", "blocks", "trees"])
     parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("OURS", "VLLM"), help="print the ratios of two results"
+        "--compare", nargs="+", type=Path, metavar="OURS VLLM", help="print the ratios of results: ours, then vLLM's"
     )
     parser.add_argument(
         "--max-num-batched-tokens", type=int, help="prompt tokens between two steps (default: engine's)"

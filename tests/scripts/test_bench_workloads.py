@@ -45,20 +45,8 @@ def check_row(row: dict[str, Any]) -> None:
 def test_figures_of_a_real_pair_are_consistent(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
     text = write(tmp_path / "p.jsonl", says(*(f"ask {i} of it" for i in range(9))))
     pair = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--prompts", f"own={text}", "--device", "cpu"]
-    jobs = [
-        "--workload",
-        "chat",
-        "agent",
-        "first-token",
-        "mixed",
-        "--ways",
-        "plain",
-        "blocks",
-        "k3",
-        "trees",
-        "--repeats",
-        "2",
-    ]
+    jobs = ["--workload", "chat", "agent", "first-token", "mixed", "--ways", "plain", "blocks", "k3", "trees"]
+    jobs += ["--repeats", "2"]
     assert program.main([*pair, *jobs, "--output", str(tmp_path / "o.json")]) == 0
     found = read_json(tmp_path / "o.json")
     assert found["engine"] == "ours" and found["accept"] is None and str(tmp_path) not in str(found["command"])
@@ -96,6 +84,13 @@ def test_second_turn_continues_prompt_and_answer() -> None:
     traffic.run_cell(Echo(), cell, traffic.random_tokens(300))
     assert [len(prompt) for prompt in sent] == [112, 160]
     assert sent[1][:128] == sent[0] + [7] * 16
+
+
+def test_workloads_may_have_their_own_numbers_of_requests() -> None:
+    cells = traffic.cells_of(["chat=3,5", "agent", "first-token-16=4"], [])
+    assert [(cell.name, cell.requests) for cell in cells] == [
+        ("chat", 3), ("chat", 5), ("agent", 1), ("first-token-16", 1),
+    ]  # fmt: skip
 
 
 def test_shapes_accept_at_random(tmp_path: Path) -> None:
@@ -139,7 +134,9 @@ def test_prompts_from_text_end_with_a_conversation() -> None:
     ("words", "said"),
     [
         (["--workload", "chats"], "--workload 'chats' is not known; known: chat, agent"),
-        (["--requests", "0"], "--requests is 0; it must be >= 1"),
+        (["--requests", "0"], "the numbers of requests of 'chat' are [0]; each must be >= 1"),
+        (["--workload", "chat=1,x"], "the numbers of requests of 'chat=1,x' are [1, 0]"),
+        (["--compare", "one.json"], "--compare needs our result and at least one of vLLM"),
         (["--ways", "tree"], "--ways 'tree' is not known"),
         (["--ways", "trees"], "--ways 'trees' is not known"),
         (["--accept", "1"], "--accept is 1.0; it must be between 0 and 1"),
