@@ -28,6 +28,7 @@ BATCH_SIZE = "prompts answered at a time (default: as many as the GPU's memory h
 GREEDY_FIRST = "make the first of several responses greedy, at any temperature"
 ATTENTION = ("full_attention", "sliding_attention")  # types of layers
 PACK_TOKENS = 12288  # tokens of a step on a GPU (default)
+PACKS = 128  # tokens of packs and joined rows are multiples of this
 MOST_GIB = 2**20  # no machine has more memory
 OWN = "self:"  # of a source: the target writes the prompts itself
 EPOCHS = 6  # passes over the data with one response to every prompt
@@ -155,9 +156,9 @@ class DataOptions(PromptOptions):
         PromptOptions.__post_init__(self)
         if self.held_out < 0:
             raise ValueError(f"held_out is {self.held_out}; it must be >= 0")
-        if self.join_to is not None and (self.join_to < self.max_length or self.join_to % 128):
+        if self.join_to is not None and (self.join_to < self.max_length or self.join_to % PACKS):
             raise ValueError(
-                f"join_to is {self.join_to}; it must be a multiple of 128, and at least max_length, {self.max_length}"
+                f"join_to is {self.join_to}; it must be a multiple of {PACKS}, at least max_length ({self.max_length})"
             )
 
     @property
@@ -315,8 +316,8 @@ class OptimOptions:
     minutes: float = option(0.0, "minutes of training, instead of epochs; 0 goes by epochs", common=True)
     pack_tokens: int | None = option(
         None,
-        f"tokens per step, packed from several sequences; a multiple of 128 (default: {PACK_TOKENS} on a GPU; with "
-        "prompts.join_to a multiple of that)",
+        f"tokens per step, packed from several sequences; a multiple of 128 (default: about {PACK_TOKENS} on a "
+        "GPU, at least the longest row)",
     )
     pack_blocks: int | None = option(None, "draft blocks per packed step (default: 3 for every 16 tokens)")
     batch_size: int = option(8, "sequences per micro step; disables packing if given")
@@ -364,8 +365,8 @@ class OptimOptions:
             raise ValueError(f"optim.weight_decay is {self.weight_decay}; it must be >= 0")
         if self.minutes < 0:
             raise ValueError(f"optim.minutes is {self.minutes}; it must be >= 0")
-        if (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % 128:
-            raise ValueError(f"optim.pack_tokens is {self.pack_tokens}; it must be a multiple of 128, or 0")
+        if (self.pack_tokens or 0) < 0 or (self.pack_tokens or 0) % PACKS:
+            raise ValueError(f"optim.pack_tokens is {self.pack_tokens}; it must be a multiple of {PACKS}, or 0")
         if self.pack_blocks is not None and not 1 <= self.pack_blocks <= (self.pack_tokens or PACK_TOKENS):
             most = self.pack_tokens or PACK_TOKENS
             raise ValueError(f"optim.pack_blocks is {self.pack_blocks}; it must be in 1..{most} (optim.pack_tokens)")

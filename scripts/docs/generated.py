@@ -68,6 +68,7 @@ _GPT_OSS_20B = {
 # configs/NAME.yaml: the architecture of its target in config.json
 RECIPES = {
     "qwen3-8b": "Qwen3ForCausalLM",
+    "qwen3-8b-long": "Qwen3ForCausalLM",
     "llama-3.1-8b": "LlamaForCausalLM",
     "qwen3.5-9b": "Qwen3_5ForConditionalGeneration",
     "qwen3.6-27b-fp8": "Qwen3_5ForConditionalGeneration",
@@ -76,6 +77,7 @@ RECIPES = {
     "gpt-oss-20b": "GptOssForCausalLM",
 }
 _SHAPES = {
+    "qwen3-8b-long": "qwen3-8b",
     "llama-3.1-8b": "llama3.1-8b",
     "qwen3.6-27b-fp8": "qwen3.8-27b-fp8",  # one shape
     "qwen3-coder-30b-a3b": "qwen3-30b-a3b",  # one shape but for the longest context
@@ -144,6 +146,7 @@ def training_cost() -> Rows:
         training = f"{one.hours('features', 'training'):.0f} h" + ("" if one.feature_rate.how == "measured" else " *")
         memory = f"{one.memory / GIB:.0f} GiB"
         target_link = f"[{config.target.split('/')[-1]}](https://huggingface.co/{config.target})"
+        target_link += f", rows of {config.prompts.join_to:,} tokens" if config.prompts.join_to else ""
         rows.append(
             [target_link, one.machine.name, f"{one.hours('responses'):.0f} h{mark}", training, size(one.disk), memory]
         )

@@ -290,9 +290,9 @@ def test_the_verdict_names_options_that_training_has(report: Report) -> None:
     point = report.sweeps["context_length"][0]
     swept = [point | shorter | {"context_length": 512}, point | longer | {"context_length": 8192}]
     said = dict(verdict(replace(report, sweeps={"context_length": swept})).points)["Long prompts?"]
-    assert "--prompts.max-length 8320 --optim.pack-tokens 8320" in said, "with the answer, in a multiple of 128"
+    assert "--prompts.join-to 8320," in said, "with the answer, in a multiple of 128"
     named = re.findall(r"--([\w.-]+\w)", said.partition("dflash-train")[2])
-    assert len(named) == 4 and {name.replace("-", "_") for name in named} <= {
+    assert len(named) == 3 and {name.replace("-", "_") for name in named} <= {
         key for key, _ in list_options(TrainConfig)
     }
     assert "sliding_attention" in ATTENTION

@@ -13,7 +13,7 @@ import torch
 
 from dflash_toolkit.config import UserError
 
-from ..config import PACK_TOKENS, TrainConfig
+from ..config import PACK_TOKENS, PACKS, TrainConfig
 from ..run.resume_point import ResumePoint
 
 
@@ -304,8 +304,10 @@ def packing(config: TrainConfig, device: torch.device) -> tuple[int, int]:
     optim = config.optim
     tokens = optim.pack_tokens
     if tokens is None:
-        longest = config.prompts.join_to or 1
-        tokens = longest * max(1, PACK_TOKENS // longest) if device.type == "cuda" else 0  # with little padding
+        longest = config.prompts.row_tokens + -config.prompts.row_tokens % PACKS
+        # joined rows are about as long as they may be, so a pack holds a whole number of them
+        usual = PACK_TOKENS // longest * longest if config.prompts.join_to else PACK_TOKENS
+        tokens = max(usual, longest) if device.type == "cuda" else 0
     elif 0 < tokens < (config.prompts.join_to or 0):
         raise UserError(
             f"optim.pack_tokens is {tokens}, less than a row may have (prompts.join_to is {config.prompts.join_to}); "

@@ -73,7 +73,7 @@ class TrainingMemory:
         backward = casts + gradients * held + tokens + self._pass(config)
         stepping = gradients + 12 * shape.hidden_size * max(shape.intermediate_size, shape.feature_size)
         a_token = 3 * shape.intermediate_size + 6 * shape.hidden_size + 2 * shape.feature_size
-        forward = wide * FORWARD_TOKENS * a_token if self.gpu else 0.0
+        forward = wide * max(FORWARD_TOKENS, config.prompts.row_tokens) * a_token if self.gpu else 0.0
         target, drafter = self._target(config), state + max(gradients, casts + gradients * held)
         if config.run.offload_target:  # the features are computed before the drafter is on the GPU
             ends = 2.0 * self.weights.embedding

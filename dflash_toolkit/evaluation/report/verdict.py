@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...options import PromptOptions
 from ..measure.distribution import SUSPICIOUS
 from ..stats.bootstrap import Interval
 from .results import Report, Summary
@@ -13,7 +14,7 @@ from .tables import SWEPT
 
 TIE_NATS = 0.2  # a regret up to this value is a tie that rounding can decide
 FALL = 0.1  # a larger fall of tau with the prompt's length has advice
-PACKED = 128  # optim.pack_tokens is a multiple of it
+PACKED = 128  # prompts.join_to is a multiple of it
 NAMED = 6  # maximum number of listed losses
 SWEPT_PLACES: dict[
     str, Callable[[int], str]
@@ -170,12 +171,11 @@ def _long_prompts(report: Report) -> Iterator[str]:
     elif within and within[1] >= 1:
         yield f"{said} That may be chance: raise --sweep-requests."
     else:
-        longest = point["context_length"] + report.arguments["max_tokens"]
+        longest = max(point["context_length"] + report.arguments["max_tokens"], PromptOptions().max_length)
         tokens = -(-longest // PACKED) * PACKED
         yield (
-            f"{said} Train on prompts of this length, with dflash-train --prompts.max-length {tokens} "
-            f"--optim.pack-tokens {tokens}, or limit the context that the drafter sees, with --drafter.layer-types "
-            f"sliding_attention and --drafter.sliding-window."
+            f"{said} Train on rows of this length, with dflash-train --prompts.join-to {tokens}, or limit the context "
+            f"that the drafter sees, with --drafter.layer-types sliding_attention and --drafter.sliding-window."
         )
 
 

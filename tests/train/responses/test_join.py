@@ -79,7 +79,7 @@ def test_a_run_trains_on_joined_rows_without_held_out_prompts(dflash_train: Prog
     ("words", "error"),
     [
         (["prompts.join_to=100", "prompts.max_length=64"], "it must be a multiple of 128"),
-        (["prompts.join_to=2048"], "at least max_length, 3072"),
+        (["prompts.join_to=2048"], "at least max_length (3072)"),
         (["prompts.join_to=1048576"], "the target's context is"),
         (["prompts.join_to=4096", "optim.pack_tokens=2048"], "raise optim.pack_tokens"),
     ],
@@ -92,6 +92,8 @@ def test_a_wrong_length_of_joined_rows_is_one_line(words: list[str], error: str,
 def test_packs_on_a_gpu_hold_whole_joined_rows(join_to: int, tokens: int) -> None:
     config = configure({"target": "tiny", "prompts": {"join_to": join_to}})
     assert packing(config, torch.device("cuda"))[0] == tokens
+    long = configure({"target": "tiny", "prompts": {"max_length": join_to - 5}})
+    assert packing(long, torch.device("cuda"))[0] == max(12288, join_to), "rows of long documents are whole too"
     short = configure({"target": "tiny", "prompts": {"join_to": join_to}, "optim": {"pack_tokens": 3072}})
     with pytest.raises(UserError, match=f"prompts.join_to is {join_to}"):
         packing(short, torch.device("cuda"))
