@@ -13,6 +13,7 @@ from .threads import check_threads
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DRAFT_DTYPES = ("auto", "fp8", "full")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 LEAST_FOR_TREES = 3_000_000_000  # parameters of a target: a step of a smaller one is short compared with a tree
 DRAFT_TREE = "maximum nodes of a request's draft tree, the likeliest drafts; 0 or --no-draft-tree drafts a chain"
 MOST_TREE_NODES = 63  # the engine's limit: with the anchor they fill the kernels' tiles

@@ -1,8 +1,14 @@
-"""What attention reads: the paged cache of one layer."""
+"""What attention reads: the paged cache of one layer, in the dtype of the model or in fp8."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from .formats import FP8_MAX
+
+FP8 = torch.float8_e4m3fn
+LEAST_SCALE = 2.0**-24  # the least power of two in fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +23,39 @@ class PagedKV:
     table: Tensor  # int32 [B, pages of a request]
     size: int  # positions of a page
     window: int = 0  # a key at a distance of `window` positions or more is not seen; 0 is no window
+    scales: Tensor | None = None  # [2, G, slots] of an fp8 cache, see `quantized_heads`
 
     @property
     def plain(self) -> bool:
-        """Whether a causal row sees every key up to its own, as FlashAttention computes it."""
-        return self.window == 0
+        """Whether a causal row sees every key up to its own in the dtype of the model, as FlashAttention does."""
+        return self.window == 0 and self.scales is None
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Returns the keys and the values [2, ..., G, H] of slots, in the dtype of the model."""
+        found = self.cache[:, slots]
+        return found if self.scales is None else dequantized_heads(found, self.scales.mT[:, slots])
+
+
+def quantized_heads(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantizes each of heads [..., H] to fp8 by its own scale [...], which has the dtype of the heads.
+
+    The scale is the least power of two that maps the largest value into the range of fp8. So scaling is exact in every
+    dtype. A head with a value that is not finite gets the scale NaN.
+    """
+    largest, exponent = torch.frexp(heads.float().abs().amax(-1).clamp(min=FP8_MAX * LEAST_SCALE))
+    scales = torch.ldexp(torch.ones_like(largest), exponent - 9 + (largest > FP8_MAX / 512))
+    scales = scales.where(heads.isfinite().all(-1), torch.nan)
+    return (heads.float() / scales[..., None]).to(FP8), scales.to(heads.dtype)
+
+
+def dequantized_heads(values: Tensor, scales: Tensor) -> Tensor:
+    """Returns heads [..., H] of fp8 values and their scales [...], in the dtype of the scales."""
+    return values.to(scales.dtype) * scales[..., None]
+
+
+def store_heads(cache: Tensor, scales: Tensor | None, slots: Tensor, heads: Tensor) -> None:
+    """Writes heads [M, G, H] to slots [M] of cache [slots, G, H], and if it is in fp8 their scales to [G, slots]."""
+    if scales is None:
+        cache[slots] = heads.to(cache.dtype)
+    else:
+        cache[slots], scales.mT[slots] = quantized_heads(heads.to(scales.dtype))

@@ -18,6 +18,7 @@ from .formats import (
     values_of,
 )
 from .loss_terms import LossMix, RowTerms
+from .paged import store_heads
 from .reference_attention import block_attention as block_attention
 from .reference_attention import chain_attention as chain_attention
 from .reference_attention import slots_of as slots_of
@@ -541,12 +542,13 @@ def rope_write(
     *,
     gated: bool = False,
     at: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Adds up qkv, norms and rotates queries and keys, and writes keys and values to the pages of their positions.
 
     Args:
         partial_sums: qkv, [P, M, (N + 2 * G) * H], heads of q, then k, then v; their sum is rounded to the
-            cache's dtype.
+            dtype of the cache, or of the scales if the cache is in fp8.
         bias: [(N + 2 * G) * H], added before that; None adds nothing.
         q_weight, k_weight: [H] per-head RMSNorm weights; None if the architecture has none.
         rope: fp32 [2, positions, R / 2], cosines and sines for the first R numbers of a head.
@@ -556,13 +558,14 @@ def rope_write(
         counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: no padding.
         at: int32 [M], the slots of the rows if they are not those of their positions; the page table is not read.
         gated: each head of q is followed by its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
+        scales: [2, G, slots] of an fp8 cache, written in place.
 
     Returns:
-        Queries [M, N, H] in the cache's dtype.
+        Queries [M, N, H] in that dtype.
     """
     groups, width = cache.shape[2:]
     total = partial_sums.float().sum(0)
-    qkv = (total if bias is None else total + bias.float()).to(cache.dtype)
+    qkv = (total if bias is None else total + bias.float()).to(cache.dtype if scales is None else scales.dtype)
     block = len(qkv) // len(lengths)
     positions = lengths[:, None] + torch.arange(block, device=lengths.device)
     q, k, v = qkv.unflatten(1, (-1, width)).split([qkv.shape[1] // width - 2 * groups, groups, groups], dim=1)
@@ -575,8 +578,8 @@ def rope_write(
             slots = torch.where(positions < (lengths + counts)[:, None], slots, positions % page_size)
         at = slots.flatten()
     slots = at.long()
-    cache[0, slots] = _rotate(k, rope, positions.flatten())
-    cache[1, slots] = v
+    for side, heads in enumerate((_rotate(k, rope, positions.flatten()), v)):
+        store_heads(cache[side], None if scales is None else scales[side], slots, heads)
     return _rotate(q, rope, positions.flatten())
 
 
@@ -597,6 +600,7 @@ def context_write(
     page_table: Tensor,
     cache: Tensor,
     page_size: int,
+    scales: Tensor | None = None,
 ) -> None:
     """Norms, rotates and writes every draft layer's context keys and values of each request's first counts[b] rows.
 
@@ -605,6 +609,7 @@ def context_write(
         k_weights: [L, H].
         lengths, counts: int32 [B]; row b * S + k is position lengths[b] + k and is written if k < counts[b].
         cache: [L, 2, slots, G, H], written in place.
+        scales: [L, 2, G, slots] of an fp8 cache, written in place.
     """
     layers, _, _, groups, width = cache.shape
     block = len(kv) // len(lengths)
@@ -615,8 +620,8 @@ def context_write(
     heads = kv[rows].unflatten(1, (layers, 2, groups, width))
     for layer in range(layers):
         k = _rms_norm(heads[:, layer, 0], k_weights[layer], eps)
-        cache[layer, 0, slots] = _rotate(k, rope, positions.flatten()[rows]).to(cache.dtype)
-        cache[layer, 1, slots] = heads[:, layer, 1].to(cache.dtype)
+        for side, head in enumerate((_rotate(k, rope, positions.flatten()[rows]), heads[:, layer, 1])):
+            store_heads(cache[layer, side], None if scales is None else scales[layer, side], slots, head)
 
 
 def accept(

@@ -26,13 +26,13 @@ def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | No
     Returns:
         [M, N * H] in q's dtype.
     """
-    cache, lengths, block = kv.cache, kv.lengths, len(q) // len(kv.lengths)
+    lengths, block = kv.lengths, len(q) // len(kv.lengths)
     reach = int(lengths.max()) + block
     keys = torch.arange(reach, device=q.device).expand(len(lengths), -1)  # [B, T]
     end = lengths + (block if counts is None else counts)
     inside = keys < end[:, None]  # pages are written up to here; after that they may hold anything, even NaN
     slots = slots_of(torch.where(inside, keys, 0), kv.table, kv.size)
-    k, v = (cache[i][slots].masked_fill(~inside[..., None, None], 0.0).transpose(1, 2) for i in (0, 1))  # [B, G, T, H]
+    k, v = kv.read(slots).masked_fill(~inside[..., None, None], 0.0).transpose(2, 3)  # [B, G, T, H]
     distance = (lengths[:, None] + torch.arange(block, device=q.device))[:, :, None] - keys[:, None]  # [B, S, T]
     visible = inside[:, None] & (distance >= 0) if causal else inside[:, None].expand_as(distance)
     if kv.window:
@@ -59,7 +59,7 @@ def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Ten
     for b, (start, end) in enumerate(itertools.pairwise(rows.starts.tolist())):
         length, places, depths = int(kv.lengths[b]), end - start, rows.depths[start:end, None]
         keys = torch.arange(length + places, device=q.device)  # the context, then the places of the tree
-        k, v = kv.cache[:, slots_of(keys[None], kv.table[b : b + 1], kv.size)[0]].transpose(1, 2)  # [G, T, H]
+        k, v = kv.read(slots_of(keys[None], kv.table[b : b + 1], kv.size)[0]).transpose(1, 2)  # [G, T, H]
         above = paths[b, :places].where(torch.arange(paths.shape[2], device=q.device) <= depths, 0).long()
         visible = torch.ones(places, length + places, dtype=torch.bool, device=q.device)
         visible[:, length:] = torch.zeros_like(visible[:, length:]).scatter_(1, above, True)

@@ -259,7 +259,7 @@ def move_rows_(
     """Moves the accepted rows' keys and values of every layer from the slots of their places to their positions.
 
     Args:
-        cache: [L, 2, slots, G, H], written in place.
+        cache: [L, 2, slots, G, H], or [L, 2, slots, G], the scales of an fp8 cache transposed; written in place.
         path, counts: results of `accept_trees`.
         lengths: int32 [B], lengths before `accept_trees`.
     """

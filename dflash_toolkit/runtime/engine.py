@@ -20,7 +20,7 @@ from .draft_length import BlockChooser
 from .fit import Budget, fit, log_fitted, planner_for
 from .graphs import buckets_up_to
 from .memory import Room, check_heads, explain_out_of_memory, room_for_cache
-from .options import EngineOptions, resolve_draft_dtype
+from .options import EngineOptions, check_cache_dtype, resolve_draft_dtype
 from .pages import PagePool
 from .plan import block_lengths, runner_arguments
 from .request import Capacity, Request, RollingAcceptance, StepShape
@@ -117,6 +117,7 @@ class Engine:
         asked = options or EngineOptions()
         dtype = target.embedding.dtype
         unlimited = asked.fitted(target.spec, config, device)
+        check_cache_dtype(asked.kv_cache_dtype, dtype)
         fitted = unlimited = replace(unlimited, draft_dtype=resolve_draft_dtype(asked.draft_dtype, device, dtype))
         planner, budget = None, 0.0
         if device.type == "cuda":
@@ -382,7 +383,7 @@ class Engine:
             sizes,
             runner.target.spec,
             drafter,
-            self.options.draft_dtype,
+            (self.options.draft_dtype, self.options.fp8_cache),
         ]
         shapes, batches = shapes_to_measure(max_num_seqs, sizes), measured_batches(max_num_seqs)
         if runner.trees is not None:

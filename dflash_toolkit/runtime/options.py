@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import UserError, option
-from ..options import DRAFT_DTYPES, DRAFT_SAMPLE_METHODS, LEAST_FOR_TREES, MOST_TREE_NODES, DraftOptions
+from ..options import (
+    DRAFT_DTYPES,
+    DRAFT_SAMPLE_METHODS,
+    KV_CACHE_DTYPES,
+    LEAST_FOR_TREES,
+    MOST_TREE_NODES,
+    DraftOptions,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +21,11 @@ if TYPE_CHECKING:
     from ..models.dflash.network import DrafterConfig
     from ..models.spec import ModelSpec
 
+CHOICES = {
+    "draft_dtype": DRAFT_DTYPES,
+    "draft_sample_method": DRAFT_SAMPLE_METHODS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
 SMALL_GPU = 40 << 30  # bytes; on a smaller GPU, a tenth of the memory is too much to leave unused
 MOST_MEMORY = 0.95  # share of a GPU's memory in use
 MOST_REQUESTS = 256  # in a batch on a GPU, unless max_num_seqs is given
@@ -86,6 +98,12 @@ class EngineOptions(DraftOptions):
     kv_cache_tokens: int | None = option(
         None, "size of the KV cache, in tokens of all requests (default: what the memory allows)"
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of the KV cache: auto (that of the model), or fp8, which holds about twice the tokens and "
+        "changes the target's output slightly; fp8_e4m3 is fp8",
+        KV_CACHE_DTYPES,
+    )
     gpu_memory_utilization: float | None = option(
         None,
         "share of the GPU's memory that may be in use, by all programs (default: 0.9, and 0.95 below 40 GB)",
@@ -101,7 +119,7 @@ class EngineOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         DraftOptions.__post_init__(self)
-        for name, choices in (("draft_dtype", DRAFT_DTYPES), ("draft_sample_method", DRAFT_SAMPLE_METHODS)):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}")
         for name in ("max_num_batched_tokens", "page_size", "max_num_seqs", "max_model_len", "kv_cache_tokens"):
@@ -156,6 +174,11 @@ class EngineOptions(DraftOptions):
             max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
         )
 
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether the KV cache holds fp8."""
+        return self.kv_cache_dtype.startswith("fp8")
+
     def memory_share(self, total: int) -> float:
         """Returns the share of a GPU's `total` bytes that may be in use; a cache of a given size may use all."""
         if self.kv_cache_tokens is not None:
@@ -189,6 +212,13 @@ class EngineOptions(DraftOptions):
                 f"{least + overshoot} with its drafts; raise kv_cache_tokens{lower}"
             )
         return min(wanted, room)
+
+
+def check_cache_dtype(asked: str, dtype: "torch.dtype") -> None:
+    """Raises UserError if the cache should hold bfloat16 and the model computes in another dtype."""
+    computed = str(dtype).removeprefix("torch.")
+    if asked == "bfloat16" != computed:
+        raise UserError(f"kv_cache_dtype is bfloat16, but the model computes in {computed}; use auto, or fp8")
 
 
 def resolve_draft_dtype(asked: str, device: "torch.device", dtype: "torch.dtype") -> str:

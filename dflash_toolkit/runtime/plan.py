@@ -128,7 +128,7 @@ class Planner:
             runner = StepRunner(
                 self._target, self._drafter, Reference(), num_pages=1, **arguments | {"max_context": context + block}
             )
-        token = self.dtype.itemsize * sum(spec.kv_values_per_token for spec in self._specs)
+        token = sum(self._token(spec, options) for spec in self._specs)
         tree_rows = max(rows for batch in buckets_up_to(most) for rows in (0, *row_buckets(batch))) if nodes else 0
         return Plan(
             self.target_bytes,
@@ -140,6 +140,11 @@ class Planner:
             token=token,
             reach=runner.reach,
         )
+
+    def _token(self, spec: ModelSpec, options: EngineOptions) -> int:
+        """Returns the bytes that the cache of a model takes for a token."""
+        values, size = spec.kv_values_per_token, self.dtype.itemsize
+        return values + values // spec.kv_heads[1] * size if options.fp8_cache else values * size
 
     def saved_in_fp8(self) -> int | None:
         """Returns how many bytes fewer the same target takes with FP8 weights; None if it cannot be converted."""
@@ -236,6 +241,7 @@ def runner_arguments(options: EngineOptions, config: DrafterConfig | None) -> di
         "tree_nodes": (options.draft_tree or 0) if config and sizes[-1] > 1 else 0,
         "tree_width": options.draft_tree_width,
         "report_offered": options.report_offered,
+        "fp8_cache": options.fp8_cache,
         "tree_blocks": tree_blocks(sizes),
         "chain_blocks": [size for size in sizes if size > 1],
     }

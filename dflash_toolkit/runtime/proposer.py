@@ -99,6 +99,5 @@ class Proposer:
         nothing = torch.zeros(len(features), weights.spec.hidden_size, dtype=features.dtype, device=features.device)
         _, context = ops.add_rms_norm(nothing, ops.linear_split_k(features, weights.fc), weights.hidden_norm, eps)
         kv = ops.linear(context, weights.context_kv, weights.context_bias)
-        ops.context_write(
-            kv, weights.k_norms, eps, stack.rope, rows.lengths, counts, rows.page_table, stack.cache, rows.page_size
-        )
+        where = rows.lengths, counts, rows.page_table, stack.cache, rows.page_size, stack.scales
+        ops.context_write(kv, weights.k_norms, eps, stack.rope, *where)

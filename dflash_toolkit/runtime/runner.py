@@ -49,6 +49,7 @@ class StepRunner:
         tree_width: the most children of a node.
         tree_blocks: S of steps over trees (default: max_block).
         chain_blocks: S of chains for which steps over trees also report promises.
+        fp8_cache: keep keys and values in fp8, see `quantized_heads`.
         report_offered: also report the candidates of trees at the positions of committed tokens.
 
     Attributes:
@@ -78,6 +79,7 @@ class StepRunner:
         tree_blocks: Sequence[int] = (),
         chain_blocks: Sequence[int] = (),
         report_offered: bool = False,
+        fp8_cache: bool = False,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
@@ -92,7 +94,7 @@ class StepRunner:
         self.state = BatchState.empty(
             max_num_seqs, self.pages_per_request, page_size, self.device, sampler, spec.recurrent
         )
-        sizes = num_pages, page_size, self.pages_per_request, max_num_seqs, max_block, kept_states
+        sizes = num_pages, page_size, self.pages_per_request, max_num_seqs, max_block, kept_states, fp8_cache
         taps = drafter.config.target_layer_ids if drafter and max_block > 1 else ()
         self.verifier = Verifier(target, Stack.allocate(target, ops, self.dtype, *sizes), taps, forced)
         self.proposer = None
@@ -172,7 +174,8 @@ class StepRunner:
         """Fills pages with zeros, as some kernels multiply the values after the last key by zero."""
         at = to_device(pages, torch.int64, self.device)
         for stack in self._stacks:
-            stack.cache.unflatten(2, (-1, self.page_size)).index_fill_(2, at, 0.0)
+            for cached in stack.cached:
+                cached.unflatten(2, (-1, self.page_size))[:, :, at] = 0.0
 
     @torch.inference_mode()
     def check(self) -> None:

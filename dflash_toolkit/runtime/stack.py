@@ -5,6 +5,7 @@ residual stream. A drafter may have a convolution before and after each. The end
 of the next mixer may run as one kernel. That depends on the weights and the device, not on the batch.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..kernels.delta import DeltaMemory
 from ..kernels.formats import Operand, format_of, values_of
 from ..kernels.ops import Ops
-from ..kernels.paged import PagedKV
+from ..kernels.paged import FP8, PagedKV
 from ..kernels.tree import TreeRows
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 from .weights import (
@@ -66,6 +67,7 @@ class Attention:
     eps: float  # epsilon of the query and key norms
     rope: Tensor  # fp32 [2, positions, R / 2]
     cache: Tensor  # [2, slots, G, H]
+    scales: Tensor | None  # [2, G, slots] of an fp8 cache
     ops: Ops
 
     @property
@@ -83,17 +85,19 @@ class Attention:
         w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
         qkv, cache = (projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, self.rope), self.cache
-        kv = PagedKV(cache, lengths, pages, size, spec.window)
+        kv = PagedKV(cache, lengths, pages, size, spec.window, self.scales)
         if (tree := rows.tree) is not None:
             assert rows.paths is not None and spec.causal
-            q = ops.rope_write(*qkv, tree.positions, pages, cache, size, gated=spec.gated, at=tree.slots)
+            q = ops.rope_write(
+                *qkv, tree.positions, pages, cache, size, at=tree.slots, gated=spec.gated, scales=self.scales
+            )
             if rows.chains:
                 longest = min(rows.paths.shape[1:])
                 mixed = ops.chain_attention(q, kv, tree, longest)
             else:
                 mixed = ops.tree_attention(q, kv, tree, rows.paths)
         else:
-            q = ops.rope_write(*qkv, lengths, pages, cache, size, counts, gated=spec.gated)
+            q = ops.rope_write(*qkv, lengths, pages, cache, size, counts, gated=spec.gated, scales=self.scales)
             mixed = ops.block_attention(q, kv, causal=spec.causal, counts=counts)
         return ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
 
@@ -228,6 +232,7 @@ class Stack:
         rope: fp32 [2, positions, R / 2].
         cache: [layers of attention, 2, slots, G, H].
         memories: those of recurrent layers, in their order.
+        scales: [layers of attention, 2, G, slots] of an fp8 cache.
     """
 
     def __init__(
@@ -239,17 +244,19 @@ class Stack:
         cache: Tensor,
         ops: Ops,
         memories: Sequence[DeltaMemory] = (),
+        scales: Tensor | None = None,
     ) -> None:
         self.spec, self.layers, self.norm, self.rope, self.cache, self.ops = spec, layers, norm, rope, cache, ops
-        self.memories = list(memories)
-        pages, states = iter(cache), iter(memories)
+        self.memories, self.scales = list(memories), scales
+        pages = zip(cache, itertools.repeat(None) if scales is None else scales, strict=False)
+        states = iter(memories)
 
         def mixer(kind: LayerSpec, layer: LayerWeights) -> Attention | GatedDeltaNet:
             if isinstance(kind.mixer, GatedDeltaNetSpec):
                 assert isinstance(layer.mixer, GatedDeltaNetWeights)
                 return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, next(states), ops)
             assert isinstance(layer.mixer, AttentionWeights)
-            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, next(pages), ops)
+            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, *next(pages), ops)
 
         self._mixers = [mixer(kind, layer) for kind, layer in zip(spec.layers, layers, strict=True)]
         ffns = (weights.ffn for weights in layers)
@@ -269,13 +276,15 @@ class Stack:
         max_num_seqs: int,
         max_block: int,
         kept_states: int,
+        fp8_cache: bool = False,
     ) -> "Stack":
         """Returns a stack with empty caches and states; `kept_states`: slots for prefixes, after those of requests."""
         spec, device = weights.spec, weights.norm.device
-        shape = (len(spec.attention), 2, num_pages * page_size, *spec.kv_heads)
+        layers, slots, (groups, width) = len(spec.attention), num_pages * page_size, spec.kv_heads
         # for all positions of the pages: a chunk may fill the last one
         rope = spec.rope_table(pages_per_request * page_size, device)
-        cache = torch.zeros(shape, dtype=dtype, device=device)
+        cache = torch.zeros(layers, 2, slots, groups, width, dtype=FP8 if fp8_cache else dtype, device=device)
+        scales = torch.zeros(layers, 2, groups, slots, dtype=dtype, device=device) if fp8_cache else None
         # slot 0 belongs to no request
         memories = [
             DeltaMemory.empty(
@@ -284,7 +293,12 @@ class Stack:
             )
             for net in spec.delta_nets
         ]  # fmt: skip
-        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memories)
+        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memories, scales)
+
+    @property
+    def cached(self) -> list[Tensor]:
+        """Returns keys and values, and their scales if there are any, as [layers of attention, 2, slots, G, ...]."""
+        return [self.cache] if self.scales is None else [self.cache, self.scales.mT]
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Runs embeddings through every layer and writes their keys and values into the pages.

@@ -99,7 +99,8 @@ class Verifier:
         state.stay(counts)
         if not chains:
             pages = state.page_table[:batch], state.page_size
-            ops.move_rows_(self.stack.cache, tree, path, counts, lengths, *pages)
+            for cached in self.stack.cached:
+                ops.move_rows_(cached, tree, path, counts, lengths, *pages)
         return Verdict(tokens, counts, last), path
 
     def _forced_now(self, batch: int, block: int) -> Tensor | None:

@@ -52,9 +52,10 @@ class Forest:
         pages, request, depth = self.pages, int(self.rows.requests[row]), int(self.rows.depths[row])
         one = pages.one(request)
         places = self.trees.paths[request, row - int(self.rows.starts[request]), : depth + 1].long()
-        slots, moved = one.slots(self.trees.paths.shape[1])[0], replace(one.one(0, depth), cache=pages.cache.clone())
-        moved.cache[:, slots] = math.nan
-        moved.cache[:, slots[: depth + 1]] = pages.cache[:, slots[places]]
+        slots, moved = one.slots(self.trees.paths.shape[1])[0], one.one(0, depth).clone()
+        for kept, found in zip(moved.stored, pages.stored, strict=True):
+            kept[:, slots] = math.nan
+            kept[:, slots[: depth + 1]] = found[:, slots[places]]
         return attend(self.q[row : row + 1], moved, causal=True, window=window, whole=len(pages.lengths) > 8)[0]
 
 

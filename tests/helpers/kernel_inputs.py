@@ -47,6 +47,11 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
 
 
+def make_rope(positions: int, width: int) -> Tensor:
+    angles = torch.arange(positions)[:, None] / 1e4 ** (torch.arange(width // 2) / (width // 2))
+    return torch.stack([angles.cos(), angles.sin()]).to(DEVICE)
+
+
 def guarded(values: Tensor) -> Tensor:
     """`values` with NaN before and after it in memory, which a masked load must not read."""
     room = torch.full((values.numel() + 2 * 4096,), math.nan, dtype=values.dtype, device=DEVICE)

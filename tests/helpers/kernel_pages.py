@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _conver
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
-from dflash_toolkit.kernels.paged import PagedKV
+from dflash_toolkit.kernels.paged import PagedKV, dequantized_heads, quantized_heads
 from dflash_toolkit.kernels.triton import attention
 
 
@@ -50,6 +50,15 @@ class Pages:
     table: Tensor  # int32 [B, pages]
     cache: Tensor  # [2, slots, G, H]
     size: int
+    scales: Tensor | None = None  # [2, G, slots] of a cache in fp8
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """Keys and values, and their scales if there are any, [2, slots, G, ...]."""
+        return [self.cache] if self.scales is None else [self.cache, self.scales.mT]
+
+    def clone(self) -> "Pages":
+        return replace(self, cache=self.cache.clone(), scales=None if self.scales is None else self.scales.clone())
 
     def slots(self, block: int) -> Tensor:
         """Slots [B, S] of the block."""
@@ -57,7 +66,20 @@ class Pages:
         return reference.slots_of(positions, self.table, self.size)
 
     def kv(self, window: int = 0, dtype: torch.dtype | None = None) -> PagedKV:
-        return PagedKV(self.cache.to(dtype or self.cache.dtype), self.lengths, self.table, self.size, window)
+        if dtype is None or self.scales is None:
+            cache = self.cache.to(dtype or self.cache.dtype)
+            return PagedKV(cache, self.lengths, self.table, self.size, window, self.scales)
+        return self.read().kv(window, dtype)
+
+    def in_fp8(self) -> "Pages":
+        """The same pages, quantized."""
+        values, scales = quantized_heads(self.cache)
+        return replace(self, cache=values, scales=scales.mT.contiguous())
+
+    def read(self) -> "Pages":
+        """Pages with the values that are read from these, in the dtype of the model."""
+        assert self.scales is not None
+        return replace(self, cache=dequantized_heads(self.cache, self.scales.mT), scales=None)
 
     def one(self, request: int, advance: int = 0) -> "Pages":
         """The batch of one request, `advance` tokens later."""

@@ -8,16 +8,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_inputs import DEVICE, EPS, assert_as_exact_as_torch, exact_norm, in_turn, integers, randn
+from kernel_inputs import DEVICE, EPS, assert_as_exact_as_torch, exact_norm, in_turn, integers, make_rope, randn
 from kernel_pages import make_pages
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.triton import rope
-
-
-def make_rope(positions: int, width: int) -> Tensor:
-    angles = torch.arange(positions)[:, None] / 1e4 ** (torch.arange(width // 2) / (width // 2))
-    return torch.stack([angles.cos(), angles.sin()]).to(DEVICE)
 
 
 def exact_rotated(x: Tensor, weight: Tensor | None, table: Tensor, positions: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ..features import features_of
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
+from .fp8 import loadable, of_fp8
 from .tile import SHARED_BYTES
 
 ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions accept
@@ -58,9 +59,9 @@ def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
     raise ValueError(f"{-(-least // 1024)} KiB of shared memory for a thread block, and it has {shared >> 10}")
 
 
-def warps_for(head: int) -> int:
-    """Returns the warps of a program; with four, heads of 256 would spill registers."""
-    return 4 if head <= 128 else 8
+def warps_for(head: int, kv: PagedKV) -> int:
+    """Returns the warps of a program; with four, heads of 256 would spill registers, and in an fp8 cache of 128."""
+    return 4 if head <= (128 if kv.scales is None else 64) else 8
 
 
 def splits_of(reach: int) -> int:
@@ -75,8 +76,29 @@ def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.
 
 
 @triton.jit
+def _load_heads(cache_p, scales_p, o_slot, m_t, i_g, slots, G, H, HEAD: tl.constexpr, EVEN_H: tl.constexpr):
+    """Loads the keys, transposed [HEAD, KEYS], and the values [KEYS, HEAD] of some slots and a KV head."""
+    o_h = tl.arange(0, HEAD)
+    p_v = slots.to(tl.int64) * G * H
+    p_kv = cache_p + (o_slot * G + i_g) * H
+    if EVEN_H:
+        b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
+        b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None], other=0.0)
+    else:
+        m_h = o_h < H
+        b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
+        b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+    if cache_p.dtype.element_ty.primitive_bitwidth == 8:
+        p_scale = scales_p + i_g.to(tl.int64) * slots + o_slot
+        dtype = scales_p.dtype.element_ty
+        b_k = of_fp8(b_k).to(dtype) * tl.load(p_scale, mask=m_t, other=0.0)[None, :]
+        b_v = of_fp8(b_v).to(dtype) * tl.load(p_scale + slots.to(tl.int64) * G, mask=m_t, other=0.0)[:, None]
+    return b_k, b_v
+
+
+@triton.jit
 def _split_state(
-    b_q, o_pos, tree, cache_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
+    b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +106,6 @@ def _split_state(
 
     tree: None, or for rows of a tree `ancestors`, its request's length, and a pointer to the depths of its places.
     """
-    o_h = tl.arange(0, HEAD)
-    p_v = slots.to(tl.int64) * G * H
     b_m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
     b_l = tl.zeros([ROWS], dtype=tl.float32)
     b_acc = tl.zeros([ROWS, HEAD], dtype=tl.float32)
@@ -95,14 +115,7 @@ def _split_state(
         m_t = o_t < end
         slot = page.to(tl.int64) * PAGE + first % PAGE
         page = tl.load(p_pages + (first + KEYS) // PAGE, mask=first + KEYS < end, other=0)  # for the next iteration
-        p_kv = cache_p + ((slot + tl.arange(0, KEYS)) * G + i_g) * H
-        if EVEN_H:
-            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
-            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None], other=0.0)
-        else:
-            m_h = o_h < H
-            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
-            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+        b_k, b_v = _load_heads(cache_p, scales_p, slot + tl.arange(0, KEYS), m_t, i_g, slots, G, H, HEAD, EVEN_H)
         b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: keeps fp32 from becoming tf32
         distance = o_pos[:, None] - o_t[None, :]
         visible = m_t[None, :]
@@ -164,7 +177,7 @@ def _pad(
 
 @triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
 def _attention_kernel(
-    q_p, cache_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
+    q_p, cache_p, scales_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
     S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr,
@@ -217,14 +230,14 @@ def _attention_kernel(
     p_pages = pages_p + i_b * width
     if WHOLE:
         b_m, b_l, b_acc = _split_state(
-            b_q, o_pos, tree, cache_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
+            b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
             HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
         b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
         tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
     else:
         b_m, b_l, b_acc = _split_state(
-            b_q, o_pos, tree, cache_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
+            b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
             end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
         if RAGGED:
@@ -355,6 +368,11 @@ def masked_attention(
     return _attention(q, kv, False, True, False, None, hopper, ragged)
 
 
+def stored_heads(q: Tensor, kv: PagedKV) -> tuple[Tensor, Tensor]:
+    """Returns the cache and its scales as `_load_heads` takes them; q if there are none."""
+    return loadable(kv.cache), q if kv.scales is None else kv.scales
+
+
 def _tiles(q: Tensor, kv: PagedKV) -> int:
     """Returns the number of tiles: each has up to ROWS queries of a request that share a KV head."""
     batch, groups = len(kv.lengths), kv.cache.shape[2]
@@ -403,12 +421,12 @@ def _attention(
     else:
         keys, stages = cut_for(width, q.element_size(), features_of(q.device).shared_memory)
         _attention_kernel[(programs, splits)](
-            q, kv.cache, lengths, given, *of_rows, kv.table, out, b_m, b_l, b_acc,
+            q, *stored_heads(q, kv), lengths, given, *of_rows, kv.table, out, b_m, b_l, b_acc,
             block if rows is None else m, groups, width, group, tiles, kv.table.stride(0), slots,
             width**-0.5 * LOG2_E, splits,
             ROWS=ROWS, KEYS=min(keys, kv.size), PAGE=kv.size, WHOLE=whole, RAGGED=rows is not None,
             TREE=rows is not None and not causal, CAUSAL=causal, WINDOW=kv.window, EVEN_H=head == width,
-            COUNTED=counts is not None, num_warps=warps_for(head), num_stages=stages, **shared, **pdl(q),
+            COUNTED=counts is not None, num_warps=warps_for(head, kv), num_stages=stages, **shared, **pdl(q),
         )  # fmt: skip
     if whole:
         return out

@@ -44,6 +44,13 @@ def of_fp8(b_x):
     return b_x
 
 
+@triton.jit
+def to_bits(b_x):
+    """Rounds fp32 values in the range of fp8 to the bits of fp8, uint8, without instructions for fp8."""
+    b_half = (to_fp8(b_x, tl.float16) * 0.00390625).to(tl.int16, bitcast=True)  # the inverse of `of_fp8`
+    return (((b_half >> 8) & 0x80) | ((b_half >> 7) & 0x7F)).to(tl.uint8)
+
+
 def rows_dtype(device: torch.device) -> torch.dtype:
     """Returns the dtype of rows that are quantized to fp8; fp16 has all its values."""
     return torch.float8_e4m3fn if features_of(device).fp8_products else torch.float16
@@ -52,9 +59,14 @@ def rows_dtype(device: torch.device) -> torch.dtype:
 def stored_parts(weight: Weight) -> tuple[Tensor, Tensor | None]:
     """Returns `formats.parts` as kernels take them: where Triton has no fp8 type, fp8 values as uint8."""
     data, scale = parts(weight)
-    if data.dtype == torch.float8_e4m3fn and not features_of(data.device).fp8_products:
-        data = data.view(torch.uint8)
-    return data, scale
+    return loadable(data), scale
+
+
+def loadable(values: Tensor) -> Tensor:
+    """Returns values as kernels load them: where Triton has no fp8 type, fp8 as uint8, see `of_fp8`."""
+    if values.dtype == torch.float8_e4m3fn and not features_of(values.device).fp8_products:
+        return values.view(torch.uint8)
+    return values
 
 
 @triton.jit(do_not_specialize=["M"])

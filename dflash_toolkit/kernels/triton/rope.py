@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import keys_are_split, next_power_of_two, pdl
+from .fp8 import to_bits
 from .pdl import start_next, wait_for_previous
 
 
@@ -76,13 +77,38 @@ def _store(p_out, b_first, b_second, HALF, TURNS, HEADS: tl.constexpr, BLOCK: tl
     o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
     p_heads = p_out + tl.arange(0, HEADS)[:, None] * 2 * HALF
     mask = (tl.arange(0, BLOCK) < HALF)[None, :]
-    tl.store(p_heads + o_first[None, :], b_first.to(p_out.dtype.element_ty), mask=mask)
-    tl.store(p_heads + o_second[None, :], b_second.to(p_out.dtype.element_ty), mask=mask)
+    dtype = p_out.dtype.element_ty
+    if not dtype.is_uint8():  # bits of fp8
+        b_first, b_second = b_first.to(dtype), b_second.to(dtype)
+    tl.store(p_heads + o_first[None, :], b_first, mask=mask)
+    tl.store(p_heads + o_second[None, :], b_second, mask=mask)
+
+
+@triton.jit
+def _store_to_cache(
+    cache_p, scales_p, side, slot, i_g, b_first, b_second, slots, G, HALF, TURNS,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Stores heads from i_g on to a slot of keys or values; as `quantized_heads` if the cache holds bits of fp8."""
+    if cache_p.dtype.element_ty.is_uint8():
+        dtype = scales_p.dtype.element_ty
+        wide_first, wide_second = b_first.to(dtype).to(tl.float32), b_second.to(dtype).to(tl.float32)
+        high_first, high_second = tl.max(tl.abs(wide_first), axis=1), tl.max(tl.abs(wide_second), axis=1)
+        # a carry into the exponent of the largest value if it is above 1.75 times a power of two
+        b_power = (tl.maximum(high_first, high_second).to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000
+        b_power = tl.maximum(b_power - (8 << 23), (127 - 24) << 23)
+        b_inverse = ((254 << 23) - b_power).to(tl.float32, bitcast=True)[:, None]
+        total = tl.sum(tl.abs(wide_first) + tl.abs(wide_second), axis=1)
+        b_scale = tl.where(total < float("inf"), b_power.to(tl.float32, bitcast=True), float("nan"))
+        tl.store(scales_p + (side * G + i_g + tl.arange(0, HEADS)) * slots + slot, b_scale.to(dtype))
+        b_first, b_second = to_bits(wide_first * b_inverse), to_bits(wide_second * b_inverse)
+    p_out = cache_p + ((side * slots + slot) * G + i_g) * 2 * HALF
+    _store(p_out, b_first, b_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
 
 
 @triton.jit(do_not_specialize=["S"])
 def _rope_write_kernel(
-    part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, counts_p, pages_p, slots_p, cache_p, q_p,
+    part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, counts_p, pages_p, slots_p, cache_p, scales_p, q_p,
     S, N, G, HALF, TURNS, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     PARTIAL: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr,
@@ -129,20 +155,24 @@ def _rope_write_kernel(
         bias_first, bias_second = _load(bias_p + i_in * H, HALF, TURNS, stride, HEADS, BLOCK, PARTIAL)
         b_first += bias_first.to(tl.float32)
         b_second += bias_second.to(tl.float32)
-    b_first, b_second = b_first.to(cache_p.dtype.element_ty), b_second.to(cache_p.dtype.element_ty)
+    b_first, b_second = b_first.to(q_p.dtype.element_ty), b_second.to(q_p.dtype.element_ty)
     if i_h < N + G:
         r_first, r_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM)
         if i_h < N:
             _store(q_p + (i_m * N + i_h) * H, r_first, r_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
         else:
-            _store(cache_p + (slot * G + i_h - N) * H, r_first, r_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
+            _store_to_cache(
+                cache_p, scales_p, 0, slot, i_h - N, r_first, r_second, slots, G, HALF, TURNS, HEADS, BLOCK, PARTIAL
+            )
     else:
-        _store(cache_p + ((slots + slot) * G + i_h - N - G) * H, b_first, b_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
+        _store_to_cache(
+            cache_p, scales_p, 1, slot, i_h - N - G, b_first, b_second, slots, G, HALF, TURNS, HEADS, BLOCK, PARTIAL
+        )
 
 
 @triton.jit(do_not_specialize=["S", "LAYERS"])
 def _context_write_kernel(
-    kv_p, kw_p, rope_p, lengths_p, counts_p, pages_p, cache_p,
+    kv_p, kw_p, rope_p, lengths_p, counts_p, pages_p, cache_p, scales_p,
     S, LAYERS, G, HALF, positions, width, slots, eps,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -157,16 +187,17 @@ def _context_write_kernel(
     slot = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64) * PAGE + position % PAGE
     i_l, kind = i_h // (2 * G), (i_h // G) % 2
     p_in = kv_p + (i_m * 2 * LAYERS * G + i_h) * H
-    p_out = cache_p + (((i_l * 2 + kind).to(tl.int64) * slots + slot) * G + i_h % G) * H
+    side = (i_l * 2 + kind).to(tl.int64)
     b_first, b_second = _load(p_in, HALF, HALF, H, HEADS, BLOCK, False)
     if kind == 0:
         w_first, w_second, b_cos, b_sin = _load_constants(
             kw_p + i_l * H, rope_p, positions, position, HALF, HALF, BLOCK, False, True
         )
         k_first, k_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, True)
-        _store(p_out, k_first, k_second, HALF, HALF, HEADS, BLOCK, False)
-    else:
-        _store(p_out, b_first, b_second, HALF, HALF, HEADS, BLOCK, False)
+        b_first, b_second = k_first.to(b_first.dtype), k_second.to(b_second.dtype)
+    _store_to_cache(
+        cache_p, scales_p, side, slot, i_h % G, b_first, b_second, slots, G, HALF, HALF, HEADS, BLOCK, False
+    )
 
 
 @triton.jit
@@ -208,6 +239,11 @@ def _heads_at_once(most: int, *counts: int) -> int:
     return common & -common
 
 
+def _stored(cache: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Returns a cache and its scales as kernels write them, fp8 as uint8, and the dtype of the model."""
+    return (cache, cache, cache.dtype) if scales is None else (cache.view(torch.uint8), scales, scales.dtype)
+
+
 def rope_write(
     partial_sums: Tensor,
     bias: Tensor | None,
@@ -223,6 +259,7 @@ def rope_write(
     *,
     gated: bool = False,
     at: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Adds partial_sums [P, M, (N + 2 G) H] and bias; returns queries [M, N, H], writes keys and values to the cache.
 
@@ -230,23 +267,25 @@ def rope_write(
     On a GPU, `lengths`, `counts`, `page_table` and `at` are read while the previous launch still runs.
     """
     _, slots, groups, width = cache.shape
+    cache, scales, dtype = _stored(cache, scales)
     parts, m, columns = partial_sums.shape
     heads = columns // width
     if gated:
         heads = heads // 2 + groups
-    q = torch.empty(m, heads - 2 * groups, width, dtype=cache.dtype, device=cache.device)
+    q = torch.empty(m, heads - 2 * groups, width, dtype=dtype, device=cache.device)
     norm = q_weight is not None
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # equal loads per program for any parts
     turns = rope.shape[2]
     early = keys_are_split(m, len(lengths))  # always early, a step of 16 is 1.5 % slower (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
-        rope, lengths, lengths if counts is None else counts, page_table, lengths if at is None else at, cache, q,
+        rope, lengths, lengths if counts is None else counts, page_table, lengths if at is None else at,
+        cache, scales, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, turns, rope.shape[1], page_table.stride(0), slots,
         eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
         PARTIAL=turns < width // 2, GATED=gated, BIAS=bias is not None, NORM=norm, COUNTED=counts is not None,
-        PLACED=at is not None, EARLY=early, num_warps=1, **pdl(cache),
+        PLACED=at is not None, EARLY=early, num_warps=1, **pdl(q),
     )  # fmt: skip
     return q
 
@@ -261,12 +300,14 @@ def context_write(
     page_table: Tensor,
     cache: Tensor,
     page_size: int,
+    scales: Tensor | None = None,
 ) -> None:
     """Writes draft layers' keys and values of kv [M, L 2 G H], rows k < counts[b], to cache [L, 2, slots, G, H]."""
     layers, _, slots, groups, width = cache.shape
+    cache, scales, _ = _stored(cache, scales)
     at_once = _heads_at_once(8, groups)
     _context_write_kernel[(len(kv), 2 * layers * groups // at_once)](
-        kv, k_weights, rope, lengths, counts, page_table, cache,
+        kv, k_weights, rope, lengths, counts, page_table, cache, scales,
         len(kv) // len(lengths), layers, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,
         HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size, num_warps=1, **pdl(kv),
     )  # fmt: skip

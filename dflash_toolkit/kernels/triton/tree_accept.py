@@ -62,7 +62,7 @@ def _accept_trees_kernel(
 
 @triton.jit(do_not_specialize=["P"])
 def _move_rows_kernel(
-    cache_p, row_slots_p, path_p, counts_p, lengths_p, pages_p, P, numbers, width, stride_side, stride_slot,
+    cache_p, row_slots_p, path_p, counts_p, lengths_p, pages_p, P, numbers, width, stride_side, stride_slot, stride,
     P_BLOCK: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Moves some elements of the keys or values of one layer and request; reads all before it writes any.
@@ -84,8 +84,8 @@ def _move_rows_kernel(
     o_at = tl.load(lengths_p + i_b) + o_d
     b_to = tl.load(pages_p + i_b * width + o_at // PAGE, mask=m_d, other=0).to(tl.int64) * PAGE + o_at % PAGE
     mask = (m_d & (b_from != b_to))[:, None] & (o_n < numbers)[None, :]
-    p_side = cache_p + i_l * stride_side + o_n[None, :]
-    b_kept = tl.load(p_side + b_from[:, None] * stride_slot, mask=mask, other=0.0)
+    p_side = cache_p + i_l * stride_side + o_n[None, :] * stride
+    b_kept = tl.load(p_side + b_from[:, None] * stride_slot, mask=mask)
     tl.debug_barrier()
     tl.store(p_side + b_to[:, None] * stride_slot, b_kept, mask=mask)
 
@@ -125,13 +125,14 @@ def move_rows_(
     page_size: int,
 ) -> None:
     """Moves accepted rows' keys and values in cache [L, 2, slots, G, H] to their positions; see the reference."""
-    layers, sides, _, groups, width = cache.shape
-    assert cache.is_contiguous()
+    if cache.element_size() == 1:  # fp8, which Triton does not load on every GPU
+        cache = cache.view(torch.uint8)
+    heads = cache.view(*cache.shape[:3], -1)
+    layers, sides, _, numbers = heads.shape
     batch, depth = path.shape
-    numbers = groups * width
     block = min(BLOCK, next_power_of_two(numbers))
     _move_rows_kernel[(layers * sides, batch, -(-numbers // block))](
-        cache, rows.slots, path, counts, lengths, page_table, depth, numbers, page_table.stride(0),
-        cache.stride(1), cache.stride(2), P_BLOCK=next_power_of_two(max(1, depth - 1)), PAGE=page_size, BLOCK=block,
+        heads, rows.slots, path, counts, lengths, page_table, depth, numbers, page_table.stride(0),
+        *heads.stride()[1:], P_BLOCK=next_power_of_two(max(1, depth - 1)), PAGE=page_size, BLOCK=block,
         num_warps=4, **pdl(cache),
     )  # fmt: skip

@@ -21,12 +21,12 @@ from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
 from . import attention
-from .attention import _split_start, _split_state
+from .attention import _load_heads, _split_start, _split_state
 
 
 @triton.jit(do_not_specialize=["TILES", "SPLITS"])
 def _prefix_kernel(
-    q_p, cache_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
+    q_p, cache_p, scales_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
     G, H, GROUP, TILES, width, slots, scale, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
@@ -59,8 +59,9 @@ def _prefix_kernel(
     )  # fmt: skip
     o_pos = length + tl.load(depths_p + o_m, mask=m_row, other=0)
     b_m, b_l, b_acc = _split_state(
-        b_q, o_pos, None, cache_p, pages_p + i_b * width, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
-        end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, False, WINDOW, EVEN_H,
+        b_q, o_pos, None, cache_p, scales_p, pages_p + i_b * width, i_g, start,
+        _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG), end, scale, slots, G, H,
+        HEAD, ROWS, KEYS, PAGE, False, WINDOW, EVEN_H,
     )  # fmt: skip
     o_part = ((o_m * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
     tl.store(m_p + o_part, b_m, mask=m_row)
@@ -77,7 +78,7 @@ def _split_of(position, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: t
 
 @triton.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
 def _tail_kernel(
-    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, m_p, l_p, acc_p,
+    q_p, cache_p, scales_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, m_p, l_p, acc_p,
     G, H, GROUP, width, slots, scale, SPLITS, stride_paths, P,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
@@ -117,7 +118,6 @@ def _tail_kernel(
     b_acc = tl.load(p_acc, mask=m_before[:, None], other=0.0)
     p_path = paths_p + i_b * stride_paths + (i_m - tl.load(starts_p + i_b)) * P
     p_pages = pages_p + i_b * width
-    p_v = slots.to(tl.int64) * G * H
     for at in range(start, stop, KEYS):
         o_t = at + tl.arange(0, KEYS)
         m_t = o_t < end
@@ -125,13 +125,7 @@ def _tail_kernel(
             o_t < length, o_t, length + tl.load(p_path + (o_t - length), mask=m_t & (o_t >= length), other=0)
         )
         b_slot = tl.load(p_pages + o_at // PAGE, mask=m_t, other=0).to(tl.int64) * PAGE + o_at % PAGE
-        p_kv = cache_p + (b_slot * G + i_g) * H
-        if EVEN_H:
-            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
-            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None], other=0.0)
-        else:
-            b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
-            b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
+        b_k, b_v = _load_heads(cache_p, scales_p, b_slot, m_t, i_g, slots, G, H, HEAD, EVEN_H)
         b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # the same as `_split_state` from here on
         visible = m_t[None, :]
         if WINDOW > 0:
@@ -185,15 +179,15 @@ def tree_attention(
         keys, stages = attention.cut_for(width, q.element_size(), features.shared_memory)
         shared = {
             "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, kv.size), "PAGE": kv.size, "WINDOW": kv.window,
-            "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
+            "EVEN_H": head == width, "num_warps": attention.warps_for(head, kv), **cuts, **pdl(q),
         }  # fmt: skip
-        scale = width**-0.5 * LOG2_E
+        scale, stored = width**-0.5 * LOG2_E, attention.stored_heads(q, kv)
         _prefix_kernel[(batch * groups * tiles, splits)](
-            q, kv.cache, lengths, rows.starts, rows.depths, kv.table, b_m, b_l, b_acc,
+            q, *stored, lengths, rows.starts, rows.depths, kv.table, b_m, b_l, b_acc,
             groups, width, group, tiles, kv.table.stride(0), slots, scale, splits, num_stages=stages, **shared,
         )  # fmt: skip
         _tail_kernel[(m * groups, tails)](
-            q, kv.cache, lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, b_m, b_l, b_acc,
+            q, *stored, lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, b_m, b_l, b_acc,
             groups, width, group, kv.table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
             # without the asynchronous products of Hopper, operands that are not stored first would spill
             num_stages=1 if features.hopper else min(stages, 2), **shared,
