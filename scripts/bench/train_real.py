@@ -21,7 +21,6 @@ options may follow as key=value.
 import argparse
 import contextlib
 import functools
-import gc
 import json
 import math
 import re
@@ -36,19 +35,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dflash_toolkit import Drafter, SamplingParams, Target, UserError, load_drafter, save_drafter
-from dflash_toolkit.acceptance import Acceptance
+from dflash_toolkit import Drafter, Target, UserError, load_drafter, save_drafter
 from dflash_toolkit.config import from_mapping, given_values, run_command
 from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
-from dflash_toolkit.data.skipped import Skipped
-from dflash_toolkit.evaluation.measure.decoders import EnginePair
-from dflash_toolkit.evaluation.measure.encoding import encode_sets
-from dflash_toolkit.evaluation.measure.lengthen import lengthened
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
-from dflash_toolkit.evaluation.measure.run import evaluate
-from dflash_toolkit.evaluation.report.files import write_report
-from dflash_toolkit.evaluation.report.markdown import render_table
-from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.fingerprint import template_digest, tokens_digest
 from dflash_toolkit.models.dflash.checkpoint import tensor_shapes
@@ -70,6 +60,7 @@ from dflash_toolkit.train.run.provenance import target_digest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
+from scripts.bench.decode_sets import decode, release, rounded, table
 from scripts.measure import setting, without_folders
 
 # a 0.5B target on one large GPU; options of the command line override these
@@ -77,7 +68,6 @@ SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_s
             "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
 OPTIONS = ("drafter", "prompts", "loss", "optim", "run")  # sections of the configuration that the command line may set
 WARM_UP_STEPS = 3  # compile what the run needs
-Sets = dict[str, list[EncodedPrompt]]
 CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")
 SELECTOR = ("estimated_unary_length", "estimated_oracle_length")  # without it, and with its best choice
 
@@ -295,63 +285,9 @@ class Lab:
             "curve": [{key: line[key] for key in (*CURVE, *SELECTOR) if key in line} for line in thinned],
         }
 
-    def decode(
-        self, folder: Path, report: Path, sets: Sets, plain: set[str], args: argparse.Namespace
-    ) -> dict[str, Any]:
-        """Decode prompt sets with the exported drafter, those in `plain` also without; figures by set and pooled."""
-        release()
-        runtime = EnginePair.load(self.target, load_drafter(str(folder)))
-        found: dict[str, Any] = {}
-        drafted = []
-        for baseline in (False, True):
-            names = [name for name in sets if (name in plain) == baseline]
-            if not names:
-                continue
-            params = SamplingParams(max_tokens=args.tokens)
-            chosen = {name: sets[name] for name in names}
-            result = evaluate(runtime, chosen, params, baseline=baseline, show_progress=True)
-            write_report(result, report.with_name(f"{report.name}-plain") if baseline else report)
-            for name, of_set in result.sets.items():
-                figures = of_set.to_json()
-                kept = ("requests", "verify_steps", "tau_pooled", "tau_mean", "tokens_per_second")
-                kept += ("plain_tokens_per_second", "speedup", "identical_to_plain") if baseline else ()
-                found[name] = {key: rounded(figures[key]) for key in kept}
-                if name in args.pool:
-                    drafted += [measurement.drafted for measurement in of_set.measurements]
-        pooled = Acceptance.of(drafted, runtime.block_size)
-        return {
-            "sets": {name: found[name] for name in sets},
-            "pooled": {"tau": rounded(pooled.tau_pooled), "tokens_per_second": rounded(pooled.tokens_per_second)},
-        } | ({"contexts": self.at_lengths(runtime, args)} if args.context_length else {})
-
-    def at_lengths(self, runtime: EnginePair, args: argparse.Namespace) -> dict[str, Any]:
-        """Decodes lengthened prompts; returns the acceptance length by prompt length and set, and pooled."""
-        asked, lengths = read_prompt_sets(args.prompts), sorted(args.context_length)
-        whole = encode_sets(runtime, asked, [None], False, Skipped())[None]  # all are read, to lengthen the first
-        longer = {
-            name: lengthened(runtime.tokenizer, {name: prompts}, lengths, args.limit, 0)
-            for name, prompts in whole.items()
-        }
-        found: dict[str, Any] = {}
-        for length in lengths:
-            chosen = {name: by_length[length] for name, by_length in longer.items()}
-            result = evaluate(runtime, chosen, SamplingParams(max_tokens=args.tokens), baseline=False)
-            drafted = [m.drafted for of_set in result.sets.values() for m in of_set.measurements]
-            found[str(length)] = {
-                "requests": len(drafted),
-                "tau": rounded(Acceptance.of(drafted, runtime.block_size).tau_pooled),
-                "sets": {name: rounded(of_set.to_json()["tau_pooled"]) for name, of_set in result.sets.items()},
-            }
-        return found
-
 
 def keep_nothing(*_: object) -> None:
     """Export nothing."""
-
-
-def rounded(value: float | None) -> float | None:
-    """A figure as JSON has it: what could not be measured is null."""
-    return round(value, 4) if value is not None and math.isfinite(value) else None
 
 
 @contextlib.contextmanager
@@ -359,12 +295,6 @@ def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     seconds[part] = round(time.perf_counter() - began, 1)
-
-
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def fresh(folder: Path) -> Path:
@@ -375,24 +305,6 @@ def fresh(folder: Path) -> Path:
 
 
 # ---- the whole ---------------------------------------------------------------------------------------------------
-
-
-def table(result: dict[str, Any], sets: Sequence[str]) -> str:
-    """Acceptance length by run and set, for the terminal."""
-    header = ("Run", "Steps", "Epochs", "Sequences/s", "Held out", *sets, "Pooled", "Tokens/s")
-    rows = []
-    for run in result["runs"]:
-        pooled = run.get("pooled", {})
-        figures = [run["epochs"], run["sequences_per_second"], run["held_out_tau"]]
-        figures += [run["sets"][name]["tau_pooled"] for name in sets]
-        figures += [pooled.get("tau"), pooled.get("tokens_per_second")]
-        rows.append((run["name"], str(run["steps"]), *map(number, figures)))
-    lengths = list(result["runs"][0].get("contexts", ()))
-    shown = render_table(Table("", header, tuple(rows)))
-    if not lengths:
-        return shown
-    by_length = [(run["name"], *(number(run["contexts"][n]["tau"]) for n in lengths)) for run in result["runs"]]
-    return f"{shown}\n\n{render_table(Table('', ('Prompt tokens', *lengths), tuple(by_length)))}"
 
 
 def usable(rows: list[Row], longest: int, forbidden: set[tuple[int, ...]]) -> tuple[list[Row], dict[str, int]]:
@@ -479,7 +391,7 @@ def run(args: argparse.Namespace) -> None:
         if sets:
             now = plain if job is jobs[-1] else set()
             decoded = journal.stage(
-                f"decode {job.name}", functools.partial(lab.decode, folder, report, sets, now, args)
+                f"decode {job.name}", functools.partial(decode, target, folder, report, sets, now, args)
             )
             figures = decoded | figures | {"seconds": figures["seconds"] | {"evaluation": decoded["seconds"]}}
         runs.append(figures)
