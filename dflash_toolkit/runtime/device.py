@@ -1,10 +1,32 @@
 """The interface between the scheduler and the device. `runner.py` implements it; tests use a table of tokens."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .prefill_job import PrefillJob, PrefillLimits
 from .request import Committed, Request, StepShape
+
+
+class PrefillPass(Protocol):
+    """Chunks of prompts on their way through the layers, in slices. Steps may run between two slices.
+
+    Attributes:
+        done: whether all of it is launched; then the newest pass is this one, see `Device.add`.
+        scores: the pending scores that a single job's `scores` asks for.
+    """
+
+    done: bool
+    scores: Any | None
+
+    def run(self, seconds: float = math.inf) -> float:
+        """Launches slices for up to `seconds`, but at least one. Returns the seconds that they take, estimated.
+
+        The chunks' keys and values are written to their pages, and their recurrent states are updated.
+        """
+
+    def drop(self, index: int) -> None:
+        """Writes the rest of one of several chunks to the null block, as its request has lost its pages."""
 
 
 class Device(Protocol):
@@ -14,15 +36,15 @@ class Device(Protocol):
     prefill_limits: PrefillLimits  # limits of a batch
     pages_per_request: int  # maximum, overshoot included
 
-    def prefill(self, job: PrefillJob) -> Any | None:
-        """Writes the keys and values of a chunk into its pages, and updates its recurrent states.
+    @property
+    def step_s(self) -> float:
+        """Seconds of a recent decoding step; 0 if unknown."""
 
-        Returns:
-            The pending scores that `job.scores` asks for; `add` reads them from the request. None without `scores`.
+    def start_prefill(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
+        """Returns a pass of one chunk, or of chunks of several requests within `prefill_limits`.
+
+        Only `PrefillPass.run` launches it. `add` finds a chunk's last state by its index here.
         """
-
-    def prefill_batch(self, jobs: Sequence[PrefillJob]) -> None:
-        """Prefills chunks of several requests in one pass. `add` finds a chunk's last state by its index here."""
 
     def copy_states(self, source: int, target: int) -> None:
         """Copies the recurrent states of slot `source` to slot `target`."""

@@ -213,7 +213,7 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
 
     pages = [1] * -(-chunk // probe.page_size)
     job = PrefillJob([0] * chunk, 0, pages, scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
-    prefill = peak(lambda: probe.prefills.launch_unpadded(job))
+    prefill = peak(lambda: probe.prefills.unpadded(job).run())
     # a full step holds all logits several times
     step = peak(lambda: run_all_parts(probe, probe.max_num_seqs, probe.max_block, Mode.FULL))
     for chunks in probe.prefills.batch_shapes:  # the keys of short chunks may be split, which takes more

@@ -24,17 +24,18 @@ class PrefillJob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
-    """Limits of a batch of prefills: each chunk is padded to one of the sizes."""
+    """Limits of a pass with several chunks: each is padded to one of the sizes, or all are packed without padding."""
 
-    most: int = 1  # maximum number of chunks
+    most: int = 1  # maximum number of padded chunks
     sizes: tuple[int, ...] = ()  # padded tokens of a chunk
-    rows: int = 0  # tokens of all chunks together, padding included
+    rows: int = 0  # tokens of all padded chunks together, padding included
+    packed: int = 0  # tokens of all packed chunks together; 0: chunks are not packed
 
-    def size(self, tokens: int) -> int | None:
-        """Returns the padded size of a chunk, or None if it is too long."""
-        return next((size for size in self.sizes if size >= tokens), None)
+    def padded(self, chunks: Sequence[int]) -> int | None:
+        """Returns the size that chunks of these numbers of tokens are padded to in one pass, or None if it is full."""
+        size = next((size for size in self.sizes if size >= max(chunks)), None)
+        return size if size is not None and len(chunks) <= self.most and len(chunks) * size <= self.rows else None
 
     def fits(self, chunks: Sequence[int]) -> bool:
         """Returns whether chunks of these numbers of tokens fit into one pass."""
-        size = self.size(max(chunks))
-        return size is not None and len(chunks) <= self.most and len(chunks) * size <= self.rows
+        return sum(chunks) <= self.packed or self.padded(chunks) is not None

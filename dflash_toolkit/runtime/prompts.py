@@ -1,13 +1,23 @@
-"""Chooses and computes the chunks of prompts of a turn, in the order of the queue, alone or several in one pass."""
+"""Chooses and computes the chunks of prompts of a turn, in the order of the queue, alone or several in one pass.
+
+A turn may take longer than the time between two steps. It is a generator: it yields where a step may run, and continues
+in a later turn of the engine. In between, requests may lose their pages; a pass then writes to the null block.
+"""
 
 import logging
+import math
+from collections.abc import Generator, Iterable, Sequence
+from typing import TypeVar
 
+from .device import PrefillPass
 from .exact import EXACT_BATCH
 from .prefill_job import PrefillJob, ScoredTokens
 from .request import Request
 from .request_table import RequestTable, name_of
 
+Result = TypeVar("Result")
 MAX_PASSES = 16  # of a turn, so that many short chunks do not delay the batch's next step
+Turn = Generator[bool, None, Result]  # yields True where a step may run
 log = logging.getLogger(__name__)
 
 
@@ -30,8 +40,33 @@ class Prompts:
         self._max_tokens, self._chunk, self._prefix_cache = max_tokens, chunk_size(max_tokens), prefix_cache
         self._guaranteed_starts = False  # whether the guaranteed request may take the next free row
         self._batch: list[Request] = []  # requests with chunks that are prefilled in one pass
+        self._turn: Turn[None] | None = None  # if it is not complete
+        self._seconds = math.inf  # left until the next step
+        self._pass: PrefillPass | None = None  # in flight
+        self._in_pass: list[tuple[Request, int] | None] = []  # with the epoch at its start; None: has lost its pages
 
-    def run_turn(self) -> None:
+    def run(self, seconds: float = math.inf) -> None:
+        """Continues the turn, or begins one, and launches up to `seconds` of work."""
+        self._seconds = seconds
+        turn, self._turn = self._turn or self._chunks(), None
+        if next(turn, False):
+            self._turn = turn
+
+    def release(self) -> None:
+        """Stops writing for requests that have lost their pages. Must be called before the pass continues."""
+        for index, held in enumerate(self._in_pass):
+            if held is not None and not _holds(*held):
+                self._in_pass[index] = None
+                if self._pass is not None and any(self._in_pass):
+                    self._pass.drop(index)
+        if not any(self._in_pass):
+            self._pass = None  # frees its memory
+
+    def abandon(self) -> None:
+        """Discards the turn without using the device, which has failed."""
+        self._turn, self._pass, self._in_pass = None, None, []
+
+    def _chunks(self) -> Turn[None]:
         """Computes chunks, up to the maximum tokens of a turn. A short pass counts as a sixteenth of them.
 
         The guaranteed request always advances. Other requests advance before and after it, in the order of the queue,
@@ -44,13 +79,13 @@ class Prompts:
         queue.begin_turn()
         guaranteed = table.blocking or queue.guaranteed(table.free_rows > 0)
         while left > 0:
-            if guaranteed is not None and guaranteed not in queue:  # cancelled when its first token was reported
+            if guaranteed is not None and guaranteed not in queue:  # cancelled since
                 guaranteed = None
             request = queue.next(table.free_rows > 0) or guaranteed
             if guaranteed is not None and request is not guaranteed and self._last_row_is_for(guaranteed, request):
                 request = guaranteed
             if request is None and self._batch:
-                self._prefill_batch()  # some may have more chunks
+                yield from self._prefill_batch()  # some may have more chunks
                 continue
             if request is None:
                 break
@@ -58,7 +93,8 @@ class Prompts:
             advances = self._cost(self._next_chunk(request)) <= left - reserved
             if advances and request not in queue.started:
                 if any(self._shares_prefix(request, other) for other in self._batch):
-                    self._prefill_batch()  # so that it finds their pages
+                    yield from self._prefill_batch()  # so that it finds their pages
+                    continue
                 advances = table.admit(request) and (
                     (not self._batch and not self._may_be_batched(request)) or self._copied_states(request)
                 )
@@ -68,15 +104,15 @@ class Prompts:
                 if advances:
                     queue.use_guarantee(request)
             if advances and self._may_be_batched(request):
-                left -= self._add_to_batch(request)
+                left -= yield from self._add_to_batch(request)
             elif advances:
-                self._prefill_batch()
-                left -= self._cost(self._prefill_twice(request))
+                yield from self._prefill_batch()
+                left -= self._cost((yield from self._prefill_twice(request)))
             elif request in queue:  # otherwise it has failed
                 queue.skip(request)
             while table.launches and not self._device.depth:  # with depth 0, first tokens are also read at once
                 table.read()
-        self._prefill_batch()
+        yield from self._prefill_batch()
 
     def _last_row_is_for(self, guaranteed: Request, other: Request | None) -> bool:
         """Returns whether `guaranteed` starts with the last free row, instead of another request."""
@@ -93,22 +129,40 @@ class Prompts:
         """Returns the tokens of a turn that a pass uses up."""
         return max(tokens, self._max_tokens // MAX_PASSES, 1)
 
+    def _run(self, requests: Sequence[Request], jobs: Sequence[PrefillJob]) -> Turn[PrefillPass | None]:
+        """Runs a pass of jobs. Returns it, or None if all of its requests have lost their pages."""
+        self._pass = self._device.start_prefill(jobs)
+        self._in_pass = [(request, request.epoch) for request in requests]
+        try:
+            while self._pass is not None and not self._pass.done:
+                if self._seconds <= 0:
+                    yield True
+                    self.release()
+                    continue
+                used = self._pass.run(self._seconds)
+                self._seconds = self._seconds - used if self._pass.done else 0.0
+            return self._pass
+        finally:
+            self._pass, self._in_pass = None, []
+
     # ---- one chunk -------------------------------------------------------------------------------------
 
-    def _prefill_twice(self, request: Request) -> int:
+    def _prefill_twice(self, request: Request) -> Turn[int]:
         """Computes the next chunk and returns its tokens. Retries once; a second failure ends the request."""
         for last in (False, True):
+            if request not in self._table.queue.started:  # another pass was in flight, and it was cancelled
+                break
             try:
                 if last:
                     self._states.rebuild(request, request.prefilled, self._chunk)
-                return self._prefill(request)
+                return (yield from self._prefill(request))
             except Exception as error:
                 self._clean_up(request, error)
                 if last:
                     self._table.fail(request, error)
         return 0
 
-    def _prefill(self, request: Request) -> int:
+    def _prefill(self, request: Request) -> Turn[int]:
         """Computes the next chunk of a prompt and returns its tokens.
 
         A prompt is always cut at the same positions, as matrix products of other sizes would round differently and its
@@ -121,9 +175,12 @@ class Prompts:
             start = request.prefilled
             following = ids[start + 1 : start + 1 + len(chunk)] if request.scores_prompt else ()
             scores = ScoredTokens(following, request.params.prompt_logprobs or 0) if following else None
-            scored = self._device.prefill(PrefillJob(chunk, start, request.pages, request.state, scores))
-            if scored is not None:
-                request.scored.append(scored)
+            job = PrefillJob(chunk, start, request.pages, request.state, scores)
+            computed = yield from self._run([request], [job])
+            if computed is None:
+                return len(chunk)
+            if computed.scores is not None:
+                request.scored.append(computed.scores)
             self._table.queue.charge(request, prompt=len(chunk))
         self._advance(request, len(chunk))
         return len(chunk)
@@ -157,11 +214,13 @@ class Prompts:
         alone = request.prefilled_alone or request.scores_prompt or not tokens
         return requests > EXACT_BATCH and not alone and self._device.prefill_limits.fits([tokens])
 
-    def _add_to_batch(self, request: Request) -> int:
+    def _add_to_batch(self, request: Request) -> Turn[int]:
         """Adds the next chunk to the pass of this turn; returns the tokens of the turn that it uses up."""
         chunks = [self._next_chunk(each) for each in (*self._batch, request)]
         if not self._device.prefill_limits.fits(chunks):
-            self._prefill_batch()
+            yield from self._prefill_batch()
+            if request not in self._table.queue.started:  # cancelled since
+                return 0
         self._batch.append(request)
         self._table.queue.charge(request, prompt=chunks[-1])
         self._table.queue.skip(request)  # until it is computed
@@ -175,41 +234,50 @@ class Prompts:
             return False
         return len(other_ids) >= end and ids[start:end] == other_ids[start:end] and ids[:start] == other_ids[:start]
 
-    def _prefill_batch(self) -> None:
+    def _prefill_batch(self) -> Turn[None]:
         """Prefills the batch in one pass. If that fails, its requests restart and are prefilled one at a time."""
         table = self._table
         batch, self._batch = [request for request in self._batch if request in table.queue.started], []
         if not batch:
             return
-        left, jobs = list(batch), []
+        jobs = []
         for request in batch:
             start = request.prefilled
             ids = request.known_ids[start : start + self._next_chunk(request)]
             jobs.append(PrefillJob(ids, start, request.pages, request.state))
+        held = [(request, request.epoch) for request in batch]
+        left = list(zip(held, jobs, strict=True))
         try:
-            if len(batch) > 1:
-                self._device.prefill_batch(jobs)
-            else:
-                self._device.prefill(jobs[0])
+            yield from self._run(batch, jobs)
             for place, (request, job) in enumerate(zip(batch, jobs, strict=True)):
+                if not _holds(*held[place]):
+                    continue
                 try:
                     self._advance(request, len(job.ids), place)
-                    left.remove(request)
+                    left.remove((held[place], job))
                 except Exception as error:
                     self._clean_up(request, error)
         except Exception as error:
             log.error("the prefill of %d requests in one batch failed", len(batch), exc_info=error)
-            for request, job in zip(batch, jobs, strict=True):
-                if request in left:
+            for (request, epoch), job in left:
+                if _holds(request, epoch):
                     table.queue.charge(request, prompt=-len(job.ids))
-            self._device.check()
-        finally:  # the recurrent states of the rest may be anything
-            for request in left:
-                request.prefilled_alone = True
-                table.preempt(request)
+            try:
+                self._device.check()
+            finally:
+                self._restart(held for held, _ in left)
+        else:
+            self._restart(held for held, _ in left)
         for request in batch:
             if request in table.queue.started:
                 table.queue.unskip(request)
+
+    def _restart(self, failed: Iterable[tuple[Request, int]]) -> None:
+        """Prefills the requests that failed one at a time from their beginning, as their states may be anything."""
+        for request, epoch in failed:
+            if _holds(request, epoch):
+                request.prefilled_alone = True
+                self._table.preempt(request)
 
     def _copied_states(self, request: Request) -> bool:
         """Copies the request's initial states before other requests of this turn overwrite them.
@@ -228,3 +296,8 @@ class Prompts:
                 self._table.preempt(request)
             return False
         return True
+
+
+def _holds(request: Request, epoch: int) -> bool:
+    """Returns whether a request still has the pages that it had in this epoch."""
+    return request.epoch == epoch

@@ -1,6 +1,7 @@
 """Runs the drafter: proposes drafts, and writes the context that later drafts attend to."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -94,10 +95,25 @@ class Proposer:
             features: [B * S, K * D], the target's taps; row b * S + k is position `rows.lengths[b]` + k.
             counts: int32 [B].
         """
-        weights, stack, ops = self.weights, self.stack, self.stack.ops
+        self._write(self._context_of(features), rows, counts)
+
+    def write_packed_context(self, features: Tensor, rows: Rows, counts: Tensor, sizes: Sequence[int]) -> None:
+        """Writes the context of chunks of `sizes` tokens, which are adjacent in `features`; see `write_context`."""
+        for b, kv in enumerate(self._context_of(features).split(list(sizes))):
+            one = slice(b, b + 1)
+            self._write(kv, replace(rows, lengths=rows.lengths[one], page_table=rows.page_table[one]), counts[one])
+
+    def _context_of(self, features: Tensor) -> Tensor:
+        """Returns the keys and values [M, L 2 G H] of every draft layer, before their norm and rotation."""
+        weights, ops = self.weights, self.stack.ops
         eps = weights.spec.rms_norm_eps
         nothing = torch.zeros(len(features), weights.spec.hidden_size, dtype=features.dtype, device=features.device)
         _, context = ops.add_rms_norm(nothing, ops.linear_split_k(features, weights.fc), weights.hidden_norm, eps)
-        kv = ops.linear(context, weights.context_kv, weights.context_bias)
-        where = rows.lengths, counts, rows.page_table, stack.cache, rows.page_size, stack.scales
-        ops.context_write(kv, weights.k_norms, eps, stack.rope, *where)
+        return ops.linear(context, weights.context_kv, weights.context_bias)
+
+    def _write(self, kv: Tensor, rows: Rows, counts: Tensor) -> None:
+        weights, stack = self.weights, self.stack
+        stack.ops.context_write(
+            kv, weights.k_norms, weights.spec.rms_norm_eps, stack.rope, rows.lengths, counts, rows.page_table,
+            stack.cache, rows.page_size, stack.scales,
+        )  # fmt: skip

@@ -69,4 +69,5 @@ class RecurrentStates:
         """Computes the states after the first `tokens` tokens again, as a fault leaves them undefined."""
         ids = request.known_ids[:tokens] if self.recurrent else []
         for start in range(0, len(ids), chunk):
-            self._device.prefill(PrefillJob(ids[start : start + chunk], start, request.pages, request.state))
+            job = PrefillJob(ids[start : start + chunk], start, request.pages, request.state)
+            self._device.start_prefill([job]).run()

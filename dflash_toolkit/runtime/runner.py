@@ -17,11 +17,13 @@ from ..draft_tree import WIDTH
 from ..kernels.ops import Ops
 from .batch_state import BatchState
 from .graphs import CAPTURED_AT_START, Captured, Captures, StepGraphs, buckets_up_to, to_device
+from .pace import Pace
 from .prefill_job import PrefillJob, PrefillLimits
 from .programs.block import BlockProgram
 from .programs.buffers import StepBuffers
 from .programs.context import Part, StepContext
 from .programs.prefill import PrefillPrograms
+from .programs.prefill_pass import PrefillPass
 from .programs.results import PendingResult, Results
 from .programs.tree import TreeProgram
 from .proposer import Proposer, head_of
@@ -51,6 +53,7 @@ class StepRunner:
         chain_blocks: S of chains for which steps over trees also report promises.
         fp8_cache: keep keys and values in fp8, see `quantized_heads`.
         report_offered: also report the candidates of trees at the positions of committed tokens.
+        packed_rows: maximum prompt tokens of a pass with several chunks of any length.
 
     Attributes:
         step_rows: number of launched steps, by the rows that the target reads, padding included.
@@ -80,6 +83,7 @@ class StepRunner:
         chain_blocks: Sequence[int] = (),
         report_offered: bool = False,
         fp8_cache: bool = False,
+        packed_rows: int = 0,
     ) -> None:
         self.target, self.drafter, self.ops = target, drafter, ops
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
@@ -119,7 +123,10 @@ class StepRunner:
         results = Results(self.device, max(max_num_seqs * (1 + max_block), largest))
         self.context = StepContext(self.verifier, self.proposer, self.state, buffers, self.graphs, results)
         self.bucket = self.context.bucket
-        self.prefills = PrefillPrograms(self.context, captures, page_size, self.pages_per_request, self.reach)
+        self.pace = Pace(self.device)
+        self.prefills = PrefillPrograms(
+            self.context, captures, page_size, self.pages_per_request, self.reach, packed_rows, self.pace
+        )
         self.prefill_limits: PrefillLimits = self.prefills.limits
         self.blocks = BlockProgram(self.context, sample_drafts)
         self.trees: TreeProgram | None = None
@@ -131,14 +138,14 @@ class StepRunner:
     # ---- prefill ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prefill(self, job: PrefillJob) -> Tensor | None:
-        """Prefills a chunk, see `PrefillPrograms.launch`."""
-        return self.prefills.launch(job)
+    def start_prefill(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
+        """Returns a pass of chunks, see `PrefillPrograms.start`."""
+        return self.prefills.start(jobs)
 
-    @torch.inference_mode()
-    def prefill_batch(self, jobs: Sequence[PrefillJob]) -> None:
-        """Prefills chunks of several requests in one pass."""
-        self.prefills.launch_batch(jobs)
+    @property
+    def step_s(self) -> float:
+        """Seconds of a recent decoding step; 0 if none was measured."""
+        return self.pace.step_s
 
     @torch.inference_mode()
     def copy_states(self, source: int, target: int) -> None:
@@ -192,9 +199,11 @@ class StepRunner:
         if not shape.rows:
             batch = self.context.computed_rows(len(requests))
             self.step_rows[batch * shape.block] += 1
-            return self.blocks.launch(requests, batch, shape.block)
+            with self.pace.step():
+                return self.blocks.launch(requests, batch, shape.block)
         assert self.trees is not None
-        pending = self.trees.launch(requests, shape)
+        with self.pace.step():
+            pending = self.trees.launch(requests, shape)
         assert pending.trees is not None
         self.step_rows[pending.trees.shape.rows] += 1
         self.tree_rows[pending.trees.shape.rows] += 1

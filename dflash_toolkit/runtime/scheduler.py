@@ -1,10 +1,11 @@
 """Runs the engine's requests in turns: chunks of prompts, one decoding step for the whole batch, and results.
 
-One `advance` computes chunks of prompts up to a number of tokens (`prompts.py`, in the order of `wait_queue.py`),
+One `advance` computes prompts up to a number of tokens and a time (`prompts.py`, in the order of `wait_queue.py`),
 launches one step, and reads results that are old enough (`request_table.py`). `recovery.py` handles a step that fails.
 This module does not handle tensors.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 from ..generation import Step
@@ -24,7 +25,7 @@ class Scheduler:
     Args:
         choose_shape: picks the shape of a batch's next step.
         max_num_seqs: rows of the batch.
-        max_num_batched_tokens: maximum prompt tokens that one `advance` computes, in chunks of `chunk_size`.
+        max_num_batched_tokens: maximum prompt tokens of a pass and between two steps, in chunks of `chunk_size`.
         max_block: the longest block that `choose_shape` returns.
         max_places: maximum tokens after a request's length that a step writes; 0: the size of its block.
         recurrent: requests have states in addition to pages, and continue from states that the pool keeps.
@@ -94,12 +95,14 @@ class Scheduler:
             return
         try:
             self.table.release(request)
+            self._prompts.release()
         except Exception as error:
             self._recovery.recover(error)
 
     def abandon(self) -> None:
         """Discards all requests without using the device, which has failed."""
         self.table.clear()
+        self._prompts.abandon()
 
     def remove_rows(self) -> None:
         """Frees all rows on the device, also after a failure: a row writes to pages that other requests may hold."""
@@ -117,7 +120,7 @@ class Scheduler:
 
     def _run_turn(self) -> None:
         table = self.table
-        self._prompts.run_turn()
+        self._prompts.run(self._prompt_seconds())
         # the tokens that a grammar allows depend on the committed ones
         depth = 0 if any(request.matcher for request in table.running) else self._device.depth
         while table.launches and not depth:  # a turn that waits for steps also waits for first tokens
@@ -128,3 +131,15 @@ class Scheduler:
         # results are read late, but not later than the next result of requests that wait for nothing else
         while table.launches and (len(table.launches) > depth or not decoding):
             decoding |= table.read()
+
+    def _prompt_seconds(self) -> float:
+        """Returns the time that prompts may take until the next step.
+
+        The square of their number, in steps: one prompt at most doubles the time between two tokens of the requests
+        that decode, and many prompts run at full speed.
+        """
+        table = self.table
+        if not self._device.step_s or all(request.surely_ends for request in table.running):
+            return math.inf
+        prompts = len(table.queue.started) + min(len(table.queue), table.free_rows)
+        return self._device.step_s * prompts**2

@@ -6,8 +6,9 @@ of the next mixer may run as one kernel. That depends on the weights and the dev
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,19 @@ from .weights import (
     MoeWeights,
     TargetWeights,
 )
+
+Result = TypeVar("Result")
+Slices = Generator[None, None, Result]  # a pass of the layers, of which each `next` launches a part
+
+
+def exhaust(slices: Slices[Result]) -> Result:
+    """Runs all slices and returns their result."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +324,10 @@ class Stack:
         Returns:
             Normed hidden states [M, D].
         """
+        return exhaust(self.slices(x, rows, taps))
+
+    def slices(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Slices[Tensor]:
+        """Runs `forward` in slices: yields after each mixer and after each layer."""
         taps, block = taps or {}, 1 if rows.tree is not None else len(x) // len(rows.lengths)
         h: Operand
         quantized = self._mixers[0].groups_input
@@ -318,8 +336,12 @@ class Stack:
         begun: tuple[Operand, Tensor | None] | None = self._begin(0, h, block)
         for i, mixer in enumerate(self._mixers):
             assert begun is not None
-            projected, after = begun
-            x, h, begun = self._finish(i, x, mixer.mix(projected, rows), after, block, taps.get(i))
+            mixed, after = mixer.mix(begun[0], rows), begun[1]
+            begun = None  # frees it
+            yield
+            x, h, begun = self._finish(i, x, mixed, after, block, taps.get(i))
+            del mixed
+            yield
         return values_of(h)
 
     def _begin(self, i: int, h: Operand, block: int) -> tuple[Operand, Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.tree import TreeRows, Trees
 from .batch_state import BatchState
 from .proposer import Draft
-from .stack import Rows, Stack
+from .stack import Rows, Slices, Stack, exhaust
 from .weights import TargetWeights
 
 
@@ -41,12 +41,17 @@ class Verifier:
 
     def forward(self, ids: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Returns the normed hidden states [M, D] of ids [M], and the drafter's features [M, K * D]."""
+        slices, features = self.slices(ids, rows)
+        return exhaust(slices), features
+
+    def slices(self, ids: Tensor, rows: Rows) -> tuple[Slices[Tensor], Tensor | None]:
+        """Returns `forward` in slices, see `Stack.slices`; the features are complete after the last one."""
         features, taps = None, {}
         if self._taps:
             width = self.weights.spec.hidden_size
             features = torch.empty(len(ids), len(self._taps) * width, dtype=self.dtype, device=ids.device)
             taps = dict(zip(self._taps, features.split(width, dim=1), strict=True))
-        return self.stack.forward(F.embedding(ids, self.weights.embedding), rows, taps), features
+        return self.stack.slices(F.embedding(ids, self.weights.embedding), rows, taps), features
 
     @property
     def dtype(self) -> torch.dtype:

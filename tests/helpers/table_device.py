@@ -1,6 +1,7 @@
 """A scheduler's device that is a table: it remembers which token each slot of each page holds."""
 
 import functools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class TableDevice:
     """
 
     pages_per_request = 1000
+    step_s = 0.0
     recurrent = False
     prefill_limits = PrefillLimits()
 
@@ -61,6 +63,10 @@ class TableDevice:
         self.rows: dict[int, Row] = {}
         self.calls: list[tuple[Any, ...]] = []
         self._prefilled: list[list[int]] = []
+
+    def slices(self) -> int:
+        """Returns the number of slices of the next pass."""
+        return 1
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
@@ -78,6 +84,9 @@ class TableDevice:
             self.mistakes.append((slot, text))
             raise AssertionError(f"slot {slot} holds {self.states[slot]} and not {text}")
 
+    def start_prefill(self, jobs: Sequence[PrefillJob]) -> "TablePass":
+        return TablePass(self, jobs)
+
     def prefill(self, job: PrefillJob) -> Any:
         ids, start, pages, state, scores = job
         self.calls.append(("prefill", ids[0], start, len(ids)))
@@ -91,6 +100,9 @@ class TableDevice:
         self.calls.append(("prefill_batch", *(len(chunk.ids) for chunk in chunks)))
         prefilled = []
         for ids, start, pages, state, _ in chunks:
+            if not pages:  # it was dropped
+                prefilled.append([])
+                continue
             self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
             for i, token in enumerate(ids):
                 self._write(pages, start + i, token)
@@ -155,6 +167,36 @@ class TableDevice:
 
     def check(self) -> None:
         pass
+
+
+class TablePass:
+    """Writes its tokens in every slice, so that a page that was handed out during the pass shows.
+
+    A slice takes a second. The last one is the call `prefill` or `prefill_batch`.
+    """
+
+    def __init__(self, device: TableDevice, jobs: Sequence[PrefillJob]) -> None:
+        self._device, self._jobs = device, list(jobs)
+        self._left = device.slices()
+        self.done, self.scores = False, None
+
+    def run(self, seconds: float = math.inf) -> float:
+        count = int(max(1, min(self._left, seconds)))
+        for _ in range(count):
+            for job in self._jobs:
+                for i in range(len(job.ids) if job.pages else 0):
+                    self._device._write(job.pages, job.start + i, -1)
+        self._left -= count
+        if not self._left:
+            if len(self._jobs) == 1:
+                self.scores = self._device.prefill(self._jobs[0])
+            else:
+                self._device.prefill_batch(self._jobs)
+            self.done = True
+        return count
+
+    def drop(self, index: int) -> None:
+        self._jobs[index] = self._jobs[index]._replace(pages=[])
 
 
 def request_of(prompt: list[int], limit: int, *report: Any) -> Request:

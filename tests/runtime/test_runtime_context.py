@@ -22,7 +22,7 @@ PAGE = 4
 def written_at_once(ids: Sequence[int]) -> torch.Tensor:
     engine = make_engine(*pair(), page_size=PAGE)
     pages = range(1, 2 + len(ids) // PAGE)
-    engine.runner.prefill(PrefillJob(ids, 0, pages))
+    engine.runner.start_prefill([PrefillJob(ids, 0, pages)]).run()
     return context_of(engine.runner, pages, len(ids))
 
 
@@ -129,7 +129,7 @@ def test_captured_steps_write_the_same_cache_as_a_prefill() -> None:
     fresh = gpu.make_engine(target, drafter)
     for ids, context in found:
         pages = range(1, 2 + len(ids) // fresh.runner.page_size)
-        fresh.runner.prefills.launch_unpadded(PrefillJob(ids, 0, pages))
+        fresh.runner.prefills.unpadded(PrefillJob(ids, 0, pages)).run()
         expected = context_of(fresh.runner, pages, len(ids)).float()
         distance = (context.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert distance.max() < 0.1, f"{len(ids)} tokens: {distance.max():.3f}"

@@ -288,7 +288,7 @@ def test_padding_changes_nothing_that_a_prefill_writes() -> None:
         return hidden, [cache[:, :, page > 0] for cache in both]  # padding may go into the null block
 
     def unpadded(runner: Any, ids: list[int], start: int) -> Tensor:
-        runner.prefill(PrefillJob(ids, start, pages))
+        runner.start_prefill([PrefillJob(ids, start, pages)]).run()
         return runner.prefills.last_hidden
 
     def padded(runner: Any, ids: list[int], start: int) -> Tensor:
@@ -313,7 +313,7 @@ def test_batched_prefill_writes_the_same_as_single_prefills(kind: str) -> None:
         both = [runner.verifier.stack.cache, runner.proposer.stack.cache]
         for kept in (*both, *(part for memory in runner._memories for part in (memory.state, memory.window))):
             kept.fill_(math.nan)
-        runner.prefill(PrefillJob(prompts[0][:begun], 0, pages[0], states[0]))
+        runner.start_prefill([PrefillJob(prompts[0][:begun], 0, pages[0], states[0])]).run()
         starts = [begun, 0, 0]
         each = zip(prompts, starts, pages, states, strict=True)
         hidden = run(runner, [PrefillJob(prompt[start:], start, *at) for prompt, start, *at in each])
@@ -324,12 +324,12 @@ def test_batched_prefill_writes_the_same_as_single_prefills(kind: str) -> None:
     def each(runner: Any, chunks: list[PrefillJob]) -> Tensor:
         found = []
         for chunk in chunks:
-            runner.prefill(chunk)
+            runner.start_prefill([chunk]).run()
             found.append(runner.prefills.last_hidden)
         return torch.cat(found)
 
     def together(runner: Any, chunks: list[PrefillJob]) -> Tensor:
-        runner.prefill_batch(chunks)
+        runner.start_prefill(chunks).run()
         return runner.prefills.last_hidden[: len(chunks)]
 
     one, other = caches(each), caches(together)
@@ -346,7 +346,7 @@ def test_chunks_are_not_padded_beyond_the_context() -> None:
     alone, length = list[Tensor](), 116
     for prompt, at in zip(prompts, pages, strict=True):
         for start in range(0, len(prompt), length):
-            runner.prefill(PrefillJob(prompt[start : start + length], start, at))
+            runner.start_prefill([PrefillJob(prompt[start : start + length], start, at)]).run()
         assert runner.prefills.last_hidden is not None
         alone.append(runner.prefills.last_hidden.clone())
     assert length + 64 > runner.reach
@@ -354,7 +354,7 @@ def test_chunks_are_not_padded_beyond_the_context() -> None:
         PrefillJob(prompts[0][length:], length, pages[0]),
         *(PrefillJob(p, 0, at) for p, at in zip(prompts[1:], pages[1:], strict=True)),
     ]
-    runner.prefill_batch(chunks)
+    runner.start_prefill(chunks).run()
     assert runner.prefills.last_hidden is not None
     torch.testing.assert_close(runner.prefills.last_hidden, torch.cat(alone), rtol=0, atol=0)
 

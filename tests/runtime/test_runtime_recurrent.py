@@ -207,7 +207,7 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
                 runner.prefills.place(PrefillJob(chunk, start, pages, 2))
                 runner.prefills.padded(64)
             else:
-                runner.prefill(PrefillJob(chunk, start, pages, 2))
+                runner.start_prefill([PrefillJob(chunk, start, pages, 2)]).run()
         return found
 
     for one, other in zip(memories(True), memories(False), strict=True):

@@ -198,7 +198,7 @@ def test_pages_after_trees_equal_those_of_a_prefill() -> None:
     assert len(kept) == 4 and stack.cache.isfinite().all()
     for ids, found, context in kept:
         fresh = make_engine(target, drafter)
-        fresh.runner.prefill(PrefillJob(ids, 0, pages := range(1, 2 + len(ids) // 4)))
+        fresh.runner.start_prefill([PrefillJob(ids, 0, pages := range(1, 2 + len(ids) // 4))]).run()
         torch.testing.assert_close(found, held(fresh.runner, pages, len(ids)), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(context, context_of(fresh.runner, pages, len(ids)), rtol=1e-3, atol=1e-4)
 

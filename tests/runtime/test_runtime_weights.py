@@ -47,7 +47,7 @@ def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Draft
     runner = load_engine(target, drafter, options=replace(OPTIONS, page_size=64, max_model_len=70))[0].runner
     positions = runner.pages_per_request * 64
     assert positions > 70 + 2 * 8
-    runner.prefills.launch_unpadded(PrefillJob([1] * positions, 0, [1] * runner.pages_per_request))
+    runner.prefills.unpadded(PrefillJob([1] * positions, 0, [1] * runner.pages_per_request)).run()
 
 
 def test_an_engine_starts_without_transformers_networks(target_dir: Path, drafter_dir: Path) -> None:

@@ -1,20 +1,28 @@
-"""Prefills of one chunk (without a graph, or padded and captured), prefills of several chunks, and first tokens."""
+"""Passes of one chunk of a prompt or of several, and first tokens.
+
+Short chunks are padded and captured; others run without a graph, in slices (`prefill_pass.py`).
+"""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...grammar import masks_of
+from ...kernels.tree import TreeRows
 from ..exact import EXACT_BATCH
 from ..graphs import Captures, download, to_device, upload
+from ..pace import Pace
 from ..prefill_job import PrefillJob, PrefillLimits, ScoredTokens
 from ..prompt_logprobs import score
 from ..proposer import Draft
 from ..request import Request
-from ..stack import Rows, States
+from ..stack import Rows, Slices, States, exhaust
 from .context import StepContext
+from .prefill_pass import PrefillPass, operations_of
 from .results import PendingResult
 
 # sizes that a chunk is padded to; a longer chunk takes the device more time than the host needs for its launches
@@ -28,6 +36,7 @@ class PrefillPrograms:
 
     Args:
         reach: maximum tokens of a request in the page table.
+        packed: maximum rows of a pass with several chunks of any length.
 
     Attributes:
         last_hidden: [chunks, D], states of the last tokens of the newest prefill.
@@ -35,11 +44,14 @@ class PrefillPrograms:
         captured_batches: graphs of batches, by size and count.
     """
 
-    def __init__(self, context: StepContext, capture: Captures, page_size: int, pages: int, reach: int) -> None:
+    def __init__(
+        self, context: StepContext, capture: Captures, page_size: int, pages: int, reach: int, packed: int, pace: Pace
+    ) -> None:
         self._context, self._capture = context, capture
         self._page_size, self._pages, self._reach = page_size, pages, reach
         device, target = context.device, context.target
-        self.limits = PREFILL_LIMITS
+        recurrent = target.spec.recurrent  # its kernels take chunks of one length
+        self.limits, self._pace = replace(PREFILL_LIMITS, packed=0 if recurrent else packed), pace
         self.last_hidden: Tensor | None = None
         self._numbers = torch.arange(len(context.modes), device=device)
         # inputs of a captured prefill: tokens; start, count, slot of states, pages
@@ -68,36 +80,62 @@ class PrefillPrograms:
                 return True
         return False
 
+    def start(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
+        """Returns a pass of these chunks. Nothing of it is launched yet.
+
+        A short chunk is padded and replays a captured graph, as do several: launching their hundreds of kernels would
+        take the host longer than they take the device. Longer chunks are packed.
+        """
+        sizes = [len(job.ids) for job in jobs]
+        if len(jobs) > 1:
+            size = self.limits.padded(sizes)
+        elif self._context.device.type == "cuda":
+            size = next((size for size in PREFILL_SIZES if size >= sizes[0]), None)
+        else:
+            size = None
+        if size is not None and max(job.start for job in jobs) + size > self._reach:  # the padding would have no pages
+            size = None
+        if len(jobs) == 1:
+            return self.unpadded(jobs[0]) if size is None else self._at_once(jobs, self._replay, jobs[0], size)
+        if size is not None:
+            return self._at_once(jobs, self._launch_batch, jobs, size)
+        return self.packed(jobs) if self.limits.packed else self._at_once(jobs, self._launch_in_turn, jobs)
+
+    def _at_once(self, jobs: Sequence[PrefillJob], launch: Callable[..., Tensor | None], *args: Any) -> PrefillPass:
+        """Returns a pass in one slice."""
+
+        def slices() -> Slices[Tensor | None]:
+            return launch(*args)
+            yield
+
+        return PrefillPass(slices(), [sum(self._operations(jobs))], self._pace, jobs)
+
+    def _operations(self, jobs: Sequence[PrefillJob]) -> list[float]:
+        proposer = self._context.proposer
+        return operations_of(self._context.target.spec, proposer.weights.config if proposer else None, jobs)
+
     # ---- one chunk -------------------------------------------------------------------------------------
 
-    def launch(self, job: PrefillJob) -> Tensor | None:
-        """Prefills a chunk.
-
-        A short chunk is padded and replays a captured graph: launching its hundreds of kernels would take the host
-        longer than they take the device.
-
-        Returns:
-            The scores of `job.scores`, see `score`, on their way to the host; None if none are requested.
-        """
-        size = next((s for s in PREFILL_SIZES if s >= len(job.ids)), None)
-        if self._context.device.type != "cuda" or size is None or job.start + size > self._reach:
-            return self.launch_unpadded(job)
+    def _replay(self, job: PrefillJob, size: int) -> Tensor | None:
         self.place(job)
         graph, self.last_hidden = self.graph(size)
         graph.replay()
         return self._score(self._hidden, job.scores)
 
-    @torch.inference_mode()
-    def launch_unpadded(self, job: PrefillJob) -> Tensor | None:
-        """Prefills a chunk without a graph."""
+    def unpadded(self, job: PrefillJob) -> PrefillPass:
+        """Returns a pass of one chunk without a graph."""
         device = self._context.device
         tokens = to_device(job.ids, torch.int64, device)
         table = to_device(job.pages, torch.int32, device)[None]
         place = to_device([job.start, len(job.ids), job.state], torch.int32, device)
         rows = Rows(place[:1], table, self._page_size, states=self._states(place[2:3], place[1:2]))
-        hidden = self._forward(tokens, rows, place[1:2])
-        self.last_hidden = _last_of(hidden, place[1:2])
-        return self._score(hidden, job.scores)
+
+        def slices() -> Slices[Tensor | None]:
+            hidden = yield from self._slices(tokens, rows, place[1:2])
+            self.last_hidden = _last_of(hidden, place[1:2])
+            return self._score(hidden, job.scores)
+
+        return PrefillPass(slices(), self._operations([job]), self._pace, [job])
 
     def place(self, job: PrefillJob) -> None:
         """Copies a chunk to the inputs of `padded`."""
@@ -111,7 +149,7 @@ class PrefillPrograms:
         count = self._place[1:2]
         states = self._states(self._place[2:3], count)
         rows = Rows(self._place[:1], self._place[None, 3:], self._page_size, count, states)
-        hidden = self._forward(self._tokens[:size], rows, count)
+        hidden = exhaust(self._slices(self._tokens[:size], rows, count))
         last = _last_of(hidden, count)
         self._hidden[:size].copy_(hidden)
         return last
@@ -128,11 +166,21 @@ class PrefillPrograms:
                 self._place.copy_(placed)
         return self.captured[size]
 
-    def _forward(self, tokens: Tensor, rows: Rows, counts: Tensor) -> Tensor:
-        """Prefills the first `counts` tokens of each row; the others are padding. Returns their states [M, D]."""
-        hidden, features = self._context.verifier.forward(tokens, rows)
+    def _slices(
+        self, tokens: Tensor, rows: Rows, counts: Tensor, packed: Sequence[int] | None = None
+    ) -> Slices[Tensor]:
+        """Prefills the first `counts` tokens of each row; the others are padding. Returns their states [M, D].
+
+        Args:
+            packed: tokens of each chunk, if they follow each other without padding.
+        """
+        slices, features = self._context.verifier.slices(tokens, rows)
+        hidden = yield from slices
         if (proposer := self._context.proposer) and features is not None:
-            proposer.write_context(features, rows, counts)
+            if packed is None:
+                proposer.write_context(features, rows, counts)
+            else:
+                proposer.write_packed_context(features, rows, counts, packed)
         return hidden
 
     def _states(self, slots: Tensor, counts: Tensor) -> States | None:
@@ -154,13 +202,39 @@ class PrefillPrograms:
         """Tokens of a chunk and number of chunks of the batches that are captured."""
         return batch_shapes(len(self._context.modes), self._reach, self.limits)
 
-    def launch_batch(self, jobs: Sequence[PrefillJob]) -> None:
+    def packed(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
+        """Returns a pass of chunks of any lengths without padding and without a graph; not for recurrent layers."""
+        counts, starts = [len(job.ids) for job in jobs], [job.start for job in jobs]
+        firsts, wide = list(itertools.accumulate(counts, initial=0)), max(len(job.pages) for job in jobs)
+        device, batch, m = self._context.device, len(jobs), sum(counts)
+        pages = [page for job in jobs for page in (*job.pages, *[0] * (wide - len(job.pages)))]
+        tokens = to_device([token for job in jobs for token in job.ids], torch.int64, device)
+        numbers = to_device([*firsts, *starts, *counts, *pages], torch.int32, device)
+        first, lengths, count, table = numbers.split([batch + 1, batch, batch, len(pages)])
+        table = table.view(batch, wide)
+        requests = torch.repeat_interleave(count, output_size=m)
+        at = torch.arange(m, dtype=torch.int32, device=device)
+        depths = at - first[requests]
+        positions = lengths[requests] + depths
+        page = table[requests, positions // self._page_size]
+        slots = page * self._page_size + positions % self._page_size
+        nothing = torch.zeros(m, device=device)
+        # a chunk is a chain after its context
+        chains = TreeRows(
+            first, requests.int(), torch.where(depths > 0, at - 1, at), depths, tokens, positions, slots, nothing,
+            nothing.long(),
+        )  # fmt: skip
+        paths = at[:1].expand(batch, max(counts), max(counts))  # only its shape is used
+        rows = Rows(lengths, table, self._page_size, tree=chains, paths=paths, chains=True)
+
+        def slices() -> Slices[None]:
+            hidden = yield from self._slices(tokens, rows, count, counts)
+            self.last_hidden = hidden.index_select(0, first[1:] - 1)
+
+        return PrefillPass(slices(), self._operations(jobs), self._pace, jobs, (table, slots))
+
+    def _launch_batch(self, jobs: Sequence[PrefillJob], size: int) -> None:
         """Prefills chunks of several requests in one pass, padded to one length and to one of PREFILL_COUNTS."""
-        size = self.limits.size(max(len(job.ids) for job in jobs))
-        assert size is not None
-        if max(job.start for job in jobs) + size > self._reach:  # the padding would have no pages
-            self._launch_in_turn(jobs)
-            return
         count = next(each for each in PREFILL_COUNTS if each >= len(jobs))
         self.place_batch(jobs, size)
         if self._context.device.type != "cuda":
@@ -175,7 +249,7 @@ class PrefillPrograms:
     def _launch_in_turn(self, jobs: Sequence[PrefillJob]) -> None:
         last = []
         for job in jobs:
-            self.launch(job)
+            self.start([job]).run()
             assert self.last_hidden is not None
             last.append(self.last_hidden.clone())  # the next replay overwrites the graph's output
         self.last_hidden = torch.cat(last)
@@ -197,7 +271,7 @@ class PrefillPrograms:
         """Prefills the placed chunks. Returns the states [count, D] of their last tokens."""
         starts, counts, slots = (each[:count] for each in self._starts_counts_slots)
         rows = Rows(starts, self._tables[:count], self._page_size, counts, self._states(slots, counts))
-        hidden = self._forward(self._batch_tokens[: size * count], rows, counts)
+        hidden = exhaust(self._slices(self._batch_tokens[: size * count], rows, counts))
         last = torch.arange(count, device=self._context.device) * size + counts.long() - 1
         return hidden.index_select(0, last)
 
