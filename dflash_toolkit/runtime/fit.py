@@ -1,7 +1,8 @@
 """Fits the options of an engine into the memory of a GPU, and says which options help if it does not suffice.
 
 Cards of 8 to 32 GB hold few requests with long contexts next to the weights. Options that the user has not set follow
-the memory: first fewer requests, then no copies of the drafter in fp8, then no draft trees; the context gets the rest.
+the memory: first fewer requests and shorter passes over prompts, then no copies of the drafter in fp8, then no draft
+trees; the context gets the rest.
 """
 
 import logging
@@ -27,7 +28,8 @@ LONG_REQUESTS = 2048  # tokens in the cache, for each request of a large batch
 LEAN: dict[str, Any] = {"draft_dtype": "full", "max_num_batched_tokens": 1024}
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
-    *({"max_num_seqs": rows} for rows in (192, 128, 96, 64, 48, 32, 24, 16, 8, 4)),
+    *({"max_num_seqs": rows} for rows in (192, 128, 96, 64, 48, 32)),
+    *({"max_num_seqs": rows, "max_num_batched_tokens": 2048} for rows in (32, 24, 16, 8, 4)),
     {"max_num_seqs": 4, **LEAN},
     {"max_num_seqs": 4, **LEAN, "draft_tree": 0},
     {"max_num_seqs": 2, **LEAN, "draft_tree": 0},

@@ -41,12 +41,13 @@ class Workspace(NamedTuple):
 
     step: int
     prefill: int
+    held: int  # what a prefill keeps between two of its slices
 
     @property
     def total(self) -> int:
-        """The most bytes in use at a time. The graphs keep the memory of a step, while a chunk of a prompt runs, or a
-        step that is about to be captured."""
-        return self.step + max(self.step, self.prefill)
+        """The most bytes in use at a time. The graphs keep the memory of a step, while a pass over prompts runs, or a
+        step that is about to be captured between two slices of such a pass."""
+        return self.step + max(self.step + self.held, self.prefill)
 
 
 def room_for_cache(
@@ -176,14 +177,14 @@ def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> No
 
 def _cache_budget(probe: StepRunner, options: EngineOptions, graphs: int) -> tuple[float, int]:
     """Returns the bytes that the cache may take next to these bytes of graphs, and the bytes of the largest step."""
-    cut = chunk_size(options.max_num_batched_tokens or 0)
+    rows = options.max_num_batched_tokens or 0
     try:
-        workspace = workspace_of(probe, cut)
+        workspace = workspace_of(probe, chunk_size(rows))
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"the weights leave too little GPU memory for a step of {probe.max_num_seqs} requests and a chunk of {cut} "
-            f"tokens ({_first_sentence(error)}); lower max_num_seqs, num_speculative_tokens or max_num_batched_tokens"
-            f"{', or set draft_tree to 0' * bool(options.draft_tree)}"
+            f"the weights leave too little GPU memory for a step of {probe.max_num_seqs} requests and a pass of {rows} "
+            f"prompt tokens ({_first_sentence(error)}); lower max_num_seqs, num_speculative_tokens or "
+            f"max_num_batched_tokens{', or set draft_tree to 0' * bool(options.draft_tree)}"
         ) from error
     except Exception as error:
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack
@@ -211,9 +212,19 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - held
 
-    pages = [1] * -(-chunk // probe.page_size)
-    job = PrefillJob([0] * chunk, 0, pages, scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
-    prefill = peak(lambda: probe.prefills.unpadded(job).run())
+    job = PrefillJob([0] * chunk, 0, [1] * -(-chunk // probe.page_size))
+    scored = job._replace(scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
+    held = 0
+
+    def largest_prefill() -> None:
+        nonlocal held
+        jobs, before = [job] * (probe.prefill_limits.packed // chunk), torch.cuda.memory_allocated()
+        work = probe.prefills.packed(jobs) if jobs else probe.prefills.unpadded(job)
+        while not work.done:
+            held = max(held, torch.cuda.memory_allocated() - before)
+            work.run(0.0)
+
+    prefill = max(peak(lambda: probe.prefills.unpadded(scored).run()), peak(largest_prefill))
     # a full step holds all logits several times
     step = peak(lambda: run_all_parts(probe, probe.max_num_seqs, probe.max_block, Mode.FULL))
     for chunks in probe.prefills.batch_shapes:  # the keys of short chunks may be split, which takes more
@@ -221,4 +232,4 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])
         step = max(step, peak(lambda: probe.run_part(largest)))
-    return Workspace(step, prefill)
+    return Workspace(step, prefill, held)

@@ -92,7 +92,7 @@ class EngineOptions(DraftOptions):
         common=True,
     )
     max_num_batched_tokens: int | None = option(
-        None, "prompt tokens computed between two decoding steps (default: 2048 on a GPU, 256 on a CPU)"
+        None, "maximum prompt tokens of one pass (default: 8192 on a GPU with enough memory, 256 on a CPU)"
     )
     page_size: int = option(64, "tokens per page of the KV cache, a power of two; requests share whole pages")
     kv_cache_tokens: int | None = option(
@@ -171,7 +171,7 @@ class EngineOptions(DraftOptions):
             draft_tree_width=width,
             prefix_states=kept if target.recurrent and self.prefix_cache else 0,
             max_model_len=self._context(target.context_limit, overshoot, nodes + 1 > block),
-            max_num_batched_tokens=self.max_num_batched_tokens or (2048 if on_gpu else 256),
+            max_num_batched_tokens=self.max_num_batched_tokens or (8192 if on_gpu else 256),
         )
 
     @property

@@ -21,18 +21,19 @@ class Pace:
 
     Attributes:
         step_s: seconds of a decoding step; 0 before any was measured.
+        rate: seconds of a floating-point operation in a prompt; 0 on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._rate = 1 / (FLOPS * features_of(device).multiprocessors) if self._on_gpu else 0.0
+        self.rate = 1 / (FLOPS * features_of(device).multiprocessors) if self._on_gpu else 0.0
         self._rates, self._steps = deque[float](maxlen=NEWEST), deque[float](maxlen=NEWEST)
         self._slices, self._others = deque[Measured](), deque[Measured]()
         self.step_s = 0.0
 
     def seconds(self, operations: float) -> float:
-        """Returns the estimated time of this many floating-point operations in a prompt; 0 on a CPU."""
-        return operations * self._rate
+        """Returns the estimated time of this many floating-point operations in a prompt."""
+        return operations * self.rate
 
     @contextlib.contextmanager
     def slice(self, operations: float, rows: int) -> Iterator[None]:
@@ -71,7 +72,7 @@ class Pace:
             seconds = begin.elapsed_time(end) / 1000
             if operations > 0:
                 self._rates.append(seconds / operations)
-                self._rate = statistics.median(self._rates)
+                self.rate = statistics.median(self._rates)
             elif operations == 0:
                 self._steps.append(seconds)
                 self.step_s = statistics.median(self._steps)

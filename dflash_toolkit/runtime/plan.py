@@ -44,7 +44,8 @@ class Plan(NamedTuple):
     drafter: int  # with its copies in fp8
     tables: int  # buffers of steps, tables of the sampler, recurrent states
     step: int  # temporary tensors of the largest step
-    prefill: int  # temporary tensors of a prefill chunk
+    prefill: int  # temporary tensors of the largest pass over prompts
+    held: int  # those that it keeps while a step runs between two of its slices
     graphs: int
     token: int  # cache of a token
     reach: int  # tokens of the largest request in the cache, with its drafts
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
     @property
     def fixed(self) -> int:
         """All bytes but those of the cache."""
-        return self.certain + self.step + max(self.step, self.prefill) + self.graphs + LIBRARY_BYTES
+        return self.certain + self.step + max(self.step + self.held, self.prefill) + self.graphs + LIBRARY_BYTES
 
     def tokens(self, budget: float) -> int:
         """Returns the tokens that the cache holds if the engine may use `budget` bytes."""
@@ -129,13 +130,15 @@ class Planner:
                 self._target, self._drafter, Reference(), num_pages=1, **arguments | {"max_context": context + block}
             )
         token = sum(self._token(spec, options) for spec in self._specs)
+        rows = max(min(chunk_size(options.max_num_batched_tokens or 0), runner.reach), runner.prefill_limits.packed)
         tree_rows = max(rows for batch in buckets_up_to(most) for rows in (0, *row_buckets(batch))) if nodes else 0
         return Plan(
             self.target_bytes,
             self.loaded - self.target_bytes + self.copies_bytes * (options.draft_dtype == "fp8"),
             tables=tables.held - options.page_size * token,
             step=self._step(most, block, tree_rows, runner.reach),
-            prefill=self._prefill(min(chunk_size(options.max_num_batched_tokens or 0), runner.reach)),
+            prefill=self._prefill(rows),
+            held=self._held(rows),
             graphs=self._graphs(options, most, nodes, runner.reach),
             token=token,
             reach=runner.reach,
@@ -185,6 +188,12 @@ class Planner:
     def _prefill(self, rows: int) -> int:
         scored = 2 * self.dtype.itemsize * min(rows, ROWS) + SCORED_BYTES * min(rows, SCORED_ROWS)
         return max(self._layers(rows), MARGIN + self.spec.vocab_size * scored)  # scores follow the layers
+
+    def _held(self, rows: int) -> int:
+        """The residual stream, the queries, keys and values of a layer, and the features."""
+        widest = max(sum(n for n, _ in layer.mixer.matrices(0).values()) for layer in self.spec.layers)
+        features = self.config.feature_size if self.config else 0
+        return rows * self.dtype.itemsize * (2 * self.spec.hidden_size + widest + features)
 
     def _layers(self, rows: int) -> int:
         """Temporary bytes of a pass of the layers: states, features of the drafter, and the widest products."""
@@ -240,6 +249,7 @@ def runner_arguments(options: EngineOptions, config: DrafterConfig | None) -> di
         "kept_states": options.prefix_states or 0,
         "tree_nodes": (options.draft_tree or 0) if config and sizes[-1] > 1 else 0,
         "tree_width": options.draft_tree_width,
+        "packed_rows": options.max_num_batched_tokens,
         "report_offered": options.report_offered,
         "fp8_cache": options.fp8_cache,
         "tree_blocks": tree_blocks(sizes),

@@ -78,7 +78,11 @@ def main() -> None:
         row: dict[str, Any] = {"length": length}
         if not args.prefix_cache:
             runner = engine.runner
-            with patch.multiple(runner, prefill=runner.prefills.launch_unpadded, prefill_limits=PrefillLimits()):
+            with patch.multiple(
+                runner,
+                start_prefill=lambda jobs, prefills=runner.prefills: prefills.unpadded(jobs[0]),
+                prefill_limits=PrefillLimits(),
+            ):
                 row["launched"] = measure(engine, length)
         row["captured"] = measure(engine, length)
         result["rows"].append(row)

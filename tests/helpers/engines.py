@@ -1,6 +1,8 @@
 """Small engines on the CPU, their prompts, and answers to compare with."""
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -13,6 +15,8 @@ from dflash_toolkit import Drafter, SamplingParams, Target, decode, generate
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.reference import slots_of
 from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime.prefill_job import PrefillJob
+from dflash_toolkit.runtime.programs.prefill_pass import PrefillPass
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
 
@@ -43,6 +47,24 @@ def pair(kind: str = "llama", limit: int = 512, **extra: Any) -> tuple[Target, D
 def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
     dice = torch.Generator().manual_seed(seed)
     return [torch.randint(0, 256, (n,), generator=dice).tolist() for n in lengths]
+
+
+def around_prefills(runner: StepRunner, around: Callable[[Sequence[PrefillJob]], AbstractContextManager[None]]) -> None:
+    """Runs every pass over prompts within the context that `around` returns for its chunks."""
+    real = runner.start_prefill
+
+    def start(jobs: Sequence[PrefillJob]) -> PrefillPass:
+        found = real(jobs)
+        run = found.run
+
+        def running(seconds: float = math.inf) -> float:
+            with around(jobs):
+                return run(seconds)
+
+        found.run = running  # type: ignore[method-assign]
+        return found
+
+    runner.start_prefill = start  # type: ignore[method-assign]
 
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:

@@ -19,6 +19,7 @@ from dflash_toolkit import SamplingParams, UserError, generate
 from dflash_toolkit.runtime import SyntheticAcceptance
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.prefill_job import PrefillJob
+from dflash_toolkit.runtime.programs.prefill_pass import PrefillPass
 from dflash_toolkit.runtime.runner import StepRunner
 
 # ---- the same as decode.py ---------------------------------------------------------------------------------
@@ -332,9 +333,93 @@ def test_batched_prefill_writes_the_same_as_single_prefills(kind: str) -> None:
         runner.start_prefill(chunks).run()
         return runner.prefills.last_hidden[: len(chunks)]
 
-    one, other = caches(each), caches(together)
-    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4, equal_nan=True)
+    def packed(runner: Any, chunks: list[PrefillJob]) -> Tensor:
+        runner.prefills.packed(chunks).run()
+        return runner.prefills.last_hidden
+
+    one = caches(each)
+    for batched in (together, packed)[: 1 if kind == "qwen3_next" else 2]:
+        torch.testing.assert_close(caches(batched), one, rtol=1e-3, atol=1e-4, equal_nan=True)
     assert one[0].isfinite().all() and all(cache.isfinite().any() for cache in one[1])
+
+
+def in_slices(runner: StepRunner) -> None:
+    """Makes every slice of a prompt longer than a decoding step."""
+    runner.pace.rate, runner.pace.step_s = 1.0, 1e-9
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_slices_of_a_pass_have_the_bits_of_a_whole(packs: bool) -> None:
+    """Other passes run between two slices."""
+    target, drafter = pair("qwen3")
+    prompts = prompts_of(21, 17, 13, seed=9) if packs else prompts_of(40, seed=9)
+    jobs = [PrefillJob(prompt, 0, range(1 + 12 * i, 13 + 12 * i), 1 + i) for i, prompt in enumerate(prompts)]
+    found = []
+    for sliced in (False, True):
+        runner = make_engine(target, drafter, max_num_seqs=4).runner
+        assert runner.proposer is not None
+        work = runner.prefills.packed(jobs) if packs else runner.prefills.unpadded(jobs[0])
+        slices = 0
+        if sliced:
+            in_slices(runner)
+        while not work.done:
+            if sliced:
+                runner.start_prefill([PrefillJob(prompts_of(9)[0], 0, range(100, 103))]).run()
+            assert work.run(0.0 if sliced else math.inf) > 0 or not sliced
+            slices += 1
+        assert slices == (1 + 2 * len(runner.target.spec.layers) if sliced else 1)
+        pages = slice(runner.page_size, 40 * runner.page_size)
+        caches = [stack.cache[:, :, pages] for stack in (runner.verifier.stack, runner.proposer.stack)]
+        found.append([runner.prefills.last_hidden, *caches])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_dropped_chunk_writes_nothing_more() -> None:
+    """Its pages belong to another request; the other chunks of its pass do not change."""
+    prompts = prompts_of(21, 17, 13, seed=9)
+    jobs = [PrefillJob(prompt, 0, range(1 + 12 * i, 13 + 12 * i)) for i, prompt in enumerate(prompts)]
+    found = []
+    for drops in (False, True):
+        runner = make_engine(*pair("qwen3"), max_num_seqs=4).runner
+        in_slices(runner)
+        caches = [runner.verifier.stack.cache.unflatten(2, (-1, 4)), runner.proposer.stack.cache.unflatten(2, (-1, 4))]
+        work = runner.prefills.packed(jobs)
+        work.run(0.0)
+        if drops:
+            work.drop(1)
+            for cache in caches:
+                cache[:, :, 13:25] = 7.0
+        work.run()
+        if drops:
+            assert all((cache[:, :, 13:25] == 7.0).all() for cache in caches)
+        kept = [cache[:, :, pages] for cache in caches for pages in (slice(1, 13), slice(25, 37))]
+        found.append([runner.prefills.last_hidden[[0, 2]], *kept])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
+def test_answers_do_not_depend_on_slices_of_prompts(kind: str) -> None:
+    """A prompt takes several turns, in which other requests decode, end and are cancelled."""
+    target, drafter = pair(kind)
+    prompts, params = prompts_of(40, 9, 70, 25, 33, seed=3), SamplingParams(max_tokens=20, ignore_eos=True)
+    engine = make_engine(target, drafter, max_num_seqs=4, max_num_batched_tokens=64)
+    in_slices(engine.runner)
+    first = engine.submit(prompts[0], params)
+    while len(first.tokens) < 3:
+        engine.step()
+    requests = [engine.submit(prompt, params) for prompt in prompts[1:]]
+    steps = 0
+    while not requests[1].tokens:
+        engine.step()
+        steps += 1
+        if steps == 2:
+            engine.cancel(requests[0])
+    assert steps > 2 * len(engine.runner.target.spec.layers)
+    while not all(request.finished for request in requests[1:]):
+        engine.step()
+    for prompt, request in zip(prompts, (first, None, *requests[1:]), strict=True):
+        if request is not None:
+            assert request.tokens == alone(target, None, prompt, params).tokens
 
 
 def test_chunks_are_not_padded_beyond_the_context() -> None:
@@ -356,19 +441,19 @@ def test_chunks_are_not_padded_beyond_the_context() -> None:
     ]
     runner.start_prefill(chunks).run()
     assert runner.prefills.last_hidden is not None
-    torch.testing.assert_close(runner.prefills.last_hidden, torch.cat(alone), rtol=0, atol=0)
+    torch.testing.assert_close(runner.prefills.last_hidden, torch.cat(alone))
 
 
 def test_many_short_prompts_at_once_are_answered_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = pair("qwen3")
     passes = list[int]()
-    real = StepRunner.prefill_batch
+    real = StepRunner.start_prefill
 
-    def counted(runner: StepRunner, chunks: Sequence[PrefillJob]) -> None:
+    def counted(runner: StepRunner, chunks: Sequence[PrefillJob]) -> PrefillPass:
         passes.append(len(chunks))
-        real(runner, chunks)
+        return real(runner, chunks)
 
-    monkeypatch.setattr(StepRunner, "prefill_batch", counted)
+    monkeypatch.setattr(StepRunner, "start_prefill", counted)
     prompts, short = prompts_of(*range(3, 27), seed=5), SamplingParams(max_tokens=9, ignore_eos=True)
     engine = make_engine(target, drafter, max_num_seqs=12, max_num_batched_tokens=128)
     assert [got.tokens for got in engine.generate(prompts, short)] == [

@@ -1,18 +1,20 @@
 """A request that makes steps fail, or computes NaN, ends alone; the answers of the others do not change."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_drafter, make_target
-from engines import alone, make_engine, prompts_of
+from engines import alone, around_prefills, make_engine, prompts_of
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target
 from dflash_toolkit.runtime import Engine, Request
+from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Committed, NotFiniteError
 
@@ -63,45 +65,64 @@ def test_a_request_that_makes_the_device_raise_ends_alone(
 ) -> None:
     engine = make_engine(*models, max_num_seqs=4)
     runner = engine.runner
-    real = getattr(runner, place)
+    real = getattr(runner, place, None)
 
     def raising(first: Any, *rest: Any) -> Any:
         found = real(first, *rest)  # side effects before the exception must not matter
-        asked = [first.ids] if place == "prefill" else [r.prompt_ids for r in (first if place == "decode" else rest)
-                                                    if isinstance(r, Request)]  # fmt: skip
-        if any(BAD in ids for ids in asked):
+        asked = first if place == "decode" else rest
+        if any(BAD in request.prompt_ids for request in asked if isinstance(request, Request)):
             raise RuntimeError("a kernel's own")
         return found
 
-    setattr(runner, place, raising)
+    @contextlib.contextmanager
+    def raises(jobs: Sequence[PrefillJob]) -> Iterator[None]:
+        yield
+        if broken and any(BAD in job.ids for job in jobs):
+            raise RuntimeError("a kernel's own")
+
+    broken = True
+    if place == "prefill":
+        around_prefills(runner, raises)
+    else:
+        setattr(runner, place, raising)
     prompts, params, bad = mixed()
     requests = run(engine, prompts, params)
     check(models, requests, bad)
     assert [str(requests[i].error) for i in bad] == ["a kernel's own"] * 2
     assert "a kernel's own" in caplog.text and "Traceback" in caplog.text
     setattr(runner, place, real)
+    broken = False
     (again,) = run(engine, [prompts[1]], [LONG])
     check(models, [again], [])
     assert again.cached_tokens <= 20, "what it had written is not for others"
     with pytest.raises(RuntimeError, match="its own"):
         runner.check = lambda: (_ for _ in ()).throw(RuntimeError("its own"))
         setattr(runner, place, raising)
+        broken = True
         run(engine, [[BAD, *prompts[1]]], [LONG])
 
 
 @pytest.mark.parametrize("place", ["prefill", "add", "decode", "read", "set_pages", "move", "remove"])
 def test_a_transient_fault_ends_no_request(models: tuple[Target, Drafter], place: str) -> None:
     engine = make_engine(*models, max_num_seqs=4)
-    real, calls = getattr(engine.runner, place), 0
+    calls = 0
 
-    def raising(*args: Any) -> Any:
+    def count() -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise RuntimeError("once")
-        return real(*args)
 
-    setattr(engine.runner, place, raising)
+    @contextlib.contextmanager
+    def raises(jobs: Sequence[PrefillJob]) -> Iterator[None]:
+        count()
+        yield
+
+    if place == "prefill":
+        around_prefills(engine.runner, raises)
+    else:
+        real = getattr(engine.runner, place)
+        setattr(engine.runner, place, lambda *args: (count(), real(*args))[1])
     requests = run(engine, prompts_of(30, 12, 9, 20, 5), [WAYS[i % 3] for i in range(5)])
     check(models, requests, [])
     assert calls >= 3

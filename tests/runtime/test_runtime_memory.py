@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import math
 import re
 import sys
 import weakref
@@ -31,6 +32,7 @@ from dflash_toolkit.runtime import load as loading
 from dflash_toolkit.runtime.fit import fit
 from dflash_toolkit.runtime.memory import Room, Workspace, check_weights, room_for_cache
 from dflash_toolkit.runtime.plan import Planner
+from dflash_toolkit.runtime.prefill_job import PrefillLimits
 from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES
 from dflash_toolkit.runtime.request import Request, StepShape
@@ -55,7 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     use_gpu(monkeypatch, (8, 6))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - WEIGHTS, TOTAL))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(memory, "workspace_of", lambda *_: Workspace(STEP, WORKSPACE - STEP))
+    monkeypatch.setattr(memory, "workspace_of", lambda *_: Workspace(STEP, WORKSPACE - STEP, 0))
 
 
 def raises(error: Exception) -> Callable[..., Any]:
@@ -436,15 +438,33 @@ def test_garbage_does_not_hide_the_memory_of_a_pass(monkeypatch: pytest.MonkeyPa
         "memory_allocated": lambda: held, "max_memory_allocated": lambda: peak,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
+
+    class Pass:
+        """Keeps 20 after its first slice."""
+
+        def __init__(self, *_: Any) -> None:
+            self.slices = [takes(20), takes(0)]
+
+        @property
+        def done(self) -> bool:
+            return not self.slices
+
+        def run(self, seconds: float = math.inf) -> None:
+            while self.slices:
+                self.slices.pop(0)()
+                if not seconds:
+                    break
+
     probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16, trees=None)
-    probe.prefills = SimpleNamespace(batch_shapes=[], launch_unpadded=takes(20))
+    probe.prefills = SimpleNamespace(batch_shapes=[], unpadded=Pass, packed=Pass)
+    probe.prefill_limits = PrefillLimits()
     monkeypatch.setattr(memory, "run_all_parts", takes(60))
     gc.collect()
     Block(1000)
-    assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20)
+    assert memory.workspace_of(probe, 512) == Workspace(step=60, prefill=20, held=20)
     probe.prefills.batch_shapes = [(64, 2), (64, 8), (256, 4)]
     probe.prefills.run_empty_batch = lambda size, count: takes(70 if (size, count) == (64, 8) else 50)()
-    assert memory.workspace_of(probe, 512) == Workspace(step=70, prefill=20), "graphs share their memory"
+    assert memory.workspace_of(probe, 512) == Workspace(step=70, prefill=20, held=20), "graphs share their memory"
     gc.collect()
     assert held == 0
 

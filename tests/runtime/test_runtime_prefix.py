@@ -1,11 +1,14 @@
 """A turn of a conversation computes what the prefix cache lacks: its new part and at most one page."""
 
+import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-from engines import alone, knowing, make_engine, pair, prompts_of
+from engines import alone, around_prefills, knowing, make_engine, pair, prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_device import SIZE
@@ -22,24 +25,25 @@ def counted(engine: Engine) -> Counter[str]:
     found = Counter[str]()
     prefilling = False
     runner = engine.runner
-    prefill, forward, write = runner.prefill, runner.verifier.forward, runner.proposer.write_context
+    slices, write = runner.verifier.slices, runner.proposer.write_context
 
-    def prefills(job: PrefillJob) -> torch.Tensor | None:
+    @contextlib.contextmanager
+    def prefills(jobs: Sequence[PrefillJob]) -> Iterator[None]:
         nonlocal prefilling
         prefilling = True
-        scores = prefill(job)
+        yield
         prefilling = False
-        return scores
 
-    def forwards(ids: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def sliced(ids: torch.Tensor, rows: Rows) -> Any:
         found["target"] += len(ids) * prefilling
-        return forward(ids, rows)
+        return slices(ids, rows)
 
     def writes(features: torch.Tensor, rows: Rows, counts: torch.Tensor) -> None:
         found["drafter"] += len(features) * prefilling
         write(features, rows, counts)
 
-    runner.prefill, runner.verifier.forward, runner.proposer.write_context = prefills, forwards, writes  # type: ignore
+    around_prefills(runner, prefills)
+    runner.verifier.slices, runner.proposer.write_context = sliced, writes  # type: ignore[method-assign]
     return found
 
 

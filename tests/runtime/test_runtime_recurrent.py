@@ -1,8 +1,9 @@
 """Gated delta nets in the engine: states follow their requests through arrivals, ends, faults and preemptions."""
 
+import contextlib
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from conftest import make_drafter, make_target
-from engines import alone, check, knowing, make_engine, prompts_of
+from engines import alone, around_prefills, check, knowing, make_engine, prompts_of
 from recurrent_engines import LONG_RUN, any_shapes, pair
 from small_vocabulary import hf_greedy
 from torch import Tensor
@@ -174,16 +175,23 @@ def test_a_partial_failure_leaves_no_wrong_state(place: str, nodes: int) -> None
     target, drafter = pair()
     engine = make_engine(target, drafter, draft_tree=nodes)
     runner, calls = engine.runner, 0
-    real = getattr(runner, place)
 
-    def raising(*arguments: Any) -> Any:
+    def count() -> None:
         nonlocal calls
-        found, calls = real(*arguments), calls + 1
+        calls += 1
         if calls == 4:
             raise RuntimeError("a kernel's own")
-        return found
 
-    setattr(runner, place, raising)
+    @contextlib.contextmanager
+    def raises(jobs: Sequence[PrefillJob]) -> Iterator[None]:
+        yield
+        count()
+
+    if place == "prefill":
+        around_prefills(runner, raises)
+    else:
+        real = runner.decode
+        runner.decode = lambda *arguments: (real(*arguments), count())[0]  # type: ignore[method-assign]
     prompts = prompts_of(24, 5, 40)
     assert [got.tokens for got in engine.generate(prompts, SHORT)] == [
         alone(target, None, prompt, SHORT).tokens for prompt in prompts

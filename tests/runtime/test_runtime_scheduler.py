@@ -32,6 +32,10 @@ class FaultyDevice(TableDevice):
         self.faults, self._calm = 0, CALM
         self.nan: set[tuple[int, int]] = set()  # slots
         self.struck: set[Request] = set()  # by a NaN of chance
+        self.step_s = 1.0  # as long as a slice of a prompt
+
+    def slices(self) -> int:
+        return self._dice.choice([1, 1, 2, 5])
 
     def _strike(self, name: str, run: Any, *always: bool) -> Any:
         self._calm -= 1

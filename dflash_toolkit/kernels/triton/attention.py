@@ -346,7 +346,7 @@ def chain_attention(
 
     On a GPU, `rows` and the inputs that `block_attention` reads early are read while the previous launch runs.
     """
-    whole = not keys_are_split(len(kv.lengths), len(kv.lengths))
+    whole = not keys_are_split(longest * len(kv.lengths), len(kv.lengths))  # packed prompts are long
     pairs = FEW * _tiles(q, kv) > multiprocessors(q.device.index)
     ragged = rows, min(longest, len(q) - len(kv.lengths) + 1)
     return _attention(q, kv, True, whole, pairs, None, hopper, ragged)

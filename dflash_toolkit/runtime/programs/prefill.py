@@ -50,8 +50,9 @@ class PrefillPrograms:
         self._context, self._capture = context, capture
         self._page_size, self._pages, self._reach = page_size, pages, reach
         device, target = context.device, context.target
-        recurrent = target.spec.recurrent  # its kernels take chunks of one length
-        self.limits, self._pace = replace(PREFILL_LIMITS, packed=0 if recurrent else packed), pace
+        # recurrent layers take chunks of one length
+        packs = len(context.modes) > EXACT_BATCH and not target.spec.recurrent
+        self.limits, self._pace = replace(PREFILL_LIMITS, packed=packed if packs else 0), pace
         self.last_hidden: Tensor | None = None
         self._numbers = torch.arange(len(context.modes), device=device)
         # inputs of a captured prefill: tokens; start, count, slot of states, pages
