@@ -36,7 +36,7 @@ from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import Target, resolve_device
 from dflash_toolkit.roofline import roofline_of
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import Zero, make_learner
 from dflash_toolkit.train.features.source import FeatureSource
@@ -91,6 +91,7 @@ class Bench:
         )  # fmt: skip
         self.config = TrainConfig(
             target=args.shape,
+            prompts=DataOptions(max_length=args.length),
             drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block, **KINDS[kind]),
             loss=LossOptions(anchors=self.anchors),
             optim=OptimOptions(
