@@ -1,9 +1,12 @@
-"""Chooses how long a block to draft, from measured step times and each request's recent acceptance."""
+"""Chooses how long a block to draft, from step times and each request's recent acceptance."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from .request import Request
-from .timing import Times
+from .step_costs import Explorer, StepCosts, patience
+from .timing import Shape
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -17,8 +20,10 @@ class BlockChooser:
     """Picks the block length that is expected to give the batch the most tokens per second.
 
     A block of S commits (1 - a^S) / (1 - a) tokens on average when every drafted token is accepted with conditional
-    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain. A batch decodes plainly
-    without probes where drafts would not pay even if all were accepted, as in large batches on GPUs with few FLOP/s.
+    probability a (Leviathan et al. 2023, equation 1). The choice changes only for a clear gain, but for any to
+    plain decoding. A batch decodes plainly without probes where drafts would not pay even if all were accepted, as
+    in large batches on GPUs with few FLOP/s. While steps are observed, lengths of unknown time are tried from time
+    to time.
 
     A batch in plain decoding drafts one short block from time to time, to find out whether drafting pays again. Probes
     are frequent at first, as the start of an answer predicts little about the rest, and then rarer; they are more
@@ -30,47 +35,46 @@ class BlockChooser:
     DOUBTFUL = 0.3  # acceptance at which drafts begin to pay; a probe has the best length for it
     FIRST_PROBE, LAST_PROBE = 8, 128  # plain steps between two probes; doubles
 
-    def __init__(self, sizes: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
-        self._sizes, self._times, self._bucket = tuple(sizes), times, bucket
+    def __init__(self, sizes: Sequence[int], costs: StepCosts, bucket: Callable[[int], int]) -> None:
+        self._sizes, self._costs, self._bucket = tuple(sizes), costs, bucket
+        self._explore = Explorer(costs)
         self._current = self._sizes[-1]
         short = [size for size in self._sizes if 1 < size <= self.PROBE]
         self._probes = short or [size for size in self._sizes if size > 1][:1]
         self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
 
     def __call__(self, requests: Sequence[Request]) -> int:
-        bucket = self._bucket(len(requests))
-        plain = self.GAIN / self._times[bucket, 1]
-        if all(size / self._times[bucket, size] <= plain for size in self._sizes if size > 1):
+        bucket, tokens = self._bucket(len(requests)), sum(request.length for request in requests)
+        shapes = [(bucket, size) for size in self._sizes]
+        seconds = dict(zip(self._sizes, self._costs.seconds(shapes, tokens), strict=True))
+        if all(size / seconds[size] <= self.GAIN / seconds[1] for size in self._sizes):
             return 1
-        rates = [request.acceptance.rate for request in requests]
-
-        def promise(size: int, rates: Sequence[float]) -> float:
-            """Returns tokens per second."""
-            return sum(expected_tokens(rate, size) for rate in rates) / self._times[bucket, size]
-
-        promised = {size: promise(size, rates) for size in self._sizes}
+        expected = expected_tokens([request.acceptance.rate for request in requests], max(self._sizes))
+        promised = {size: expected[size - 1] / seconds[size] for size in self._sizes}  # tokens per second
         best = max(self._sizes, key=promised.__getitem__)
-        if promised[best] > self.GAIN * promised[self._current]:
+        if best == 1 or promised[best] > self.GAIN * promised[self._current]:
             self._current = best
         if self._current > 1:
             self._plain_steps, self._next_probe = 0, self.FIRST_PROBE
             if any(request.acceptance.known for request in requests):
-                return self._current
+                rates: dict[Shape, float] = {(bucket, size): rate for size, rate in promised.items()}
+                return self._explore(rates, (bucket, self._current), tokens)[1]
             awaited = any(block > 1 for request in requests for block in request.blocks_in_flight)
-            return 1 if awaited else self._try(promise)
+            return 1 if awaited else self._try(seconds)
         self._plain_steps += 1
         untried = sum(not request.acceptance.tried for request in requests)
         soon = self.FIRST_PROBE * len(requests) // untried if untried else self._next_probe
-        if self._plain_steps < min(soon, self._next_probe):
+        probe = self._try(seconds)
+        if self._plain_steps < min(soon, self._next_probe) * patience(seconds[probe], seconds[1]):
             return 1
         self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
-        return self._try(promise)
+        return probe
 
-    def _try(self, promise: Callable[[int, Sequence[float]], float]) -> int:
-        return max(self._probes, key=lambda size: promise(size, [self.DOUBTFUL]))
+    def _try(self, seconds: Mapping[int, float]) -> int:
+        expected = expected_tokens([self.DOUBTFUL], self._probes[-1])
+        return max(self._probes, key=lambda size: expected[size - 1] / seconds[size])
 
 
-def expected_tokens(rate: float, block: int) -> float:
-    """Returns the tokens that a block commits on average, the bonus token included."""
-    rate = min(max(rate, 0.0), 1.0)
-    return float(block) if rate > 1.0 - 1e-9 else (1.0 - rate**block) / (1.0 - rate)
+def expected_tokens(rates: Sequence[float], longest: int) -> list[float]:
+    """Returns the tokens that requests commit together on average, bonus tokens included, for blocks of 1..longest."""
+    return (np.clip(rates, 0.0, 1.0)[:, None] ** np.arange(longest)).sum(axis=0).cumsum().tolist()

@@ -1,6 +1,7 @@
 """The engine: a target and its drafter decode many requests at once. Not thread-safe; `loop.py` steps it."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,9 @@ from .plan import block_lengths, runner_arguments
 from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
 from .scheduler import Scheduler
+from .step_costs import StepCosts
 from .step_times import measure_steps
-from .timing import Times, cached_times, extended, measured_batches, place_of, shapes_to_measure
+from .timing import cached_times, extended, measured_batches, place_of, shapes_to_measure
 from .trees.budget import completed, tree_shapes
 from .trees.chooser import TreeChooser
 from .trees.result import TreeStepResult
@@ -133,7 +135,7 @@ class Engine:
         self._stop_ids, self._restrictions = frozenset(stop_ids), restrictions or Restrictions()
         self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
-        self._times: Times = {}  # step times, including steps over trees
+        self._costs = StepCosts({})
         self._sizes = block_lengths(fitted, config)
         max_num_seqs, max_block = fitted.max_num_seqs or 1, self._sizes[-1]
         if drafter is not None and fitted.draft_dtype == "fp8":
@@ -359,7 +361,7 @@ class Engine:
         if runner.trees is None:
             return None
         on_gpu = runner.device.type == "cuda"
-        trees = TreeChooser(runner.trees, self._sizes, self._times, runner.bucket, on_gpu, self.stats.add_trees)
+        trees = TreeChooser(runner.trees, self._sizes, self._costs, runner.bucket, on_gpu, self.stats.add_trees)
         runner.observe = trees.observe
         return trees
 
@@ -392,5 +394,10 @@ class Engine:
         times = cached_times(key, lambda: measure_steps(runner, shapes), self.options.retune)
         if runner.trees is not None:
             times = completed(times, batches, runner.trees.blocks)
-        self._times = extended(times, buckets_up_to(max_num_seqs), sizes)
-        return BlockChooser(sizes, self._times, runner.bucket)
+        times, unit = extended(times, buckets_up_to(max_num_seqs), sizes), math.inf
+        if runner.device.type == "cuda":
+            specs = [runner.target.spec, *([runner.drafter.spec] if runner.drafter else [])]
+            unit = runner.target.spec.dense_parameters / sum(spec.kv_values_per_token for spec in specs)
+        self._costs = StepCosts(times, unit)
+        runner.observe_time = self._costs.observe
+        return BlockChooser(sizes, self._costs, runner.bucket)

@@ -9,6 +9,7 @@ and the padding of a prompt's chunk write to the null block.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,13 +25,14 @@ from .programs.buffers import StepBuffers
 from .programs.context import Part, StepContext
 from .programs.prefill import PrefillPrograms
 from .programs.prefill_pass import PrefillPass
-from .programs.results import PendingResult, Results
+from .programs.results import PendingResult, Results, TimedStep
 from .programs.tree import TreeProgram
 from .proposer import Proposer, head_of
 from .request import Committed, Request, StepShape
 from .sampler import Mode, Sampler, mode_of
 from .stack import Stack
-from .trees.budget import ROWS
+from .timing import Shape
+from .trees.budget import ROWS, key_of
 from .trees.result import TreeStepResult
 from .verifier import Verifier
 from .weights import DrafterWeights, TargetWeights
@@ -60,6 +62,8 @@ class StepRunner:
         tree_rows: the same for steps over draft trees only.
         reach: maximum tokens of a request in the page table.
         observe: called with the result of every step over trees, when it is read.
+        observe_time: on a GPU, called with the key of a step in `Times`, the tokens in the cache of its batch, and its
+            seconds, when it is read.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class StepRunner:
         self.blocks = BlockProgram(self.context, sample_drafts)
         self.trees: TreeProgram | None = None
         self.observe: Callable[[Sequence[Request], TreeStepResult], object] = lambda requests, result: None
+        self.observe_time: Callable[[Shape, int, float], object] = lambda key, tokens, seconds: None
         if blocks:
             self.trees = TreeProgram(self.context, tree_nodes, tree_width, blocks, chains, report_offered)
         self._masked = False  # whether any request had a grammar
@@ -196,14 +201,24 @@ class StepRunner:
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
         """Launches one step of rows 0..len(requests) - 1. Requests with a grammar need a step over blocks."""
+        if self.device.type != "cuda":
+            return self._launch(requests, shape)
+        began, captured = self.pace.begin_step(), len(self.graphs.captured)
+        pending = self._launch(requests, shape)
+        self.pace.end_step(pending.done)
+        if len(self.graphs.captured) > captured:
+            return pending
+        taken = pending.trees.shape if pending.trees else shape
+        tokens = sum(request.length for request in requests)
+        return replace(pending, timed=TimedStep(began, key_of(taken, self.bucket(len(requests))), tokens))
+
+    def _launch(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
         if not shape.rows:
             batch = self.context.computed_rows(len(requests))
             self.step_rows[batch * shape.block] += 1
-            with self.pace.step():
-                return self.blocks.launch(requests, batch, shape.block)
+            return self.blocks.launch(requests, batch, shape.block)
         assert self.trees is not None
-        with self.pace.step():
-            pending = self.trees.launch(requests, shape)
+        pending = self.trees.launch(requests, shape)
         assert pending.trees is not None
         self.step_rows[pending.trees.shape.rows] += 1
         self.tree_rows[pending.trees.shape.rows] += 1
@@ -212,6 +227,10 @@ class StepRunner:
     def read(self, pending: PendingResult) -> list[Committed]:
         """Waits for a result."""
         pending.wait()
+        if pending.done is not None:
+            self.pace.read_step(pending.done)
+            if (timed := pending.timed) is not None:
+                self.observe_time(timed.key, timed.tokens, self.pace.seconds_of_step(timed.began, pending.done))
         if pending.trees is None:
             return self.blocks.read(pending)
         assert self.trees is not None

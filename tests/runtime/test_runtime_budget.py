@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dflash_toolkit.kernels.launch import MAX_ROWS
 from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, expected_accepted, grow_trees
 from dflash_toolkit.runtime.request import StepShape, Trust
+from dflash_toolkit.runtime.step_costs import StepCosts
 from dflash_toolkit.runtime.timing import Times
 from dflash_toolkit.runtime.trees.budget import (
     EXACT_ROWS,
@@ -52,7 +53,7 @@ def table(batches: Sequence[int], row_ms: float, draft_ms: float) -> Times:
 
 
 def test_a_gain_of_one_per_cent_changes_nothing() -> None:
-    choose = BudgetChooser((1, 2, 4), {(2, 1): 1.0, (2, 2): 1.1, (2, 4): 1.1}, lambda n: n)
+    choose = BudgetChooser((1, 2, 4), StepCosts({(2, 1): 1.0, (2, 2): 1.1, (2, 4): 1.1}), lambda n: n)
     choose.LAST_LOOK = choose.FIRST_LOOK = 10**6
     nodes = [0.0] * len(row_buckets(2))  # there are no trees
 
@@ -73,7 +74,7 @@ def test_a_gain_of_one_per_cent_changes_nothing() -> None:
 
 def test_a_request_without_drafts_rules_out_chains() -> None:
     times = {(2, 1): 1.0, (2, 4): 1.01, (2, 16, 4): 1.5}
-    choose = BudgetChooser((1, 4), times, lambda n: n)
+    choose = BudgetChooser((1, 4), StepCosts(times), lambda n: n)
     for _ in range(9):
         choose.observe(Promise(2, 2, [[4.0, *[4.4] * len(row_buckets(2))]]))
     assert choose(2) == StepShape(4) and choose(2, chains=False) == StepShape(4, 16)
@@ -227,7 +228,7 @@ def test_never_slower_than_plain_decoding_or_the_best_common_block(
     rates: list[float], row_ms: float, draft_ms: float, width: int
 ) -> None:
     times = table((len(rates),), row_ms, draft_ms)
-    rate, fixed, _ = World(rates, times, width).run(BudgetChooser(BLOCKS, times, lambda n: n), 400)
+    rate, fixed, _ = World(rates, times, width).run(BudgetChooser(BLOCKS, StepCosts(times), lambda n: n), 400)
     assert rate >= (1 - SLACK) * max(fixed[choice] for choice in fixed if not choice.rows)
     assert rate >= (1 - 2 * SLACK) * max(fixed.values()), "nor much slower than the best trees"
 
@@ -242,31 +243,33 @@ def test_never_slower_than_plain_decoding_or_the_best_common_block(
 )
 def test_trees_are_chosen_where_they_are_faster(rates: list[float], width: int, row_ms: float, gain: float) -> None:
     times = table((len(rates),), row_ms, 0.005)
-    rate, fixed, made = World(rates, times, width).run(BudgetChooser(BLOCKS, times, lambda n: n), 400)
+    rate, fixed, made = World(rates, times, width).run(BudgetChooser(BLOCKS, StepCosts(times), lambda n: n), 400)
     assert rate > gain * max(fixed[choice] for choice in fixed if not choice.rows)
     assert max(made, key=made.__getitem__).rows
 
 
 def test_useless_drafts_end_in_plain_decoding_with_few_tries() -> None:
     times = table((4,), 0.02, 0.01)
-    rate, fixed, made = World([0.0] * 4, times, width=1).run(BudgetChooser(BLOCKS, times, lambda n: n), 1000)
+    rate, fixed, made = World([0.0] * 4, times, width=1).run(BudgetChooser(BLOCKS, StepCosts(times), lambda n: n), 1000)
     assert made[StepShape(1)] >= 985 and rate > 0.99 * fixed[StepShape(1)]
 
 
 def test_first_drafts_are_awaited_and_new_requests_probed_soon() -> None:
     times = table((1, 2), 0.02, 0.01)
-    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose = BudgetChooser(BLOCKS, StepCosts(times), lambda n: n)
     assert choose(1) == StepShape(16, 16) and choose(1, awaited=True) == StepShape(1)
     choose.observe(Promise(1, 1, [[0.0] * 5] * 4))
     assert [choose(1) for _ in range(8)] == [StepShape(1)] * 7 + [StepShape(4, 16)]
     assert [choose(1) for _ in range(16)] == [StepShape(1)] * 15 + [StepShape(4, 16)]
     assert [choose(2, untried=1) for _ in range(16)].index(StepShape(4, 16)) == 15
-    assert BudgetChooser((1,), times, lambda n: n)(2) == StepShape(1)
+    assert BudgetChooser((1,), StepCosts(times), lambda n: n)(2) == StepShape(1)
 
 
 def test_batches_too_large_for_trees_use_chains() -> None:
     times = {shape: t for shape, t in table((1,), 0.0, 0.001).items() if len(shape) == 2}
-    choose = BudgetChooser(BLOCKS, times | {(256, block): 1.0 for block in BLOCKS}, lambda n: 1 if n == 1 else 256)
+    choose = BudgetChooser(
+        BLOCKS, StepCosts(times | {(256, block): 1.0 for block in BLOCKS}), lambda n: 1 if n == 1 else 256
+    )
     assert choose(1) == StepShape(16)
     choose.observe(Promise(1, 1, [[n, *[2.0 * n] * 4] for n in (0.9, 2.5, 5.0, 8.0)]))
     assert choose(1) == StepShape(16) and choose(200) == StepShape(16)
@@ -278,7 +281,7 @@ def test_batches_too_large_for_trees_use_chains() -> None:
 def test_trees_probe_between_chains_soon_and_then_rarely(requests: int, looks: list[int]) -> None:
     """More requests give more information per step. Probes use the most promising trees, which cost the least."""
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((requests,), 0.0, 0.0)}
-    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose = BudgetChooser(BLOCKS, StepCosts(times), lambda n: n)
     choose(requests)
     buckets = row_buckets(requests)
     nodes = [0.9 * requests if rows == buckets[-1] else 0.6 * requests for rows in buckets]
@@ -292,7 +295,7 @@ def test_trees_probe_between_chains_soon_and_then_rarely(requests: int, looks: l
 
 def test_longer_chains_do_not_restart_tree_probes() -> None:
     times = {shape: 1.5 if len(shape) == 3 else 1.0 for shape in table((1,), 0.0, 0.0)}
-    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose = BudgetChooser(BLOCKS, StepCosts(times), lambda n: n)
     shapes, looks, promised = list[StepShape](), list[int](), 0.0
     for step in range(200):
         shapes.append(choose(1))
@@ -306,7 +309,7 @@ def test_longer_chains_do_not_restart_tree_probes() -> None:
 
 def test_tree_probes_follow_a_shrinking_batch() -> None:
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((1, 64), 0.0, 0.0)}
-    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose = BudgetChooser(BLOCKS, StepCosts(times), lambda n: n)
     choose(64)
     for requests in (64, 1):
         choose.observe(Promise(requests, requests, [[0.9 * requests] * (1 + len(row_buckets(requests)))] * 4))
@@ -316,7 +319,7 @@ def test_tree_probes_follow_a_shrinking_batch() -> None:
 
 def test_one_probe_does_not_overrule_many_steps() -> None:
     times = {shape: 1.1 if len(shape) == 3 else 1.0 for shape in table((1,), 0.0, 0.0)}
-    choose = BudgetChooser((1, 2), times, lambda n: n)
+    choose = BudgetChooser((1, 2), StepCosts(times), lambda n: n)
     for said in (*[0.8] * 20, 0.0):
         for _ in range(100):
             choose(1)
@@ -327,7 +330,7 @@ def test_one_probe_does_not_overrule_many_steps() -> None:
 def test_short_chains_become_long_ones_once_these_pay() -> None:
     """Steps over chains report no promises; steps over trees do, and are slower here."""
     times = {shape: t * (1.5 if len(shape) == 3 else 1.0) for shape, t in table((1,), 0.02, 0.002).items()}
-    choose = BudgetChooser(BLOCKS, times, lambda n: n)
+    choose = BudgetChooser(BLOCKS, StepCosts(times), lambda n: n)
     choose(1)
     choose.observe(Promise(1, 1, [[n, *[n] * 4] for n in (0.8, 0.9, 0.9, 0.9)]))
     assert choose(1) in (StepShape(2), StepShape(4)), "before the calibration is fitted, say"

@@ -24,6 +24,7 @@ from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expec
 from dflash_toolkit.runtime.engine import expected_of_first_requests
 from dflash_toolkit.runtime.graphs import buckets_up_to
 from dflash_toolkit.runtime.request import RollingAcceptance, StepShape
+from dflash_toolkit.runtime.step_costs import StepCosts
 from dflash_toolkit.runtime.timing import Shape, Times, cached_times, extended, measured_times, shapes_to_measure
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
@@ -31,19 +32,21 @@ OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_s
 
 def requests(*rates: float, tried: bool = True, known: bool = True, in_flight: tuple[int, ...] = ()) -> list[Any]:
     acceptances = [SimpleNamespace(rate=rate, tried=tried, known=known) for rate in rates]
-    return [SimpleNamespace(acceptance=acceptance, blocks_in_flight=list(in_flight)) for acceptance in acceptances]
+    return [
+        SimpleNamespace(acceptance=acceptance, blocks_in_flight=list(in_flight), length=0) for acceptance in acceptances
+    ]
 
 
 def chooser(**times: float) -> BlockChooser:
     """Times of blocks s1, s4, s8, s16 in milliseconds, for every bucket."""
     table = {(1, int(name[1:])): t for name, t in times.items()}
-    return BlockChooser([int(name[1:]) for name in times], table, lambda rows: 1)
+    return BlockChooser([int(name[1:]) for name in times], StepCosts(table), lambda rows: 1)
 
 
 def test_expected_tokens_sum_the_acceptance_probabilities() -> None:
-    for rate in (0.0, 0.3, 0.865, 0.999):
-        assert expected_tokens(rate, 8) == pytest.approx(sum(rate**i for i in range(8)))
-    assert expected_tokens(1.0, 8) == 8
+    for rate in (0.0, 0.3, 0.865, 1.0):
+        assert expected_tokens([rate], 8) == pytest.approx([sum(rate**i for i in range(n)) for n in range(1, 9)])
+    assert expected_tokens([1.0, 0.5], 2) == [2.0, 3.5]
 
 
 def test_the_block_that_promises_most_tokens_a_second_is_chosen() -> None:
@@ -111,10 +114,14 @@ STEP_MS = {
 @pytest.mark.parametrize(("batch", "times"), STEP_MS.items())
 def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: dict[int, float]) -> None:
     """Returns the cost of rejected drafts over plain steps, for whole answers, without writing the context."""
-    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
+    choose = BlockChooser(
+        block_sizes(16), StepCosts({(batch, size): t for size, t in times.items()}), lambda rows: batch
+    )
     expected = expected_of_first_requests()
     unread = deque[int]()
-    those = [SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=unread) for _ in range(batch)]
+    those = [
+        SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=unread, length=0) for _ in range(batch)
+    ]
     spent, over = 0.0, {}
     for tokens in range(1, 257):
         unread.append(choose(those))
@@ -135,12 +142,14 @@ def test_requests_without_a_useful_draft_soon_decode_plainly(batch: int, times: 
 def test_choosing_is_hardly_slower_than_plain_decoding(batch: int, times: dict[int, float], rate: float) -> None:
     """Answers of 256 tokens, one batch after the other; the engine keeps their acceptance."""
     chance = random.Random(0)
-    choose = BlockChooser(block_sizes(16), {(batch, size): t for size, t in times.items()}, lambda rows: batch)
+    choose = BlockChooser(
+        block_sizes(16), StepCosts({(batch, size): t for size, t in times.items()}), lambda rows: batch
+    )
     expected = expected_of_first_requests()
     gains = []
     for _ in range(24):
         left = dict.fromkeys(range(batch), 256)
-        those = [SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=[]) for _ in left]
+        those = [SimpleNamespace(acceptance=RollingAcceptance(expected), blocks_in_flight=[], length=0) for _ in left]
         spent = 0.0
         while left:
             block = choose([those[row] for row in left])
@@ -307,7 +316,7 @@ def test_random_drafter_is_disabled_after_few_steps() -> None:
     target, options = make_target(), EngineOptions(max_num_seqs=1, kv_cache_tokens=1200, page_size=4)
     engine = load_engine(target, make_drafter(target), options=options)[0]
     times = {(1, 1): 1.0, (1, 4): 1.3, (1, 8): 1.4}
-    choose = BlockChooser([1, 4, 8], times, lambda rows: 1)
+    choose = BlockChooser([1, 4, 8], StepCosts(times), lambda rows: 1)
     engine.scheduler.choose_shape = lambda requests: StepShape(choose(requests))
     (got,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=300, ignore_eos=True))
     drafting = [step for step in got.steps if step.drafted]

@@ -299,9 +299,11 @@ def test_a_request_without_drafts_starts_no_probe(
     asked: list[tuple[int, int, bool]] = []
 
     class Noting(BudgetChooser):
-        def __call__(self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True) -> StepShape:
+        def __call__(
+            self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True, tokens: int = 0
+        ) -> StepShape:
             asked.append((requests, untried, chains))
-            return super().__call__(requests, untried, awaited, chains)
+            return super().__call__(requests, untried, awaited, chains, tokens)
 
     times: dict[tuple[int, ...], float] = {(b, s): 1.0 for b in (1, 2, 3) for s in (1, 2, 4, 8)}
     monkeypatch.setattr(engine_module, "cached_times", lambda *args: times | dict.fromkeys(

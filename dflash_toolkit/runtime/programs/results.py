@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ...generation import TokenLogprobs
 from ..graphs import PinnedBuffers, download
 from ..request import Request, StepShape
 from ..sampler import unpack_logprobs
+from ..timing import Shape
 
 WantedLogprobs = dict[int, tuple[int, int]]  # row -> its index in the log-probabilities, its SamplingParams.logprobs
 
@@ -26,6 +28,14 @@ class TreesInFlight:
     discounts: Sequence[float]
 
 
+class TimedStep(NamedTuple):
+    """A step whose time is observed when its result is read."""
+
+    began: torch.cuda.Event
+    key: Shape
+    tokens: int  # in the cache of the batch
+
+
 @dataclass(frozen=True, slots=True)
 class PendingResult:
     """The result of some rows, on its way to the host."""
@@ -37,6 +47,7 @@ class PendingResult:
     buffer: Tensor | None = None  # the pinned memory of `tokens`, given back after reading
     scored: list[Tensor] | None = None  # with a first token: the prompt's scores, if the request asks for them
     trees: TreesInFlight | None = None  # given for a step over trees; its `tokens` are flat, see `TreeProgram`
+    timed: TimedStep | None = None
 
     def wait(self) -> None:
         if self.done is not None:
@@ -76,7 +87,7 @@ class Results:
         # contiguous, as the host would otherwise wait for the copy
         host = buffer[: tokens.numel()].view(tokens.shape).copy_(tokens, non_blocking=True)
         logprobs = None if logprobs is None else download(logprobs)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(enable_timing=True)
         done.record()
         return PendingResult(host, logprobs, wanted, done, buffer, scored, trees)
 

@@ -17,6 +17,7 @@ from ...kernels.tree import MOST_NODES
 from ..draft_length import BlockChooser
 from ..exact import EXACT_BATCH, EXACT_ROWS
 from ..request import StepShape
+from ..step_costs import Explorer, StepCosts, patience
 from ..timing import Shape, Times
 
 ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
@@ -139,7 +140,8 @@ class BudgetChooser:
     """Picks the step that promises the most tokens per second: plain decoding, chains of one length, or trees.
 
     Chains and trees are compared with the same calibrated probabilities. Without trees, `BlockChooser` chooses the
-    length of blocks, as past acceptance predicts it better. The choice changes only for a clear gain. Unknown choices
+    length of blocks, as past acceptance predicts it better. The choice changes only for a clear gain, except to plain
+    decoding, which is tried from time to time while steps are observed and its time is not known. Unknown choices
     are tried from time to time: short drafts during plain decoding, and the next longer block if trees can be deeper.
     Steps over chains do not report what drafts promise. So a step over trees, with the longest block and the most
     promising number of rows, runs between them: soon at first, then more rarely. The first drafts are as long as
@@ -148,7 +150,7 @@ class BudgetChooser:
 
     Args:
         blocks: lengths to choose from; 1 is plain decoding.
-        times: of every batch and block, and of steps over trees, see `completed`.
+        costs: from the times of every batch and block, and of steps over trees, see `completed`.
         bucket: returns the number of rows that are computed for a batch.
     """
 
@@ -156,13 +158,11 @@ class BudgetChooser:
     FIRST_PROBE, LAST_PROBE = BlockChooser.FIRST_PROBE, BlockChooser.LAST_PROBE
     FIRST_LOOK, LAST_LOOK = 2, 16  # steps over chains before one over trees; doubles up to LAST_LOOK per request
 
-    def __init__(self, blocks: Sequence[int], times: Times, bucket: Callable[[int], int]) -> None:
+    def __init__(self, blocks: Sequence[int], costs: StepCosts, bucket: Callable[[int], int]) -> None:
         self._drafted = sorted(block for block in blocks if block > 1)
-        self._times, self._bucket = times, bucket
+        self._costs, self._bucket, self._explore = costs, bucket, Explorer(costs)
         self._expected = _Expected(self._drafted)
-        self._priced: dict[int, tuple[list[StepShape], np.ndarray, np.ndarray]] = {}  # by batch
-        self._promised: dict[int, dict[StepShape, float]] = {}  # by number of requests, until the next `observe`
-        self._payable: dict[int, bool] = {}  # by number of requests: whether drafts pay if all are accepted
+        self._priced: dict[int, tuple[list[StepShape], np.ndarray, list[Shape]]] = {}  # by batch
         self._current = StepShape(1)
         self._steps, self._next_probe = 0, self.FIRST_PROBE
         self._chains, self._next_look = 0, self.FIRST_LOOK  # steps over chains in a row, and the limit
@@ -170,39 +170,36 @@ class BudgetChooser:
     def observe(self, promise: Promise) -> None:
         """Adds the promise of a drafted step, when it is read. Ignores a step with NaN in its drafts."""
         if np.isfinite(promise.accepted).all():
-            self._promised.clear()
             self._expected.observe(promise, paused=self._current.block == 1)
 
-    def promises(self, requests: int) -> dict[StepShape, float]:
-        """Returns the promised tokens per second of all choices."""
-        if requests in self._promised:
-            return self._promised[requests]
+    def promises(self, requests: int, tokens: int = 0) -> dict[StepShape, float]:
+        """Returns the promised tokens per second of all choices, with so many tokens in the cache of the batch."""
         batch = self._bucket(requests)
-        shapes, at, seconds = self._choices(batch)
+        shapes, at, keys = self._choices(batch)
+        plain, *seconds = self._costs.seconds([(batch, 1), *keys], tokens)
         rates = requests * (1 + self._expected(batch, requests).ravel()[at]) / seconds
-        found = {StepShape(1): requests / self._times[batch, 1], **dict(zip(shapes, rates.tolist(), strict=True))}
-        self._promised[requests] = found
-        return found
+        return {StepShape(1): requests / plain, **dict(zip(shapes, rates.tolist(), strict=True))}
 
-    def _choices(self, batch: int) -> tuple[list[StepShape], np.ndarray, np.ndarray]:
-        """Returns the steps with drafts that have a time, their indices in `_Expected`, and their seconds."""
+    def _choices(self, batch: int) -> tuple[list[StepShape], np.ndarray, list[Shape]]:
+        """Returns the steps with drafts that have a time, their indices in `_Expected`, and their keys in `Times`."""
         if batch not in self._priced:
             every = [StepShape(block, rows) for block in self._drafted for rows in (0, *row_buckets(batch))]
-            priced = [i for i, shape in enumerate(every) if key_of(shape, batch) in self._times]
-            times = [self._times[key_of(every[i], batch)] for i in priced]
-            self._priced[batch] = [every[i] for i in priced], np.array(priced, dtype=int), np.array(times)
+            priced = [i for i, shape in enumerate(every) if key_of(shape, batch) in self._costs]
+            keys = [key_of(every[i], batch) for i in priced]
+            self._priced[batch] = [every[i] for i in priced], np.array(priced, dtype=int), keys
         return self._priced[batch]
 
-    def _pays(self, requests: int) -> bool:
+    def _pays(self, requests: int, tokens: int) -> bool:
         """Returns whether some drafts are faster than plain decoding if all of them are accepted."""
-        if requests not in self._payable:
-            batch = self._bucket(requests)
-            shapes, _, seconds = self._choices(batch)
-            most = np.array([min(shape.rows or math.inf, requests * shape.block) for shape in shapes])
-            self._payable[requests] = bool((most / seconds > self.GAIN * requests / self._times[batch, 1]).any())
-        return self._payable[requests]
+        batch = self._bucket(requests)
+        shapes, _, keys = self._choices(batch)
+        plain, *seconds = self._costs.seconds([(batch, 1), *keys], tokens)
+        most = [min(shape.rows or math.inf, requests * shape.block) for shape in shapes]
+        return any(n / each > self.GAIN * requests / plain for n, each in zip(most, seconds, strict=True))
 
-    def __call__(self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True) -> StepShape:
+    def __call__(
+        self, requests: int, untried: int = 0, awaited: bool = False, chains: bool = True, tokens: int = 0
+    ) -> StepShape:
         """Returns the shape of the next step.
 
         Args:
@@ -210,56 +207,65 @@ class BudgetChooser:
             untried: number of requests without a verified draft so far.
             awaited: whether a step with drafts is in flight.
             chains: whether drafts without trees may be chosen.
+            tokens: in the cache of the batch.
         """
-        if not self._pays(requests):
+        if not self._pays(requests, tokens):
             return StepShape(1)
         if not self._expected:
             return StepShape(1) if awaited else self._try(self._drafted[-1], requests)
-        found = self.promises(requests)
+        found = self.promises(requests, tokens)
         if not chains:
             found = {shape: rate for shape, rate in found.items() if shape.rows or shape.block == 1}
-        best, current = max(found, key=found.__getitem__), self._current
-        if current not in found or found[best] > self.GAIN * found[current]:
+        batch, best, current = self._bucket(requests), max(found, key=found.__getitem__), self._current
+        if current not in found or best.block == 1 or found[best] > self.GAIN * found[current]:
             self._current = best
             if best.block != current.block:
                 self._steps, self._next_probe = 0, self.FIRST_PROBE
             if current.rows or current.block == 1:
                 self._next_look = self.FIRST_LOOK
+        if self._current.block > 1:
+            rates = {key_of(shape, batch): found[shape] for shape in (self._current, StepShape(1))}
+            if self._explore(rates, key_of(self._current, batch), tokens) == (batch, 1):
+                return StepShape(1)
         if self._current.block > 1 and not self._current.rows:  # chains
-            return self._looked(requests)
+            return self._looked(requests, found)
         self._chains = 0
-        return self._probed(requests, untried) or self._current
+        return self._probed(requests, untried, tokens) or self._current
 
-    def _looked(self, requests: int) -> StepShape:
+    def _looked(self, requests: int, found: dict[StepShape, float]) -> StepShape:
         """Returns the current chains, or a step over trees that reports all promises."""
         self._chains += 1
         most = self.LAST_LOOK * requests  # the batch may have been larger before
         if self._chains < min(self._next_look, most):
             return self._current
         self._chains, self._next_look = 0, min(2 * self._next_look, most)
-        found, block = self.promises(requests), self._drafted[-1]
-        trees = [shape for shape in found if shape.rows and shape.block == block]
+        trees = [shape for shape in found if shape.rows and shape.block == self._drafted[-1]]
         return max(trees, key=found.__getitem__) if trees else self._current
 
-    def _probed(self, requests: int, untried: int) -> StepShape | None:
+    def _probed(self, requests: int, untried: int, tokens: int) -> StepShape | None:
         """Returns a step that tries an unknown choice, if one is due."""
         current = self._current
         if current.block == self._drafted[-1]:
             return None
         self._steps += 1
         soon = self.FIRST_PROBE * requests // untried if untried and current.block == 1 else self._next_probe
-        if self._steps < min(soon, self._next_probe):
-            return None
-        self._steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
+        probe, rarer = None, 1.0
         if current.block == 1:
             short = [block for block in self._drafted if block <= self.PROBE]
-            return self._try(short[-1] if short else self._drafted[0], requests)
+            probe = self._try(short[-1] if short else self._drafted[0], requests)
+            batch = self._bucket(requests)
+            rarer = patience(*self._costs.seconds([key_of(probe, batch), (batch, 1)], tokens))
+        if self._steps < min(soon, self._next_probe) * rarer:
+            return None
+        self._steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
+        if probe is not None:
+            return probe
         longer = StepShape(next(block for block in self._drafted if block > current.block), current.rows)
-        return longer if key_of(longer, self._bucket(requests)) in self._times else None
+        return longer if key_of(longer, self._bucket(requests)) in self._costs else None
 
     def _try(self, block: int, requests: int) -> StepShape:
         """Returns a step of that block, over trees if possible, with the fewest rows that give every request a node."""
         batch = self._bucket(requests)
         trees = [StepShape(block, rows) for rows in row_buckets(batch)]
         trees = [choice for choice in trees if choice.rows >= 2 * batch] or trees[-1:]
-        return next((choice for choice in trees if key_of(choice, batch) in self._times), StepShape(block))
+        return next((choice for choice in trees if key_of(choice, batch) in self._costs), StepShape(block))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ..programs.tree import TreeProgram
 from ..request import Request, StepShape
-from ..timing import Times
+from ..step_costs import StepCosts
 from .budget import BudgetChooser, row_buckets, rows_of_trees
 from .feedback import CalibrationFeed
 from .result import TreeStepResult
@@ -15,7 +15,7 @@ class TreeChooser:
 
     Args:
         sizes: block lengths that may be drafted. With a single one, every step verifies all nodes.
-        times: measured times of steps, those over trees included.
+        costs: of steps, those over trees included.
         bucket: returns the number of rows that are computed for a batch.
         on_gpu: steps have one of the captured numbers of rows.
         report: called with the result of every step over trees.
@@ -25,14 +25,14 @@ class TreeChooser:
         self,
         program: TreeProgram,
         sizes: Sequence[int],
-        times: Times,
+        costs: StepCosts,
         bucket: Callable[[int], int],
         on_gpu: bool,
         report: Callable[[TreeStepResult], object],
     ) -> None:
         self._program, self._longest, self._bucket, self._on_gpu = program, sizes[-1], bucket, on_gpu
         self._report, self._feed = report, CalibrationFeed(program.calibration)
-        self._budget = BudgetChooser((1, *program.promised), times, bucket) if len(sizes) > 1 else None
+        self._budget = BudgetChooser((1, *program.promised), costs, bucket) if len(sizes) > 1 else None
 
     def observe(self, requests: Sequence[Request], result: TreeStepResult) -> None:
         """Updates promises, calibration and trust with the result of a step over trees."""
@@ -55,7 +55,8 @@ class TreeChooser:
             return self._whole(len(requests))
         untried = sum(request.drafts and not request.acceptance.tried for request in requests)
         awaited = any(size > 1 for request in requests for size in request.blocks_in_flight)
-        return self._budget(len(requests), untried, awaited, chains=all(request.drafts for request in requests))
+        chains, tokens = all(request.drafts for request in requests), sum(request.length for request in requests)
+        return self._budget(len(requests), untried, awaited, chains, tokens)
 
     def _whole(self, requests: int) -> StepShape:
         """Returns a step over all nodes of all trees, or over as many as fit."""
