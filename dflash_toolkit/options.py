@@ -172,7 +172,7 @@ class PromptSetOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftOptions:
-    """How the drafter drafts."""
+    """How the drafter drafts, and the format of the KV cache of both models."""
 
     renamed: ClassVar[dict[str, Any]] = {"block_size": ("num_speculative_tokens", lambda size: size - 1)}
     num_speculative_tokens: int | None = option(
@@ -184,6 +184,12 @@ class DraftOptions:
         "auto",
         "number format of the drafter: fp8, full (as loaded), or auto (the faster one); the output stays the same",
         DRAFT_DTYPES,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of the KV cache: auto (that of the model), or fp8, which holds about twice the tokens and "
+        "changes the target's output slightly; fp8_e4m3 is fp8",
+        KV_CACHE_DTYPES,
     )
     draft_tree: int | None = option(
         None,
@@ -202,6 +208,11 @@ class DraftOptions:
         "probabilistic samples them and keeps its distribution",
         DRAFT_SAMPLE_METHODS,
     )
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether the KV cache holds fp8."""
+        return self.kv_cache_dtype.startswith("fp8")
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:

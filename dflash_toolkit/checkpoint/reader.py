@@ -208,7 +208,7 @@ class _Weights:
             raise UserError(f"{self._what}: {missing_tensors(self._left)}")
         if self._cache_scales:
             print(
-                f"notice: {self._what}: its scales of a quantized KV cache are not used; the cache has 16 bits",
+                f"notice: {self._what}: its scales of a quantized KV cache are not used, see --kv-cache-dtype",
                 file=sys.stderr,
             )
 

@@ -220,6 +220,8 @@ class EvalConfig(TemplateOptions):
             self._check_trees_swept()
         if self.runtime == "reference" and self.draft.draft_dtype == "fp8":
             raise ValueError(f"draft_dtype is {self.draft.draft_dtype!r}; only --runtime engine can draft in it")
+        if self.runtime == "reference" and self.draft.fp8_cache:
+            raise ValueError(f"kv_cache_dtype is {self.draft.kv_cache_dtype!r}; only --runtime engine has such a cache")
         if self.runtime != "reference" and self.draft.tree_nodes > MOST_TREE_NODES:
             raise ValueError(
                 f"draft_tree is {self.draft.draft_tree}; the engine takes {MOST_TREE_NODES} nodes at most, "
@@ -257,6 +259,7 @@ class EvalConfig(TemplateOptions):
             "recall": self.recall,
             "num_speculative_tokens": self.draft.num_speculative_tokens is not None,
             "draft_dtype": self.draft.draft_dtype != "auto",
+            "kv_cache_dtype": self.draft.kv_cache_dtype != "auto",
             "draft_sample_method": self.draft.draft_sample_method != "greedy",
             "draft_tree": self.draft.tree_nodes > 0,
             "draft_tree_width": self.draft.draft_tree_width != EvalDrafts().draft_tree_width,
@@ -412,9 +415,12 @@ def _load(config: EvalConfig) -> "Pair":
     if config.runtime != "reference":
         try:
             how = config.device, config.dtype, config.draft.draft_dtype, method, *trees
-            return EnginePair.load(modules or config.target, drafter, *how, share=config.recall, tokenizer=tokenizer)
+            more = {"share": config.recall, "tokenizer": tokenizer, "kv_cache_dtype": config.draft.kv_cache_dtype}
+            return EnginePair.load(modules or config.target, drafter, *how, **more)
         except UnsupportedModel as error:
-            if config.runtime == "engine" or config.draft.draft_dtype == "fp8":  # not supported by the reference
+            if (
+                config.runtime == "engine" or config.draft.draft_dtype == "fp8" or config.draft.fp8_cache
+            ):  # not supported by the reference
                 raise
             refused = str(error.__cause__ or error)  # without the advice to use the reference
     target = modules or reference()

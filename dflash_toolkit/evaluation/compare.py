@@ -24,7 +24,8 @@ COMPARED = ("tau_pooled", "tau_mean", "tokens_per_second", "speedup", "accepted_
 SPEEDS = ("tokens_per_second", "speedup")
 LEAST_PAIRS = 6  # with fewer, a permutation test cannot have a p-value below 0.05
 SAMPLED = ("top_p", "top_k", "min_p", "seed", "draft_sample_method")  # do not affect greedy answers
-SAMPLING = ("max_tokens", "ignore_eos", "multi_turn", "chat_template_sha256", *SAMPLED)
+SAMPLING = ("max_tokens", "ignore_eos", "multi_turn", "chat_template_sha256", "kv_cache_dtype", *SAMPLED)
+OLDER = {"kv_cache_dtype": "auto"}  # arguments of reports that do not have them
 
 Row = dict[str, Any]
 Key = tuple[str, str, str, int]  # set, id and text of the first prompt, and a number for duplicates
@@ -194,7 +195,7 @@ def _with_sets_of(first: Run, run: Run) -> Run:
 def _warnings(first: Run, run: Run) -> list[str]:
     """Returns differences in settings that may change figures."""
     found = []
-    here, there = first.arguments, run.arguments
+    here, there = (OLDER | run.arguments for run in (first, run))
     sampled = any(section["temperature"] for section in run.report["sections"])
     for key in SAMPLING:
         if here.get(key) != there.get(key) and (sampled or key not in SAMPLED):

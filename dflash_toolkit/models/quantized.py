@@ -24,7 +24,7 @@ LANGUAGE_MODEL = r"(model\\?\.)language_model\\?\."
 def _unlike_fp8_dynamic(stated: Mapping[str, Any]) -> str:
     """Returns the first key that differs from llm-compressor's scheme FP8_DYNAMIC, with its value; empty if none does.
 
-    The scheme of the KV cache does not count: the cache is not quantized.
+    The scheme of the KV cache does not count: the engine chooses its own.
     """
     groups = list((stated.get("config_groups") or {}).values())
     if len(groups) != 1:

@@ -32,7 +32,8 @@ def info_of(engine: Engine) -> Info:
     runner = engine.runner
     dtype = str(runner.dtype).removeprefix("torch.")
     place, method = f"{dtype} on {runner.device}", engine.options.draft_sample_method
-    return Info(engine.capacity, runner.max_num_seqs, runner.max_block, place, method)
+    cache = "fp8" if engine.options.fp8_cache else "auto"
+    return Info(engine.capacity, runner.max_num_seqs, runner.max_block, place, method, cache)
 
 
 class _Front:

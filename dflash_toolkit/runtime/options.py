@@ -98,12 +98,6 @@ class EngineOptions(DraftOptions):
     kv_cache_tokens: int | None = option(
         None, "size of the KV cache, in tokens of all requests (default: what the memory allows)"
     )
-    kv_cache_dtype: str = option(
-        "auto",
-        "number format of the KV cache: auto (that of the model), or fp8, which holds about twice the tokens and "
-        "changes the target's output slightly; fp8_e4m3 is fp8",
-        KV_CACHE_DTYPES,
-    )
     gpu_memory_utilization: float | None = option(
         None,
         "share of the GPU's memory that may be in use, by all programs (default: 0.9, and 0.95 below 40 GB)",
@@ -173,11 +167,6 @@ class EngineOptions(DraftOptions):
             max_model_len=self._context(target.context_limit, overshoot, nodes + 1 > block),
             max_num_batched_tokens=self.max_num_batched_tokens or (8192 if on_gpu else 256),
         )
-
-    @property
-    def fp8_cache(self) -> bool:
-        """Whether the KV cache holds fp8."""
-        return self.kv_cache_dtype.startswith("fp8")
 
     def memory_share(self, total: int) -> float:
         """Returns the share of a GPU's `total` bytes that may be in use; a cache of a given size may use all."""

@@ -114,6 +114,7 @@ class Info(msgspec.Struct, tag="info", array_like=True):
     block_size: int  # tokens of the longest draft, its anchor included
     place: str  # dtype and device
     draft_sample_method: str  # how drafts of requests with a temperature are chosen
+    kv_cache_dtype: str  # fp8, or auto for that of the model
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True):

@@ -29,6 +29,7 @@ class ModelCard(BaseModel):
     max_model_len: int
     num_speculative_tokens: int
     draft_sample_method: Literal["greedy", "probabilistic"]
+    kv_cache_dtype: Literal["auto", "fp8"]
 
 
 class Load(BaseModel):
@@ -53,6 +54,7 @@ def routes(service: Service) -> APIRouter:
         "max_model_len": service.context_limit,
         "num_speculative_tokens": info.block_size - 1,  # of the longest draft
         "draft_sample_method": info.draft_sample_method,
+        "kv_cache_dtype": info.kv_cache_dtype,
     }
 
     @found.get("/metrics", openapi_extra=operation("Metrics in Prometheus's text format", CONTENT_TYPE))

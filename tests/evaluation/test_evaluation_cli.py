@@ -432,6 +432,8 @@ def files(target: Target, tmp_path: Path) -> dict[str, Path]:
         pytest.param(["--drafter", "{other}"], "hidden size is 48, the target's 32", id="drafter of another target"),
         pytest.param(["--runtime", "vllm"], "'vllm' is not one of auto, engine, reference", id="runtime"),
         pytest.param(["--runtime", "reference", "draft_dtype=fp8"], "only --runtime engine", id="draft dtype"),
+        pytest.param(["--runtime", "reference", "kv_cache_dtype=fp8"], "only --runtime engine", id="cache"),
+        pytest.param(["--kv-cache-dtype", "int8"], "'int8' is not one of auto, bfloat16, fp8", id="another cache"),
         pytest.param(["--draft-tree", "64"], "the engine takes 63 nodes at most, --runtime ref", id="large tree"),
         pytest.param(["--draft-tree", "-1"], "draft-tree is -1", id="tree"),
         pytest.param(["draft_tree=8", "draft_sample_method=probabilistic"], "draft_tree is 8", id="tree of samples"),

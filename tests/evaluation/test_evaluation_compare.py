@@ -216,6 +216,7 @@ def test_comparison_groups_turns_by_conversation(compared: Compared) -> None:
     ("change", "warning"),
     [
         (lambda r: r["arguments"].update(max_tokens=7), "decoded with another max_tokens than out/first: 7, not 12."),
+        (lambda r: r["arguments"].update(kv_cache_dtype="fp8"), "another kv_cache_dtype than out/first: fp8, not"),
         (lambda r: r["arguments"].update(chat_template_sha256="0"), "decoded with another chat_template_sha256"),
         (
             lambda r: r["arguments"].update(target_sample_sha256="0"),

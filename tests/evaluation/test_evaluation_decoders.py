@@ -120,6 +120,19 @@ def test_fp8_drafting_is_measured_and_reported(
     assert load(tmp_path / "report")["arguments"]["draft_dtype"] == "full", "auto, on a CPU"
 
 
+def test_reports_say_that_an_fp8_cache_changes_answers(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    command = [*command_of(target_dir, drafter_dir, tmp_path), "--max-tokens", "20"]
+    assert main([*command, "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    report, text = load(tmp_path / "report"), (tmp_path / "report" / "report.md").read_text()
+    assert report["arguments"]["kv_cache_dtype"] == "fp8"
+    assert report["overall"]["identical_to_plain"] == 1.0
+    said = "The KV cache is in fp8, with and without the drafter: the target's answers differ from those in 16 bits."
+    assert said in text
+    assert main(command) == 0
+    assert load(tmp_path / "report")["arguments"]["kv_cache_dtype"] == "auto"
+    assert said not in (tmp_path / "report" / "report.md").read_text()
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_equal_answers_are_reported_as_identical(target: Target, drafter: Drafter, make: Maker) -> None:
     seen: list[int] = []

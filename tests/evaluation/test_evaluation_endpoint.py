@@ -195,6 +195,12 @@ def test_adaptive_servers_report_their_longest_draft(target: Target, drafter: Dr
         pair = EndpointPair(str(target_dir), url)
         assert pair.block_size == drafter.config.block_size
         assert not pair.repeats_plain(SamplingParams(temperature=1.0)), "its drafts are sampled"
+        assert "kv_cache_dtype" not in pair.facts
+
+
+def test_servers_report_a_cache_in_fp8(target: Target, drafter: Drafter, target_dir: Path) -> None:
+    with serving(make_engine(target, drafter, max_model_len=256, kv_cache_dtype="fp8")) as url:
+        assert EndpointPair(str(target_dir), url).facts["kv_cache_dtype"] == "fp8"
 
 
 def test_the_command_measures_a_server(url: str, target_dir: Path, tmp_path: Path) -> None:

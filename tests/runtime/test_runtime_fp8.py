@@ -318,7 +318,7 @@ def test_scales_of_a_quantized_cache_are_not_used(tmp_path: Path, capsys: pytest
         assert found[0].tokens == expected[0].tokens
         (line,) = (line for line in capsys.readouterr().err.splitlines() if "KV cache" in line)
         assert line == (
-            f"notice: target {tmp_path}: its scales of a quantized KV cache are not used; the cache has 16 bits"
+            f"notice: target {tmp_path}: its scales of a quantized KV cache are not used, see --kv-cache-dtype"
         )
     in_fp8 = ModelSpec.of_target(fp8_by_channels(KV_CACHE))
     assert in_fp8 == ModelSpec.of_target(fp8_by_channels({}))

@@ -145,6 +145,7 @@ def test_no_drafts_passes_no_speculative_flags(engine: str, target: str, drafter
         (["--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization", "0.9"], None),
         (["--kv-cache-tokens", "99"], None, ["--max-total-tokens", "99"]),
         (["--page-size", "32"], ["--block-size", "32"], ["--page-size", "32"]),
+        (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype", "fp8_e4m3"]),
         (["--no-prefix-cache"], ["--no-enable-prefix-caching"], ["--disable-radix-cache"]),
         (["--prefix-cache"], ["--enable-prefix-caching"], []),
         (["--sampling-defaults", "openai"], ["--generation-config", "vllm"], ["--sampling-defaults", "openai"]),

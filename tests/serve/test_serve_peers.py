@@ -47,6 +47,7 @@ SHARED: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["--max-model-len", "512"], {"max_model_len": 512}, {"context_length": 512}),
     (["--max-num-batched-tokens", "1024"], {"max_num_batched_tokens": 1024}, {"chunked_prefill_size": 1024}),
     (["--page-size", "32"], {"block_size": 32}, {"page_size": 32}),
+    (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
     (["--ssl-keyfile", "k", "--ssl-certfile", "c"], *[{"ssl_keyfile": "k", "ssl_certfile": "c"}] * 2),
     (["--root-path", "/a"], {"root_path": "/a"}, {"fastapi_root_path": "/a"}),
     (["--no-prefix-cache"], {"enable_prefix_caching": False}, {"disable_radix_cache": True}),

@@ -391,6 +391,7 @@ class EnginePair(Pair):
         draft_sample_method: DraftSampleMethod = "greedy",
         draft_tree: int = 0,
         draft_tree_width: int | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         assert parts.drafter is not None
         target, self._parts = parts.target, parts
@@ -404,9 +405,11 @@ class EnginePair(Pair):
             draft_sample_method=draft_sample_method,
             draft_tree=draft_tree,
             draft_tree_width=draft_tree_width,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.draft_sample_method = draft_sample_method
         how = {"draft_dtype": self._options.draft_dtype, "draft_sample_method": draft_sample_method}
+        how |= {"kv_cache_dtype": "fp8"} if self._options.fp8_cache else {}
         self.tokenizer, self.facts = tokenizer, facts | how | _tree_facts(draft_tree, draft_tree_width)
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
@@ -427,6 +430,7 @@ class EnginePair(Pair):
         draft_tree_width: int | None = None,
         share: bool = False,
         tokenizer: Any = None,
+        kv_cache_dtype: str = "auto",
     ) -> "EnginePair":
         """Loads as `load_parts` does and raises what it raises; moves `drafter` to the device."""
         if isinstance(target, str):
@@ -437,7 +441,8 @@ class EnginePair(Pair):
             parts = load_parts(target, drafter, device, dtype, share=share, tokenizer=tokenizer)
         tensors = parts.target.parameter_views(stacked=True)  # by module names, as in the reference
         facts = _facts(name, config, tokenizer, tensors.items(), drafter)
-        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, draft_tree, draft_tree_width)
+        trees = draft_tree, draft_tree_width
+        pair = cls(parts, tokenizer, facts, draft_dtype, draft_sample_method, *trees, kv_cache_dtype)
         pair.modules = None if isinstance(target, str) else (target, drafter)
         return pair
 

@@ -99,6 +99,7 @@ class Server:
         self.max_model_len: int | None = card.get("max_model_len")
         # in other servers a seed gives other tokens with drafts than without
         self.repeats_plain = self.owner == OURS and card.get("draft_sample_method") == "greedy"
+        self.kv_cache_dtype = card.get("kv_cache_dtype", "auto")  # from dflash-serve
         self.longest_draft: int = card.get("num_speculative_tokens", 0)  # from dflash-serve, which varies the length
 
     @contextlib.contextmanager
@@ -228,6 +229,8 @@ class EndpointPair(Pair):
             "block_size": self.block_size,
             "draft_sample_method": None,
         }
+        if self._server.kv_cache_dtype != "auto":
+            self.facts["kv_cache_dtype"] = self._server.kv_cache_dtype
 
     @property
     def decodes_plainly(self) -> bool:

@@ -448,7 +448,7 @@ def serving_command(noted: Mapping[str, Any], arguments: Mapping[str, Any], *, d
     """Returns the command that serves the pair as measured, or the target alone, without options of drafting."""
     words = ["dflash-serve", "--target", str(noted["target"])]
     words += ["--drafter", str(noted.get("drafter", "DRAFTER"))] if drafter else []
-    for name in ("device", "dtype", "draft_dtype"):
+    for name in ("device", "dtype", "draft_dtype", "kv_cache_dtype"):
         if arguments.get(name, "auto") != "auto":
             words += [f"--{name.replace('_', '-')}", str(arguments[name])]
     template = arguments.get("chat_template")

@@ -54,7 +54,7 @@ def verdict(report: Report) -> Verdict:
     """Judges the first section; the losses also cover the other sections and the sweeps."""
     exactness, said = _exact(report)
     points = [
-        ("Exact?", " ".join([said, *_distribution(report)])),
+        ("Exact?", " ".join([said, *_distribution(report), *_cache(report)])),
         ("Where does it lose?", _losses(report)),
         *(("Long prompts?", said) for said in _long_prompts(report)),
         ("What to serve with?", _recommended(report)),
@@ -121,6 +121,13 @@ def _distribution(report: Report) -> list[str]:
     unlike = "have another distribution than" if chance < SUSPICIOUS else "show no difference in distribution from"
     count = report.distribution["samples"]
     return [f"Sampled answers {unlike} plain ones (p = {chance:.3f}, {count:,} answers per prompt)."]
+
+
+def _cache(report: Report) -> list[str]:
+    """Names the format of the KV cache if it changes the target's answers."""
+    if report.arguments.get("kv_cache_dtype") != "fp8":
+        return []
+    return ["The KV cache is in fp8, with and without the drafter: the target's answers differ from those in 16 bits."]
 
 
 def _losses(report: Report) -> str:
