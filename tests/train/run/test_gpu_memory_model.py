@@ -124,6 +124,14 @@ def test_advice_without_a_way_out_names_a_smaller_target() -> None:
         fit("qwen3-8b", 4, values | {"prompts": {"held_out": 0}})
 
 
+def test_the_target_reads_a_joined_row_whole() -> None:
+    """Its forward pass takes memory for every token of the row, however many passes the drafter makes."""
+    options = {"optim": {"splits": 64, "recompute": True, "pack_tokens": 131072}, "drafter": {"layers": 1}}
+    short, long = (configure({"target": "t", "prompts": prompts} | options) for prompts in ({}, {"join_to": 131072}))
+    memory = memory_for(named_shape("qwen3-8b"), long)
+    assert memory.need(long).total > 1.2 * memory.need(short).total
+
+
 def test_given_options_are_kept() -> None:
     given = {"optim": {"splits": 12, "recompute": True}}
     found, line = fit("qwen3-4b", 24, given)
