@@ -203,8 +203,9 @@ def estimate(
     tokens, blocks = memory.tokens, memory.blocks
     step_tokens = tokens * config.optim.accumulate
     rows = blocks * shape.block_size
+    visible = [min(row / 2, shape.window(layer) or row) for layer in range(shape.num_layers)]  # context tokens
     flops = drafter_step_flops(
-        shape, tokens, rows, int(shape.num_layers * rows * (row / 2 + shape.block_size)),
+        shape, tokens, rows, int(rows * (sum(visible) + shape.num_layers * shape.block_size)),
         blocks * (shape.block_size - 1), shape.vocab_size,
     )  # fmt: skip
     share = TRAIN_SHARE if target.hidden_size >= SMALL else TRAIN_SHARE_SMALL

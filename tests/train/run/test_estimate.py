@@ -114,6 +114,14 @@ def test_stages_scale_with_prompts_samples_and_epochs() -> None:
     assert of({}, world=4).seconds["responses"] == pytest.approx(one.seconds["responses"] / 4)
 
 
+def test_attention_to_long_rows_takes_time_unless_layers_have_windows() -> None:
+    packs = {"optim": {"pack_tokens": 32768}}
+    short, long = of(packs), of({"prompts": {"join_to": 32768}} | packs)
+    windows = of({"prompts": {"join_to": 32768}, "drafter": {"layer_types": ["sliding_attention"]}} | packs)
+    assert long.seconds["training"] > 1.2 * windows.seconds["training"] > 1.2 * short.seconds["training"]
+    assert long.seconds["responses"] == short.seconds["responses"]
+
+
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.8-27b-fp8"])
 def test_the_shorter_command_takes_about_an_hour(name: str) -> None:
     (option,) = within_an_hour(configure({"target": name}), of({}, name))
