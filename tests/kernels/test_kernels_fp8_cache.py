@@ -19,7 +19,8 @@ from kernel_inputs import fp8_type as fp8_type
 from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, check_attention, check_invariant, check_slots, make_pages
 
-from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels import features, reference
+from dflash_toolkit.kernels.hopper import attention as hopper_attention
 from dflash_toolkit.kernels.paged import FP8, dequantized_heads, quantized_heads
 from dflash_toolkit.kernels.triton import rope, tree_accept
 
@@ -134,6 +135,13 @@ def test_attention_equals_that_over_the_values_that_are_read(shape: Any, dtype: 
         assert same_bits(found, attend(q, pages.read(), whole=whole, **how))
         check_attention(q, pages, found, **how)
     check_slots(q[:block], pages.one(0), range(0, block, 3), window=window)
+
+
+def test_other_kernels_leave_fp8_caches_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, q = make_pages((5,), 2, 64, 2, 64, torch.bfloat16), randn(2, 2, 64, dtype=torch.bfloat16)
+    monkeypatch.setitem(features._features, q.device, features.KNOWN["sm_90"])
+    found = [(hopper_attention.fits(q, each.kv()), each.kv().plain) for each in (pages, pages.in_fp8())]
+    assert found == [(True, True), (False, False)]
 
 
 @pytest.mark.parametrize("children", [3, 1])

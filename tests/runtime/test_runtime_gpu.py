@@ -136,6 +136,21 @@ def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
         engine.pool.check()
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])  # heads of 64 and 256
+def test_drafts_change_no_token_with_an_fp8_cache(kind: str) -> None:
+    target, drafter = pair(kind)
+    prompts, params = prompts_of(80), SamplingParams(max_tokens=48, ignore_eos=True)
+    options = {"kv_cache_dtype": "fp8"}
+    plain = [g.tokens for g in make_engine(target, None, **options).generate(prompts, params)]
+    assert plain != [g.tokens for g in make_engine(target, None).generate(prompts, params)]
+    for batch, nodes in ((1, 0), (8, 0), (8, 15)):
+        engine = make_engine(target, drafter, max_num_seqs=batch, draft_tree=nodes, **options)
+        knowing(engine, prompts, plain)
+        drafted = engine.generate(prompts, params)
+        assert [g.tokens for g in drafted] == plain
+        assert sum(len(g.steps) for g in drafted) < 80 * 47 / 1.5, "drafts were accepted"
+
+
 @pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
 def test_the_drafters_own_trees_change_no_answer_greedy_or_sampled(dflash2: bool) -> None:
     target, drafter = pair(dflash2=dflash2)
