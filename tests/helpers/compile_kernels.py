@@ -2,8 +2,9 @@
 
 `python tests/helpers/compile_kernels.py sm_90 sm_120` runs the passes of `compile_passes.py` with the features of each
 GPU. Triton's launcher specialises the arguments, so what compiles is what a GPU would be given. Equal specialisations
-compile once; without `--all` only the largest ones of a kernel compile. The interpreter replaces kernels that are
-decorated while TRITON_INTERPRET is set, so this runs as a process of its own without it.
+compile once; without `--all` only the largest ones of a kernel compile, once for GPUs of one generation (sm_86 and
+sm_89). The interpreter replaces kernels that are decorated while TRITON_INTERPRET is set, so this runs as a process of
+its own without it.
 
 It prints {target: {name: report}}; a name has the kernel and the first pass that launches it.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 # instructions that read or write global memory
 GLOBAL = re.compile(r"\b(?:(?:ld|st|atom|red)\.(?:\w+\.)*global|cp\.async\.(?:c[ag]|bulk\.tensor|bulk\.shared))\b")
+OF_A_GPU = {"arch", "supported_fp8_dtypes", "deprecated_fp8_dot_operand_dtypes"}  # options that Triton derives from it
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ class Launch:
         with_flags &= not (eight and "scales_p" in self.kernel.arg_names)  # of an fp8 cache: few
         flags = [(name, value) for name, value in self.arguments.items() if isinstance(value, bool)]
         return (self.kernel.__name__, eight, *(flags if with_flags else ()))
+
+    @property
+    def of_generation(self) -> tuple[Any, ...]:
+        """Equal for launches that differ only in the GPU, which is of the same generation."""
+        options = {name: each for name, each in self.options.items() if name not in OF_A_GPU}
+        rest = self.signature, self.constexprs, self.attrs, sorted(options.items())
+        return self.target[:-1], self.kernel, *map(str, rest)
 
     @property
     def size(self) -> int:
@@ -177,13 +186,16 @@ def main() -> None:
     gc.disable()  # a sixth of the time: every kernel is a large tree
     triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True  # the cache keeps no log
     for target in args.targets:
-        found = launches(target, args.all)
-        LAUNCHES.extend(found if args.all else largest(found, target))
-    reports: dict[str, dict[str, Any]] = {target: {} for target in args.targets}
+        launched = launches(target, args.all)
+        LAUNCHES.extend(launched if args.all else largest(launched, target))
+    keys = [index if args.all else launch.of_generation for index, launch in enumerate(LAUNCHES)]
+    first = {key: keys.index(key) for key in keys}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
-        for launch, found in zip(LAUNCHES, pool.map(report_of, range(len(LAUNCHES))), strict=True):
-            of_target = reports[launch.target]
-            of_target[f"{launch.name} ({len(of_target)})"] = found
+        found = dict(zip(first, pool.map(report_of, first.values()), strict=True))
+    reports: dict[str, dict[str, Any]] = {target: {} for target in args.targets}
+    for launch, key in zip(LAUNCHES, keys, strict=True):
+        of_target = reports[launch.target]
+        of_target[f"{launch.name} ({len(of_target)})"] = found[key]
     print(json.dumps(reports, indent=1))
 
 
