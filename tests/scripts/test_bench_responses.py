@@ -4,16 +4,18 @@ from pathlib import Path
 
 import pytest
 from programs import TRAINING, says, write
+from tiny_shape import tiny_shape
 
 from dflash_toolkit.files import read_json
 from scripts.bench import responses as program
 
+__all__ = ["tiny_shape"]  # a fixture
 FEW = ["--batch", "2", "4", "--rounds", "2", "--tokens", "8", "--max-model-len", "128", "--device", "cpu"]
 
 
 def test_rates_are_measured_by_mode_and_batch_size(tmp_path: Path) -> None:
     output = tmp_path / "rates.json"
-    shape = ["rates", "--shape", "smollm2", "--layers", "4", "--prompt-tokens", "4", "8"]
+    shape = ["rates", "--shape", "tiny", "--layers", "4", "--prompt-tokens", "4", "8"]
     assert program.main([*shape, *FEW, "--batch", "2", "--profile", "--output", str(output)]) == 0
     found = read_json(output)["rates"]
     assert [(each["mode"], each["batch"]) for each in found] == [("greedy", 2), ("sampled", 2), ("drafts", 2)]
