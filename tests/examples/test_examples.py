@@ -1,13 +1,14 @@
 """The examples: the commands that each one gives can be run, and those that a CPU is enough for are run."""
 
 import os
-import socket
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import Command, free_port
 from option_parsers import PROGRAMS
 from paths import ROOT
 
@@ -82,22 +83,22 @@ def test_a_drafter_is_trained_on_a_cpu_and_compared_with_another(
 
 
 @pytest.mark.slow
-def test_a_served_drafter_answers_the_question(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
-    for name, program in (("dflash-serve", "-m dflash_toolkit.serve.cli"), ("python", "")):
-        (tmp_path / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
-        (tmp_path / name).chmod(0o755)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PORT": port,
-        "TARGET": str(target_dir),
-        "DRAFTER": str(drafter_dir),
-    }
-    command = ["sh", EXAMPLES / "serve_and_chat.sh", "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    ready, answer = done.stdout.split("\n", 1)
-    assert ready.endswith("float32 on cpu)") and answer.strip()
+def test_a_served_drafter_answers_the_question(
+    commands: Callable[..., list[list[str]]],
+    target_dir: Path,
+    drafter_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    variables = {"TARGET": str(target_dir), "DRAFTER": str(drafter_dir), "PORT": str(free_port())}
+    calls = commands(EXAMPLES / "serve_and_chat.sh", "--device", "cpu", **variables)
+    words = {program: words for program, *words in calls}
+    server = Command("dflash_toolkit.serve.cli", words["dflash-serve"], tmp_path)
+    try:
+        assert server.line().endswith("float32 on cpu)")
+        monkeypatch.setattr(sys, "argv", words["python"])
+        runpy.run_path(str(ROOT / words["python"][0]), run_name="__main__")
+    finally:
+        server.kill()
+    assert capsys.readouterr().out.strip()

@@ -80,6 +80,31 @@ def stop_at(path: Path, lines: int) -> None:
             names["append_lines"] = append
 
 
+class Module:
+    """Replaces `subprocess.Popen` in `launch.py`: runs `python -m MODULE ...` in a forked process.
+
+    Args:
+        said: file that gets its output.
+    """
+
+    def __init__(self, said: Path, command: list[str], env: dict[str, str]) -> None:
+        module, *arguments = command[command.index("-m") + 1 :]
+        self._process = call(_run_in, str(said), env, module, arguments)
+        self.terminate = self._process.terminate
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+
+
+def _run_in(said: str, environment: dict[str, str], module: str, arguments: list[str]) -> None:
+    _write_to((said, said))
+    os.environ |= environment
+    _run(module, arguments, None)
+
+
 def line_count(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 

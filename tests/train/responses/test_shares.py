@@ -1,18 +1,32 @@
 """Several processes share the prompts of one command."""
 
+import subprocess
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from forked import Module
 from programs import Program, data_argv, lines, user, write
 
 from dflash_toolkit import UserError
 from dflash_toolkit.files import read_json
-from dflash_toolkit.train.distributed.launch import launch
+from dflash_toolkit.train.distributed import launch as launching
 from dflash_toolkit.train.responses.shares import join_shares, share_file
 
 TIMES = ("samples=2", "--greedy-first", "temperature=1.2", "--batch-size", "3", "--device", "cpu")
 
 
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The output of processes, which are forked."""
+    said = tmp_path / "said"
+    forked = SimpleNamespace(Popen=partial(Module, said), TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(launching, "subprocess", forked)
+    return said
+
+
+@pytest.mark.usefixtures("said")
 def test_two_processes_write_the_same_file_as_one(dflash_data: Program, tmp_path: Path) -> None:
     talk = {"messages": [user("ask 1 of them"), {"role": "assistant", "content": "a"}, user("ask 2 of them")]}
     data = write(tmp_path / "p.jsonl", [*lines(tmp_path / "p.jsonl"), talk])
@@ -64,10 +78,17 @@ def test_shares_stay_when_they_cannot_be_joined(tmp_path: Path, monkeypatch: pyt
     assert [row["index"] for row in lines(output)] == [0, 1]
 
 
-def test_a_mistake_of_several_processes_is_one_line(
+def test_a_mistake_of_several_processes_is_one_line(target_dir: Path, tmp_path: Path, said: Path) -> None:
+    words = data_argv(target_dir, Path("/no/such.jsonl"), tmp_path / "a.jsonl", "--gpus", "2", "--device", "cpu")
+    assert launching.launch("dflash_toolkit.train.data_cli", words, 2) == 2
+    err = said.read_text()
+    assert err.count("error:") == 1 and "/no/such.jsonl" in err and "Traceback" not in err
+
+
+def test_a_refused_option_of_several_processes_is_one_line(
     target_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = data_argv(target_dir, Path("/no/such.jsonl"), tmp_path / "a.jsonl", "--gpus", "2", "--device", "cpu")
-    assert launch("dflash_toolkit.train.data_cli", words, 2) == 2
+    words = data_argv(target_dir, tmp_path / "p.jsonl", tmp_path / "a.jsonl", "--gpus", "2", "max_tokens=0")
+    assert launching.launch("dflash_toolkit.train.data_cli", words, 2) == 2
     err = capfd.readouterr().err
-    assert err.count("error:") == 1 and "/no/such.jsonl" in err and "Traceback" not in err
+    assert err.count("error:") == 1 and "max_tokens" in err and "Traceback" not in err
