@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import os
 import subprocess
 import sys
 import tempfile
@@ -184,7 +185,8 @@ def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 ODD = [None, True, False, 0, 1, -1, 3, 2**31, 10**30, 0.5, 1e300, "", "12", [], [None], [1, 2], {}, {"a": 1}]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@pytest.mark.sampled
+@settings(max_examples=300 if os.environ.get("DFLASH_LONG") else 75, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_changed_report_never_ends_in_a_traceback(folder: Path, text: str, data: st.DataObject) -> None:
     report = json.loads(text)

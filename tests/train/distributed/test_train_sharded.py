@@ -75,7 +75,7 @@ def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions
     ("optim", "ways", "tolerance"),
     [
         # Muon's products are in bf16 and make more of another order of sums; seven steps move weights by 4 %
-        (OptimOptions(optimizer="muon", accumulate=2, weight_decay=0.1), WAYS, 1e-2),
+        (OptimOptions(optimizer="muon", weight_decay=0.1), WAYS, 1e-2),
         (
             OptimOptions(optimizer="adamw", accumulate=2, weight_decay=0.1, clip=0.01, recompute=True, splits=2),
             WAYS,

@@ -99,7 +99,7 @@ def writing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def synthesis(dflash_data: Program, writing: Path) -> Program:
     dflash_data.target = writing
     dflash_data.argv = lambda target, data, output, *more: [
-        "--target", str(target), "--output", str(output), "--synthesize-prompts", "24", "max_tokens=4", "--samples",
+        "--target", str(target), "--output", str(output), "--synthesize-prompts", "12", "max_tokens=4", "--samples",
         "1", "--no-greedy-first", "--temperature", "0", *more,
     ]  # fmt: skip
     return dflash_data
@@ -112,11 +112,11 @@ def own(program: Program, name: str = "a") -> list[dict[str, Any]]:
 def test_the_target_writes_distinct_prompts_and_answers_them(synthesis: Program, tmp_path: Path) -> None:
     synthesis()
     asked = [row["messages"][0]["content"] for row in own(synthesis)]
-    assert len({*asked}) == len(asked) == 24
+    assert len({*asked}) == len(asked) == 12
     assert {*asked} <= {a + b + c for a in ASKED for b in FOOD for c in WHERE}
     meta = read_json(tmp_path / "a.self.run.json")
     assert meta["counts"]["left_out"]["like an answer or a refusal"] > 0
-    assert meta["counts"]["attempts"] == 24 + sum(meta["counts"]["left_out"].values())
+    assert meta["counts"]["attempts"] == 12 + sum(meta["counts"]["left_out"].values())
     assert [row["messages"][0]["content"] for row in synthesis.rows()] == asked
     assert {row["messages"][1]["content"] for row in synthesis.rows()} == {ANSWER}
     assert REFUSAL not in asked
@@ -131,7 +131,7 @@ def test_own_prompts_follow_from_the_seed(synthesis: Program) -> None:
 def test_a_killed_synthesis_resumes_with_the_same_prompts(synthesis: Program, tmp_path: Path) -> None:
     synthesis(output="whole.jsonl")
     journal = tmp_path / "a.self.attempts.jsonl"
-    running = forked.start("dflash_toolkit.train.data_cli", synthesis.words("--batch-size", "4"), until=(journal, 9))
+    running = forked.start("dflash_toolkit.train.data_cli", synthesis.words("--batch-size", "4"), until=(journal, 5))
     forked.wait_stopped(running)
     running.kill()
     running.join(60)
@@ -154,14 +154,14 @@ def test_topics_are_read_and_without_lines_refused(synthesis: Program, tmp_path:
     topics = tmp_path / "topics.txt"
     topics.write_text("tea\n\nbread\n")
     synthesis("--topics", topics)
-    assert len(own(synthesis)) == 24
+    assert len(own(synthesis)) == 12
     topics.write_text("\n")
     assert "holds no topics" in synthesis.refuses("--topics", topics, output="b.jsonl")
 
 
 def test_prompts_of_another_run_are_refused(synthesis: Program) -> None:
     synthesis()
-    assert "prompts of another run" in synthesis.refuses("--synthesize-prompts", "25")
+    assert "prompts of another run" in synthesis.refuses("--synthesize-prompts", "13")
     assert "is complete" in "\n".join(synthesis())
 
 
@@ -213,4 +213,4 @@ def test_own_prompts_are_estimated(dflash_train: Program) -> None:
 def test_own_prompts_join_those_of_files(synthesis: Program, tmp_path: Path) -> None:
     more = write(tmp_path / "more.jsonl", [{"prompt": "What is a kettle made of?"}])
     synthesis("--data", more)
-    assert len(synthesis.rows()) == 25
+    assert len(synthesis.rows()) == 13

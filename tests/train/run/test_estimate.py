@@ -1,13 +1,11 @@
 """The estimate of a run: near what was measured, without weights, and printed before anything runs."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from architectures import ARCHITECTURES
 from programs import Program
 from transformers import FalconConfig, FineGrainedFP8Config, GPT2Config, PreTrainedConfig
@@ -159,17 +157,19 @@ def test_estimated_acceptance_follows_measured_runs() -> None:
     assert expected_acceptance(2e6) == "2.1 (chat) to 5.1 (maths)" and expected_acceptance(1e4).startswith("below")
 
 
-def test_estimate_prints_a_table_and_runs_nothing(tmp_path: Path) -> None:
+def test_estimate_prints_a_table_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     named_shape("qwen3-8b").save_pretrained(tmp_path / "target")  # a configuration alone
     words = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--estimate"]
-    environment = os.environ | {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
-    line = [sys.executable, "-m", "dflash_toolkit.train.cli", *words]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(words) == 0
+    out = capsys.readouterr().out
     for said in ("1 x H100", "100,000 prompts x 2", "36,622 steps", "no GPU was found", "tokens per step"):
-        assert said in done.stdout
-    assert f"about an hour: dflash-train --target {tmp_path / 'target'}" in done.stdout
-    assert "--estimate" not in done.stdout and not (tmp_path / "out").exists()
+        assert said in out
+    assert f"about an hour: dflash-train --target {tmp_path / 'target'}" in out
+    assert "--estimate" not in out and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("card", ["RTX 3090", "RTX 4090", "RTX 5090", "L4"])
