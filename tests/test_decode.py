@@ -409,6 +409,7 @@ def test_stop_token_and_limit_end_an_answer_anywhere_in_a_tree(index: int) -> No
     [*SAMPLINGS, {"temperature": 0.9, "repetition_penalty": 1.3, "min_tokens": 9, "logprobs": 2}],
     ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items()),
 )
+@pytest.mark.sampled
 def test_a_sampled_answer_is_the_same_with_trees_and_without(sampling: dict[str, Any]) -> None:
     target, drafter = pair()
     found = []

@@ -61,6 +61,7 @@ def test_trial_ends_at_each_of_its_limits(process: GrammarProcess, monkeypatch: 
     wait_until(lambda: not children(pid_of(process)))
 
 
+@pytest.mark.slow
 def test_trial_that_is_ended_leaves_no_process(process: GrammarProcess) -> None:
     trying, found = Trying(), list[str | None]()
     thread = threading.Thread(target=lambda: found.append(trying.run(process, wide(1), None, None)))

@@ -16,6 +16,7 @@ def generated() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_generated_tables_are_current(generated: ModuleType) -> None:
     found = []
     for name in generated.PAGES:

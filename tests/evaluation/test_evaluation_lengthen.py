@@ -59,6 +59,7 @@ TEXT = st.text(max_size=25).filter(str.strip) | st.sampled_from(["Why is the sky
     st.lists(st.integers(130, 700), min_size=1, max_size=3, unique=True).map(sorted),
     st.integers(0, 3),
 )
+@pytest.mark.slow
 def test_lengthened_prompts_have_95_to_100_percent_of_the_length(
     name: str, texts: list[str], lengths: list[int], seed: int
 ) -> None:

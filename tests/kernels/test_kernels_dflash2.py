@@ -287,6 +287,7 @@ def test_padding_rows_among_many_get_valid_columns(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [PLAIN, LogitScale(0.3), LogitScale(1.5, 4.0)], ids=["plain", "scaled", "capped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.usefixtures("small_parts")
+@pytest.mark.sampled
 def test_top_of_many_rows_includes_the_log_sum_exp(dtype: torch.dtype, scale: LogitScale) -> None:
     x, weight, _ = operands(19, 1100, 40, dtype)
     x[0] = 0

@@ -90,6 +90,7 @@ def test_experts_with_no_rows_or_all_rows_are_exact(m: int, monkeypatch: pytest.
     ("shape", "by_rows"),
     [((6, 2, 40, 24), False), ((3, 2, 128, 128), False), ((3, 2, 128, 128), True), *((s, False) for s in ON_GPU)],
 )
+@pytest.mark.sampled
 def test_row_bits_do_not_depend_on_batch_size(shape: tuple[int, int, int, int], by_rows: bool) -> None:
     """Checks the experts' outputs of a row and their sum: alone, padded and gathered."""
     dtype = DTYPES[-1]

@@ -91,6 +91,7 @@ def test_rows_are_quantized_by_groups_as_defined(m: int, k: int, kind: str) -> N
 
 @fp8_kinds
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (3, 128, 1024), (33, 256, 384), (129, 128, 128)])
+@pytest.mark.sampled
 def test_gemms_in_blocks_are_the_sums_of_scaled_blocks(m: int, n: int, k: int, kind: str) -> None:
     x, weight = rows_of(kind, m, k), weight_of(n, k)
     bias = torch.randn(n, device=DEVICE).to(DTYPE)
@@ -125,6 +126,7 @@ def test_block_scaled_swiglu_holds_gates_before_ups(m: int, n: int, k: int, kind
 @pytest.mark.parametrize(
     ("kind", "n", "k"), [("linear", 128, 256), ("linear_split_k", 128, 1024), ("linear_swiglu", 256, 256)]
 )
+@pytest.mark.sampled
 def test_block_scaled_gemm_is_batch_invariant(kind: str, n: int, k: int) -> None:
     """Compares bits, also between rows quantized in the loop and in a separate launch, and across tiles of rows."""
     data = torch.randint(-4, 5, (140, k)).float()  # so that 128 columns have an exact sum, but no two of them

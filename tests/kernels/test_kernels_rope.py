@@ -45,6 +45,7 @@ def twelve_bits(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("normed", ["qk", ""])
 @pytest.mark.parametrize(("parts", "case", "dtype"), in_turn([*zip((4, 3, 2, 1), WRITES, strict=True)]), ids=str)
+@pytest.mark.sampled
 def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
     parts: int, case: Write, normed: str, dtype: torch.dtype
 ) -> None:

@@ -37,6 +37,7 @@ FORESTS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, 
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in FORESTS]), ids=str)
+@pytest.mark.sampled
 def test_a_node_is_that_token_decoded_plainly_bit_for_bit(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
     *shape, window = shape
     forest = plant(*shape, dtype=dtype)
@@ -251,6 +252,7 @@ GROWTH = [  # B, K, C, W, N, limits
 
 @pytest.mark.parametrize(("paired", "ties"), [(False, True), (True, False)], ids=["slots", "pairs"])
 @pytest.mark.parametrize(("batch", "slots", "count", "width", "nodes", "limits"), GROWTH)
+@pytest.mark.sampled
 def test_trees_and_their_cut_are_those_of_the_definition(
     batch: int, slots: int, count: int, width: int, nodes: int, limits: tuple[int, ...], paired: bool, ties: bool
 ) -> None:

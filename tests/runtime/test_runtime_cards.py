@@ -51,6 +51,7 @@ def test_chosen_lengths_are_never_slower_than_plain_decoding(card: Roofline, pai
 
 @every_card
 @every_pair
+@pytest.mark.sampled
 def test_chosen_lengths_follow_acceptance_up_and_down(card: Roofline, pair: str) -> None:
     for batch in (1, 8, 64):
         times = step_times(card, pair, [batch], BLOCKS)

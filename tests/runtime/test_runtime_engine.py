@@ -53,6 +53,7 @@ def test_greedy_answers_are_those_of_hugging_face(kind: str) -> None:
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=["filters", "hot", "penalties", "bias", "logprobs", "least"])
+@pytest.mark.sampled
 def test_sampled_answers_equal_generate_alone_and_in_batches(params: SamplingParams) -> None:
     first, *rest = prompts_of(4, 19, 7)
     prompts, all_params = [first, first, *rest], [SamplingParams(max_tokens=24), *[params] * 3]

@@ -178,6 +178,7 @@ def test_plans_agree_with_recorded_peaks(shape: str, batch: int, cache: int, rec
     assert 0 < passes < max(plan.step, plan.prefill), "the rest is the largest pass"
 
 
+@pytest.mark.slow
 def test_given_options_are_kept_on_a_small_gpu(fitted_to: FittedTo) -> None:
     given = {"max_num_seqs": 16, "max_model_len": 3000, "draft_tree": 31, "max_num_batched_tokens": 4096}
     options, plan, budget = fitted_to(12, "qwen3-4b", **given)
@@ -260,6 +261,7 @@ def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("drafted", ["greedy", "sampled"])
+@pytest.mark.slow
 def test_edited_logits_take_memory_of_a_few_rows_only(drafted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, block, vocab, cpu = 40, 4, 1000, torch.device("cpu")
     hidden, head = torch.randn(batch * block, 8), torch.randn(vocab, 8)

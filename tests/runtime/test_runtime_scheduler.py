@@ -133,6 +133,7 @@ def test_random_events_lose_no_page_no_token_and_no_state(
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.slow
 def test_random_events_preempt_cancel_share_and_fail(
     recurrent: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def test_the_drafters_own_trees_are_those_of_generate(
     [*((params, 8) for params in SAMPLINGS), (SAMPLINGS[2], 1)],
     ids=["filters", "hot", "penalties", "bias", "logprobs", "least", "penalties in chains"],
 )
+@pytest.mark.sampled
 def test_sampled_answers_are_those_without_a_drafter(params: SamplingParams, width: int) -> None:
     """Penalties count the nodes on the path, and log-probabilities are those of its rows."""
     target, drafter = pair()

@@ -104,6 +104,7 @@ def test_the_drafter_changes_the_statistics_only(client: OpenAI, target: Target)
 
 @pytest.mark.parametrize("ask", [chat, complete])
 @pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.sampled
 def test_a_stream_is_the_whole_answer_in_pieces(client: OpenAI, ask: Callable[..., Any], seed: int) -> None:
     ask(client, max_tokens=1)  # puts the prompt into the cache
     answer = ask(client, seed=seed)

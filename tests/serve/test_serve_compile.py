@@ -125,6 +125,7 @@ def test_time_to_compile_begins_when_it_starts(
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_keys_take_turns_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compile_queue.SLOTS, "fast", 0)
     sent: list[tuple[str, Any]] = []

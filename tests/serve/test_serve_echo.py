@@ -56,6 +56,7 @@ def check(exact: Any, logprobs: Any, ids: list[int], best: int) -> None:
 @pytest.mark.parametrize("form", ["text", "ids"])
 @pytest.mark.parametrize("length", [0, 1, 5])
 @pytest.mark.parametrize("best", [0, 1, 5])
+@pytest.mark.sampled
 def test_an_echo_is_the_log_softmax_of_the_target(
     client: OpenAI, exact: Any, form: str, length: int, best: int
 ) -> None:

@@ -169,6 +169,7 @@ ASKS: list[dict[str, Any]] = [*({**CHARACTERS, "stop": stop} for stop in STOPS),
 
 
 @pytest.mark.parametrize("options", ASKS)
+@pytest.mark.sampled
 def test_a_stream_has_every_token_once_with_its_text(client: OpenAI, options: dict[str, Any]) -> None:
     for ask in (complete, chat):  # an uncached prompt would be summed in another order
         ask(client, **options)

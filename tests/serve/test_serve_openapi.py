@@ -83,6 +83,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), TAKEN)
+@pytest.mark.sampled
 def test_described_bodies_are_accepted_and_replies_match(
     client: TestClient, document: dict[str, Any], path: str, body: Any
 ) -> None:

@@ -77,6 +77,7 @@ values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.
 
 @settings(deadline=None)
 @given(values | values.map(json.dumps) | st.text(), st.sampled_from(sorted(TEMPLATES)))
+@pytest.mark.slow
 def test_no_arguments_are_refused(value: Any, kind: str) -> None:
     assert "[f" in rendered(TEMPLATES[kind], called(arguments=value))
 

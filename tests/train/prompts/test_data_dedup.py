@@ -100,6 +100,7 @@ def judged(texts: list[str]) -> list[str]:
 
 @settings(deadline=None)
 @given(st.integers(RUN, 300), st.lists(st.text("abc ", min_size=1, max_size=12), unique_by=normalized, max_size=30))
+@pytest.mark.slow
 def test_all_short_questions_after_a_shared_text_stay(length: int, ends: list[str]) -> None:
     shared = " ".join(f"rule{i}" for i in range(length)) + " say: x"
     texts = [f"{shared}{end}" for end in ends if end.strip()]
