@@ -8,7 +8,7 @@ has the distribution of plain sampling, but not the same tokens.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -29,8 +29,9 @@ from .kernels.reference import (
     position_uniform,
     scored_tokens,
 )
+from .models.cache import TargetCache
 from .models.dflash.network import ContextKV, Drafter, SampledDraft
-from .models.target import Target
+from .models.target import Target, TargetOutput
 from .sampling import DraftSampleMethod, GrammarError, SamplingParams, int64_seed
 
 
@@ -67,8 +68,7 @@ def stream(
             `params`; temperature 0 is greedy.
         draft_tree: > 0 drafts a tree of this many nodes per step, see `propose_tree`; 0 a chain. A step's `drafted` is
             the depth of its tree.
-        draft_tree_width: maximum children of a node; 1 is a chain, the only width for a target with recurrent layers.
-            None: see `Target.tree_width`.
+        draft_tree_width: maximum children of a node; 1 is a chain. None: see `Target.tree_width`.
 
     Raises:
         UserError: an empty prompt, one that leaves no room for an answer, a token id of the prompt or of a bias outside
@@ -132,16 +132,21 @@ def stream(
                 draft = propose(target, drafter, context, last, p)[: remaining - 1]
 
         block = torch.tensor([[last, *draft]], device=target.device)
-        if draft:
-            cache.begin_block()
         branching = tree if width > 1 else None  # else its rows are consecutive, as those of any draft
         visible = branching.visible if branching else None
-        out = target.forward(block, taps=taps, cache=cache, logits="all", visible=visible)
+        by_path = visible is not None and cache.recurrent
+        if visible is not None and by_path:
+            out = _run_by_path(target, block, visible, taps, cache)
+        else:
+            if draft:
+                cache.begin_block()
+            out = target.forward(block, taps=taps, cache=cache, logits="all", visible=visible)
         assert out.logits is not None
         tokens, logits = generation.tokens, out.logits[0]
         if branching:
             path, chosen = walk(branching, logits, prompt_ids + tokens, tokens, params, stop_ids, matcher)
-            cache.move_path(block.shape[1], path)
+            if not by_path:
+                cache.move_path(block.shape[1], path)
             drafted = int(branching.depths.max())
         else:
             # the longest drafted prefix that equals the target's own choices, then its choice at the first mismatch
@@ -157,14 +162,37 @@ def stream(
         generation.steps.append(Step(drafted, min(accepted, len(committed)), tuple(committed), offered))
 
         # rejected tokens leave the target's cache; the verified ones enter the drafter's context
-        if cache.end_block(len(draft) + 1, accepted + 1):
-            target.forward(block[:, : accepted + 1], cache=cache)
+        if by_path or cache.end_block(len(draft) + 1, accepted + 1):
+            target.forward(block[:, path], cache=cache)
             cache.flush()
         features = None if out.features is None else out.features[:, path]
         more = _context_kv(drafter, features, p, accepted + 1)
         context = context.append(more) if context and more else more
         generation.decode_s += time.perf_counter() - started
         yield generation
+
+
+def _run_by_path(target: Target, ids: Tensor, visible: Tensor, taps: Sequence[int], cache: TargetCache) -> TargetOutput:
+    """Runs the rows of a tree, the path to each leaf alone, as recurrent layers need; none stays in the cache.
+
+    Args:
+        ids: [1, N + 1], the anchor and the nodes.
+        visible: see `DraftTree.visible`.
+    """
+    rows, logits, features = list[int](), list[Tensor](), list[Tensor]()
+    for leaf in (visible.sum(0) == 1).nonzero()[:, 0].tolist():
+        path = visible[leaf].nonzero()[:, 0].tolist()
+        cache.begin_block()
+        out = target.forward(ids[:, path], taps=taps, cache=cache, logits="all")
+        cache.end_block(len(path), 0)
+        assert out.logits is not None
+        rows += path
+        logits.append(out.logits)
+        if out.features is not None:
+            features.append(out.features)
+    first = [rows.index(row) for row in range(len(visible))]
+    kept = torch.cat(features, dim=1)[:, first] if features else None
+    return TargetOutput(kept, torch.cat(logits, dim=1)[:, first], None)
 
 
 def propose(target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int) -> list[int]:

@@ -200,7 +200,7 @@ class DraftOptions:
     draft_tree_width: int | None = option(
         None,
         "maximum children of a tree node; 1 drafts chains of adaptive length (default: 8, or 1 for a target with "
-        "recurrent layers)",
+        "recurrent layers, where trees are not yet known to be faster)",
     )
     draft_sample_method: str = option(
         "greedy",

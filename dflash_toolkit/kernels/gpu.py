@@ -61,6 +61,7 @@ from .triton.sample import rejection_sample, sample
 from .triton.tree_accept import accept_trees, move_rows_
 from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
+from .triton.tree_delta import keep_path_, tree_delta_inputs, tree_delta_rule
 from .triton.tree_results import expected_accepted, pack_tree_results
 from .triton.walk import sampled_walk, walk
 
@@ -294,6 +295,9 @@ class Gpu(Reference):
     delta_inputs = staticmethod(delta_inputs)
     delta_rule = staticmethod(delta_rule)
     delta_chunk = staticmethod(delta_chunk)
+    tree_delta_inputs = staticmethod(tree_delta_inputs)
+    tree_delta_rule = staticmethod(tree_delta_rule)
+    keep_path_ = staticmethod(keep_path_)
     gated_rms_norm = staticmethod(gated_rms_norm)
     gated_rms_norm_quantized = staticmethod(gated_rms_norm_quantized)
     row_top = staticmethod(row_top)

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .delta import DeltaMemory
 from .formats import (
     Operand,
     RowScaledFp8,
@@ -23,6 +22,12 @@ from .reference_attention import block_attention as block_attention
 from .reference_attention import chain_attention as chain_attention
 from .reference_attention import slots_of as slots_of
 from .reference_attention import tree_attention as tree_attention
+from .reference_delta import delta_chunk as delta_chunk
+from .reference_delta import delta_inputs as delta_inputs
+from .reference_delta import delta_rule as delta_rule
+from .reference_delta import keep_path_ as keep_path_
+from .reference_delta import tree_delta_inputs as tree_delta_inputs
+from .reference_delta import tree_delta_rule as tree_delta_rule
 from .reference_tree import accept_trees as accept_trees
 from .reference_tree import cut_trees as cut_trees
 from .reference_tree import draft_children as draft_children
@@ -31,7 +36,6 @@ from .reference_tree import grow_trees as grow_trees
 from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
 from .reference_tree import pack_tree_results as pack_tree_results
-from .tree import TreeRows
 
 
 def filtered_probabilities(
@@ -710,140 +714,7 @@ def _filtered_by_row(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: 
     return torch.where((min_p > 0.0)[:, None], kept / kept.sum(-1, keepdim=True), probabilities)
 
 
-# ---- gated delta nets (Yang et al., arXiv 2412.06464), as transformers' Qwen3_5GatedDeltaNet has them ----
-
-
-def delta_inputs(
-    qkv: Tensor,
-    ba: Tensor,
-    weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    memory: DeltaMemory,
-    slots: Tensor,
-    stay: Tensor,
-    counts: Tensor,
-    chains: TreeRows | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the delta rule's inputs: those of the last block's committed rows, then those of this block's rows.
-
-    The memory's window advances over the committed rows. Then it stores the inputs and gates of this block.
-
-    Args:
-        qkv: [M, C] queries, keys and values before the short convolution; row b * S + k is row k of request b. It may
-            be columns of a wider matrix.
-        ba: [P, M, 2 N] partial sums of the projections to beta and to the decay, of N heads.
-        weight: [C, T], of the convolution over the last T inputs of each channel; SiLU follows.
-        a_log, dt_bias: [N]; the state decays by exp(-exp(a_log) softplus(a + dt_bias)).
-        slots: int32 [B], each request's slot in the memory.
-        stay: int32 [B], number of committed rows of a request's last block, see `accept`.
-        counts: int32 [B]; rows k >= counts[b] are padding and leave no trace.
-        chains: given if the rows are those of trees without siblings: then row k of request b is chains.starts[b] + k,
-            counts[b] <= `memory.rows`, and S is `memory.rows`.
-
-    Returns:
-        [B, R, C] in qkv's dtype and gates fp32 [B, R, 2, N], R = `memory.rows` + S. Request b has stay[b] +
-        counts[b] rows.
-    """
-    batch, taps = len(slots), weight.shape[1]
-    block = len(qkv) // batch if chains is None else memory.rows
-    starts = range(0, batch * block, block) if chains is None else chains.starts.tolist()
-    mixed = qkv.new_zeros(batch, memory.rows + block, qkv.shape[1])
-    gates = memory.gates.new_zeros(batch, memory.rows + block, 2, len(a_log))
-    b, a = ba.float().sum(0).to(qkv.dtype).float().chunk(2, dim=1)
-    decay = (-a_log.float().exp() * F.softplus(a + dt_bias.float())).exp()
-    own = torch.stack([decay, b.sigmoid().to(qkv.dtype).float()], dim=1)  # [M, 2, N]
-    for i, (slot, old, count) in enumerate(zip(slots.tolist(), stay.tolist(), counts.tolist(), strict=True)):
-        if not old + count:
-            continue
-        rows = slice(starts[i], starts[i] + count)
-        sequence = torch.cat([memory.window[slot], memory.inputs[slot, :old], qkv[rows]])  # [T - 1 + old + count, C]
-        convolved = (sequence.float().unfold(0, taps, 1) * weight.float()).sum(-1).to(qkv.dtype)
-        mixed[i, : old + count] = F.silu(convolved)
-        gates[i, : old + count] = torch.cat([memory.gates[slot, :old], own[rows]])
-        memory.window[slot] = sequence[old : old + taps - 1]
-        memory.inputs[slot, :count], memory.gates[slot, :count] = qkv[rows], own[rows]
-    return mixed, gates
-
-
-def delta_rule(
-    mixed: Tensor,
-    gates: Tensor,
-    memory: DeltaMemory,
-    slots: Tensor,
-    stay: Tensor,
-    counts: Tensor,
-    chains: TreeRows | None = None,
-) -> Tensor:
-    """Returns the outputs of a block's rows, after updating the state with the committed rows of the last block.
-
-    S <- decay S; S <- S + k (beta (v - S^T k))^T; the output is S^T q, with keys and queries of length 1 and queries
-    over sqrt(H_k). A head of queries and keys serves the N / G heads of values at its place.
-
-    Args:
-        mixed, gates, slots, stay, counts, chains: as for `delta_inputs`; mixed has G heads of queries, G of keys, N of
-            values.
-        memory: its state is advanced to the beginning of this block.
-
-    Returns:
-        [M, N H_v] in mixed's dtype; padding is zero.
-    """
-    heads, width_k, width_v = memory.state.shape[1:]
-    groups = (mixed.shape[2] - heads * width_v) // (2 * width_k)
-    batch, block = len(slots), mixed.shape[1] - memory.rows
-    starts = range(0, batch * block, block) if chains is None else chains.starts.tolist()
-    out = mixed.new_zeros(batch * block if chains is None else len(chains.requests), heads * width_v)
-    q, k, v = mixed.float().split([groups * width_k, groups * width_k, heads * width_v], dim=2)
-    q, k = (t.unflatten(2, (groups, width_k)).repeat_interleave(heads // groups, dim=2) for t in (q, k))
-    q, k = (t * torch.rsqrt(t.pow(2).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-    q, v = q / width_k**0.5, v.unflatten(2, (heads, width_v))
-    for i, (slot, old, count) in enumerate(zip(slots.tolist(), stay.tolist(), counts.tolist(), strict=True)):
-        state = memory.state[slot]
-        for row in range(old + count):
-            if row == old:
-                memory.state[slot] = state
-            decay, beta = gates[i, row, :, :, None]  # [N, 1]
-            state = state * decay[..., None]
-            delta = (v[i, row] - (state * k[i, row, :, :, None]).sum(1)) * beta
-            state = state + k[i, row, :, :, None] * delta[:, None]
-            if row >= old:
-                out[starts[i] + row - old] = (state * q[i, row, :, :, None]).sum(1).flatten().to(out.dtype)
-        if not count:
-            memory.state[slot] = state
-    return out
-
-
-def delta_chunk(
-    qkv: Tensor,
-    ba: Tensor,
-    weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    memory: DeltaMemory,
-    slots: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-) -> Tensor:
-    """Computes `delta_inputs` and `delta_rule` for rows that are all committed, and updates the memory with them.
-
-    Args:
-        starts: int32 [B], tokens before the first row; 0 resets the memory.
-
-    Returns:
-        [M, N H_v] in qkv's dtype; padding is zero.
-    """
-    rows = len(qkv) // len(slots)
-    at = slots.long()
-    state, window = memory.state[at], memory.window[at]
-    state[starts == 0], window[starts == 0] = 0.0, 0.0
-    kept = (memory.inputs.new_zeros(len(at), rows, qkv.shape[1]), memory.gates.new_zeros(len(at), rows, 2, len(a_log)))
-    own, order, none = DeltaMemory(state, window, *kept), torch.arange(len(at)), torch.zeros_like(counts)
-    parameters, found = (weight, a_log, dt_bias, own, order), []
-    for stay, count in ((none, counts), (counts, none)):
-        parts = delta_inputs(qkv, ba, *parameters, stay, count)
-        found.append(delta_rule(*parts, own, order, stay, count))
-    memory.state[at], memory.window[at] = own.state, own.window
-    return found[0]
+# ---- norms of gated delta nets ----------------------------------------------------------------------
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

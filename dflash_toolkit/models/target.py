@@ -448,11 +448,11 @@ class Target:
         """Returns the maximum children of a tree node for this model, see `width_for`; 1 makes chains, always valid.
 
         Raises:
-            UserError: see `width_for`.
             UnsupportedModel: see `check_trees`.
         """
-        width = width_for(asked, self.new_cache().recurrent)
-        if width > 1:
+        recurrent = self.new_cache().recurrent
+        width = width_for(asked, recurrent)
+        if width > 1 and not recurrent:  # whose paths run alone
             self.check_trees()
         return width
 

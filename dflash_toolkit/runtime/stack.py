@@ -49,9 +49,12 @@ class States:
     """The states of recurrent layers that a pass continues from."""
 
     slots: Tensor  # int32 [B]; 0: no request
-    counts: Tensor  # int32 [B], rows of each request that are tokens
+    counts: Tensor  # int32 [B], rows of each request that are tokens; 0 with `nodes`
     stay: Tensor | None = (
         None  # int32 [B], committed rows of the last block. None: the chunk of a prompt, which is kept whole
+    )
+    nodes: list[tuple[Tensor, Tensor]] | None = (
+        None  # for rows of trees: receives the inputs and gates of each layer, see `Stack.keep_path`
     )
 
 
@@ -59,7 +62,7 @@ class States:
 class Rows:
     """The positions of the rows of one pass: row b * S + k is slot k of request b, at position lengths[b] + k.
 
-    With `tree`, the rows are anchors and nodes of draft trees, at its positions. Recurrent layers accept chains only.
+    With `tree`, the rows are anchors and nodes of draft trees, at its positions.
     """
 
     lengths: Tensor  # int32 [B], tokens before the block
@@ -124,7 +127,8 @@ class Attention:
 class GatedDeltaNet:
     """A mixer: a short convolution over queries, keys and values of normed rows, then the delta rule, normed and gated.
 
-    A block does not change the state: the next block adds the committed rows, see `DeltaMemory`.
+    A block does not change the state: the next block adds the committed rows, see `DeltaMemory`. Rows of trees are
+    computed after these, from a state that no node changes; then `Stack.keep_path` keeps the accepted ones.
     """
 
     spec: GatedDeltaNetSpec
@@ -151,6 +155,13 @@ class GatedDeltaNet:
         inputs = (qkv, ba, w.conv, w.a_log, w.dt_bias, self.memory, states.slots)
         if states.stay is None:
             mixed = ops.delta_chunk(*inputs, rows.lengths, states.counts)
+        elif states.nodes is not None:
+            assert rows.tree is not None and rows.paths is not None
+            last = ops.delta_inputs(qkv[:0], ba[:, :0], *inputs[2:], states.stay, states.counts)
+            ops.delta_rule(*last, self.memory, states.slots, states.stay, states.counts)
+            mixed, gates = ops.tree_delta_inputs(*inputs, rows.tree, rows.paths)
+            states.nodes.append((qkv, gates))
+            mixed = ops.tree_delta_rule(mixed, gates, self.memory, states.slots, rows.tree, rows.paths)
         else:
             parts = ops.delta_inputs(*inputs, states.stay, states.counts, rows.tree)
             mixed = ops.delta_rule(*parts, self.memory, states.slots, states.stay, states.counts, rows.tree)
@@ -313,6 +324,15 @@ class Stack:
     def cached(self) -> list[Tensor]:
         """Returns keys and values, and their scales if there are any, as [layers of attention, 2, slots, G, ...]."""
         return [self.cache] if self.scales is None else [self.cache, self.scales.mT]
+
+    def keep_path(self, states: States, path: Tensor, counts: Tensor) -> None:
+        """Keeps the accepted rows of a pass over trees for the next block, see `DeltaMemory`.
+
+        Args:
+            path, counts: results of `accept_trees`.
+        """
+        for memory, (inputs, gates) in zip(self.memories, states.nodes or (), strict=True):
+            self.ops.keep_path_(memory, inputs, gates, states.slots, path, counts)
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Runs embeddings through every layer and writes their keys and values into the pages.

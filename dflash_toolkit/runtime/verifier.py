@@ -72,7 +72,10 @@ class Verifier:
         Args:
             chains: whether no node has a sibling.
         """
-        states = None if rows.states is None else replace(rows.states, counts=tree.starts.diff())
+        states = rows.states
+        if states is not None:
+            counts = tree.starts.diff() if chains else torch.zeros_like(states.slots)
+            states = replace(states, counts=counts)
         return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths, chains=chains, states=states))
 
     def commit(self, draft: Tensor, choice: Tensor, state: BatchState) -> Verdict:
@@ -84,19 +87,19 @@ class Verifier:
         return Verdict(path, counts, last)
 
     def commit_trees(
-        self, tree: TreeRows, choice: Tensor, state: BatchState, lengths: Tensor, block: int, *, chains: bool = False
+        self, tree: TreeRows, choice: Tensor, state: BatchState, rows: Rows, block: int, *, chains: bool = False
     ) -> tuple[Verdict, Tensor]:
         """Compares trees with the choices [M] of the first requests, and advances the state and pages of the batch.
 
         Args:
-            lengths: int32 [B], tokens before the anchors; not changed.
+            rows: those that `read_trees` got; not changed.
             block: S, the most tokens that a request commits.
             chains: whether no node has a sibling; then all rows are already at their positions.
 
         Returns:
             The verdict, and the rows of the accepted path, int64 [B, S]; its last row is repeated.
         """
-        batch, ops = len(lengths), self.stack.ops
+        batch, ops = len(rows.lengths), self.stack.ops
         last, forced = state.last_token[:batch], self._forced_now(batch, block)
         counts, tokens, path = ops.accept_trees(
             tree, choice, state.active[:batch], state.lengths[:batch], last, block, forced
@@ -105,7 +108,9 @@ class Verifier:
         if not chains:
             pages = state.page_table[:batch], state.page_size
             for cached in self.stack.cached:
-                ops.move_rows_(cached, tree, path, counts, lengths, *pages)
+                ops.move_rows_(cached, tree, path, counts, rows.lengths, *pages)
+            if rows.states is not None:
+                self.stack.keep_path(rows.states, path, counts)
         return Verdict(tokens, counts, last), path
 
     def _forced_now(self, batch: int, block: int) -> Tensor | None:

@@ -277,11 +277,10 @@ def test_answers_with_draft_trees_equal_plain_answers(
 
 
 @pytest.mark.parametrize("make", [EnginePair.load, ReferencePair])
-def test_trees_are_refused_for_recurrent_targets(make: Any) -> None:
+def test_drafts_of_recurrent_targets_are_chains_by_default(make: Any) -> None:
     target = make_target("qwen3_5")
     drafter = make_drafter(target)
-    with pytest.raises(UserError, match="recurrent layers"):
-        make(target, drafter, draft_tree=8, draft_tree_width=2)
+    assert make(target, drafter, draft_tree=8, draft_tree_width=2).facts["draft_tree_width"] == 2
     assert make(target, drafter, draft_tree=8).facts["draft_tree_width"] == 1
 
 

@@ -282,9 +282,11 @@ def test_clearly_faster_methods_than_blocks_are_recommended() -> None:
     )
 
 
-def test_recurrent_targets_sweep_only_blocks_and_chains(target: Target, drafter: Drafter) -> None:
+def test_recurrent_targets_sweep_trees_of_an_explicit_width(target: Target, drafter: Drafter) -> None:
     pair = EnginePair.load(target, drafter)
     assert [each.kind for each in candidates(pair, (4, 8))] == ["blocks", "chains", "trees", "trees"]
     recurrent = make_target("qwen3_5")
     pair = EnginePair.load(recurrent, make_drafter(recurrent))
-    assert [each.kind for each in candidates(pair, (4, 8))] == ["blocks", "chains"]
+    found = candidates(pair, (4,))
+    assert [each.kind for each in found] == ["blocks", "chains", "trees"]
+    assert found[-1].options == ["--draft-tree", "4", "--draft-tree-width", "8"]

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,71 +14,16 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Q
 
 pytest.importorskip("triton")
 
+from delta_nets import ROWS, TAPS, Net, copied, net
 from kernel_inputs import DEVICE, assert_as_exact_as_torch, guarded, in_turn, integers
 
 from dflash_toolkit.kernels import fla, reference
-from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.kernels.reference import cut_trees, grow_trees
 from dflash_toolkit.kernels.tree import TreeRows
 from dflash_toolkit.kernels.triton import delta as kernels
 from dflash_toolkit.kernels.triton import delta_chunk as chunked
 
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")  # `make test-gpu` runs them there
-TAPS, ROWS = 4, 5  # those of the convolution; those of the longest block
-
-
-@dataclass(frozen=True)
-class Net:
-    """A mixer's parameters and sizes."""
-
-    groups: int
-    heads: int
-    width_k: int
-    width_v: int
-    weight: Tensor  # [C, T]
-    a_log: Tensor
-    dt_bias: Tensor
-    dtype: torch.dtype
-
-    @property
-    def channels(self) -> int:
-        return len(self.weight)
-
-    def memory(self, slots: int) -> DeltaMemory:
-        widths = self.width_k, self.width_v
-        return DeltaMemory.empty(slots, ROWS, TAPS, self.channels, self.heads, widths, self.dtype, torch.device(DEVICE))
-
-    def rows(self, batch: int, block: int) -> Tensor:
-        """Random inputs [B * S, C + 2 N] of a block."""
-        return torch.randn(batch * block, self.channels + 2 * self.heads, device=DEVICE).to(self.dtype)
-
-    def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the inputs of the convolution, and partial sums of the gates' inputs."""
-        qkv, ba = rows.split([self.channels, 2 * self.heads], dim=1)
-        return qkv, torch.stack([0.75 * ba.float(), 0.25 * ba.float()])
-
-    def step(
-        self, ops: ModuleType, rows: Tensor, memory: DeltaMemory, slots: Sequence[int], stay: Sequence[int],
-        counts: Sequence[int], chains: TreeRows | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Outputs [M, N H_v] of rows [M, C + 2 N], between columns of NaN."""
-        wide = torch.full((len(rows), rows.shape[1] + 7), math.nan, dtype=rows.dtype, device=DEVICE)
-        wide[:, 2:-5] = rows
-        qkv, ba = self.parted(wide[:, 2:-5])
-        where = integers(slots), integers(stay), integers(counts)
-        parts = ops.delta_inputs(qkv, ba, self.weight, self.a_log, self.dt_bias, memory, *where, chains)
-        return ops.delta_rule(*parts, memory, *where, chains)
-
-
-def net(groups: int, heads: int, width_k: int, width_v: int, dtype: torch.dtype = torch.float32) -> Net:
-    channels = 2 * groups * width_k + heads * width_v
-    weight = guarded((torch.randn(channels, TAPS) / 2).to(dtype))
-    rates, bias = torch.empty(heads).uniform_(0.01, 4).log(), torch.randn(heads)
-    return Net(groups, heads, width_k, width_v, weight, guarded(rates), guarded(bias.to(dtype)), dtype)
-
-
-def copied(memory: DeltaMemory) -> DeltaMemory:
-    return DeltaMemory(*(getattr(memory, each.name).clone() for each in fields(memory)))
 
 
 # for every step: how many rows of the last block stayed, and how many of this one are real, for three requests

@@ -1,4 +1,4 @@
-"""Chains of each request's own length, for targets with recurrent layers, which cannot verify trees."""
+"""Chains of each request's own length, for targets with recurrent layers, which draft them by default."""
 
 import random
 from dataclasses import replace
@@ -8,7 +8,7 @@ from engines import knowing, make_engine, prompts_of, same
 from planted_trees import plain, planting, watch
 from recurrent_engines import any_shapes, pair
 
-from dflash_toolkit import SamplingParams, UserError, generate
+from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.ops import Reference
 from dflash_toolkit.runtime.request import StepShape
@@ -58,11 +58,10 @@ def test_chain_length_does_not_change_answers(params: SamplingParams) -> None:
     assert sum(len(got.steps) for got in answers) < 3 * 48 / 2
 
 
-def test_recurrent_targets_use_chains_and_no_wider_trees() -> None:
+def test_recurrent_targets_draft_chains_unless_asked_for_trees() -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, draft_tree=63)
     assert (engine.options.draft_tree, engine.options.draft_tree_width) == (7, 1), "no chain is longer than a block"
     assert engine.runner.max_places == 8
-    with pytest.raises(UserError, match="draft_tree_width is 8"):
-        make_engine(target, drafter, draft_tree=8, draft_tree_width=8)
+    assert make_engine(target, drafter, draft_tree=8, draft_tree_width=8).options.draft_tree == 8
     assert make_engine(target, drafter, draft_tree_width=8).runner.trees is None, "without trees it means nothing"

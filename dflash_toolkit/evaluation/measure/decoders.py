@@ -19,7 +19,7 @@ from torch import Tensor
 from ...config import UnsupportedModel, UserError
 from ...data.prompts import Message, Tool
 from ...decode import stream
-from ...draft_tree import width_for
+from ...draft_tree import WIDTH, width_for
 from ...fingerprint import drafter_digest, sample_digest, template_digest
 from ...generation import FinishReason, Generation
 from ...models.dflash.network import Drafter
@@ -267,7 +267,7 @@ class Pair(ABC):
     concurrency: int = 1  # concurrent requests of a report
     modules: tuple[Target, Drafter] | None = None  # Hugging Face modules, if loaded
     where: str | None = None  # the server that decodes; None: this process
-    supports_trees: bool = True  # False: only chains
+    tree_width: int | None = None  # draft_tree_width of trees; None: its default
 
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """Sets the maximum number of tokens of a prompt and its answer together."""
@@ -377,7 +377,6 @@ class EnginePair(Pair):
 
     Raises:
         ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
-        UserError: see `width_for`.
     """
 
     name = "engine"
@@ -413,7 +412,8 @@ class EnginePair(Pair):
         self.tokenizer, self.facts = tokenizer, facts | how | _tree_facts(draft_tree, draft_tree_width)
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
-        self.supports_trees = not target.spec.recurrent
+        if target.spec.recurrent:
+            self.tree_width = WIDTH  # the default makes chains
         self._context = self.context_limit
         self._decoders: dict[bool, EngineDecoder] = {}  # by whether it drafts
 

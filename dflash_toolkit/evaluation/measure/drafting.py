@@ -40,8 +40,8 @@ class Drafts:
 
 
 def candidates(pair: Pair, nodes: Iterable[int]) -> list[Drafts]:
-    """Returns blocks, chains and, if the target supports trees, trees of each number of nodes."""
-    trees = [Drafts("trees", count) for count in nodes] if pair.supports_trees else []
+    """Returns blocks, chains and trees of each number of nodes."""
+    trees = (Drafts("trees", count, pair.tree_width) for count in nodes)
     return [Drafts("blocks"), Drafts("chains", pair.block_size - 1, 1), *trees]
 
 

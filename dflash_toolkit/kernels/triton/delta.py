@@ -51,6 +51,22 @@ def gate_sums(p_ba, mask, N, stride_part, PARTS: tl.constexpr, FORMAT: tl.conste
     return b_b.to(FORMAT).to(tl.float32), b_a.to(FORMAT).to(tl.float32)
 
 
+@triton.jit
+def gates_of(p_ba, mask, a_log_p, dt_p, o_n, N, stride_part, PARTS: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns decay factors and beta of rows, fp32 [rows, heads]."""
+    b_b, b_a = gate_sums(p_ba, mask, N, stride_part, PARTS, FORMAT)
+    b_rate = tl.exp(tl.load(a_log_p + o_n, mask=o_n < N, other=0.0).to(tl.float32))
+    b_dt = tl.load(dt_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+    return tl.exp(-b_rate[None, :] * _softplus(b_a + b_dt[None, :])), _sigmoid(b_b).to(FORMAT).to(tl.float32)
+
+
+@triton.jit
+def activated(b_acc, FORMAT: tl.constexpr):
+    """Returns the activation of a convolution, whose sums are rounded to a format."""
+    b_y = b_acc.to(FORMAT).to(tl.float32)
+    return (b_y * _sigmoid(b_y)).to(FORMAT)
+
+
 @triton.jit(do_not_specialize=["S"])
 def _delta_inputs_kernel(
     qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, inputs_p, gates_p, slots_p, stay_p, counts_p, starts_p,
@@ -81,10 +97,8 @@ def _delta_inputs_kernel(
             b_acc += (
                 b_x.to(tl.float32) * tl.load(w_p + o_c * TAPS + tap, mask=o_c < C, other=0.0).to(tl.float32)[None, :]
             )
-        b_y = b_acc.to(mixed_p.dtype.element_ty).to(tl.float32)  # as stored between convolution and activation
-        b_y = b_y * _sigmoid(b_y)
         p_out = mixed_p + o_out[:, None] * C + o_c[None, :]
-        tl.store(p_out, b_y.to(mixed_p.dtype.element_ty), mask=m_all[:, None] & m_c)
+        tl.store(p_out, activated(b_acc, mixed_p.dtype.element_ty), mask=m_all[:, None] & m_c)
         o_w = tl.arange(0, ROWS)  # more rows than in the window
         b_window = _input(p_qkv, p_window, p_inputs, stay - (TAPS - 1) + o_w, stay, stay, C, stride_qkv, m_c, TAPS)
         b_new = tl.load(p_qkv + o_r.to(tl.int64)[:, None] * stride_qkv, mask=m_new[:, None] & m_c, other=0.0)
@@ -95,11 +109,9 @@ def _delta_inputs_kernel(
         o_n = tl.arange(0, HEADS)
         m_n = (o_n < N)[None, :]
         p_ba = ba_p + (first + o_r)[:, None] * stride_ba + o_n[None, :]
-        b_b, b_a = gate_sums(p_ba, m_new[:, None] & m_n, N, stride_part, PARTS, mixed_p.dtype.element_ty)
-        b_rate = tl.exp(tl.load(a_log_p + o_n, mask=o_n < N, other=0.0).to(tl.float32))
-        b_dt = tl.load(dt_p + o_n, mask=o_n < N, other=0.0).to(tl.float32)
-        b_decay = tl.exp(-b_rate[None, :] * _softplus(b_a + b_dt[None, :]))
-        b_beta = _sigmoid(b_b).to(mixed_p.dtype.element_ty).to(tl.float32)
+        b_decay, b_beta = gates_of(
+            p_ba, m_new[:, None] & m_n, a_log_p, dt_p, o_n, N, stride_part, PARTS, mixed_p.dtype.element_ty
+        )
         p_kept = gates_p + (slot * MOST + o_r)[:, None] * 2 * N + o_n[None, :]
         b_old_decay = tl.load(p_kept, mask=m_old[:, None] & m_n, other=0.0)
         b_old_beta = tl.load(p_kept + N, mask=m_old[:, None] & m_n, other=0.0)
@@ -125,7 +137,7 @@ def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS:
 
 
 @triton.jit
-def _delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
+def delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
     """Loads query, key, value, decay and beta of one row, one row ahead."""
     there = row < end
     b_q = tl.load(p_qk + row * C, mask=m_k & there, other=0.0).to(tl.float32)
@@ -134,6 +146,17 @@ def _delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
     decay = tl.load(p_gate + row * 2 * N, mask=there, other=0.0)
     beta = tl.load(p_gate + row * 2 * N + N, mask=there, other=0.0)
     return b_q, b_k, b_v, decay, beta
+
+
+@triton.jit
+def updated(b_state, b_q, b_k, b_v, decay, beta, scale):
+    """Returns the state after a row, and the row's output."""
+    b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
+    b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6) * scale
+    b_state *= decay
+    b_delta = (b_v - tl.sum(b_state * b_k[:, None], axis=0)) * beta
+    b_state += b_k[:, None] * b_delta[None, :]
+    return b_state, tl.sum(b_state * b_q[:, None], axis=0)
 
 
 @triton.jit(do_not_specialize=["S", "M"])
@@ -168,17 +191,12 @@ def _delta_rule_kernel(
     b_state = tl.load(p_state, mask=m_state & known, other=0.0)
     wait_for_previous(PDL)
     start_next(PDL)
-    b_q, b_k, b_v, decay, beta = _delta_row(p_qk, p_v, gates_p, 0, end, C, N, G * H_K, m_k, m_v)
+    b_q, b_k, b_v, decay, beta = delta_row(p_qk, p_v, gates_p, 0, end, C, N, G * H_K, m_k, m_v)
     for row in range(end):  # one body for old and new rows, so that both round the same way
         if row == stay:
             tl.store(p_state, b_state, mask=m_state & (stay > 0))
-        n_q, n_k, n_v, n_decay, n_beta = _delta_row(p_qk, p_v, gates_p, row + 1, end, C, N, G * H_K, m_k, m_v)
-        b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
-        b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6) * scale
-        b_state *= decay
-        b_delta = (b_v - tl.sum(b_state * b_k[:, None], axis=0)) * beta
-        b_state += b_k[:, None] * b_delta[None, :]
-        b_out = tl.sum(b_state * b_q[:, None], axis=0)
+        n_q, n_k, n_v, n_decay, n_beta = delta_row(p_qk, p_v, gates_p, row + 1, end, C, N, G * H_K, m_k, m_v)
+        b_state, b_out = updated(b_state, b_q, b_k, b_v, decay, beta, scale)
         tl.store(p_out + (row - stay) * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v & (row >= stay))
         b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
     if CHUNK or count == 0:

@@ -128,7 +128,9 @@ class TreeProgram:
         batch, block, rows, mode = part.rows, part.block, part.nodes, part.mode
         context, state, target = self._context, self._context.state, self._context.target
         verifier, ops = context.verifier, context.ops
-        at = state.rows(batch)
+        at, chains = state.rows(batch), self.width == 1
+        if at.states is not None and not chains:
+            at = replace(at, states=replace(at.states, nodes=[]))
         last = state.last_token[:batch]
         room = state.sampler.ends_at[:batch] - at.lengths - 1  # the bonus token is always committed
         discounts = self._discounts[:batch]
@@ -141,7 +143,6 @@ class TreeProgram:
         promise = ops.expected_accepted(trees, values, ranks, limits, drafted, row_buckets(batch))
         if context.random_tokens is not None:
             tree = replace(tree, tokens=context.random_tokens[:rows])
-        chains = self.width == 1
         hidden, features = verifier.read_trees(trees, tree, at, chains=chains)
         requests, logits = tree.requests.clamp(min=0).long(), None
         if mode == Mode.FULL:
@@ -151,7 +152,7 @@ class TreeProgram:
             choice = state.sampler.choose_each(hidden, target.head, requests, tree.positions)
         else:
             choice = state.sampler.greedy(hidden, target.head)
-        verdict, path = verifier.commit_trees(tree, choice, state, at.lengths, block, chains=chains)
+        verdict, path = verifier.commit_trees(tree, choice, state, at, block, chains=chains)
         if features is not None:
             self._proposer.write_context(features.index_select(0, path.flatten()), at, verdict.counts)
         logprobs = None
