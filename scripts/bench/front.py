@@ -27,8 +27,7 @@ from dflash_toolkit.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
-from scripts.bench.serve import chat_bodies, load
-from scripts.measure import setting
+from scripts.bench.serve import chat_bodies, cpu_seconds, load
 
 CONTEXT = 2048
 TOKENS = (11, 401)  # of an answer
@@ -119,14 +118,6 @@ def engine_main(args: argparse.Namespace, vocabulary: int, path: Path, control: 
     loop.run()
 
 
-def cpu_s(pid: int) -> float:
-    """Returns the CPU seconds that a process has used, all threads included."""
-    return (
-        sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
-        / 1e9
-    )
-
-
 def measure(args: argparse.Namespace, conversations: list[list[dict[str, str]]]) -> dict[str, Any]:
     from dflash_toolkit.models.target import load_tokenizer
     from dflash_toolkit.serve.config import ServeConfig
@@ -163,7 +154,7 @@ def measure(args: argparse.Namespace, conversations: list[list[dict[str, str]]])
         def used() -> tuple[float, float, int]:
             pipe.send(None)
             loop_s, steps = pipe.recv()
-            return sum(cpu_s(process.pid) for process in fronts), loop_s, steps
+            return sum(cpu_seconds(process.pid) for process in fronts), loop_s, steps
 
         rows = []
         for tokens in TOKENS:
@@ -211,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--processes", type=int, default=1, help="processes that run the clients")
     parser.add_argument("--output", type=Path, required=True)
+    from scripts.measure import setting  # needs torch, which processes of clients do not import
+
     args = parser.parse_args(argv)
     rows = [row for rows in read_prompt_sets([args.prompts]).values() for row in rows]
     conversations = list(itertools.islice(itertools.cycle([list(row.messages) for row in rows]), args.requests))

@@ -32,9 +32,7 @@ from dflash_toolkit.files import write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
-from scripts.measure import setting
-
-START_S = 600.0
+WARM_UP_TOKENS = 64  # of an answer; some steps are only captured when a batch first needs them
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -148,49 +146,69 @@ def load(url: str, bodies: list[dict[str, Any]], count: int, processes: int) -> 
     return row
 
 
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU seconds that the threads of a process have used."""
+    seconds = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            seconds += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
+
+
+def processes_of(pid: int) -> list[int]:
+    """Returns a server's processes: the first front end and those that it has started."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
 # ---- the engine alone ----------------------------------------------------------------------------------------------
+
+
+def decode(engine: Any, prompts: Iterator[list[int]], tokens: int, count: int) -> dict[str, Any]:
+    """Decodes prompts, `count` at a time."""
+    from dflash_toolkit.sampling import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    first: list[float] = []
+    steps: list[float] = []
+    running: list[Any] = []
+    done = 0
+    began = before = time.perf_counter()
+    while True:
+        while len(running) < count and (prompt := next(prompts, None)) is not None:
+            running.append(engine.submit(prompt, params))
+        if not running:
+            break
+        engine.step()
+        now = time.perf_counter()
+        steps.append(now - before)
+        before = now
+        for request in [request for request in running if request.finished]:
+            running.remove(request)
+            done += len(request.tokens)
+            first.append(request.generation.prefill_s)
+    return {
+        "clients": count,
+        "tokens_per_second": done / (time.perf_counter() - began),
+        "first_ms": 1e3 * statistics.median(first),
+        "first_p99_ms": 1e3 * quantile(first, 0.99),
+        "step_ms": 1e3 * statistics.median(steps),
+    }
 
 
 def alone(args: argparse.Namespace, conversations: list[list[dict[str, str]]]) -> Iterator[dict[str, Any]]:
     """The same requests without HTTP and text."""
     from dflash_toolkit.data.prompts import encode_chat
     from dflash_toolkit.runtime import EngineOptions, load_engine
-    from dflash_toolkit.sampling import SamplingParams
 
     options = EngineOptions(max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len)
     engine, tokenizer = load_engine(args.target, args.drafter, args.device, options=options)
     while engine.prepare():
         pass
-    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     encoded = [list(encode_chat(tokenizer, messages)) for messages in conversations]
+
     for count in args.clients:
-        prompts = iter(encoded[: args.requests * count])
-        first: list[float] = []
-        steps: list[float] = []
-        running: list[Any] = []
-        tokens = 0
-        began = before = time.perf_counter()
-        while True:
-            while len(running) < count and (prompt := next(prompts, None)) is not None:
-                running.append(engine.submit(prompt, params))
-            if not running:
-                break
-            engine.step()
-            now = time.perf_counter()
-            steps.append(now - before)
-            before = now
-            for request in [request for request in running if request.finished]:
-                running.remove(request)
-                tokens += len(request.tokens)
-                first.append(request.generation.prefill_s)
-        seconds = time.perf_counter() - began
-        yield {
-            "clients": count,
-            "tokens_per_second": tokens / seconds,
-            "first_ms": 1e3 * statistics.median(first),
-            "first_p99_ms": 1e3 * quantile(first, 0.99),
-            "step_ms": 1e3 * statistics.median(steps),
-        }
+        decode(engine, iter(encoded[:count]), WARM_UP_TOKENS, count)
+        yield decode(engine, iter(encoded[: requests_of(args, count)]), args.tokens, count)
     del engine
     gc.collect()
     with contextlib.suppress(ImportError):
@@ -201,8 +219,8 @@ def alone(args: argparse.Namespace, conversations: list[list[dict[str, str]]]) -
 
 
 @contextlib.contextmanager
-def server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """A `dflash-serve` of its own: its address and the name of its model."""
+def server(args: argparse.Namespace) -> Iterator[tuple[str, str, int | None]]:
+    """Yields the address of a `dflash-serve` of its own, the name of its model, and its process id."""
     argv = [sys.executable, "-m", "dflash_toolkit.serve.cli", "--target", args.target, "--port", "0"]
     argv += ["--drafter", args.drafter] if args.drafter else []
     argv += ["--device", args.device, "--max-num-seqs", str(args.max_num_seqs), "--no-access-log"]
@@ -213,7 +231,7 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
             line = process.stdout.readline()
             if not line:
                 raise UserError("the server did not start; see above")
-            yield line.split()[1].removesuffix("/v1"), "model"
+            yield line.split()[1].removesuffix("/v1"), "model", process.pid
         finally:
             process.terminate()
 
@@ -227,10 +245,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", required=True, help="a prompt set, e.g. gsm8k=gsm8k_test.jsonl")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--requests", type=int, default=8, help="requests per client")
+    parser.add_argument("--least", type=int, default=32, help="requests of a load")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--processes", type=int, default=4, help="processes that run the clients")
+    parser.add_argument("--streamed-only", action="store_true", help="omit the answers that are not streamed")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--server", nargs="*", default=[], metavar="WORD", help="more options for dflash-serve")
     parser.add_argument("--output", type=Path, required=True)
@@ -240,11 +260,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def requests_of(args: argparse.Namespace, clients: int) -> int:
+    """Returns the number of requests of a load."""
+    return max(args.requests * clients, args.least)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
+    from scripts.measure import setting  # needs torch, which processes of clients do not import
+
     args = parse(argv)
     rows = [row for rows in read_prompt_sets([args.prompts]).values() for row in rows]
     conversations = [list(row.messages) for row in rows]
-    most = args.requests * max(args.clients)
+    most = max(requests_of(args, count) for count in args.clients)
     conversations = (conversations * -(-most // len(conversations)))[:most]
     result: dict[str, Any] = {**setting("bench/serve.py"), "engine": [], "server": []}
     if args.target is not None:
@@ -253,16 +280,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("engine ", {k: round(v, 2) for k, v in row.items()}, flush=True)
             write_json(args.output, result)
     by_clients = {row["clients"]: row["tokens_per_second"] for row in result["engine"]}
-    running = server(args) if args.url is None else contextlib.nullcontext((args.url, args.model))
-    with running as (url, model):
-        for streamed in (True, False):
+    running = server(args) if args.url is None else contextlib.nullcontext((args.url, args.model, None))
+    with running as (url, model, pid):
+        for streamed in (True, False)[: 1 if args.streamed_only else 2]:
             for count in args.clients:
-                bodies = chat_bodies(model, conversations[: args.requests * count], args.tokens, streamed)
+                bodies = chat_bodies(model, conversations[: requests_of(args, count)], args.tokens, streamed)
+                load(url, chat_bodies(model, conversations[:count], WARM_UP_TOKENS, streamed), count, args.processes)
+                server_processes = processes_of(pid) if pid else []
+                before = [cpu_seconds(process) for process in server_processes]
                 row = {"clients": count, "streamed": streamed, **load(url, bodies, count, args.processes)}
+                seconds = len(bodies) * args.tokens / row["tokens_per_second"]
+                row["cores"] = [
+                    round((cpu_seconds(process) - used) / seconds, 2)
+                    for process, used in zip(server_processes, before, strict=True)
+                ]
                 if count in by_clients:
                     row["of_engine"] = row["tokens_per_second"] / by_clients[count]
                 result["server"].append(row)
-                print("server ", {k: round(v, 2) for k, v in row.items()}, flush=True)
+                print("server ", {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                 write_json(args.output, result)
 
 
