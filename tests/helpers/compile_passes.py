@@ -46,6 +46,7 @@ class Model:
     tokens: int | None = None  # in the vocabulary; None: as the shape has
     fp8_cache: bool = False
     heads: int | None = None  # width of a head, of the target and of the drafter; None: as the shape has
+    chains: bool = False  # instead of trees
 
     def runner(self) -> StepRunner:
         config = named_shape(self.shape)
@@ -66,7 +67,7 @@ class Model:
         return StepRunner(
             target, drafter, Gpu(), num_pages=999, page_size=64, max_num_seqs=16, max_context=8192,
             max_block=shape.block_size, sample_drafts=self.sample_drafts, tree_nodes=63,
-            tree_width=1 if target.spec.recurrent else 8, tree_blocks=(shape.block_size,), fp8_cache=self.fp8_cache,
+            tree_width=1 if self.chains else 8, tree_blocks=(shape.block_size,), fp8_cache=self.fp8_cache,
         )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ FEW = {
     "4B, DFlash 2, sampled drafts, heads of 256": Model("qwen3-4b", "dflash2", sample_drafts=True, heads=256),
     "4B and drafts in FP8 by channels": Model("qwen3-4b", weights=CHANNELS, draft_fp8=True),
     "27B": Model("qwen3.8-27b"),
-    "35B-A3B in FP8": Model("qwen3.6-35b-a3b", weights=FORM),
+    "35B-A3B in FP8": Model("qwen3.6-35b-a3b", weights=FORM, chains=True),
     "4B, a cache in FP8": Model("qwen3-4b", fp8_cache=True),
 }
 MODELS = FEW | {

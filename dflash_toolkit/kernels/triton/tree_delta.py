@@ -126,12 +126,12 @@ def _keep_path_kernel(
     o_kept = (tl.load(slots_p + i_b).to(tl.int64) * MOST + o_p)[:, None]
     if i_c < blocks:
         o_c = (i_c * BLOCK + tl.arange(0, BLOCK))[None, :]
-        mask = m_p & (o_c < C)
-        tl.store(kept_inputs_p + o_kept * C + o_c, tl.load(inputs_p + b_row * stride + o_c, mask=mask), mask=mask)
+        m_c = m_p & (o_c < C)
+        tl.store(kept_inputs_p + o_kept * C + o_c, tl.load(inputs_p + b_row * stride + o_c, mask=m_c), mask=m_c)
     else:
         o_n = tl.arange(0, GATES)[None, :]
-        mask = m_p & (o_n < 2 * N)
-        tl.store(kept_gates_p + o_kept * 2 * N + o_n, tl.load(gates_p + b_row * 2 * N + o_n, mask=mask), mask=mask)
+        m_n = m_p & (o_n < 2 * N)
+        tl.store(kept_gates_p + o_kept * 2 * N + o_n, tl.load(gates_p + b_row * 2 * N + o_n, mask=m_n), mask=m_n)
 
 
 def tree_delta_inputs(
