@@ -22,7 +22,7 @@ from torch import Tensor
 from .features import features_of
 from .paged import PagedKV
 
-# rows of a prompt's chunk; below this, the kernel of hopper/attention.py is as fast, and chunks are captured graphs
+# rows of a prompt's chunk; below this, this project's kernels are as fast, and chunks are captured graphs
 MIN_ROWS = 513
 
 

@@ -8,7 +8,7 @@
 | top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
 | post-attention of a dense layer, with convolutions | one persistent launch (Gluon, Hopper, bf16) | the rows above |
 | experts | Triton: up to 32 rows all with every expert, more gathered by expert | the same, partial sums rounded |
-| attention, also of trees | Gluon on Hopper, else Triton | FlashAttention, if installed, for one long chunk |
+| attention, also of trees | Gluon on Hopper, else Triton | the same; FlashAttention, if installed, for one chunk |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 
 Where torch has no fp8 products, more rows are multiplied with the dequantized weights of a drafter, and in Triton with
@@ -33,13 +33,14 @@ from .formats.dense import Dense
 from .formats.fp8_block import Fp8Block
 from .formats.fp8_row import Fp8Row
 from .hopper import attention as hopper_attention
+from .hopper import prefill as hopper_prefill
 from .hopper import tree_attention as hopper_tree_attention
 from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
 from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
 from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.pipeline import fits
-from .launch import MAX_ROWS, keys_are_split
+from .launch import LONGEST_SPLIT, MAX_ROWS, keys_are_split
 from .loss_terms import LogitScale
 from .ops import Reference
 from .paged import PagedKV
@@ -215,6 +216,8 @@ def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | No
     """Returns the attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
     if counts is None and flash.fits(q, kv, causal=causal):
         return flash.launch(q, kv)
+    if causal and len(q) > LONGEST_SPLIT * len(kv.lengths) and hopper_prefill.pays(q, kv):
+        return hopper_prefill.launch(q, kv, counts)
     hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
     return attention.block_attention(q, kv, causal=causal, counts=counts, hopper=hopper)
 
@@ -229,6 +232,8 @@ def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Ten
 
 def chain_attention(q: Tensor, kv: PagedKV, rows: TreeRows, longest: int) -> Tensor:
     """Returns the attention [M, N H] of rows of chains over the pages in cache [2, slots, G, H]; see the reference."""
+    if longest > LONGEST_SPLIT and hopper_prefill.pays(q, kv):
+        return hopper_prefill.launch(q, kv, starts=rows.starts)
     hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
     return attention.chain_attention(q, kv, rows, longest, hopper)
 

@@ -379,7 +379,9 @@ class Interpreted:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, num_warps: int, launch_pdl: bool, **named: Any) -> None:
+    def _launch(
+        self, grid: tuple[int, ...], *args: Any, num_warps: int, launch_pdl: bool = False, **named: Any
+    ) -> None:
         self.launches.append(named)
         given = [_argument(value) for value in args]
         programs = list(itertools.product(*map(range, grid)))

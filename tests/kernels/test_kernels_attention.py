@@ -1,9 +1,10 @@
-"""The Hopper attention kernel on a GPU: against float64, and batch-invariant, bit for bit.
+"""The Hopper attention kernels on a GPU: against float64, and batch-invariant, bit for bit.
 
-Interpreted it runs in test_kernels_gluon_attention.py; test_kernels_compile.py compiles it. In every cache, values that
+Interpreted they run in test_kernels_gluon_*.py; test_kernels_compile.py compiles them. In every cache, values that
 no request can reach are NaN.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_inputs import randn
+from kernel_inputs import integers, randn
 from kernel_pages import Pages, attend, check_attention, check_invariant, check_padding, check_slots, make_pages
 
-from dflash_toolkit.kernels import gpu
+from dflash_toolkit.kernels import flash, gpu
 from dflash_toolkit.kernels.features import features_of
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
+from dflash_toolkit.kernels.hopper import prefill
 from dflash_toolkit.kernels.paged import PagedKV
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +85,52 @@ def test_paged_attention_is_batch_invariant(
 
 def test_tokens_do_not_attend_to_padding() -> None:
     check_padding(128, BF16)
+
+
+@pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
+def test_prefill_has_the_bits_of_one_program_for_all_keys(groups: int, group: int, width: int, size: int) -> None:
+    for contexts, rows in (((0,), 700), ((1000,), 600), ((37, 260, 0), 130)):
+        pages = make_pages(contexts, rows, size, groups, width, BF16)
+        q = asked(pages, len(contexts) * rows, group)
+        found = prefill.launch(q, pages.kv())
+        check_attention(q, pages, found, causal=True)
+        assert torch.equal(found, attend(q, pages, causal=True, whole=True))
+        counts = integers([rows - 7 * b for b in range(len(contexts))])
+        padded, alone = prefill.launch(q, pages.kv(), counts), attend(q, pages, causal=True, whole=True, counts=counts)
+        for b, count in enumerate(counts.tolist()):
+            own = slice(b * rows, b * rows + count)
+            assert torch.equal(padded[own], alone[own])
+
+
+@pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
+def test_prefill_bits_do_not_depend_on_cuts_or_packing(groups: int, group: int, width: int, size: int) -> None:
+    total = 2000
+    pages = make_pages((0,), total, size, groups, width, BF16)
+    q = asked(pages, total, group)
+    whole = prefill.launch(q, pages.kv())
+    for cuts in ((0, 513, 1100, total), (0, 1024, total), (0, 1, 64, total)):
+        parts = [prefill.launch(q[a:b].contiguous(), pages.one(0, a).kv()) for a, b in itertools.pairwise(cuts)]
+        assert torch.equal(torch.cat(parts), whole)
+        kv, chunks = pages.kv(), len(cuts) - 1
+        packed = PagedKV(kv.cache, integers(cuts[:-1]), kv.table.expand(chunks, -1).contiguous(), kv.size)
+        assert torch.equal(prefill.launch(q, packed, starts=integers(cuts)), whole)
+    assert all(torch.equal(prefill.launch(q, pages.kv()), whole) for _ in range(20))
+
+
+def test_long_chunks_use_the_prefill_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, launch = list[int](), prefill.launch
+    monkeypatch.setattr(flash, "installed", lambda _: None)
+
+    def counted(q: Tensor, *args: Any, **named: Any) -> Tensor:
+        launched.append(len(q))
+        return launch(q, *args, **named)
+
+    monkeypatch.setattr(prefill, "launch", counted)
+    for rows in (64, 65, 2000):
+        pages = make_pages((100,), rows, 64, 8, 128, BF16)
+        q = asked(pages, rows, 4)
+        check_attention(q, pages, gpu.block_attention(q, pages.kv(), causal=True), causal=True)
+    assert launched == [2000]
 
 
 @pytest.mark.parametrize("batch", [8, 9], ids=["split", "whole"])
