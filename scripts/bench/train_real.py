@@ -6,7 +6,8 @@
 
 Each number of minutes is one run with a learning-rate schedule of that length. Each `--variant NAME key=value ...`
 trains with these options instead and measures a teacher-forced length on held-out responses: an ablation. Runs
-share the target, the responses, the compiled step and, if they tap the same layers, the features.
+share the target, the responses, the compiled step and, if they tap the same layers, the features. With
+`init_from=NAME` a variant starts from the drafter of the variant NAME before it.
 
 The engine writes the responses as `dflash-data` does (`--samples`: the first greedy, the others sampled), or
 `--answers` gives them: files of dflash-data, or JSONL with `prompt_ids` and `output_ids`. Drafters decode greedily
@@ -50,6 +51,7 @@ from dflash_toolkit.train.features.source import FeatureSource, features_key, op
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss, use_flex
+from dflash_toolkit.train.optim.optimizers import peak_rate, uses_muon
 from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, packing, rng_for
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 from dflash_toolkit.train.responses.join import joined
@@ -66,7 +68,7 @@ from scripts.measure import setting, without_folders
 # a 0.5B target on one large GPU; options of the command line override these
 SETTINGS = ("prompts.max_length=1024", "loss.head_rows=2048", "run.feature_gpu_share=0.7", "run.evaluate_every=0",
             "run.log_every=100", "run.save_every=1000000000")  # fmt: skip
-OPTIONS = ("drafter", "prompts", "loss", "optim", "run")  # sections of the configuration that the command line may set
+OPTIONS = ("drafter", "prompts", "loss", "optim", "run", "init_from")  # what the command line may set
 WARM_UP_STEPS = 3  # compile what the run needs
 CURVE = ("step", "loss", "estimated_acceptance_length", "sequences_per_second", "epoch")
 SELECTOR = ("estimated_unary_length", "estimated_oracle_length")  # without it, and with its best choice
@@ -159,11 +161,18 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
                 raise UserError(f"{foreign[0]}: only options of {', '.join(OPTIONS)} may be given here")
             values, source = given_values(TrainConfig, ["--target", args.target, *own], "train_real", "")
             config = configure(values, source)
-            jobs.append(Job("-".join(filter(None, (name, budget))), minutes, overrides, config))
+            if config.init_from in [job.name for job in jobs]:
+                config = replace(config, init_from=str(drafter_of(args, config.init_from)))
+            jobs.append(Job("-".join(filter(None, (name, budget))), config.optim.minutes, overrides, config))
     names = [job.name for job in jobs]
     if len(set(names)) < len(names):
         raise UserError(f"two runs have one name: {', '.join(names)}")
     return jobs
+
+
+def drafter_of(args: argparse.Namespace, name: str) -> Path:
+    """Returns the directory of a run's drafter."""
+    return Path(args.output) / f"drafter-{name}"
 
 
 # ---- prompts and answers -----------------------------------------------------------------------------------------
@@ -219,7 +228,9 @@ class Lab:
         self._source: FeatureSource | None = None
 
     def drafter(self, config: TrainConfig) -> Drafter:
-        """A fresh one."""
+        """A fresh one, or the one to start from."""
+        if config.init_from:
+            return load_drafter(config.init_from, self.target.device, torch.float32).train().requires_grad_()
         drafter = Drafter(drafter_config(config, self.target.config, self.target.tokenizer))
         drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
         return drafter.to(self.target.device).train()
@@ -243,7 +254,10 @@ class Lab:
         """Train a drafter and export it to `folder`; what there is to say of it."""
         release()
         config, work, seconds = job.config, self._work / job.name, {}
-        shape = drafter_config(config, self.target.config, self.target.tokenizer)
+        if config.init_from:
+            rate = peak_rate(config.optim, uses_muon(config, self.target.device.type == "cuda"), warm=True)
+            config = replace(config, optim=replace(config.optim, learning_rate=rate))
+        shape = self.drafter(config).config
         with timed(seconds, "features"):
             source, rows = self.source(config, shape.target_layer_ids), self.training_rows(config)
         with timed(seconds, "compile"):
@@ -383,7 +397,7 @@ def run(args: argparse.Namespace) -> None:
     lab, runs = Lab(target, rows, held_out, work), []
     for job in jobs:
         print(f"\n== {job.name}: {job.minutes:g} minutes of training, {' '.join(job.overrides)}", file=sys.stderr)
-        folder, report = output / f"drafter-{job.name}", output / f"report-{job.name}"
+        folder, report = drafter_of(args, job.name), output / f"report-{job.name}"
         trained = journal.stage(f"train {job.name}", functools.partial(lab.train, job, folder))
         figures = {"name": job.name, "minutes": job.minutes, "settings": job.overrides} | trained
         figures["seconds"] = dict(trained["parts"])

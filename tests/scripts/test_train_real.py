@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import MASK, make_drafter, make_target
 
+from dflash_toolkit import load_drafter
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
@@ -118,11 +119,15 @@ def test_drafters_are_compared_by_prompt_length(
         "--target", str(target_dir), "--answers", str(answers), "--minutes", "0.01", "--held-out", "4",
         "--prompts", f"a={prompts}[:6]", f"b={prompts}[6:]", "--limit", "2", "--tokens", "8",
         "--context-length", "96", "200", "--variant", "short", "--variant", "long", "prompts.join_to=256",
+        "init_from=short", "optim.minutes=0.005", "optim.learning_rate=1e-7",
         "--output", str(output), *SMALL,
     ]  # fmt: skip
     assert program.main(arguments) == 0
     runs = result_of(output)["runs"]
     assert [run["rows"] for run in runs] == [16, 2], "rows of 23 tokens, eleven in 256"
+    short, long = (load_drafter(str(output / f"drafter-{name}")).state_dict() for name in ("short", "long"))
+    moved = max(float((short[name] - long[name]).abs().max()) for name in short)
+    assert 0 < moved < 1e-3, "near the drafter that it starts from"
     for run in runs:
         assert list(run["contexts"]) == ["96", "200"]
         for of_length in run["contexts"].values():
