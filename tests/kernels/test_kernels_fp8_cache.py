@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 
 from kernel_forests import plant
 from kernel_inputs import DEVICE, DTYPES, EPS, assert_as_exact_as_torch, in_turn, integers, make_rope, randn
-from kernel_inputs import fp8_type as fp8_type
 from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, check_attention, check_invariant, check_slots, make_pages
 
@@ -125,7 +124,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in SHAPES]), ids=str)
-def test_attention_equals_that_over_the_values_that_are_read(shape: Any, dtype: torch.dtype, fp8_type: str) -> None:
+def test_attention_equals_that_over_the_values_that_are_read(shape: Any, dtype: torch.dtype) -> None:
     block, group, width, contexts, size, window = shape
     pages = make_pages(contexts, block, size, 2, width, dtype).in_fp8()
     q = randn(len(contexts) * block, 2 * group, width, dtype=dtype)
@@ -146,7 +145,7 @@ def test_other_kernels_leave_fp8_caches_to_triton(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("children", [3, 1])
 @pytest.mark.parametrize("contexts", [(130, 7), (40,) * 9], ids=["few", "many"])
-def test_trees_read_what_blocks_read(contexts: tuple[int, ...], children: int, fp8_type: str) -> None:
+def test_trees_read_what_blocks_read(contexts: tuple[int, ...], children: int) -> None:
     """Each row has the bits of its token in a plain step; chains are trees without siblings."""
     forest = plant(contexts, 4, 6, 7 * len(contexts) + 2, 16, 2, 3, 40, DTYPES[-1], children)
     forest = replace(forest, pages=forest.pages.in_fp8())

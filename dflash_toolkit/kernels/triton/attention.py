@@ -20,7 +20,7 @@ from ..features import features_of
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
-from .fp8 import loadable, of_fp8
+from .fp8 import of_bits
 from .tile import SHARED_BYTES
 
 ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions accept
@@ -59,9 +59,9 @@ def cut_for(width: int, itemsize: int, shared: int) -> tuple[int, int]:
     raise ValueError(f"{-(-least // 1024)} KiB of shared memory for a thread block, and it has {shared >> 10}")
 
 
-def warps_for(head: int, kv: PagedKV) -> int:
-    """Returns the warps of a program; with four, heads of 256 would spill registers, and in an fp8 cache of 128."""
-    return 4 if head <= (128 if kv.scales is None else 64) else 8
+def warps_for(head: int) -> int:
+    """Returns the warps of a program; with four, heads of 256 would spill registers."""
+    return 4 if head <= 128 else 8
 
 
 def splits_of(reach: int) -> int:
@@ -88,11 +88,11 @@ def _load_heads(cache_p, scales_p, o_slot, m_t, i_g, slots, G, H, HEAD: tl.const
         m_h = o_h < H
         b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
         b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
-    if cache_p.dtype.element_ty.primitive_bitwidth == 8:
+    if cache_p.dtype.element_ty.is_uint8():
         p_scale = scales_p + i_g.to(tl.int64) * slots + o_slot
         dtype = scales_p.dtype.element_ty
-        b_k = of_fp8(b_k).to(dtype) * tl.load(p_scale, mask=m_t, other=0.0)[None, :]
-        b_v = of_fp8(b_v).to(dtype) * tl.load(p_scale + slots.to(tl.int64) * G, mask=m_t, other=0.0)[:, None]
+        b_k = of_bits(b_k, dtype) * tl.load(p_scale, mask=m_t, other=0.0)[None, :]
+        b_v = of_bits(b_v, dtype) * tl.load(p_scale + slots.to(tl.int64) * G, mask=m_t, other=0.0)[:, None]
     return b_k, b_v
 
 
@@ -369,8 +369,8 @@ def masked_attention(
 
 
 def stored_heads(q: Tensor, kv: PagedKV) -> tuple[Tensor, Tensor]:
-    """Returns the cache and its scales as `_load_heads` takes them; q if there are none."""
-    return loadable(kv.cache), q if kv.scales is None else kv.scales
+    """Returns the cache and its scales as `_load_heads` takes them: fp8 as uint8, and q if there are none."""
+    return (kv.cache, q) if kv.scales is None else (kv.cache.view(torch.uint8), kv.scales)
 
 
 def _tiles(q: Tensor, kv: PagedKV) -> int:
@@ -426,7 +426,7 @@ def _attention(
             width**-0.5 * LOG2_E, splits,
             ROWS=ROWS, KEYS=min(keys, kv.size), PAGE=kv.size, WHOLE=whole, RAGGED=rows is not None,
             TREE=rows is not None and not causal, CAUSAL=causal, WINDOW=kv.window, EVEN_H=head == width,
-            COUNTED=counts is not None, num_warps=warps_for(head, kv), num_stages=stages, **shared, **pdl(q),
+            COUNTED=counts is not None, num_warps=warps_for(head), num_stages=stages, **shared, **pdl(q),
         )  # fmt: skip
     if whole:
         return out

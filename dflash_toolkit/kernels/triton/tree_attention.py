@@ -179,7 +179,7 @@ def tree_attention(
         keys, stages = attention.cut_for(width, q.element_size(), features.shared_memory)
         shared = {
             "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, kv.size), "PAGE": kv.size, "WINDOW": kv.window,
-            "EVEN_H": head == width, "num_warps": attention.warps_for(head, kv), **cuts, **pdl(q),
+            "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
         }  # fmt: skip
         scale, stored = width**-0.5 * LOG2_E, attention.stored_heads(q, kv)
         _prefix_kernel[(batch * groups * tiles, splits)](
