@@ -82,3 +82,11 @@ def test_logits_are_computed_for_the_rows_that_need_them_alone(monkeypatch: pyte
     rows.clear()
     engine.generate(PROMPTS[:4], GREEDY)
     assert "linear" not in rows
+
+
+def test_every_padded_batch_fits_its_inputs() -> None:
+    prefills = make_engine(*pair(), max_num_seqs=12, max_model_len=300, max_num_batched_tokens=4096).runner.prefills
+    assert prefills.limits.packed > 1024, "packed passes may have more rows"
+    assert len(prefills.batch_shapes) > 3
+    for size, count in prefills.batch_shapes:
+        prefills.run_empty_batch(size, count)

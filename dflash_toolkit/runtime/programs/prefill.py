@@ -201,7 +201,7 @@ class PrefillPrograms:
     @property
     def batch_shapes(self) -> list[tuple[int, int]]:
         """Tokens of a chunk and number of chunks of the batches that are captured."""
-        return batch_shapes(len(self._context.modes), self._reach, self.limits)
+        return batch_shapes(len(self._context.modes), self._reach)
 
     def packed(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
         """Returns a pass of chunks of any lengths without padding and without a graph; not for recurrent layers."""
@@ -326,9 +326,9 @@ def _last_of(hidden: Tensor, count: Tensor) -> Tensor:
     return hidden.index_select(0, (count.long() - 1).clamp(min=0))
 
 
-def batch_shapes(max_num_seqs: int, reach: int, limits: PrefillLimits = PREFILL_LIMITS) -> list[tuple[int, int]]:
-    """Returns the tokens of a chunk and the number of chunks of the batches that are captured."""
+def batch_shapes(max_num_seqs: int, reach: int) -> list[tuple[int, int]]:
+    """Returns the tokens of a chunk and the number of chunks of the padded batches, which are captured."""
     if max_num_seqs <= EXACT_BATCH:
         return []
-    shapes = itertools.product(limits.sizes, PREFILL_COUNTS)
-    return [(size, n) for size, n in shapes if limits.fits([size] * n) and size <= reach]
+    shapes = itertools.product(PREFILL_LIMITS.sizes, PREFILL_COUNTS)
+    return [(size, n) for size, n in shapes if PREFILL_LIMITS.fits([size] * n) and size <= reach]
