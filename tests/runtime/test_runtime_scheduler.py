@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_device import BLOCK, PLACES, SHAPES, SIZE, TREES, TableDevice, drain, failing, request_of, scheduled, truth
+from table_device import (
+    BLOCK,
+    PLACES,
+    SHAPES,
+    SIZE,
+    TREES,
+    TableDevice,
+    TablePass,
+    drain,
+    failing,
+    request_of,
+    scheduled,
+    truth,
+)
 
 from dflash_toolkit.generation import Step
 from dflash_toolkit.runtime import prompts as module
@@ -32,10 +45,10 @@ class FaultyDevice(TableDevice):
         self.faults, self._calm = 0, CALM
         self.nan: set[tuple[int, int]] = set()  # slots
         self.struck: set[Request] = set()  # by a NaN of chance
-        self.step_s = 1.0  # as long as a slice of a prompt
+        self.step_s = 0.05  # shorter than a slice of a prompt
 
     def slices(self) -> int:
-        return self._dice.choice([1, 1, 2, 5])
+        return self._dice.choice([1, 1, 2, 9])
 
     def _strike(self, name: str, run: Any, *always: bool) -> Any:
         self._calm -= 1
@@ -137,19 +150,20 @@ def test_random_events_lose_no_page_no_token_and_no_state(
 def test_random_events_preempt_cancel_share_and_fail(
     recurrent: bool, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, real = list[int](), TableDevice.prefill_batch
+    passes, drops, real, drop = list[int](), list[int](), TableDevice.prefill_batch, TablePass.drop
 
     def counted(device: TableDevice, chunks: Sequence[PrefillJob]) -> None:
         passes.append(len(chunks))
         real(device, chunks)
 
     monkeypatch.setattr(TableDevice, "prefill_batch", counted)
+    monkeypatch.setattr(TablePass, "drop", lambda work, index: (drops.append(index), drop(work, index)))
     if batched:
         monkeypatch.setattr(module, "EXACT_BATCH", 0)
-        monkeypatch.setattr(TableDevice, "prefill_limits", PrefillLimits(3, (1, 2, 3), 6))
+        monkeypatch.setattr(TableDevice, "prefill_limits", PrefillLimits(3, (1, 2, 3), 6, packed=7))
     counts = [check_events(1, recurrent, seed, 5, 30) for seed in range(8 if batched else 4)]
     assert all(sum(kind) > 0 for kind in zip(*counts, strict=True)), counts
-    assert len(passes) > 100 if batched else not passes
+    assert len(passes) > 100 and len(drops) > 5 if batched else not passes + drops
 
 
 def check_events(depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int) -> tuple[int, ...]:
