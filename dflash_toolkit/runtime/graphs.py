@@ -10,6 +10,7 @@ from torch import Tensor
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
 CAPTURED_AT_START = 64  # requests; graphs of larger batches are captured at their first use
+TREES_AT_START = 32  # requests; the same for steps over trees
 ROUNDING = 32 << 20  # bytes that may be lost when the scratch is cut into pieces
 Captured = tuple[torch.cuda.CUDAGraph, Tensor | None]  # a graph and the tensor that its pass returns
 Key = TypeVar("Key", bound=Hashable)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..draft_tree import WIDTH
 from ..kernels.ops import Ops
 from .batch_state import BatchState
-from .graphs import CAPTURED_AT_START, Captured, Captures, StepGraphs, buckets_up_to, to_device
+from .graphs import CAPTURED_AT_START, TREES_AT_START, Captured, Captures, StepGraphs, buckets_up_to, to_device
 from .pace import Pace
 from .prefill_job import PrefillJob, PrefillLimits
 from .programs.block import BlockProgram
@@ -249,7 +249,8 @@ class StepRunner:
     def prepare(self, blocks: Sequence[int], trees: Callable[[int], Collection[StepShape]] = lambda batch: ()) -> bool:
         """Captures one prefill or step that has no graph yet, greedy steps first; returns False if there is none.
 
-        Skips batches of more than CAPTURED_AT_START requests, whose graphs are captured at their first use.
+        Skips batches of more than CAPTURED_AT_START requests, and their trees of more than TREES_AT_START: those graphs
+        are captured at their first use.
 
         Args:
             blocks: lengths of steps over blocks.
@@ -260,7 +261,7 @@ class StepRunner:
         if self.prefills.capture_next():
             return True
         batches = [batch for batch in buckets_up_to(self.max_num_seqs) if batch <= CAPTURED_AT_START]
-        parts = parts_of(batches, blocks, trees, self._masked)
+        parts = parts_of(batches, blocks, lambda batch: trees(batch) if batch <= TREES_AT_START else (), self._masked)
         missing = next((part for part in parts if part not in self.graphs.captured), None)
         if missing is not None:
             self.graph(missing)
