@@ -146,7 +146,7 @@ def training_cost() -> Rows:
         training = f"{one.hours('features', 'training'):.0f} h" + ("" if one.feature_rate.how == "measured" else " *")
         memory = f"{one.memory / GIB:.0f} GiB"
         target_link = f"[{config.target.split('/')[-1]}](https://huggingface.co/{config.target})"
-        target_link += f", rows of {config.prompts.join_to:,} tokens" if config.prompts.join_to else ""
+        target_link += ", [long contexts](#long-contexts)" if config.prompts.join_to else ""
         rows.append(
             [target_link, one.machine.name, f"{one.hours('responses'):.0f} h{mark}", training, size(one.disk), memory]
         )
