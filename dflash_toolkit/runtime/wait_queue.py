@@ -2,8 +2,8 @@
 
 Lower priorities come first. Among keys with equal priority, the key that has used the fewest tokens comes first (Sheng
 et al. 2024, "Fairness in Serving Large Language Models": virtual token counters). Within a key, the smallest requests
-come first. The size of a request includes the tokens that its group has used. Requests of one group run one after the
-other.
+come first. The size of a request includes the tokens that its group has used; once its prompt has started, tokens that
+are computed or cached do not count. Requests of one group run one after the other.
 
 Small requests cannot delay a large one for ever: in every turn, the oldest request of one key always advances; keys
 take turns. If there is a free row, it starts at every second opportunity.
@@ -201,7 +201,8 @@ class WaitQueue:
         for request in self.started:
             entry = self._entries[request]
             if not entry.skipped:
-                found = (request.priority, entry.key.given, entry.size, entry.order, request)
+                left = entry.size - request.prefilled
+                found = (request.priority, entry.key.given, left, entry.order, request)
                 best = min(best or found, found)
         if may_start and sum(self._waits(request) for request in self._skipped) < MAX_SKIPPED:
             for key in self._keys.values():

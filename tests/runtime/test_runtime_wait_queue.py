@@ -151,6 +151,16 @@ def test_turns_of_a_prompt_are_bounded_by_its_keys_older_chunks(seed: int, keys:
     assert set(reported) == set(ends)
 
 
+def test_computed_tokens_of_a_started_prompt_do_not_count() -> None:
+    queue, (started, shorter) = WaitQueue(), (asked(30), asked(20))
+    for request in (started, shorter):
+        queue.add(request)
+    queue.start(started)
+    assert queue.next(may_start=True) is shorter
+    started.prefilled = 16
+    assert queue.next(may_start=True) is started
+
+
 def test_equal_prompts_are_computed_one_after_the_other() -> None:
     """Taking turns chunk by chunk would make all of them late."""
     requests = [asked(4 * CUT) for _ in range(4)]
