@@ -39,3 +39,19 @@ class DeltaMemory:
     def rows(self) -> int:
         """The number of rows of the longest block."""
         return self.inputs.shape[1]
+
+    def of_layers(self, layers: int) -> "list[DeltaMemory]":
+        """Returns the memories of layers, if this one has the slots of all, layer by layer."""
+        parts = (self.state, self.window, self.inputs, self.gates)
+        return [DeltaMemory(*each) for each in zip(*(part.chunk(layers) for part in parts), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeInputs:
+    """What a layer, or all layers, computes for M rows of trees, until some of them are accepted."""
+
+    inputs: Tensor  # [M, C], or [layers, M, C]
+    gates: Tensor  # fp32 [M, 2, N], or [layers, M, 2, N], as those of a block's rows
+
+    def of_layer(self, layer: int) -> "TreeInputs":
+        return TreeInputs(self.inputs[layer], self.gates[layer])

@@ -50,7 +50,7 @@ from .triton import delta_chunk as chunked
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
-from .triton.delta import delta_inputs, delta_rule, gated_rms_norm, gated_rms_norm_quantized
+from .triton.delta import delta_inputs, delta_rule, fold_, gated_rms_norm, gated_rms_norm_quantized
 from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, multiply_quantized, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
@@ -300,6 +300,7 @@ class Gpu(Reference):
     delta_inputs = staticmethod(delta_inputs)
     delta_rule = staticmethod(delta_rule)
     delta_chunk = staticmethod(delta_chunk)
+    fold_ = staticmethod(fold_)
     tree_delta_inputs = staticmethod(tree_delta_inputs)
     tree_delta_rule = staticmethod(tree_delta_rule)
     keep_path_ = staticmethod(keep_path_)

@@ -51,6 +51,7 @@ class Reference:
     delta_inputs = staticmethod(definitions.delta_inputs)
     delta_rule = staticmethod(definitions.delta_rule)
     delta_chunk = staticmethod(definitions.delta_chunk)
+    fold_ = staticmethod(definitions.fold_)
     tree_delta_inputs = staticmethod(definitions.tree_delta_inputs)
     tree_delta_rule = staticmethod(definitions.tree_delta_rule)
     keep_path_ = staticmethod(definitions.keep_path_)

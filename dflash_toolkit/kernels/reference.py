@@ -25,6 +25,7 @@ from .reference_attention import tree_attention as tree_attention
 from .reference_delta import delta_chunk as delta_chunk
 from .reference_delta import delta_inputs as delta_inputs
 from .reference_delta import delta_rule as delta_rule
+from .reference_delta import fold_ as fold_
 from .reference_delta import keep_path_ as keep_path_
 from .reference_delta import tree_delta_inputs as tree_delta_inputs
 from .reference_delta import tree_delta_rule as tree_delta_rule

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .delta import DeltaMemory
+from .delta import DeltaMemory, TreeInputs
 from .tree import TreeRows
 
 
@@ -130,6 +130,22 @@ def delta_chunk(
     return found[0]
 
 
+def fold_(memory: DeltaMemory, weights: Tensor, slots: Tensor, stay: Tensor, counts: Tensor) -> None:
+    """Adds the committed rows of the last block to the states and windows of all layers.
+
+    Args:
+        memory: that of all layers, see `DeltaMemory.of_layers`.
+        weights: [layers, C, T], of the layers' convolutions.
+        slots, stay: as for `delta_inputs`.
+        counts: int32 [B], zeros.
+    """
+    heads = memory.gates.shape[3]
+    for own, weight in zip(memory.of_layers(len(weights)), weights, strict=True):
+        qkv, ba, rate = weight.new_zeros(0, len(weight)), weight.new_zeros(1, 0, 2 * heads), weight.new_zeros(heads)
+        parts = delta_inputs(qkv, ba, weight, rate, rate, own, slots, stay, counts)
+        delta_rule(*parts, own, slots, stay, counts)
+
+
 def tree_delta_inputs(
     qkv: Tensor,
     ba: Tensor,
@@ -140,17 +156,19 @@ def tree_delta_inputs(
     slots: Tensor,
     tree: TreeRows,
     paths: Tensor,
-) -> tuple[Tensor, Tensor]:
+    kept: TreeInputs,
+) -> Tensor:
     """Returns the delta rule's inputs for rows of trees. A row follows the rows of its path, and they the window.
 
-    The memory already has the committed rows of the last block, and does not change.
+    The memory already has the committed rows of the last block, see `fold_`, and does not change.
 
     Args:
         qkv, ba, weight, a_log, dt_bias, slots: as for `delta_inputs`.
         paths: int32 [B, N + 1, K + 1], see `Trees`.
+        kept: receives the inputs and gates of the rows.
 
     Returns:
-        [M, C] in qkv's dtype and gates fp32 [M, 2, N]; those of padding are undefined.
+        [M, C] in qkv's dtype; padding is undefined.
     """
     mixed, taps = torch.zeros_like(qkv), weight.shape[1]
     for row, (request, depth) in enumerate(zip(tree.requests.tolist(), tree.depths.tolist(), strict=True)):
@@ -159,7 +177,9 @@ def tree_delta_inputs(
             path = first + paths[request, row - first, : depth + 1].long()
             sequence = torch.cat([memory.window[slots[request]], qkv[path]])
             mixed[row] = _convolved(sequence[-taps:].T, weight)
-    return mixed, _gates(ba, a_log, dt_bias, qkv.dtype)
+    kept.inputs.copy_(qkv)
+    kept.gates.copy_(_gates(ba, a_log, dt_bias, qkv.dtype))
+    return mixed
 
 
 def tree_delta_rule(
@@ -168,7 +188,8 @@ def tree_delta_rule(
     """Returns the outputs [M, N H_v] of rows of trees. A row's state is that of its parent and one update.
 
     Args:
-        mixed, gates: results of `tree_delta_inputs`.
+        mixed: result of `tree_delta_inputs`.
+        gates: those that it has kept.
         memory: its state is that before the anchors; it does not change.
     """
     q, k, v = _heads(mixed, memory)
@@ -182,14 +203,17 @@ def tree_delta_rule(
     return out
 
 
-def keep_path_(memory: DeltaMemory, inputs: Tensor, gates: Tensor, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Stores the inputs [M, C] and gates [M, 2, N] of the accepted rows, as those of the last block.
+def keep_path_(memory: DeltaMemory, kept: TreeInputs, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Stores the inputs and gates of the accepted rows of trees as those of the last block, in all layers.
 
     Args:
+        memory, kept: those of all layers.
         path, counts: results of `accept_trees`.
     """
-    for slot, rows, count in zip(slots.tolist(), path, counts.tolist(), strict=True):
-        memory.inputs[slot, :count], memory.gates[slot, :count] = inputs[rows[:count]], gates[rows[:count]]
+    for layer, own in enumerate(memory.of_layers(len(kept.inputs))):
+        every = kept.of_layer(layer)
+        for slot, rows, count in zip(slots.tolist(), path, counts.tolist(), strict=True):
+            own.inputs[slot, :count], own.gates[slot, :count] = every.inputs[rows[:count]], every.gates[rows[:count]]
 
 
 def _gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -132,11 +132,13 @@ class Planner:
         token = sum(self._token(spec, options) for spec in self._specs)
         rows = max(min(chunk_size(options.max_num_batched_tokens or 0), runner.reach), runner.prefill_limits.packed)
         tree_rows = max(rows for batch in buckets_up_to(most) for rows in (0, *row_buckets(batch))) if nodes else 0
+        trees = tree_rows if (options.draft_tree_width or 1) > 1 else 0
+        kept = trees * sum(self.dtype.itemsize * net.channels + 8 * net.num_heads for net in self.spec.delta_nets)
         return Plan(
             self.target_bytes,
             self.loaded - self.target_bytes + self.copies_bytes * (options.draft_dtype == "fp8"),
             tables=tables.held - options.page_size * token,
-            step=self._step(most, block, tree_rows, runner.reach),
+            step=self._step(most, block, tree_rows, runner.reach) + kept,
             prefill=self._prefill(rows),
             held=self._held(rows),
             graphs=self._graphs(options, most, nodes, runner.reach),

@@ -6,14 +6,14 @@ of the next mixer may run as one kernel. That depends on the weights and the dev
 """
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..kernels.delta import DeltaMemory
+from ..kernels.delta import DeltaMemory, TreeInputs
 from ..kernels.formats import Operand, format_of, values_of
 from ..kernels.ops import Ops
 from ..kernels.paged import FP8, PagedKV
@@ -53,9 +53,7 @@ class States:
     stay: Tensor | None = (
         None  # int32 [B], committed rows of the last block. None: the chunk of a prompt, which is kept whole
     )
-    nodes: list[tuple[Tensor, Tensor]] | None = (
-        None  # for rows of trees: receives the inputs and gates of each layer, see `Stack.keep_path`
-    )
+    nodes: TreeInputs | None = None  # of all layers, for rows of trees: receives what `Stack.keep_path` needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +125,15 @@ class Attention:
 class GatedDeltaNet:
     """A mixer: a short convolution over queries, keys and values of normed rows, then the delta rule, normed and gated.
 
-    A block does not change the state: the next block adds the committed rows, see `DeltaMemory`. Rows of trees are
-    computed after these, from a state that no node changes; then `Stack.keep_path` keeps the accepted ones.
+    A block does not change the state: the next block adds the committed rows, see `DeltaMemory`. Before rows of trees
+    `Stack.fold` adds them; no node changes the state, and `Stack.keep_path` keeps the accepted ones.
     """
 
     spec: GatedDeltaNetSpec
     weights: GatedDeltaNetWeights
     eps: float  # epsilon of the norm
     memory: DeltaMemory
+    number: int  # among the recurrent layers
     ops: Ops
 
     @property
@@ -157,11 +156,9 @@ class GatedDeltaNet:
             mixed = ops.delta_chunk(*inputs, rows.lengths, states.counts)
         elif states.nodes is not None:
             assert rows.tree is not None and rows.paths is not None
-            last = ops.delta_inputs(qkv[:0], ba[:, :0], *inputs[2:], states.stay, states.counts)
-            ops.delta_rule(*last, self.memory, states.slots, states.stay, states.counts)
-            mixed, gates = ops.tree_delta_inputs(*inputs, rows.tree, rows.paths)
-            states.nodes.append((qkv, gates))
-            mixed = ops.tree_delta_rule(mixed, gates, self.memory, states.slots, rows.tree, rows.paths)
+            kept = states.nodes.of_layer(self.number)
+            mixed = ops.tree_delta_inputs(*inputs, rows.tree, rows.paths, kept)
+            mixed = ops.tree_delta_rule(mixed, kept.gates, self.memory, states.slots, rows.tree, rows.paths)
         else:
             parts = ops.delta_inputs(*inputs, states.stay, states.counts, rows.tree)
             mixed = ops.delta_rule(*parts, self.memory, states.slots, states.stay, states.counts, rows.tree)
@@ -256,7 +253,7 @@ class Stack:
         norm: [D], the final norm.
         rope: fp32 [2, positions, R / 2].
         cache: [layers of attention, 2, slots, G, H].
-        memories: those of recurrent layers, in their order.
+        memory: that of all recurrent layers, see `DeltaMemory.of_layers`.
         scales: [layers of attention, 2, G, slots] of an fp8 cache.
     """
 
@@ -268,21 +265,25 @@ class Stack:
         rope: Tensor,
         cache: Tensor,
         ops: Ops,
-        memories: Sequence[DeltaMemory] = (),
+        memory: DeltaMemory | None = None,
         scales: Tensor | None = None,
     ) -> None:
         self.spec, self.layers, self.norm, self.rope, self.cache, self.ops = spec, layers, norm, rope, cache, ops
-        self.memories, self.scales = list(memories), scales
+        self.memory, self.scales, nets = memory, scales, spec.delta_nets
+        self.memories = [] if memory is None else memory.of_layers(len(nets))
         pages = zip(cache, itertools.repeat(None) if scales is None else scales, strict=False)
-        states = iter(memories)
+        states = iter(enumerate(self.memories))
 
         def mixer(kind: LayerSpec, layer: LayerWeights) -> Attention | GatedDeltaNet:
             if isinstance(kind.mixer, GatedDeltaNetSpec):
                 assert isinstance(layer.mixer, GatedDeltaNetWeights)
-                return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, next(states), ops)
+                number, own = next(states)
+                return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, own, number, ops)
             assert isinstance(layer.mixer, AttentionWeights)
             return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, *next(pages), ops)
 
+        convolutions = [layer.mixer.conv for layer in layers if isinstance(layer.mixer, GatedDeltaNetWeights)]
+        self._convolutions = torch.stack(convolutions) if convolutions else norm.new_empty(0)
         self._mixers = [mixer(kind, layer) for kind, layer in zip(spec.layers, layers, strict=True)]
         ffns = (weights.ffn for weights in layers)
         self._ffns = [Moe(ffn, ops) if isinstance(ffn, MoeWeights) else Mlp(ffn, ops) for ffn in ffns]
@@ -310,20 +311,31 @@ class Stack:
         rope = spec.rope_table(pages_per_request * page_size, device)
         cache = torch.zeros(layers, 2, slots, groups, width, dtype=FP8 if fp8_cache else dtype, device=device)
         scales = torch.zeros(layers, 2, groups, slots, dtype=dtype, device=device) if fp8_cache else None
-        # slot 0 belongs to no request
-        memories = [
-            DeltaMemory.empty(
-                1 + max_num_seqs, max_block, net.taps, net.channels, net.num_heads,
-                (net.k_head_dim, net.head_dim), dtype, device, kept_states,
-            )
-            for net in spec.delta_nets
-        ]  # fmt: skip
-        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memories, scales)
+        memory, count = None, len(spec.delta_nets)
+        if count:  # all alike; slot 0 belongs to no request
+            net = spec.delta_nets[0]
+            memory = DeltaMemory.empty(
+                count * (1 + max_num_seqs), max_block, net.taps, net.channels, net.num_heads,
+                (net.k_head_dim, net.head_dim), dtype, device, count * kept_states,
+            )  # fmt: skip
+        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memory, scales)
 
     @property
     def cached(self) -> list[Tensor]:
         """Returns keys and values, and their scales if there are any, as [layers of attention, 2, slots, G, ...]."""
         return [self.cache] if self.scales is None else [self.cache, self.scales.mT]
+
+    def fold(self, states: States) -> None:
+        """Adds the committed rows of the last block to the states, before rows of trees."""
+        assert self.memory is not None and states.stay is not None
+        self.ops.fold_(self.memory, self._convolutions, states.slots, states.stay, states.counts)
+
+    def nodes(self, rows: int) -> TreeInputs:
+        """Returns room for what all recurrent layers compute for rows of trees."""
+        assert self.memory is not None
+        inputs, gates = self.memory.inputs, self.memory.gates
+        shape = len(self.memories), rows
+        return TreeInputs(inputs.new_empty(*shape, *inputs.shape[2:]), gates.new_empty(*shape, *gates.shape[2:]))
 
     def keep_path(self, states: States, path: Tensor, counts: Tensor) -> None:
         """Keeps the accepted rows of a pass over trees for the next block, see `DeltaMemory`.
@@ -331,8 +343,8 @@ class Stack:
         Args:
             path, counts: results of `accept_trees`.
         """
-        for memory, (inputs, gates) in zip(self.memories, states.nodes or (), strict=True):
-            self.ops.keep_path_(memory, inputs, gates, states.slots, path, counts)
+        assert self.memory is not None and states.nodes is not None
+        self.ops.keep_path_(self.memory, states.nodes, states.slots, path, counts)
 
     def forward(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Tensor:
         """Runs embeddings through every layer and writes their keys and values into the pages.

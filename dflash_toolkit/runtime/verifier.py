@@ -73,9 +73,10 @@ class Verifier:
             chains: whether no node has a sibling.
         """
         states = rows.states
-        if states is not None:
-            counts = tree.starts.diff() if chains else torch.zeros_like(states.slots)
-            states = replace(states, counts=counts)
+        if states is not None and chains:
+            states = replace(states, counts=tree.starts.diff())
+        elif states is not None:
+            self.stack.fold(states)
         return self.forward(tree.tokens, replace(rows, tree=tree, paths=trees.paths, chains=chains, states=states))
 
     def commit(self, draft: Tensor, choice: Tensor, state: BatchState) -> Verdict:

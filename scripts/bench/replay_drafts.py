@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_speculative_tokens": 0},
     "blocks": {"draft_tree": 0},
     "chains": {"draft_tree": 15, "draft_tree_width": 1},
-    "trees": {"draft_tree": 63},
+    "trees": {"draft_tree": 63, "draft_tree_width": 8},
 }
 
 

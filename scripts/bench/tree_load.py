@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"num_speculative_tokens": 0},
     "blocks": {"draft_tree": 0},
     "chains": {"draft_tree": 15, "draft_tree_width": 1},
-    "trees": {"draft_tree": 63},
+    "trees": {"draft_tree": 63, "draft_tree_width": 8},
 }
 OVERRUN = 128  # tokens that steps in flight may write after an answer: a block of 64 and a tree
 

@@ -9,7 +9,7 @@ import torch
 from kernel_inputs import DEVICE, guarded, integers
 from torch import Tensor
 
-from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.delta import DeltaMemory, TreeInputs
 from dflash_toolkit.kernels.tree import TreeRows
 
 TAPS, ROWS = 4, 5  # those of the convolution; those of the longest block
@@ -57,12 +57,13 @@ class Net:
 
     def tree_step(
         self, ops: ModuleType, rows: Tensor, memory: DeltaMemory, slots: Tensor, tree: TreeRows, paths: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs [M, N H_v] and gates [M, 2, N] of rows of trees [M, C + 2 N], between columns of NaN."""
+    ) -> tuple[Tensor, TreeInputs]:
+        """Outputs [M, N H_v] of rows of trees [M, C + 2 N], between columns of NaN, and what they keep."""
         qkv, ba = self.parted(between_nan(rows))
+        kept = TreeInputs(torch.full_like(qkv, math.nan), ba.new_full((len(rows), 2, self.heads), math.nan))
         parameters = self.weight, self.a_log, self.dt_bias, memory, slots
-        mixed, gates = ops.tree_delta_inputs(qkv, ba, *parameters, tree, paths)
-        return ops.tree_delta_rule(mixed, gates, memory, slots, tree, paths), gates
+        mixed = ops.tree_delta_inputs(qkv, ba, *parameters, tree, paths, kept)
+        return ops.tree_delta_rule(mixed, kept.gates, memory, slots, tree, paths), kept
 
 
 def between_nan(rows: Tensor) -> Tensor:

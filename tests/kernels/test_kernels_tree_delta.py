@@ -16,7 +16,7 @@ from delta_nets import ROWS, Net, copied, net
 from kernel_inputs import DEVICE, in_turn, integers
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.delta import DeltaMemory
+from dflash_toolkit.kernels.delta import DeltaMemory, TreeInputs
 from dflash_toolkit.kernels.tree import TreeRows
 from dflash_toolkit.kernels.triton import delta as kernels
 from dflash_toolkit.kernels.triton import tree_delta as tree_kernels
@@ -95,7 +95,7 @@ def check_trees(own: Net, parents: Parents, padding: int, programs: int, monkeyp
     before, rows = copied(memory), torch.randn(len(tree.requests), own.channels + 2 * own.heads, device=DEVICE)
     rows = rows.to(own.dtype)
     rows[len(rows) - padding :] = math.nan
-    found, gates = own.tree_step(tree_kernels, rows, memory, integers(SLOTS), tree, paths)
+    found, kept = own.tree_step(tree_kernels, rows, memory, integers(SLOTS), tree, paths)
     defined, _ = own.tree_step(reference, rows, before, integers(SLOTS), tree, paths)
     eps = torch.finfo(own.dtype).eps
     torch.testing.assert_close(found, defined, rtol=4 * eps, atol=4 * eps * max(1.0, defined.abs().max().item()))
@@ -103,18 +103,23 @@ def check_trees(own: Net, parents: Parents, padding: int, programs: int, monkeyp
     assert not found[len(rows) - padding :].any() and found[0].any()
     for each in fields(memory):
         assert torch.equal(getattr(memory, each.name).nan_to_num(), getattr(before, each.name).nan_to_num())
-    kept = [ways[starts[b + 1] - 1] for b in range(len(SLOTS))]  # to the last node
-    path = torch.tensor([[*way, *[way[-1]] * (ROWS - len(way))] for way in kept], device=DEVICE)
-    counts = [len(way) for way in kept]
+    taken = [ways[starts[b + 1] - 1] for b in range(len(SLOTS))]  # to the last node
+    path = torch.tensor([[*way, *[way[-1]] * (ROWS - len(way))] for way in taken], device=DEVICE)
+    counts = [len(way) for way in taken]
     counts[1] = 0  # an inactive request
-    tree_kernels.keep_path_(memory, rows[:, : own.channels], gates, integers(SLOTS), path, integers(counts))
-    own.step(kernels, rows[: 3 * ROWS], memory, SLOTS, counts, (0, 0, 0))
+    where = integers(SLOTS), integers(counts)
+    both = DeltaMemory(*(torch.cat([getattr(each, f.name) for each in (before, memory)]) for f in fields(memory)))
+    every = TreeInputs(torch.stack([kept.inputs.flip(0), kept.inputs]), torch.stack([kept.gates, kept.gates]))
+    tree_kernels.keep_path_(both, every, where[0], path, where[1])
+    kernels.fold_(both, torch.stack([own.weight.flip(0), own.weight]), *where, integers([0, 0, 0]))
+    other, memory = both.of_layers(2)
+    assert not torch.equal(other.state[SLOTS[0]], memory.state[SLOTS[0]]), "layers have rows of their own"
     for b, slot in enumerate(SLOTS):
         inner = {way[-2] for way in ways if len(way) > 1}
         for leaf in set(range(starts[b], starts[b + 1])) - inner:
             outputs, after = alone(own, rows, ways[leaf], before, slot)
             assert torch.equal(found[ways[leaf]], outputs)
-            if ways[leaf] == kept[b] and counts[b]:
+            if ways[leaf] == taken[b] and counts[b]:
                 assert torch.equal(memory.state[slot], after.state[slot])
                 assert torch.equal(memory.window[slot], after.window[slot])
     for each in ("state", "window"):

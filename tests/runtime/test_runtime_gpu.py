@@ -114,7 +114,7 @@ def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, 
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5"])  # qwen3_5: chains only
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5"])
 def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
     prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
@@ -127,7 +127,8 @@ def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
         (8, 16, {"draft_tree": 15, "draft_tree_width": 1}),
     ):
         tokens = block and block - 1
-        engine = make_engine(target, drafter, max_num_seqs=batch, num_speculative_tokens=tokens, **options)
+        how = {"num_speculative_tokens": tokens, "draft_tree_width": 8} | options
+        engine = make_engine(target, drafter, max_num_seqs=batch, **how)
         knowing(engine, prompts, plain)
         drafted = engine.generate(prompts, params)
         assert [g.tokens for g in drafted] == plain

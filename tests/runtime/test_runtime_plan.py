@@ -14,7 +14,7 @@ from other_gpus import use_gpu
 
 from dflash_toolkit import Drafter, SamplingParams, UserError
 from dflash_toolkit.kernels.delta import DeltaMemory
-from dflash_toolkit.kernels.ops import ops_for
+from dflash_toolkit.kernels.ops import Reference, ops_for
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.preflight import GIB
@@ -25,6 +25,7 @@ from dflash_toolkit.runtime.plan import LIBRARY_BYTES, Plan, Planner, runner_arg
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
 from dflash_toolkit.runtime.sampler import Mode, Sampler
+from dflash_toolkit.runtime.trees.budget import row_buckets
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from scripts.shapes import named_shape, random_drafter, random_target
 
@@ -240,6 +241,22 @@ def test_contexts_do_not_change_with_little_memory() -> None:
     found = contexts_up_to(40960)
     assert found[0] == 1024 and found[-1] == 40960 and len(found) < 60
     assert contexts_up_to(700) == [700]
+
+
+def test_plans_hold_what_tree_rows_of_recurrent_layers_keep() -> None:
+    config = named_shape("qwen3.8-27b")
+    planner = Planner(ModelSpec.of_target(config), drafter_shape(config), torch.bfloat16, fused=False)
+    chains, trees = (
+        EngineOptions(max_num_seqs=4, max_model_len=2000, draft_tree=15, draft_tree_width=width, draft_dtype="full")
+        for width in (1, 8)
+    )
+    plans = [planner.plan(each.fitted(planner.spec, planner.config, CUDA)) for each in (chains, trees)]
+    runner = StepRunner(
+        planner._target, None, Reference(), num_pages=1, page_size=64, max_num_seqs=4, max_context=64, max_block=16
+    )
+    with CountBytes() as count:
+        nodes = runner.verifier.stack.nodes(row_buckets(4)[-1])
+    assert plans[1].step - plans[0].step == count.held > 0 and len(nodes.inputs) == 48
 
 
 def test_80_gib_hold_32_requests_of_8k_tokens_of_a_27b_in_fp8() -> None:

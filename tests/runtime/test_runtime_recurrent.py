@@ -33,6 +33,7 @@ from dflash_toolkit.runtime.weights import TargetWeights
 EVENTS = 10_000 if LONG_RUN else 250
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=18)
+WAYS = [(0, 1), (7, 1), (15, 3)]  # nodes and width: blocks, chains, trees
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])  # the tests below use qwen3_5
@@ -128,8 +129,10 @@ def test_arrivals_cancels_and_preemptions_change_no_answer(cache_tokens: int) ->
     assert (engine.stats.preemptions > 0) == (cache_tokens == 120)
 
 
-@pytest.mark.parametrize("nodes", [0, 7], ids=["blocks", "chains"])
-def test_random_events_leave_every_request_its_own_states(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("nodes", "width"), WAYS, ids=["blocks", "chains", "trees"])
+def test_random_events_leave_every_request_its_own_states(
+    nodes: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in test_runtime_scheduler.py, on a device that computes: rows move, states are kept, folded and taken over."""
     dice = random.Random(3)
     kinds = ["linear_attention", "full_attention", "linear_attention"]
@@ -139,6 +142,7 @@ def test_random_events_leave_every_request_its_own_states(nodes: int, monkeypatc
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     texts = {tuple(prompt): generate(target, None, prompt, params).tokens for prompt in prompts}
     options = {"max_num_seqs": 4, "kv_cache_tokens": 100, "prefix_states": 2, "draft_tree": nodes}
+    options["draft_tree_width"] = width
     if nodes:
         times = list(itertools.product((1, 2, 4), (1, 2, 4, 8)))
         monkeypatch.setattr(engine_module, "cached_times", lambda *args: dict.fromkeys(times, 1.0))
@@ -169,11 +173,11 @@ def test_random_events_leave_every_request_its_own_states(nodes: int, monkeypatc
     assert min(cancelled, engine.stats.preemptions, engine.stats.cached_prompt_tokens) > EVENTS / 100
 
 
-@pytest.mark.parametrize(("place", "nodes"), [("prefill", 0), ("decode", 0), ("decode", 7)])
-def test_a_partial_failure_leaves_no_wrong_state(place: str, nodes: int) -> None:
+@pytest.mark.parametrize(("place", "nodes", "width"), [("prefill", 0, 1), *(("decode", n, w) for n, w in WAYS)])
+def test_a_partial_failure_leaves_no_wrong_state(place: str, nodes: int, width: int) -> None:
     """The device raises after it has done the work."""
     target, drafter = pair()
-    engine = make_engine(target, drafter, draft_tree=nodes)
+    engine = make_engine(target, drafter, draft_tree=nodes, draft_tree_width=width)
     runner, calls = engine.runner, 0
 
     def count() -> None:
@@ -224,11 +228,12 @@ def test_padding_of_a_prompt_touches_no_state() -> None:
             assert ours[2].isfinite().all() and ours[[0, 1, 3]].isnan().all()
 
 
-@pytest.mark.parametrize("nodes", [0, 7], ids=["blocks", "chains"])
-def test_padded_rows_of_a_step_touch_no_state(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("nodes", "width"), WAYS, ids=["blocks", "chains", "trees"])
+def test_padded_rows_of_a_step_touch_no_state(nodes: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step has room for five requests and for more rows than their chains have."""
     target, drafter = pair()
-    engine = make_engine(target, drafter, draft_tree=nodes, max_num_seqs=5, prefix_states=0)
+    how = {"draft_tree": nodes, "draft_tree_width": width}
+    engine = make_engine(target, drafter, max_num_seqs=5, prefix_states=0, **how)
     prompts = prompts_of(6, 19)
     for memory in engine.runner._memories:
         memory.state.fill_(torch.nan)

@@ -67,18 +67,22 @@ def activated(b_acc, FORMAT: tl.constexpr):
     return (b_y * _sigmoid(b_y)).to(FORMAT)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["S", "batch", "windows", "memories"])
 def _delta_inputs_kernel(
     qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, inputs_p, gates_p, slots_p, stay_p, counts_p, starts_p,
-    mixed_p, out_gates_p, S, MOST, C, N, stride_qkv, stride_ba, stride_part, blocks,
+    mixed_p, out_gates_p, S, MOST, C, N, stride_qkv, stride_ba, stride_part, blocks, batch, windows, memories,
     PARTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Each layer has `batch` requests, and so many slots of windows and of inputs of blocks."""
+    i_l, i_r = tl.program_id(0) // batch, tl.program_id(0) % batch
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_r = tl.arange(0, ROWS)
-    slot = tl.load(slots_p + i_b).to(tl.int64)  # older than the pass, see `pdl`
-    stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
+    slot = tl.load(slots_p + i_r).to(tl.int64)  # older than the pass, see `pdl`
+    window, slot = slot + i_l * windows, slot + i_l * memories
+    stay, count = tl.load(stay_p + i_r), tl.load(counts_p + i_r)
     first = tl.load(starts_p + i_b).to(tl.int64) if CHAINS else i_b * S
+    w_p += i_l * C * TAPS
     wait_for_previous(PDL)
     start_next(PDL)
     o_out = i_b * (MOST + S) + o_r
@@ -87,7 +91,7 @@ def _delta_inputs_kernel(
         o_c = i_c * BLOCK + tl.arange(0, BLOCK)
         m_c = (o_c < C)[None, :]
         p_qkv = qkv_p + first * stride_qkv + o_c[None, :]
-        p_window = window_p + slot * (TAPS - 1) * C + o_c[None, :]
+        p_window = window_p + window * (TAPS - 1) * C + o_c[None, :]
         p_inputs = inputs_p + slot * MOST * C + o_c[None, :]
         b_acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
         for tap in tl.static_range(TAPS):
@@ -159,21 +163,24 @@ def updated(b_state, b_q, b_k, b_v, decay, beta, scale):
     return b_state, tl.sum(b_state * b_q[:, None], axis=0)
 
 
-@triton.jit(do_not_specialize=["S", "M"])
+@triton.jit(do_not_specialize=["S", "M", "batch", "states"])
 def _delta_rule_kernel(
     mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, starts_p, out_p, S, M, MOST, C, N, G, H_K, H_V, scale,
+    batch, states,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the delta rule of one request and a part of a head.
 
     CHUNK: all rows are committed, and stay_p has the number of rows of earlier chunks. CHAINS: a request's rows begin
     at starts_p, not at every S. The parts of a head are adjacent in the grid, so they read whole rows of its state.
+    Each layer has `batch` requests and `states` slots.
     """
+    i_l, i_r = tl.program_id(2) // batch, tl.program_id(2) % batch
     i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < H_K, o_v < H_V
-    slot = tl.load(slots_p + i_b).to(tl.int64)  # these and the state are older than the pass, see `pdl`
-    stay, count = tl.load(stay_p + i_b), tl.load(counts_p + i_b)
+    slot = tl.load(slots_p + i_r).to(tl.int64) + i_l * states  # these and the state are older than the pass, see `pdl`
+    stay, count = tl.load(stay_p + i_r), tl.load(counts_p + i_r)
     p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
     m_state = m_k[:, None] & m_v[None, :]
     mixed_p += i_b * (MOST + S) * C
@@ -249,15 +256,42 @@ def delta_inputs(
     chains: TreeRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns mixed rows [B, R, C] and gates fp32 [B, R, 2, N], committed old ones, then new; see the reference."""
-    batch, (channels, taps), heads, most = len(slots), weight.shape, len(a_log), memory.rows
-    block = len(qkv) // batch if chains is None else most
-    mixed = torch.empty(batch, most + block, channels, dtype=qkv.dtype, device=qkv.device)
-    gates = torch.empty(batch, most + block, 2, heads, dtype=torch.float32, device=qkv.device)
+    return _launch_inputs(qkv, ba, weight, a_log, dt_bias, memory, slots, stay, counts, chains)
+
+
+def fold_(memory: DeltaMemory, weights: Tensor, slots: Tensor, stay: Tensor, counts: Tensor) -> None:
+    """Adds the committed rows of the last block to the states and windows of all layers; see the reference."""
+    layers, heads = len(weights), memory.gates.shape[3]
+    # there are no new rows, so nothing is read from these
+    qkv, ba, rate = weights.new_empty(0, weights.shape[1]), weights.new_empty(1, 0, 2 * heads), weights[0, 0]
+    parts = _launch_inputs(qkv, ba, weights[0], rate, rate, memory, slots, stay, counts, layers=layers)
+    _launch_rule(*parts, memory.state, memory.rows, slots, stay, counts, layers=layers)
+
+
+def _launch_inputs(
+    qkv: Tensor,
+    ba: Tensor,
+    weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    memory: DeltaMemory,
+    slots: Tensor,
+    stay: Tensor,
+    counts: Tensor,
+    chains: TreeRows | None = None,
+    *,
+    layers: int = 1,
+) -> tuple[Tensor, Tensor]:
+    batch, (channels, taps), heads, most = len(slots), weight.shape, memory.gates.shape[3], memory.rows
+    block, every = len(qkv) // batch if chains is None else most, layers * batch
+    mixed = torch.empty(every, most + block, channels, dtype=qkv.dtype, device=qkv.device)
+    gates = torch.empty(every, most + block, 2, heads, dtype=torch.float32, device=qkv.device)
     blocks = -(-channels // CHANNELS)
-    _delta_inputs_kernel[(batch, blocks + 1)](
+    _delta_inputs_kernel[(every, blocks + 1)](
         qkv, ba, weight, a_log, dt_bias, memory.window, memory.inputs, memory.gates, slots, stay, counts,
         slots if chains is None else chains.starts, mixed, gates, block, most, channels, heads, qkv.stride(0),
-        ba.stride(1), ba.stride(0), blocks, PARTS=len(ba), TAPS=taps,
+        ba.stride(1), ba.stride(0), blocks, batch, len(memory.window) // layers, len(memory.inputs) // layers,
+        PARTS=len(ba), TAPS=taps,
         ROWS=next_power_of_two(max(most + block, taps - 1)), BLOCK=CHANNELS,
         HEADS=next_power_of_two(heads), CHAINS=chains is not None, **pdl(qkv),
     )  # fmt: skip
@@ -288,6 +322,7 @@ def _launch_rule(
     chains: TreeRows | None = None,
     *,
     chunk: bool = False,
+    layers: int = 1,
 ) -> Tensor:
     batch, rows, channels = mixed.shape
     heads, width_k, width_v = state.shape[1:]
@@ -297,8 +332,9 @@ def _launch_rule(
     columns = min(COLUMNS, next_power_of_two(width_v))
     _delta_rule_kernel[(-(-width_v // columns), heads, batch)](
         mixed, gates, state, slots, stay, counts, slots if chains is None else chains.starts, out, block, m, most,
-        channels, heads, groups, width_k, width_v, width_k**-0.5, BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns,
-        CHUNK=chunk, CHAINS=chains is not None, num_warps=2 if chunk else 1, **pdl(mixed),
+        channels, heads, groups, width_k, width_v, width_k**-0.5, batch // layers, len(state) // layers,
+        BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, CHUNK=chunk, CHAINS=chains is not None,
+        num_warps=2 if chunk else 1, **pdl(mixed),
     )  # fmt: skip
     return out
 

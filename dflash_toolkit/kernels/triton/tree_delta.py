@@ -11,20 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delta import DeltaMemory
+from ..delta import DeltaMemory, TreeInputs
 from ..launch import next_power_of_two, pdl
 from ..tree import TreeRows
 from .delta import CHANNELS, COLUMNS, activated, delta_row, gates_of, updated
 from .pdl import start_next, wait_for_previous
 
 ROWS = 16  # rows of a program of the convolution
+KEPT = 1024  # channels of a program that keeps the rows of a path
 PROGRAMS = 4096  # programs of the delta rule that fill a device; a program of fewer takes more leaves
 
 
 @triton.jit(do_not_specialize=["M", "stride_paths", "P"])
 def _tree_inputs_kernel(
-    qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, slots_p, starts_p, requests_p, depths_p, paths_p, mixed_p, gates_p,
-    M, C, N, stride_qkv, stride_ba, stride_part, blocks, stride_paths, P,
+    qkv_p, ba_p, w_p, a_log_p, dt_p, window_p, slots_p, starts_p, requests_p, depths_p, paths_p,
+    mixed_p, kept_p, gates_p, M, C, N, stride_qkv, stride_ba, stride_part, blocks, stride_paths, P,
     PARTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +57,8 @@ def _tree_inputs_kernel(
             )
         p_out = mixed_p + o_m.to(tl.int64)[:, None] * C + o_c[None, :]
         tl.store(p_out, activated(b_acc, mixed_p.dtype.element_ty), mask=m_row[:, None] & m_c)
+        p_kept = kept_p + o_m.to(tl.int64)[:, None] * C + o_c[None, :]
+        tl.store(p_kept, b_x, mask=m_row[:, None] & m_c)  # of the last tap: the row's own input
     else:
         o_n = tl.arange(0, HEADS)
         mask = m_row[:, None] & (o_n < N)[None, :]
@@ -112,22 +115,24 @@ def _tree_rule_kernel(
         tl.store(out_p + row * N * H_V, b_none, mask=m_v)
 
 
-@triton.jit(do_not_specialize=["P", "MOST"])
+@triton.jit(do_not_specialize=["M", "P", "batch", "memories"])
 def _keep_path_kernel(
-    inputs_p, gates_p, kept_inputs_p, kept_gates_p, slots_p, path_p, counts_p, P, MOST, C, N, stride, blocks,
+    inputs_p, gates_p, kept_inputs_p, kept_gates_p, slots_p, path_p, counts_p,
+    M, P, MOST, C, N, batch, memories, blocks,
     P_BLOCK: tl.constexpr, BLOCK: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    i_b, i_c = tl.program_id(0), tl.program_id(1)
+    """Each layer has M rows, `batch` requests and `memories` slots."""
+    i_l, i_b, i_c = tl.program_id(0) // batch, tl.program_id(0) % batch, tl.program_id(1)
     o_p = tl.arange(0, P_BLOCK)
     wait_for_previous(PDL)
     start_next(PDL)
     m_p = (o_p < tl.load(counts_p + i_b))[:, None]
-    b_row = tl.load(path_p + i_b * P + o_p, mask=o_p < P, other=0)[:, None]
-    o_kept = (tl.load(slots_p + i_b).to(tl.int64) * MOST + o_p)[:, None]
+    b_row = (i_l.to(tl.int64) * M + tl.load(path_p + i_b * P + o_p, mask=o_p < P, other=0))[:, None]
+    o_kept = ((tl.load(slots_p + i_b).to(tl.int64) + i_l * memories) * MOST + o_p)[:, None]
     if i_c < blocks:
         o_c = (i_c * BLOCK + tl.arange(0, BLOCK))[None, :]
         m_c = m_p & (o_c < C)
-        tl.store(kept_inputs_p + o_kept * C + o_c, tl.load(inputs_p + b_row * stride + o_c, mask=m_c), mask=m_c)
+        tl.store(kept_inputs_p + o_kept * C + o_c, tl.load(inputs_p + b_row * C + o_c, mask=m_c), mask=m_c)
     else:
         o_n = tl.arange(0, GATES)[None, :]
         m_n = m_p & (o_n < 2 * N)
@@ -144,18 +149,19 @@ def tree_delta_inputs(
     slots: Tensor,
     tree: TreeRows,
     paths: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Returns mixed rows [M, C] and gates fp32 [M, 2, N] of rows of trees; see the reference."""
+    kept: TreeInputs,
+) -> Tensor:
+    """Returns mixed rows [M, C] of trees, and keeps their inputs and gates; see the reference."""
     (channels, taps), heads, m = weight.shape, len(a_log), len(qkv)
     mixed = torch.empty(m, channels, dtype=qkv.dtype, device=qkv.device)
-    gates = torch.empty(m, 2, heads, dtype=torch.float32, device=qkv.device)
     blocks = -(-channels // CHANNELS)
     _tree_inputs_kernel[(-(-m // ROWS), blocks + 1)](
         qkv, ba, weight, a_log, dt_bias, memory.window, slots, tree.starts, tree.requests, tree.depths, paths, mixed,
-        gates, m, channels, heads, qkv.stride(0), ba.stride(1), ba.stride(0), blocks, paths.stride(0), paths.stride(1),
-        PARTS=len(ba), TAPS=taps, ROWS=ROWS, BLOCK=CHANNELS, HEADS=next_power_of_two(heads), **pdl(qkv),
+        kept.inputs, kept.gates, m, channels, heads, qkv.stride(0), ba.stride(1), ba.stride(0), blocks,
+        paths.stride(0), paths.stride(1), PARTS=len(ba), TAPS=taps, ROWS=ROWS,
+        BLOCK=CHANNELS, HEADS=next_power_of_two(heads), **pdl(qkv),
     )  # fmt: skip
-    return mixed, gates
+    return mixed
 
 
 def tree_delta_rule(
@@ -177,11 +183,12 @@ def tree_delta_rule(
     return out
 
 
-def keep_path_(memory: DeltaMemory, inputs: Tensor, gates: Tensor, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Stores the inputs and gates of the accepted rows as those of the last block; see the reference."""
-    channels, heads, blocks = inputs.shape[1], gates.shape[2], -(-inputs.shape[1] // CHANNELS)
-    _keep_path_kernel[(len(slots), blocks + 1)](
-        inputs, gates, memory.inputs, memory.gates, slots, path, counts, path.shape[1], memory.rows, channels, heads,
-        inputs.stride(0), blocks, P_BLOCK=next_power_of_two(path.shape[1]), BLOCK=CHANNELS,
-        GATES=next_power_of_two(2 * heads), **pdl(inputs),
+def keep_path_(memory: DeltaMemory, kept: TreeInputs, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+    """Stores the accepted rows' inputs and gates as those of the last block, in all layers; see the reference."""
+    (layers, m, channels), heads, (batch, depth) = kept.inputs.shape, kept.gates.shape[3], path.shape
+    blocks = -(-channels // KEPT)
+    _keep_path_kernel[(layers * batch, blocks + 1)](
+        kept.inputs, kept.gates, memory.inputs, memory.gates, slots, path, counts, m, depth, memory.rows, channels,
+        heads, batch, len(memory.inputs) // layers, blocks, P_BLOCK=next_power_of_two(depth), BLOCK=KEPT,
+        GATES=next_power_of_two(2 * heads), **pdl(path),
     )  # fmt: skip

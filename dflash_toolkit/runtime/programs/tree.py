@@ -128,9 +128,9 @@ class TreeProgram:
         batch, block, rows, mode = part.rows, part.block, part.nodes, part.mode
         context, state, target = self._context, self._context.state, self._context.target
         verifier, ops = context.verifier, context.ops
-        at, chains = state.rows(batch), self.width == 1
+        at, chains = state.rows(batch, block=0), self.width == 1
         if at.states is not None and not chains:
-            at = replace(at, states=replace(at.states, nodes=[]))
+            at = replace(at, states=replace(at.states, nodes=verifier.stack.nodes(rows)))
         last = state.last_token[:batch]
         room = state.sampler.ends_at[:batch] - at.lengths - 1  # the bonus token is always committed
         discounts = self._discounts[:batch]
