@@ -13,7 +13,7 @@ from damage import damage
 TRAINING = [
     "drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "responses.max_tokens=12", "responses.samples=1",
     "loss.anchors=4",
-    "optim.steps=24", "optim.batch_size=2", "run.save_every=4", "run.log_every=1", "run.evaluate_prompts=2",
+    "optim.steps=12", "optim.batch_size=2", "run.save_every=4", "run.log_every=1", "run.evaluate_prompts=2",
     "run.evaluate_every=10", "run.evaluate_tokens=8", "prompts.held_out=2",
 ]  # fmt: skip
 

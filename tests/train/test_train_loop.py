@@ -153,12 +153,12 @@ def test_a_repeatedly_killed_run_ends_bit_identical(dflash_train: Program, tmp_p
     # while answering; before the first resume point; between two, after an evaluation, with another speed
     work = dflash_train.output / "work"
     run_killed_after(1, dflash_train.words("responses.batch_size=1"), work / "answers.jsonl")
-    for count, features in ((2, "online"), (6, "hybrid"), (15, "disk")):
+    for count, features in ((2, "online"), (6, "hybrid"), (12, "disk")):
         arguments = dflash_train.words("responses.batch_size=1", f"run.features={features}")
         run_killed_after(count, arguments, work / "metrics.jsonl")
     dflash_train("responses.batch_size=1")
     whole, killed = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("whole", "run"))
-    assert len(whole) == 27 and whole == killed
+    assert len(whole) == 14 and whole == killed
     assert weights(tmp_path / "whole") == weights(dflash_train.output)
 
 

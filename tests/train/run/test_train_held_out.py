@@ -42,7 +42,7 @@ def random_drafter(target: Target, seed: int) -> Drafter:
 
 
 def test_a_run_measures_the_same_on_either_runtime(dflash_train: Program, tmp_path: Path) -> None:
-    often = ("run.evaluate_every=8", "optim.learning_rate=3e-2", "run.evaluate_tokens=16")
+    often = ("optim.steps=24", "run.evaluate_every=8", "optim.learning_rate=3e-2", "run.evaluate_tokens=16")
     for name in ("engine", "reference"):
         dflash_train(*often, f"run.evaluate_runtime={name}", output=name)
     ours, definition = (lines_without_speed(tmp_path / name / "work/metrics.jsonl") for name in ("engine", "reference"))
