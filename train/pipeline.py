@@ -167,7 +167,7 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
     _say(
         processes,
         f"{kind} drafter, {parameters / 1e6:.1f} M parameters, taps {list(shape.target_layer_ids)}, "
-        f"mask id {shape.mask_token_id}; {len(rows)} responses, {rows.response_tokens} tokens; "
+        f"mask id {shape.mask_token_id}; {rows.responses} responses, {rows.response_tokens} tokens; "
         f"{attention} attention on {target.device}{several}",
     )
 
@@ -207,10 +207,10 @@ def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Targ
     packed, _ = packing(config, target.device)
     rows = answered.cut(min(packed or sys.maxsize, config.prompts.row_tokens)).with_anchors()
     if not len(rows):
-        raise UserError(f"none of {len(answered)} responses has two supervised tokens; give longer responses")
+        raise UserError(f"none of {answered.responses} responses has two supervised tokens; give longer responses")
     if dropped := len(answered) - len(rows):
         run.record["data"]["too_short_or_cut_off"] = dropped
-        _say(processes, f"dropped {dropped} of {len(answered)} responses: too short for a block, or cut off")
+        _say(processes, f"dropped {dropped} of {len(answered)} rows: too short for a block, or cut off")
     return target, rows
 
 

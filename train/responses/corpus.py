@@ -107,6 +107,11 @@ class Corpus(Sequence[Row]):
         """Supervised tokens of all rows."""
         return int(self.response_lengths.sum())
 
+    @property
+    def responses(self) -> int:
+        """Number of responses in all rows."""
+        return int(np.count_nonzero(self._widths()))
+
     def cut(self, length: int) -> "Corpus":
         """Returns the corpus with every row cut to at most `length` tokens."""
         table = self._table.copy()
@@ -123,14 +128,16 @@ class Corpus(Sequence[Row]):
 
     def _over_spans(self, join: np.ufunc) -> Integers:
         """Reduces the lengths of each row's responses with `join`."""
-        first, counts = self._table[:, 3], self._table[:, 4]
-        if not len(first):
+        if not len(self):
             return np.zeros(0, np.int64)
-        starts = _starts(counts)
-        places = np.repeat(first - starts, counts) + np.arange(int(counts.sum()))
+        return np.asarray(join.reduceat(self._widths(), _starts(self._table[:, 4])))
+
+    def _widths(self) -> Integers:
+        """Tokens of every response, row by row."""
+        first, counts = self._table[:, 3], self._table[:, 4]
+        places = np.repeat(first - _starts(counts), counts) + np.arange(int(counts.sum()))
         spans = self._spans[places].astype(np.int64)
-        widths = np.maximum(np.minimum(spans[:, 1], np.repeat(self.lengths, counts)) - spans[:, 0], 0)
-        return np.asarray(join.reduceat(widths, starts))
+        return np.maximum(np.minimum(spans[:, 1], np.repeat(self.lengths, counts)) - spans[:, 0], 0)
 
 
 class CorpusWriter:

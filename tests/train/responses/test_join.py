@@ -66,6 +66,7 @@ def test_a_run_trains_on_joined_rows_without_held_out_prompts(dflash_train: Prog
     held_out = [" ".join(map(str, each["tokens"])) for each in corpus.meta["held_out"]]
     assert len(held_out) == 2 and not any(each in text for each in held_out)
     record = dflash_train.record()
+    assert record["result"]["answers"] == 2 * 8 and record["result"]["rows"] == len(corpus)
     assert record["result"]["steps"] == 4 and record["config"]["prompts"]["join_to"] == 128
 
     files = work / "answers.jsonl"

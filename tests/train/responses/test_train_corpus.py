@@ -36,6 +36,7 @@ def test_corpus_properties_equal_those_of_its_rows(made: list[Row], length: int)
     assert list(corpus) == made and corpus.response_tokens == sum(row.response_tokens for row in made)
     assert corpus.lengths.tolist() == [len(row.tokens) for row in made]
     shorter = corpus.cut(length)
+    assert corpus.responses == sum(len(row.supervised) for row in made if row.response_tokens)
     assert shorter.response_lengths.tolist() == [row.response_tokens for row in cut]
     assert [len(row.tokens) for row in shorter] == [len(row.tokens) for row in cut]
     assert [row.response_tokens for row in shorter] == [row.response_tokens for row in cut]
