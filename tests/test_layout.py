@@ -179,7 +179,8 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 SUPPORT = {"delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
 SUPPORT |= {"reference_delta", "reference_tree", "tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "triton.attention", "triton.argmax"}
-SUPPORT |= {"triton.convolution", "triton.delta", "triton.pdl", "triton.fp8", "triton.fp8_blocks", "triton.tile"}
+SUPPORT |= {"triton.convolution", "triton.delta", "triton.fp8", "triton.fp8_blocks", "triton.pages", "triton.pdl"}
+SUPPORT |= {"triton.tile"}
 DEFINITIONS = {"ops", "reference", "reference_attention", "reference_delta", "reference_tree"}  # no kernel imports them
 
 

@@ -55,6 +55,7 @@ from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, multiply_quantized, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm, add_rms_norm_quantized
+from .triton.pages import read_pages
 from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
 from .triton.row_top import TILE, PartTops, row_top
@@ -69,6 +70,7 @@ from .triton.walk import sampled_walk, walk
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
 QUANTIZED_ROWS = 256  # rows in fp8 that are multiplied with a head in fp8 at a time, if its sums are long
 LONG_SUM = 2048  # columns of a long sum; with 4096, two passes of 128 rows are 20 % slower than 256, with 896 faster
+CHUNK = 512  # rows from which attention of one request first reads an fp8 cache into 16 bits, for all its tiles
 TOP_COLUMNS = 8 * TILE  # columns with logits in memory at a time: 32 MiB for 256 rows, which fit into L2
 
 
@@ -214,6 +216,8 @@ def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
 
 def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | None = None) -> Tensor:
     """Returns the attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
+    if kv.scales is not None and counts is None and len(kv.lengths) == 1 and len(q) >= CHUNK:
+        kv = read_pages(kv)
     if counts is None and flash.fits(q, kv, causal=causal):
         return flash.launch(q, kv)
     if causal and len(q) > LONGEST_SPLIT * len(kv.lengths) and hopper_prefill.pays(q, kv):

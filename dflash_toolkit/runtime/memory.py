@@ -212,7 +212,9 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - held
 
-    job = PrefillJob([0] * chunk, 0, [1] * -(-chunk // probe.page_size))
+    # a long chunk reads all pages of its request from an fp8 cache
+    pages = probe.pages_per_request if probe.fp8_cache else -(-chunk // probe.page_size)
+    job = PrefillJob([0] * chunk, pages * probe.page_size - chunk if probe.fp8_cache else 0, [1] * pages)
     scored = job._replace(scores=ScoredTokens([0] * chunk, MAX_LOGPROBS))
     held = 0
 

@@ -139,7 +139,7 @@ class Planner:
             self.loaded - self.target_bytes + self.copies_bytes * (options.draft_dtype == "fp8"),
             tables=tables.held - options.page_size * token,
             step=self._step(most, block, tree_rows, runner.reach) + kept,
-            prefill=self._prefill(rows),
+            prefill=self._prefill(rows) + self._read_pages(options, runner.reach),
             held=self._held(rows),
             graphs=self._graphs(options, most, nodes, runner.reach),
             token=token,
@@ -190,6 +190,11 @@ class Planner:
     def _prefill(self, rows: int) -> int:
         scored = 2 * self.dtype.itemsize * min(rows, ROWS) + SCORED_BYTES * min(rows, SCORED_ROWS)
         return max(self._layers(rows), MARGIN + self.spec.vocab_size * scored)  # scores follow the layers
+
+    def _read_pages(self, options: EngineOptions, reach: int) -> int:
+        """The keys and values of a layer and a request, which long chunks read from an fp8 cache."""
+        groups, width = self.spec.kv_heads
+        return 2 * groups * width * self.dtype.itemsize * reach if options.fp8_cache else 0
 
     def _held(self, rows: int) -> int:
         """The residual stream, the queries, keys and values of a layer, and the features."""

@@ -93,6 +93,7 @@ class StepRunner:
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self.depth = 1 if self.device.type == "cuda" else 0
         self.max_num_seqs, self.max_block, self.page_size = max_num_seqs, max_block, page_size
+        self.fp8_cache = fp8_cache
         self.step_rows, self.tree_rows = Counter[int](), Counter[int]()
         self.max_places = max(max_block, tree_nodes + 1)
         self.reach = max_context + (self.depth + 1) * max_block + self.max_places

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dflash_toolkit.kernels.gpu import Gpu
 from dflash_toolkit.kernels.loss_terms import LossMix, RowTerms
-from dflash_toolkit.kernels.triton import convolution
+from dflash_toolkit.kernels.paged import PagedKV
+from dflash_toolkit.kernels.triton import convolution, pages
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.quantized import FORM, GROUP
@@ -120,6 +121,10 @@ def _of_engine(runner: StepRunner) -> Iterator[Pass]:
     prefills = runner.prefills
     for size in (64, 512):
         yield f"prefill of {size}", lambda size=size: prefills.padded(size)
+    stack, place = runner.verifier.stack, torch.empty(1, 8, dtype=torch.int32, device=META)
+    if stack.scales is not None:
+        kv = PagedKV(stack.cache[0], place[0, :1], place, runner.page_size, scales=stack.scales[0])
+        yield "pages of a cache in FP8", lambda: pages.read_pages(kv)
     size, count = prefills.batch_shapes[-1]
     yield f"prefill of {count} times {size}", lambda: prefills.run_empty_batch(size, count)
 

@@ -18,7 +18,7 @@ from kernel_inputs import DEVICE, DTYPES, EPS, assert_as_exact_as_torch, in_turn
 from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, check_attention, check_invariant, check_slots, make_pages
 
-from dflash_toolkit.kernels import features, reference
+from dflash_toolkit.kernels import features, gpu, reference
 from dflash_toolkit.kernels.hopper import attention as hopper_attention
 from dflash_toolkit.kernels.paged import FP8, dequantized_heads, quantized_heads
 from dflash_toolkit.kernels.triton import rope, tree_accept
@@ -134,6 +134,22 @@ def test_attention_equals_that_over_the_values_that_are_read(shape: Any, dtype: 
         assert same_bits(found, attend(q, pages.read(), whole=whole, **how))
         check_attention(q, pages, found, **how)
     check_slots(q[:block], pages.one(0), range(0, block, 3), window=window)
+
+
+@pytest.mark.parametrize("width", [40, 64])
+def test_pages_are_read_into_a_cache_of_their_own(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = make_pages((70, 5), 30, 16, 2, width, DTYPES[-1]).in_fp8().one(0)
+    alone = gpu.read_pages(pages.kv())
+    slots = torch.arange(100, device=DEVICE)
+    own = reference.slots_of(slots[None], pages.table, 16)[0]
+    assert torch.equal(alone.read(slots), pages.kv().read(own))
+    monkeypatch.setattr(gpu, "CHUNK", 30)
+    q = randn(30, 4, width, dtype=DTYPES[-1])
+    found = gpu.block_attention(q, pages.kv(), causal=True)
+    check_attention(q, pages, found, causal=True)
+    monkeypatch.setattr(gpu, "read_pages", lambda kv: alone)
+    empty = replace(pages.kv(), cache=torch.zeros_like(pages.cache))
+    assert torch.equal(found, gpu.block_attention(q, empty, causal=True)), "long chunks read pages first"
 
 
 def test_other_kernels_leave_fp8_caches_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -455,7 +455,9 @@ def test_garbage_does_not_hide_the_memory_of_a_pass(monkeypatch: pytest.MonkeyPa
                 if not seconds:
                     break
 
-    probe: Any = SimpleNamespace(pages_per_request=4, page_size=64, max_num_seqs=1, max_block=16, trees=None)
+    probe: Any = SimpleNamespace(
+        pages_per_request=4, page_size=64, fp8_cache=False, max_num_seqs=1, max_block=16, trees=None
+    )
     probe.prefills = SimpleNamespace(batch_shapes=[], unpadded=Pass, packed=Pass)
     probe.prefill_limits = PrefillLimits()
     monkeypatch.setattr(memory, "run_all_parts", takes(60))

@@ -20,7 +20,7 @@ from ..features import features_of
 from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
-from .fp8 import of_bits
+from .pages import load_heads, stored_heads
 from .tile import SHARED_BYTES
 
 ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions accept
@@ -76,27 +76,6 @@ def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.
 
 
 @triton.jit
-def _load_heads(cache_p, scales_p, o_slot, m_t, i_g, slots, G, H, HEAD: tl.constexpr, EVEN_H: tl.constexpr):
-    """Loads the keys, transposed [HEAD, KEYS], and the values [KEYS, HEAD] of some slots and a KV head."""
-    o_h = tl.arange(0, HEAD)
-    p_v = slots.to(tl.int64) * G * H
-    p_kv = cache_p + (o_slot * G + i_g) * H
-    if EVEN_H:
-        b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :], other=0.0)
-        b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None], other=0.0)
-    else:
-        m_h = o_h < H
-        b_k = tl.load(p_kv[None, :] + o_h[:, None], mask=m_t[None, :] & m_h[:, None], other=0.0)
-        b_v = tl.load(p_kv[:, None] + p_v + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
-    if cache_p.dtype.element_ty.is_uint8():
-        p_scale = scales_p + i_g.to(tl.int64) * slots + o_slot
-        dtype = scales_p.dtype.element_ty
-        b_k = of_bits(b_k, dtype) * tl.load(p_scale, mask=m_t, other=0.0)[None, :]
-        b_v = of_bits(b_v, dtype) * tl.load(p_scale + slots.to(tl.int64) * G, mask=m_t, other=0.0)[:, None]
-    return b_k, b_v
-
-
-@triton.jit
 def _split_state(
     b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
@@ -115,7 +94,7 @@ def _split_state(
         m_t = o_t < end
         slot = page.to(tl.int64) * PAGE + first % PAGE
         page = tl.load(p_pages + (first + KEYS) // PAGE, mask=first + KEYS < end, other=0)  # for the next iteration
-        b_k, b_v = _load_heads(cache_p, scales_p, slot + tl.arange(0, KEYS), m_t, i_g, slots, G, H, HEAD, EVEN_H)
+        b_k, b_v = load_heads(cache_p, scales_p, slot + tl.arange(0, KEYS), m_t, i_g, slots, G, H, HEAD, EVEN_H)
         b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: keeps fp32 from becoming tf32
         distance = o_pos[:, None] - o_t[None, :]
         visible = m_t[None, :]
@@ -366,11 +345,6 @@ def masked_attention(
     """
     ragged = rows, min(longest, len(q) - len(kv.lengths) + 1)
     return _attention(q, kv, False, True, False, None, hopper, ragged)
-
-
-def stored_heads(q: Tensor, kv: PagedKV) -> tuple[Tensor, Tensor]:
-    """Returns the cache and its scales as `_load_heads` takes them: fp8 as uint8, and q if there are none."""
-    return (kv.cache, q) if kv.scales is None else (kv.cache.view(torch.uint8), kv.scales)
 
 
 def _tiles(q: Tensor, kv: PagedKV) -> int:

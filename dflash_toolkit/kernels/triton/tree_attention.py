@@ -21,7 +21,8 @@ from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
 from . import attention
-from .attention import _load_heads, _split_start, _split_state
+from .attention import _split_start, _split_state
+from .pages import load_heads, stored_heads
 
 
 @triton.jit(do_not_specialize=["TILES", "SPLITS"])
@@ -125,7 +126,7 @@ def _tail_kernel(
             o_t < length, o_t, length + tl.load(p_path + (o_t - length), mask=m_t & (o_t >= length), other=0)
         )
         b_slot = tl.load(p_pages + o_at // PAGE, mask=m_t, other=0).to(tl.int64) * PAGE + o_at % PAGE
-        b_k, b_v = _load_heads(cache_p, scales_p, b_slot, m_t, i_g, slots, G, H, HEAD, EVEN_H)
+        b_k, b_v = load_heads(cache_p, scales_p, b_slot, m_t, i_g, slots, G, H, HEAD, EVEN_H)
         b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # the same as `_split_state` from here on
         visible = m_t[None, :]
         if WINDOW > 0:
@@ -181,7 +182,7 @@ def tree_attention(
             "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, kv.size), "PAGE": kv.size, "WINDOW": kv.window,
             "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
         }  # fmt: skip
-        scale, stored = width**-0.5 * LOG2_E, attention.stored_heads(q, kv)
+        scale, stored = width**-0.5 * LOG2_E, stored_heads(q, kv)
         _prefix_kernel[(batch * groups * tiles, splits)](
             q, *stored, lengths, rows.starts, rows.depths, kv.table, b_m, b_l, b_acc,
             groups, width, group, tiles, kv.table.stride(0), slots, scale, splits, num_stages=stages, **shared,
