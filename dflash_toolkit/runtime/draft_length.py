@@ -65,7 +65,7 @@ class BlockChooser:
         untried = sum(not request.acceptance.tried for request in requests)
         soon = self.FIRST_PROBE * len(requests) // untried if untried else self._next_probe
         probe = self._try(seconds)
-        if self._plain_steps < min(soon, self._next_probe) * patience(seconds[probe], seconds[1]):
+        if self._plain_steps < min(soon, self._next_probe) * patience(seconds[probe] / seconds[1] - 1):
             return 1
         self._plain_steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
         return probe

@@ -80,9 +80,9 @@ class StepCosts:
         return min([max([self._first, *fewer]), *more])
 
 
-def patience(probe_s: float, plain_s: float) -> float:
-    """Returns the factor by which probes during plain decoding are rarer because one takes long."""
-    return max(1.0, (probe_s / plain_s - 1.0) / 0.3)
+def patience(cost: float, usual: float = 0.3) -> float:
+    """Returns the factor by which probes are rarer if one costs more steps than usual."""
+    return max(1.0, cost / usual)
 
 
 class Explorer:

@@ -181,6 +181,21 @@ def test_trees_end_when_long_contexts_make_them_slow() -> None:
         assert (shapes[-1].block > 1) == (tokens == 0)
 
 
+def test_costly_probes_are_rarer() -> None:
+    """Plain decoding with useless drafts over long contexts, where a block takes four times as long."""
+    costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1}, 1000.0)
+    choose, steps = BlockChooser((1, 4), costs, lambda n: n), 2000
+    request: Any = SimpleNamespace(acceptance=RollingAcceptance(), blocks_in_flight=[], length=10_000)
+    spent = 0.0
+    for _ in range(steps):
+        size = choose([request])
+        spent += (seconds := 11.0 if size == 1 else 44.0)
+        costs.observe((1, size), request.length, seconds)
+        if size > 1:
+            request.acceptance.observe(size - 1, 0)
+    assert spent < 1.02 * 11.0 * steps
+
+
 @pytest.mark.gpu
 def test_observed_steps_take_the_time_of_the_gpu() -> None:
     engine, observed = make_engine(*pair(), num_speculative_tokens=None), list[tuple[Shape, int, float]]()

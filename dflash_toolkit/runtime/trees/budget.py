@@ -236,11 +236,12 @@ class BudgetChooser:
         """Returns the current chains, or a step over trees that reports all promises."""
         self._chains += 1
         most = self.LAST_LOOK * requests  # the batch may have been larger before
-        if self._chains < min(self._next_look, most):
+        trees = [shape for shape in found if shape.rows and shape.block == self._drafted[-1]]
+        look = max(trees, key=found.__getitem__, default=self._current)
+        if self._chains < min(self._next_look, most) * patience(found[self._current] / found[look] - 1, 0.5):
             return self._current
         self._chains, self._next_look = 0, min(2 * self._next_look, most)
-        trees = [shape for shape in found if shape.rows and shape.block == self._drafted[-1]]
-        return max(trees, key=found.__getitem__) if trees else self._current
+        return look
 
     def _probed(self, requests: int, untried: int, tokens: int) -> StepShape | None:
         """Returns a step that tries an unknown choice, if one is due."""
@@ -254,7 +255,8 @@ class BudgetChooser:
             short = [block for block in self._drafted if block <= self.PROBE]
             probe = self._try(short[-1] if short else self._drafted[0], requests)
             batch = self._bucket(requests)
-            rarer = patience(*self._costs.seconds([key_of(probe, batch), (batch, 1)], tokens))
+            tried, plain = self._costs.seconds([key_of(probe, batch), (batch, 1)], tokens)
+            rarer = patience(tried / plain - 1)
         if self._steps < min(soon, self._next_probe) * rarer:
             return None
         self._steps, self._next_probe = 0, min(2 * self._next_probe, self.LAST_PROBE)
