@@ -136,7 +136,7 @@ def stream(
         visible = branching.visible if branching else None
         by_path = visible is not None and cache.recurrent
         if visible is not None and by_path:
-            out = _run_by_path(target, block, visible, taps, cache)
+            out = run_by_path(target, block, visible, taps, cache)
         else:
             if draft:
                 cache.begin_block()
@@ -172,7 +172,7 @@ def stream(
         yield generation
 
 
-def _run_by_path(target: Target, ids: Tensor, visible: Tensor, taps: Sequence[int], cache: TargetCache) -> TargetOutput:
+def run_by_path(target: Target, ids: Tensor, visible: Tensor, taps: Sequence[int], cache: TargetCache) -> TargetOutput:
     """Runs the rows of a tree, the path to each leaf alone, as recurrent layers need; none stays in the cache.
 
     Args:

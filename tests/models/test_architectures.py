@@ -25,6 +25,7 @@ from transformers import (
 
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.config import UnsupportedModel
+from dflash_toolkit.decode import run_by_path
 from dflash_toolkit.draft_tree import WIDTH
 from dflash_toolkit.models.cache import TargetCache
 from dflash_toolkit.models.spec import ARCHITECTURES as COMPUTED
@@ -209,10 +210,8 @@ def test_taking_back_part_of_a_block_keeps_the_rest_exact(name: str, stay: int) 
 @EACH
 def test_a_tree_path_leaves_the_cache_of_its_tokens_alone(name: str) -> None:
     target = tiny(name)
-    if ARCHITECTURES[name].recurrent:
-        assert target.tree_width() == 1 and target.tree_width(2) == 2, "their paths run alone"
-        return
-    assert target.tree_width() == WIDTH
+    recurrent = ARCHITECTURES[name].recurrent
+    assert target.tree_width() == (1 if recurrent else WIDTH) and target.tree_width(2) == 2
     path, tree = [0, 2, 3], torch.tensor([[IDS[0, 12], 7, IDS[0, 13], IDS[0, 14], 9]])  # 9 stands behind 7
     visible = torch.eye(5, dtype=torch.bool)
     for row, ancestors in ((1, [0]), (2, [0]), (3, [0, 2]), (4, [0, 1])):
@@ -221,10 +220,16 @@ def test_a_tree_path_leaves_the_cache_of_its_tokens_alone(name: str) -> None:
     for each in (cache, plain):
         target.forward(IDS[:, :12], cache=each)
         each.flush()
-    cache.begin_block()
-    found = target.forward(tree, cache=cache, logits="all", visible=visible).logits
-    cache.move_path(5, path)
-    cache.end_block(5, 3)
+    if recurrent:
+        found = run_by_path(target, tree, visible, (), cache).logits
+        assert cache.get_seq_length() == 12, "no path stays"
+        target.forward(tree[:, path], cache=cache)
+        cache.flush()
+    else:
+        cache.begin_block()
+        found = target.forward(tree, cache=cache, logits="all", visible=visible).logits
+        cache.move_path(5, path)
+        cache.end_block(5, 3)
     alone = target.forward(IDS[:, 12:15], cache=plain, logits="all").logits
     plain.flush()
     torch.testing.assert_close(found[:, path], alone, rtol=1e-4, atol=1e-4)
