@@ -33,7 +33,7 @@ from .unknown import UnknownFields
 
 MAX_LOGPROBS_OF_ANSWERS = 1 << 23  # of several whole answers, likewise; they are in memory until the last one ends
 MAX_PROMPT_LOGPROBS = 1 << 19  # in one request, those of the most probable tokens included
-Pieces: TypeAlias = AsyncGenerator[tuple[int, Piece | None]]  # with the index of the answer; None ends it
+Batch: TypeAlias = list[tuple[int, Piece | None]]  # pieces with the index of their answer; None ends it
 log = logging.getLogger("dflash_toolkit.serve")
 
 
@@ -142,7 +142,7 @@ class Service:
                 raise ApiError(400, str(error), param=at_fault, code=getattr(error, "code", None)) from error
             seeds = ((params.seed + i + 2**63) % 2**64 - 2**63 for i in range(1, body.answers))  # wrapped to 64 bits
             found += [first, *map(first.with_seed, seeds)]
-        if grammar and not await unless_disconnected(request, self._compiled(params, key, grammar[0])):
+        if grammar and not await unless_disconnected(request.receive, self._compiled(params, key, grammar[0])):
             raise ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
         return found
 
@@ -199,7 +199,7 @@ class Service:
         pieces = self._pieces(requests, answers)
         if body.stream:
             return EventResponse(self._events(pieces, answers, replies, body.continuous_usage))
-        whole = await unless_disconnected(request, _join(pieces, len(answers)))
+        whole = await unless_disconnected(request.receive, _join(pieces, len(answers)))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -217,8 +217,11 @@ class Service:
         scored = replies.strings is not None or body.best_prompt_tokens() is not None
         return await asyncio.to_thread(reply) if scored else reply()
 
-    async def _pieces(self, requests: list[PreparedRequest], answers: list[Answer]) -> Pieces:
-        """Yields the pieces of the answers as they arrive, and counts how each answer ends."""
+    async def _pieces(self, requests: list[PreparedRequest], answers: list[Answer]) -> AsyncGenerator[Batch]:
+        """Yields the pieces of the answers as they arrive, and counts how each answer ends.
+
+        The first batch is empty: the engine has the requests.
+        """
         outcome = "disconnected"
         clocks = [self.metrics.clock(len(one.prompt_ids), one.key) for one in requests]
         prompts = set[int]()
@@ -229,6 +232,7 @@ class Service:
             with self.engine.decode(requests) as responses:
                 if self._timeout_s is not None:
                     late = asyncio.get_running_loop().call_later(self._timeout_s, responses.put, LateError())
+                yield []
                 waiting: dict[int, list[Piece]] = {}  # pieces that arrive while the client lags are sent as one
                 async for index, progress in responses:
                     answer = answers[index]
@@ -242,12 +246,15 @@ class Service:
                         responses.cancel(index)
                     if responses.ready:
                         continue
+                    batch: Batch = []
                     for index, pieces in waiting.items():
                         if piece := pieces[0] if len(pieces) == 1 else Piece.joined(pieces):
-                            yield index, piece
+                            batch.append((index, piece))
                         if answers[index].finish_reason is not None:
-                            yield index, None
+                            batch.append((index, None))
                     waiting.clear()
+                    if batch:
+                        yield batch
         except Exception:
             outcome = "error"
             raise
@@ -260,33 +267,35 @@ class Service:
                 self.metrics.ended(clock, answer.finish_reason or outcome)
 
     async def _events(
-        self, pieces: Pieces, answers: list[Answer], replies: ReplyForm, continuous_usage: bool
+        self, pieces: AsyncGenerator[Batch], answers: list[Answer], replies: ReplyForm, continuous_usage: bool
     ) -> AsyncGenerator[bytes]:
+        """Yields the events of a stream. Events that are ready together are sent together."""
+
         def event(chunk: dict[str, Any], index: int) -> bytes:
             return replies.event(chunk | {"usage": usage([answers[index]], 1)} if continuous_usage else chunk)
 
+        ready = [event(chunk, index) for index, chunk in enumerate(replies.opening(len(answers)))]
         try:
-            for index, chunk in enumerate(replies.opening(len(answers))):
-                yield event(chunk, index)
             async with aclosing(pieces):
-                async for index, piece in pieces:
-                    if piece is None:
-                        chunks = replies.ended(index, answers[index])
-                    else:
-                        long = piece.echo is not None and piece.echo.logprobs is not None
-                        make = functools.partial(replies.piece, index, piece)
-                        chunks = await asyncio.to_thread(make) if long else make()
-                    for chunk in chunks:
-                        yield event(chunk, index)
+                async for batch in pieces:
+                    for index, piece in batch:
+                        if piece is None:
+                            chunks = replies.ended(index, answers[index])
+                        else:
+                            long = piece.echo is not None and piece.echo.logprobs is not None
+                            make = functools.partial(replies.piece, index, piece)
+                            chunks = await asyncio.to_thread(make) if long else make()
+                        ready += [event(chunk, index) for chunk in chunks]
+                    if any(answer.finish_reason is None for answer in answers):
+                        yield b"".join(ready)
+                        ready.clear()
             for chunk in replies.closing(usage(answers, replies.answers_per_prompt)):
-                yield replies.event(chunk | self._metrics_field(answers, replies))
-            if replies.end:
-                yield replies.end
+                ready.append(replies.event(chunk | self._metrics_field(answers, replies)))
+            yield b"".join([*ready, replies.end])
         except Exception as error:  # the status has been sent, so the error must be an event
             if not isinstance(error, EngineClosedError | LateError | RequestFailedError | UserError):
                 log.exception("a streamed answer failed")
-            for chunk in replies.failed(as_api_error(error)):
-                yield replies.event(chunk)
+            yield b"".join([*ready, *map(replies.event, replies.failed(as_api_error(error)))])
 
     def _metrics_field(self, answers: list[Answer], replies: ReplyForm) -> dict[str, Any]:
         """Returns vLLM's `metrics` of a reply: only for chats and completions with one answer, as in vLLM."""
@@ -297,7 +306,10 @@ class Service:
 
 
 class EventResponse(StreamingResponse):
-    """A streaming response that closes its generator, and so ends the decoding, when it ends for any reason."""
+    """A streaming response that closes its generator, and so ends the decoding, when it ends for any reason.
+
+    The status is sent after the generator's first item, with which the engine has got the requests.
+    """
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         # otherwise nginx buffers events
@@ -306,16 +318,25 @@ class EventResponse(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await unless_disconnected(receive, self.stream_response(send))
         finally:
             await self._events.aclose()  # a cancelled response leaves its generator suspended
 
+    async def stream_response(self, send: Any) -> None:
+        body: bytes | None = await anext(self._events)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while body is not None:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = await anext(self._events, None)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-async def _join(pieces: Pieces, answers: int) -> list[Piece]:
+
+async def _join(pieces: AsyncGenerator[Batch], answers: int) -> list[Piece]:
     """Collects each answer in one piece."""
     parts: list[list[Piece]] = [[] for _ in range(answers)]
     async with aclosing(pieces):
-        async for index, piece in pieces:
-            if piece is not None:
-                parts[index].append(piece)
+        async for batch in pieces:
+            for index, piece in batch:
+                if piece is not None:
+                    parts[index].append(piece)
     return [Piece.joined(each) for each in parts]

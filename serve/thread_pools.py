@@ -2,9 +2,9 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
 
@@ -19,6 +19,7 @@ TINY_BODY = 8 * 1024  # bytes; parsed and encoded faster than a thread gets the 
 SHORT_BODY = 64 * 1024  # bytes; longer bodies have threads of their own and wait only for each other
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a request whose client has left
 T = TypeVar("T")
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class ThreadPools:
@@ -63,7 +64,7 @@ class ThreadPools:
         loop = asyncio.get_running_loop()
         if request.state.size <= SHORT_BODY:
             return await loop.run_in_executor(self._short, work)
-        done = await unless_disconnected(request, _single(loop.run_in_executor(self._long, work)))
+        done = await unless_disconnected(request.receive, _single(loop.run_in_executor(self._long, work)))
         if done is None:
             raise ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
         return done[0]
@@ -103,17 +104,19 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
     """Awaits `work`; cancels it and returns None if the client leaves first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
         working.cancel()
         leaving.cancel()
+        if not working.done():  # its `finally` blocks run
+            await asyncio.wait({working})
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
