@@ -25,6 +25,8 @@ class Vocabulary:
         # `tokenizer.decode` calls this backend, but spends half of its time on checking arguments
         plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
         self._backend = tokenizer.backend_tokenizer if plain else None
+        # the text of whole characters does not depend on the tokens before them
+        self.independent = self._backend is not None and type(self._backend.decoder).__name__ == "ByteLevel"
 
     def has_text(self, token: int) -> bool:
         """Returns whether the token adds to an answer's text."""
@@ -78,6 +80,11 @@ class Detokenizer:
     def add(self, tokens: Sequence[int]) -> str:
         """Returns the text that these tokens complete; an unfinished character waits for the next call."""
         visible = [token for token in tokens if self._vocabulary.has_text(token)]
+        if self._vocabulary.independent and not self.waiting:
+            text = self._decode(visible)
+            if not text.endswith(REPLACEMENT):
+                self._window, self._sent, self._first = [], 0, 0
+                return text
         text = self._decode([*self._window, *visible])
         if text.endswith(REPLACEMENT):
             return "".join(map(self._add, visible))
