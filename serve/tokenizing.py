@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import with_call_ids
 from dflash_toolkit.data.prompts import Message, Tool, apply_template, template_shows
@@ -27,6 +29,11 @@ class Encoder:
         self._tokenizer, self._limit = tokenizer, limit
         self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
         tokenizer.encode("a")  # the first call sets truncation, which is not safe from several threads
+        # `tokenizer.encode` calls this backend, and computes offsets that are not needed here
+        kind = type(tokenizer)
+        plain = kind.encode is PreTrainedTokenizerFast.encode
+        plain = plain and getattr(kind, "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
+        self._backend = tokenizer.backend_tokenizer if plain else None
         with contextlib.suppress(ApiError):  # compiles the template before the first request
             self.chat([{"role": "user", "content": "a"}])
 
@@ -35,7 +42,7 @@ class Encoder:
         if cut is not None:  # encodes only characters that the kept tokens can cover
             most = cut.most * self._longest + 1
             text = text[:most] if cut.side == "right" else text[max(0, len(text) - most) :]
-            ids = list(self._tokenizer.encode(text, add_special_tokens=special))
+            ids = self._ids(text, special)
             marks = special_tokens(self._tokenizer) if special else {}
             return cut.of(ids, next((i for i, token in enumerate(ids) if token not in marks), 0))
         data = text.encode(errors="replace")  # arguments of calls may have lone surrogates, which no tokenizer encodes
@@ -45,7 +52,12 @@ class Encoder:
                 f"the text has {size} bytes, but a context of {self._limit} tokens holds at most {most}; shorten it",
                 code="context_length_exceeded",
             )
-        return list(self._tokenizer.encode(data.decode(), add_special_tokens=special))
+        return self._ids(data.decode(), special)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        if self._backend is not None:
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)  # without offsets
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def chat(
         self,

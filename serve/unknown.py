@@ -99,7 +99,10 @@ def undeclared(model: Strict, path: str = "") -> Iterator[Undeclared]:
     """Yields the undeclared fields of a model and of the models in it."""
     if not model.open:
         yield from (Undeclared(type(model), path, *each) for each in (model.model_extra or {}).items())
+    given = model.model_fields_set
     for name, value in vars(model).items():
+        if name not in given:  # a default has no fields
+            continue
         items = value if isinstance(value, list) and value and isinstance(value[0], Strict) else [value]
         for item in items:
             if isinstance(item, Strict):
