@@ -27,8 +27,8 @@ demo: $(READY)   ## fetch a small target, train a drafter, write the report, ser
 test: $(READY)   ## run the whole test suite on a CPU; `make kernels` compiles the kernels
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not compiles and not newest'  # the tests compute in one thread each
 
-test-fast: $(READY) ## run the tests that train nothing and start no process (under a minute)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast --ignore=tests/kernels  # interpreted, they take minutes
+test-fast: $(READY) ## run the tests that train nothing and start no process (about a minute)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --fast --ignore=tests/kernels --ignore=tests/scripts
 
 check: $(READY)  ## run ruff, ruff format, mypy and the word count
 	$(BIN)/ruff check .

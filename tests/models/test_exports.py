@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 
+pytestmark = pytest.mark.slow
+
 EACH = pytest.mark.parametrize("name", ARCHITECTURES)
 PROJECTIONS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 NORMS = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]

@@ -15,6 +15,8 @@ from dflash_toolkit.runtime.step_costs import StepCosts
 from dflash_toolkit.runtime.timing import Times
 from dflash_toolkit.runtime.trees.budget import BudgetChooser, Promise, key_of, row_buckets
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = block_sizes(16)
 RATES = [step / 20 for step in range(21)]
 
