@@ -38,6 +38,7 @@ class PacedEngine:
 
     def __init__(self, step_s: float, per_step: int, max_num_seqs: int, vocabulary: int) -> None:
         from dflash_toolkit.grammar import Grammars
+        from dflash_toolkit.runtime.options import EngineOptions
         from dflash_toolkit.runtime.request import Capacity
 
         self._step_s, self._per_step = step_s, per_step
@@ -45,7 +46,7 @@ class PacedEngine:
         self.running: list[Any] = []
         self.scheduler = self
         self.grammars = Grammars(None, vocabulary, ())
-        self.options = SimpleNamespace(draft_sample_method="greedy")
+        self.options = EngineOptions()
         self.runner = SimpleNamespace(
             device=SimpleNamespace(type="cpu"), dtype="none", max_num_seqs=max_num_seqs, max_block=per_step
         )
