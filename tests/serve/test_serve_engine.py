@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import re
 import socket
 import threading
@@ -323,6 +324,34 @@ def test_cancelled_response_closes_its_generator() -> None:
         return list(ended)  # before `response` is garbage-collected
 
     assert asyncio.run(play()) == [True]
+
+
+def test_last_text_and_end_of_a_stream_are_one_write(target: Target) -> None:
+    body = {"model": "m", "prompt": [1], "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+
+    async def play() -> list[bytes]:
+        sent = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message.get("body", b""))
+
+        async def receive() -> dict[str, Any]:
+            if read:
+                await asyncio.Event().wait()  # the client stays
+            read.append(True)
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        read: list[bool] = []
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        await asyncio.wait_for(create_app(engine, "m")(scope, receive, send), LATE_S)
+        return [part for part in sent if part]
+
+    engine = make_engine(target, None)
+    (events,) = asyncio.run(play())
+    engine.close()
+    assert [b'"finish_reason":"length"' in events, b'"usage":{' in events, events.endswith(b"data: [DONE]\n\n")] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize("failed", [False, True])
