@@ -220,7 +220,7 @@ def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | No
         kv = read_pages(kv)
     if counts is None and flash.fits(q, kv, causal=causal):
         return flash.launch(q, kv)
-    if causal and len(q) > LONGEST_SPLIT * len(kv.lengths) and hopper_prefill.pays(q, kv):
+    if causal and len(q) > LONGEST_SPLIT * len(kv.lengths) and hopper_prefill.fits(q, kv):
         return hopper_prefill.launch(q, kv, counts)
     hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
     return attention.block_attention(q, kv, causal=causal, counts=counts, hopper=hopper)
@@ -236,7 +236,7 @@ def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Ten
 
 def chain_attention(q: Tensor, kv: PagedKV, rows: TreeRows, longest: int) -> Tensor:
     """Returns the attention [M, N H] of rows of chains over the pages in cache [2, slots, G, H]; see the reference."""
-    if longest > LONGEST_SPLIT and hopper_prefill.pays(q, kv):
+    if longest > LONGEST_SPLIT and hopper_prefill.fits(q, kv):
         return hopper_prefill.launch(q, kv, starts=rows.starts)
     hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
     return attention.chain_attention(q, kv, rows, longest, hopper)

@@ -54,6 +54,7 @@ class Worker:
     weight: float  # how often it runs, relative to the others
     ready: Callable[[], bool] | None = None  # None: it can run
     waits_for: object = "its turn"
+    issued: list[Any] = field(default_factory=list)  # products that it may not have waited for
     wake: Any = field(default_factory=threading.Lock)
     thread: Any = None
 
@@ -207,17 +208,21 @@ class Shared:
 
 
 class Product:
-    """An asynchronous product on its way; its value cannot be used before the wait."""
+    """An asynchronous product on its way; its value cannot be used before the wait, except by another product."""
 
-    def __init__(self, a: Tensor | Shared, b: Shared, acc: Tensor) -> None:
-        self.operands, self.acc = [x.data if isinstance(x, Shared) else _tensor(x) for x in (a, b)], _tensor(acc)
+    dtype = torch.float32
+
+    def __init__(self, a: Tensor | Shared, b: Shared, acc: "Tensor | Product") -> None:
+        self.operands = [x.data if isinstance(x, Shared) else _tensor(x) for x in (a, b)]
+        self.acc = acc if isinstance(acc, Product) else _tensor(acc)
         self.at_issue = [operand.double() for operand in self.operands]
         assert len({x.dtype for x in self.operands} | {torch.float32}) == 2 and acc.dtype == torch.float32
 
     def value(self) -> Tensor:
         pairs = zip(self.at_issue, self.operands, strict=True)
         a, b = (torch.where(x == y.double(), x, math.nan) for x, y in pairs)
-        return (self.acc.double() + a @ b).float().as_subclass(Block)
+        acc = _tensor(self.acc.value()) if isinstance(self.acc, Product) else self.acc
+        return (acc.double() + a @ b).float().as_subclass(Block)
 
 
 def _tensor(value: Any) -> Tensor:
@@ -357,11 +362,15 @@ class Machine:
     def multiply(self, a: Any, b: Shared, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Any:
         self.pause()
         product = Product(a, b, acc if use_acc else torch.zeros_like(acc))
+        self.turns.now.issued.append(product)
         return product if is_async else product.value()
 
     def multiplied(self, outstanding: int, products: list[Product]) -> Any:
-        assert outstanding == 0, "no wait for some of the products"
         self.pause()
+        issued = self.turns.now.issued
+        del issued[: len(issued) - outstanding]
+        if any(product in issued for product in products):
+            raise Fault("a product used before the wait for it")
         first, *others = (product.value() for product in products)
         return (first, *others) if others else first
 

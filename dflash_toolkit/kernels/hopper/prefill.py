@@ -1,10 +1,12 @@
 """Causal attention of long chunks of prompts in Gluon for sm_90, for the inputs that `attention.py` supports.
 
 A program has two warpgroups of 64 rows, which share the tiles of keys and values that a third one loads; so it reads
-half the bytes of the L2 cache that two programs of `attention.py` read. While one warpgroup computes a softmax, the
-matrix units work for the other one (from FlashAttention-3, arXiv 2407.08608).
+half the bytes of the L2 cache that two programs of `attention.py` read. A warpgroup scores two tiles at a time. Its
+softmax runs while the matrix units add up the values of the two tiles before, and while they work for the other
+warpgroup (from FlashAttention-3, arXiv 2407.08608).
 
-A row has the tiles, instructions and order of `attention.py` with one program for all keys, and so the same bits.
+A row's keys are summed in one split, in pairs of tiles at fixed positions. So its bits do not depend on where a prompt
+is cut into chunks, or on other prompts of a pass.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,10 +28,27 @@ from triton.language import debug_barrier
 from ..launch import LOG2_E, multiprocessors, next_power_of_two
 from ..paged import PagedKV
 from . import attention
-from .attention import KEYS, ROWS, _slot, _softmax
+from .attention import KEYS, ROWS, _slot
 
 SIDES = gl.constexpr(2)  # warpgroups that compute
-STAGES = gl.constexpr(5)  # tiles of keys and of values in shared memory
+STAGES = gl.constexpr(3)  # pairs of tiles of keys and of values in shared memory
+PAIR = gl.constexpr(2 * KEYS.value)  # keys
+
+
+@gluon.jit
+def _softmax(b_0, b_1, b_m, b_l, o_pos, first, end, full, scale):
+    """Returns the probabilities of two tiles, the state of the rows and the factor of the sums so far."""
+    if first + PAIR > full:
+        o_t = first + gl.arange(0, KEYS, gl.SliceLayout(0, b_0.type.layout))
+        b_0 = gl.where((o_t < end)[None, :] & (o_t[None, :] <= o_pos[:, None]), b_0, -float("inf"))
+        o_t += KEYS
+        b_1 = gl.where((o_t < end)[None, :] & (o_t[None, :] <= o_pos[:, None]), b_1, -float("inf"))
+    top = gl.maximum(b_m, gl.max(gl.maximum(b_0, b_1), axis=1) * scale)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    p_0 = gl.exp2(gl.fma(b_0, scale, -base[:, None]))
+    p_1 = gl.exp2(gl.fma(b_1, scale, -base[:, None]))
+    old = gl.exp2(b_m - base)
+    return p_0, p_1, top, gl.fma(b_l, old, gl.sum(p_0 + p_1, axis=1)), old
 
 
 @gluon.jit
@@ -85,17 +104,22 @@ def _stream(
     for turn in range(0, _turns(requests[6])):
         i_b, _row, _count, _i_r, i_g, _length, _stop, end = _item(turn, requests, G, GROUP, BATCH, COUNTED)
         p_pages = pages_p + gl.minimum(i_b, requests[3] - 1).to(gl.int64) * stride_pages
-        slot, next_slot = _slot(p_pages, 0, columns, PAGE), _slot(p_pages, KEYS, columns, PAGE)
-        for i in range(0, (end + KEYS - 1) // KEYS):
+        column = i_g * HEAD
+        slot_0, slot_1 = _slot(p_pages, 0, columns, PAGE), _slot(p_pages, KEYS, columns, PAGE)
+        for i in range(0, (end + PAIR - 1) // PAIR):
             at, free = done % STAGES, (done // STAGES + 1) % 2
+            next_0 = _slot(p_pages, (2 * i + 2) * KEYS, columns, PAGE)
+            next_1 = _slot(p_pages, (2 * i + 3) * KEYS, columns, PAGE)
             mbarrier.wait(k_free.index(at), free)
-            mbarrier.expect(k_full.index(at), KEYS * HEAD * 2)
-            tma.async_copy_global_to_shared(cache_d, [slot, i_g * HEAD], k_full.index(at), k_s.index(at))
+            mbarrier.expect(k_full.index(at), PAIR * HEAD * 2)
+            tma.async_copy_global_to_shared(cache_d, [slot_0, column], k_full.index(at), k_s.index(2 * at))
+            tma.async_copy_global_to_shared(cache_d, [slot_1, column], k_full.index(at), k_s.index(2 * at + 1))
             mbarrier.wait(v_free.index(at), free)
-            mbarrier.expect(v_full.index(at), KEYS * HEAD * 2)
-            tma.async_copy_global_to_shared(cache_d, [slots + slot, i_g * HEAD], v_full.index(at), v_s.index(at))
+            mbarrier.expect(v_full.index(at), PAIR * HEAD * 2)
+            tma.async_copy_global_to_shared(cache_d, [slots + slot_0, column], v_full.index(at), v_s.index(2 * at))
+            tma.async_copy_global_to_shared(cache_d, [slots + slot_1, column], v_full.index(at), v_s.index(2 * at + 1))
             done += 1
-            slot, next_slot = next_slot, _slot(p_pages, (i + 2) * KEYS, columns, PAGE)
+            slot_0, slot_1 = next_0, next_1
 
 
 @gluon.jit
@@ -106,6 +130,21 @@ def _wait(bar, i):
 @gluon.jit
 def _free(bar, i):
     mbarrier.arrive(bar.index(i % STAGES), count=1)
+
+
+@gluon.jit
+def _score(b_q, k_s, i, zeros):
+    """Starts the products of the queries with the keys of pair i."""
+    k_0, k_1 = k_s.index(i % STAGES * 2), k_s.index(i % STAGES * 2 + 1)
+    b_0 = warpgroup_mma(b_q, k_0.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return b_0, warpgroup_mma(b_q, k_1.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(p_0, p_1, v_s, i, b_out):
+    """Starts adding the values of pair i."""
+    b_out = warpgroup_mma(p_0, v_s.index(i % STAGES * 2), b_out, is_async=True)
+    return warpgroup_mma(p_1, v_s.index(i % STAGES * 2 + 1), b_out, is_async=True)
 
 
 @gluon.jit
@@ -140,54 +179,53 @@ def _attend(
             b_m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
             b_l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, s_layout))
             b_out = gl.zeros([ROWS, HEAD], gl.float32, o_layout)
-            b_p = gl.zeros([ROWS, KEYS], gl.bfloat16, p_layout)
-            last = (end + KEYS - 1) // KEYS - 1
+            last = (end + PAIR - 1) // PAIR - 1
             _wait(k_full, done)
-            b_s = warpgroup_mma(b_q, k_s.index(done % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            b_s = warpgroup_mma_wait(0, [b_s])
+            b_0, b_1 = _score(b_q, k_s, done, zeros)
+            b_0, b_1 = warpgroup_mma_wait(0, [b_0, b_1])
             _free(k_free, done)
+            p_0, p_1, b_m, b_l, old = _softmax(b_0, b_1, b_m, b_l, o_pos, 0, end, full, scale)
+            p_0 = gl.convert_layout(p_0.to(gl.bfloat16), p_layout)
+            p_1 = gl.convert_layout(p_1.to(gl.bfloat16), p_layout)
             for i in range(0, last):
-                keys, values = done + i + 1, done + gl.maximum(i - 1, 0)  # the probabilities of tile -1 are zero
+                keys, values = done + i + 1, done + i
                 _wait(k_full, keys)
-                b_k = k_s.index(keys % STAGES).permute((1, 0))
-                b_next = warpgroup_mma(b_q, b_k, zeros, use_acc=False, is_async=True)
                 _wait(v_full, values)
-                b_acc = warpgroup_mma(b_p, v_s.index(values % STAGES), b_out, is_async=True)
-                b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, None, i * KEYS, end, full, scale, True, 0)
-                _wait(v_full, done + i)  # here, so that the compiler does not move the next line up
-                b_s, b_out = warpgroup_mma_wait(0, [b_next, b_acc])
+                s_0, s_1 = _score(b_q, k_s, keys, zeros)
+                b_acc = _add(p_0, p_1, v_s, values, b_out)
+                b_0, b_1 = warpgroup_mma_wait(2, [s_0, s_1])  # not for the two products with values
                 _free(k_free, keys)
-                if i > 0:
-                    _free(v_free, values)
+                first = (i + 1) * PAIR
+                new_0, new_1, b_m, b_l, old = _softmax(b_0, b_1, b_m, b_l, o_pos, first, end, full, scale)
+                _wait(v_full, values)  # here, so that the compiler does not move the next line up
+                b_out = warpgroup_mma_wait(0, [b_acc])
+                _free(v_free, values)
                 b_out = b_out * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
-                b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
-            values, done = done + gl.maximum(last - 1, 0), done + last
-            b_v = v_s.index(done % STAGES)
+                p_0 = gl.convert_layout(new_0.to(gl.bfloat16), p_layout)
+                p_1 = gl.convert_layout(new_1.to(gl.bfloat16), p_layout)
+            done += last
             _wait(v_full, done)
-            if (last + 1) * KEYS > stop:  # unwritten slots may hold NaN, which a probability of zero keeps
+            if (last + 1) * PAIR > stop:  # unwritten slots may hold NaN, which a probability of zero keeps
                 if SIDE == 0:
-                    o_t = last * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
-                    b_v.store(gl.where((o_t < stop)[:, None], b_v.load(wide), 0.0))
+                    for j in gl.static_range(2):
+                        b_v = v_s.index(done % STAGES * 2 + j)
+                        o_t = last * PAIR + j * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
+                        b_v.store(gl.where((o_t < stop)[:, None], b_v.load(wide), 0.0))
                     fence_async_shared()
                     debug_barrier()
                 mbarrier.arrive(clean, count=1)
                 mbarrier.wait(clean, cleaned % 2)
                 cleaned += 1
-            _wait(v_full, values)  # loads may arrive in another order
-            b_acc = warpgroup_mma(b_p, v_s.index(values % STAGES), b_out, is_async=True)
-            b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, None, last * KEYS, end, full, scale, True, 0)
-            _wait(v_full, done)  # also for the compiler
-            b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
-            if last > 0:
-                _free(v_free, values)
-            b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
-            b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
+            b_acc = _add(p_0, p_1, v_s, done, b_out)
             b_out = warpgroup_mma_wait(0, [b_acc])
             _free(v_free, done)
             done += 1
-            m_row = (top + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))) // GROUP < count
+            o_out = top + gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))
+            m_row = o_out // GROUP < count
             b_out = b_out / gl.where(m_row, gl.convert_layout(b_l, gl.SliceLayout(1, o_layout)), 1.0)[:, None]
-            gl.store(out_p + o_q, gl.convert_layout(b_out.to(gl.bfloat16), wide), mask=m_q)
+            o_x = ((row.to(gl.int64) + o_out // GROUP) * G + i_g) * GROUP + o_out % GROUP
+            p_out = out_p + o_x[:, None] * HEAD + gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))[None, :]
+            gl.store(p_out, b_out.to(gl.bfloat16), mask=m_row[:, None])
         elif BATCH > 0:  # padding
             gl.store(out_p + o_q, gl.zeros([ROWS, HEAD], gl.bfloat16, wide), mask=m_q & (i_b == requests[3]))
 
@@ -205,8 +243,8 @@ def hopper_prefill_kernel(
     starts[b] to starts[b + 1] - 1 of S together, and padding follows, which becomes zero.
     cache_d: boxes [KEYS, HEAD] of the cache viewed as [2 slots, G HEAD]: all keys, then all values.
     """
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HEAD], cache_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, HEAD], cache_d.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -234,19 +272,13 @@ def hopper_prefill_kernel(
     )  # fmt: skip
 
 
-def pays(q: Tensor, kv: PagedKV) -> bool:
-    """Returns whether the kernel can run this, and is faster than `attention.py`: on an H200 with this many tiles.
-
-    Both return the same bits. `attention.py` also has windows.
-    """
-    if not (kv.plain and attention.fits(q, kv)):
-        return False
-    tiles = len(q) * q.shape[1] // (SIDES.value * ROWS.value)
-    return 2 * tiles > 3 * multiprocessors(q.device.index)
+def fits(q: Tensor, kv: PagedKV) -> bool:
+    """Returns whether the kernel can run this. `attention.py` has windows."""
+    return kv.plain and attention.fits(q, kv)
 
 
 def launch(q: Tensor, kv: PagedKV, counts: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-    """Returns the causal attention [M, N H] of queries [M, N, H]. Needs `attention.fits` and a plain cache.
+    """Returns the causal attention [M, N H] of queries [M, N, H]. Needs `fits`.
 
     Args:
         counts: int32 [B], the rows of each request that are tokens; None: all.
