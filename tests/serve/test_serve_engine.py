@@ -56,7 +56,7 @@ def test_device_failure_without_rows_is_noticed(target: Target, monkeypatch: pyt
     def dead(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    for name in ("prefill", "check"):
+    for name in ("start_prefill", "check"):
         monkeypatch.setattr(engine.engine.runner, name, dead)
     assert client.post("/v1/completions", json=body).status_code == 503
     wait_until(lambda: client.get("/health").status_code != 200)
