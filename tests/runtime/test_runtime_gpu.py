@@ -1,11 +1,12 @@
 """The runtime on a GPU in bf16: kernels against float64, and a drafter that does not change a single token."""
 
 import asyncio
+import contextlib
 import copy
 import gc
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_tokenizer
+from engines import around_prefills
 from gpu_engines import LIMIT, VOCAB, make_engine, pair, prompts_of
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -32,6 +34,7 @@ from dflash_toolkit.runtime import AsyncEngine, Engine, EngineOptions, load_engi
 from dflash_toolkit.runtime.memory import workspace_of
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES, PrefillPrograms
+from dflash_toolkit.runtime.programs.prefill_pass import PrefillPass
 from dflash_toolkit.runtime.proposer import Draft, Proposer, head_of
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import StepRunner
@@ -505,7 +508,7 @@ class Eagerly:
         """Does nothing: the capture has already run the pass."""
 
 
-def test_prompt_scores_equal_hugging_face_and_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_scores_equal_hugging_face_and_change_no_answer() -> None:
     """Chunks in graphs and, of more than 512 tokens, without; 128 rows of logits at a time."""
     target, drafter = pair()
     exact = copy.deepcopy(target.model).double()
@@ -518,16 +521,16 @@ def test_prompt_scores_equal_hugging_face_and_change_no_answer(monkeypatch: pyte
         engine = make_engine(target, drafter, max_num_batched_tokens=2048, prefix_cache=True, **options)
         while engine.prepare():
             pass  # a capture waits
-        real = engine.runner.prefill
 
-        def watched(*args: Any) -> Any:
+        @contextlib.contextmanager
+        def never_waiting(_: Sequence[PrefillJob]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                return real(*args)
+                yield
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        monkeypatch.setattr(engine.runner, "prefill", watched)
+        around_prefills(engine.runner, never_waiting)
         return engine.generate(prompts, [plain if i % 3 == 2 else params for i in range(len(prompts))])
 
     found = answers(asked)
@@ -603,18 +606,21 @@ def test_no_garbage_is_collected_during_a_capture() -> None:
     assert during and not any(during)
 
 
-def test_batched_prefills_differ_at_near_ties_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokens", "way", "most"), [(512, "_launch_batch", 2), (4096, "packed", 8)])
+def test_batched_prefills_differ_at_near_ties_only(
+    tokens: int, way: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, drafter = pair()
-    prompts, passes, real = prompts_of(24, seed=11), list[int](), StepRunner.prefill_batch
+    prompts, passes, real = prompts_of(24, seed=11), list[int](), getattr(PrefillPrograms, way)
+    engine = make_engine(target, drafter, max_num_seqs=16, max_num_batched_tokens=tokens)
 
-    def counted(runner: StepRunner, chunks: Sequence[PrefillJob]) -> None:
-        passes.append(len(chunks))
-        real(runner, chunks)
+    def counted(prefills: PrefillPrograms, jobs: Sequence[PrefillJob], *size: int) -> PrefillPass | None:
+        passes.append(len(jobs))
+        return real(prefills, jobs, *size)
 
-    monkeypatch.setattr(StepRunner, "prefill_batch", counted)
-    engine = make_engine(target, drafter, max_num_seqs=16)
+    monkeypatch.setattr(PrefillPrograms, way, counted)
     answers = engine.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-    assert sum(passes) >= 12 and max(passes) > 2
+    assert sum(passes) >= 12 and max(passes) > most
     assert max(regret(target, prompt, a.tokens) for prompt, a in zip(prompts, answers, strict=True)) <= 0.2
 
 
