@@ -30,7 +30,15 @@ def test_every_script_prints_help(tmp_path: Path) -> None:
     except PackageNotFoundError:
         pytest.skip("the project is not installed here, only on the path")
     others = {"zlab.py", "vllm_bench.py", "vllm_routing.py"}  # for other environments
-    others |= {"fuzz_cases.py", "fuzz_values.py", "hooks.py", "measure.py", "shapes.py", "traffic.py"}  # no programs
+    others |= {
+        "decode_sets.py",
+        "fuzz_cases.py",
+        "fuzz_values.py",
+        "hooks.py",
+        "measure.py",
+        "shapes.py",
+        "traffic.py",
+    }  # no programs
     paths = [str(path) for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in others]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", HELP_OF_ALL, *paths]

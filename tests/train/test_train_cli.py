@@ -333,7 +333,7 @@ def test_row_that_only_fits_unpacked_is_skipped(dflash_train: Program, tmp_path:
     texts = [*("x" * 200 + str(i) for i in range(4)), *(f"short {i}" for i in range(6))]
     options = ("prompts.max_length=400", "optim.pack_tokens=128", "optim.steps=8", "prompts.held_out=0")
     dflash_train.data = write(tmp_path / "p.jsonl", says(*texts))
-    assert "dropped 4 of 10 responses" in "\n".join(dflash_train(*options, "responses.max_tokens=16"))
+    assert "dropped 4 of 10 rows" in "\n".join(dflash_train(*options, "responses.max_tokens=16"))
 
 
 def test_deleted_drafter_is_exported_again(short_run: Program) -> None:
