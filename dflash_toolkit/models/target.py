@@ -452,7 +452,7 @@ class Target:
         """
         recurrent = self.new_cache().recurrent
         width = width_for(asked, recurrent)
-        if width > 1 and not recurrent:  # whose paths run alone
+        if width > 1 and not recurrent:  # each path runs alone
             self.check_trees()
         return width
 

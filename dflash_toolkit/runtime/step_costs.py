@@ -22,7 +22,7 @@ class StepCosts:
 
     Args:
         times: of an empty batch.
-        tokens_per_pass: tokens whose keys and values have as many bytes as the weights; inf: tokens take no time.
+        tokens_per_pass: tokens in a cache of as many bytes as the weights; inf: tokens take no time.
     """
 
     FIRST, LATER = 0.7, 0.2  # weight of the error of an observed step, for a shape without and with recent steps
@@ -86,7 +86,7 @@ def patience(cost: float, usual: float = 0.3) -> float:
 
 
 class Explorer:
-    """Finds steps to try whose times are not known. A wrong time would otherwise rule out a shape for good."""
+    """Finds steps of unknown time to try. Otherwise a wrong time would rule out a shape for good."""
 
     EVERY = 32  # steps between two that are tried
     HOPE = 1.5  # most that a step may be faster than its estimate

@@ -34,7 +34,7 @@ TOKENS = (11, 401)  # of an answer
 
 
 class PacedEngine:
-    """An engine whose steps take a fixed time and commit a fixed number of tokens: the prompt, again and again."""
+    """An engine with steps of a fixed time and a fixed number of tokens. It repeats the prompt."""
 
     def __init__(self, step_s: float, per_step: int, max_num_seqs: int, vocabulary: int) -> None:
         from dflash_toolkit.grammar import Grammars

@@ -274,7 +274,7 @@ def test_few_steps_of_large_batches_are_measured() -> None:
 
 
 def test_times_of_other_large_batches_follow_lines() -> None:
-    """Steps whose time is a line in their rows, and constant below 64 rows."""
+    """Steps with a time that is linear in their rows, and constant below 64 rows."""
     sizes, batches = block_sizes(16), buckets_up_to(256)
     true = {(batch, size): max(batch * size, 64) + batch / 4 for batch, size in product(batches, sizes)}
     found = extended({shape: true[shape] for shape in shapes_to_measure(256, sizes)}, batches, sizes)

@@ -1,4 +1,4 @@
-"""An engine whose KV cache is in fp8: drafts, batches, prefixes and preemption change no answer of that engine."""
+"""An engine with a KV cache in fp8: drafts, batches, prefixes and preemption change no answer."""
 
 import math
 from typing import Any

@@ -117,7 +117,7 @@ def test_one_slow_step_at_most_doubles_an_estimate() -> None:
     assert (1, 2) not in costs, "a shape that was not measured"
 
 
-def test_rows_without_observed_steps_follow_their_neighbours() -> None:
+def test_rows_without_observed_steps_follow_the_nearest() -> None:
     costs = StepCosts({(8, 1): 1.0, (8, 4): 1.0, (8, 16): 1.0}, 1000.0)
     for _ in range(60):
         costs.observe((8, 4), 10**6, 3001.0)

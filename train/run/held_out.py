@@ -205,7 +205,7 @@ class HeldOut:
             after = memory_use(target.device)
             if self._engine and before and after and after.free < reserve:
                 self._between, self._engine = True, None
-                # it may fit into segments that others have partly filled, which were not free before
+                # the engine may use segments of the allocator that were partly filled, and so not free, before
                 self.engine_bytes = max(before.free - after.free, after.allocated - before.allocated)
                 free_memory()
 

@@ -62,7 +62,7 @@ def gates_of(p_ba, mask, a_log_p, dt_p, o_n, N, stride_part, PARTS: tl.constexpr
 
 @triton.jit
 def activated(b_acc, FORMAT: tl.constexpr):
-    """Returns the activation of a convolution, whose sums are rounded to a format."""
+    """Returns the activation of a convolution. Its sums are rounded to a format first."""
     b_y = b_acc.to(FORMAT).to(tl.float32)
     return (b_y * _sigmoid(b_y)).to(FORMAT)
 

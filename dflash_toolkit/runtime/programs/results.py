@@ -29,7 +29,7 @@ class TreesInFlight:
 
 
 class TimedStep(NamedTuple):
-    """A step whose time is observed when its result is read."""
+    """A step that is timed: its time is reported when its result is read."""
 
     began: torch.cuda.Event
     key: Shape

@@ -44,7 +44,7 @@ def test_large_cards_keep_their_attention_tiles(card: str, monkeypatch: pytest.M
 
 
 def test_few_slots_take_the_same_kernel_as_many() -> None:
-    """That of PyTorch's decoding, for fewer than 128 queries, has no choice for block masks like ours."""
+    """PyTorch's decoding kernel, for fewer than 128 queries, has no choice for block masks like ours."""
     names = [name for name in FLEX_OPTIONS if name != "CPU"]
     assert all((FLEX_OPTIONS[name] or {}).items() >= TRITON.items() for name in names)
 
