@@ -11,7 +11,7 @@ from ..kernels.features import features_of
 
 LEAST_ROWS = 256  # of a pass that is measured; fewer rows take as long as reading the weights
 MOST_AHEAD = 2  # slices of prompts in flight, so that a new request does not wait for more of them
-NEWEST = 5  # measurements, of which the median counts
+NEWEST = 5  # measurements that count
 FLOPS = 2e12  # per second and multiprocessor, until a pass was measured
 Measured = tuple[torch.cuda.Event, torch.cuda.Event, float]  # begin, end, floating-point operations
 
@@ -20,8 +20,9 @@ class Pace:
     """Times slices of prompts and steps with events, without waiting for the device. On a CPU it measures nothing.
 
     Attributes:
-        step_s: seconds of a decoding step; 0 before any was measured.
-        rate: seconds of a floating-point operation in a prompt; 0 on a CPU.
+        step_s: seconds of a decoding step, the median of the newest; 0 before any was measured.
+        rate: seconds of a floating-point operation in a prompt, the most of the newest slices: attention takes longer
+            for an operation than products, and a slice must not take longer than expected. 0 on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +60,7 @@ class Pace:
             begin, end, operations = self._slices.popleft()
             if operations:
                 self._rates.append(begin.elapsed_time(end) / 1000 / operations)
-                self.rate = statistics.median(self._rates)
+                self.rate = max(self._rates)
 
     # ---- steps -----------------------------------------------------------------------------------------
 

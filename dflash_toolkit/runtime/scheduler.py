@@ -18,6 +18,9 @@ from .request import Request, StepShape
 from .request_table import RequestTable
 from .wait_queue import WaitQueue
 
+SHARE = 0.8  # of a step that one prompt takes between two steps
+LONGEST_S = 0.1  # most time that several prompts take between two steps, unless a step takes longer
+
 
 class Scheduler:
     """Holds every unfinished request.
@@ -135,11 +138,11 @@ class Scheduler:
     def _prompt_seconds(self) -> float:
         """Returns the time that prompts may take until the next step.
 
-        The square of their number, in steps: one prompt at most doubles the time between two tokens of the requests
-        that decode, and many prompts run at full speed.
+        Less than a step for one prompt, so that the time between two tokens of the requests that decode is at most
+        twice as long as without it. More for several prompts, as requests should decode together, up to LONGEST_S.
         """
-        table = self.table
-        if not self._device.step_s or all(request.surely_ends for request in table.running):
+        table, share = self.table, SHARE * self._device.step_s
+        if not share or all(request.surely_ends for request in table.running):
             return math.inf
         prompts = len(table.queue.started) + min(len(table.queue), table.free_rows)
-        return self._device.step_s * prompts**2
+        return max(share, min(share * prompts**2, LONGEST_S))

@@ -47,8 +47,8 @@ class TableDevice:
 
     A page that is handed out too early, twice, or not at all shows as a wrong answer. So does, where it is `recurrent`,
     a state that took in other tokens than its request has. `calls` holds what it was asked
-    for: ("prefill", first token, start, tokens), ("slices", number), ("drop", index), ("move", source, target),
-    ("set_pages", pages), ("decode", requests).
+    for: ("prefill", first token, start, tokens), ("slices", number, seconds), ("drop", index),
+    ("move", source, target), ("set_pages", pages), ("decode", requests).
     """
 
     pages_per_request = 1000
@@ -183,7 +183,7 @@ class TablePass:
 
     def run(self, seconds: float = math.inf) -> float:
         count = int(max(1, min(self._left, seconds)))
-        self._device.calls.append(("slices", count))
+        self._device.calls.append(("slices", count, seconds))
         for _ in range(count):
             for job in self._jobs:
                 for i in range(len(job.ids) if job.pages else 0):

@@ -1,23 +1,30 @@
 """Passes of prompts that take several turns. The device is a table."""
 
+import math
+
 import pytest
 from table_device import SIZE, TableDevice, drain, request_of, scheduled, truth
 
 from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.prefill_job import PrefillLimits
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.runtime.scheduler import Scheduler
+from dflash_toolkit.runtime.scheduler import LONGEST_S, SHARE, Scheduler
 
 SLICES = 10
 
 
 class SlicedDevice(TableDevice):
-    """Every pass has SLICES slices, each as long as a step."""
+    """Every pass has SLICES slices, each longer than a step."""
 
-    step_s = 1.0
+    step_s = 0.01
 
     def slices(self) -> int:
         return SLICES
+
+    @property
+    def seconds(self) -> list[float]:
+        """The time that each run of slices was given."""
+        return [seconds for (_, seconds) in self.called("slices")]
 
     def between_steps(self) -> list[int]:
         """Returns the slices before each step that follows a slice."""
@@ -44,29 +51,41 @@ def answered(*requests: Request) -> bool:
     return all(request.tokens == truth(request.prompt_ids, request.limit) for request in requests)
 
 
-def test_one_prompt_takes_as_long_as_the_steps_between_its_slices() -> None:
+def test_one_prompt_takes_less_time_than_the_steps_between_its_slices() -> None:
+    """The time between two tokens is at most twice as long as without it."""
     device = SlicedDevice()
     scheduler, prompt = busy(device), request_of(list(range(20)), 3)
     scheduler.add(prompt)
     drain(scheduler)
-    assert device.between_steps() == [1] * SLICES and answered(prompt)
+    assert device.seconds[0] < device.step_s and len(device.seconds) == SLICES and answered(prompt)
+    assert device.between_steps() == [1] * SLICES
 
 
-@pytest.mark.parametrize("prompts", [2, 3])
-def test_waiting_prompts_take_the_square_of_their_number_in_steps(prompts: int) -> None:
+@pytest.mark.parametrize(("prompts", "seconds"), [(2, 0.04 * SHARE), (3, 0.09 * SHARE), (5, LONGEST_S)])
+def test_waiting_prompts_take_more_time_up_to_a_limit(prompts: int, seconds: float) -> None:
     device = SlicedDevice()
     scheduler = busy(device)
     for i in range(prompts):
         scheduler.add(request_of([i] * 20, 9))
     scheduler.advance()
-    assert device.between_steps() == [prompts**2]
+    assert device.seconds == [pytest.approx(seconds)]
+
+
+def test_prompts_take_as_long_as_a_slow_step() -> None:
+    device = SlicedDevice()
+    device.step_s = 10.0
+    scheduler = busy(device)
+    for i in range(2):
+        scheduler.add(request_of([i] * 20, 9))
+    scheduler.advance()
+    assert device.seconds[0] == 10.0 * SHARE
 
 
 def test_a_prompt_is_computed_at_once_if_no_request_decodes() -> None:
     device = SlicedDevice()
     scheduler = scheduled(device, request_of(list(range(20)), 1))
     scheduler.advance()
-    assert device.called("slices") == [(SLICES,)]
+    assert device.called("slices") == [(SLICES, math.inf)]
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -103,7 +122,7 @@ def test_a_pass_of_cancelled_requests_is_not_continued() -> None:
     scheduler.cancel(prompt)
     assert scheduler._prompts._pass is None, "its memory is free"
     drain(scheduler)
-    assert device.called("slices") == [(1,)] and device.called("prefill") == []
+    assert len(device.seconds) == 1 and device.called("prefill") == []
 
 
 def test_an_abandoned_scheduler_has_no_pass() -> None:
