@@ -87,6 +87,7 @@ def test_tokens_do_not_attend_to_padding() -> None:
     check_padding(128, BF16)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
 def test_prefill_is_as_exact_as_torch_with_and_without_padding(groups: int, group: int, width: int, size: int) -> None:
     for contexts, rows in (((0,), 700), ((1000,), 600), ((37, 260, 0), 130)):
@@ -101,6 +102,7 @@ def test_prefill_is_as_exact_as_torch_with_and_without_padding(groups: int, grou
             assert torch.equal(padded[own], found[own])
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
 def test_prefill_bits_do_not_depend_on_cuts_or_packing(groups: int, group: int, width: int, size: int) -> None:
     total = 2000
@@ -116,6 +118,7 @@ def test_prefill_bits_do_not_depend_on_cuts_or_packing(groups: int, group: int, 
     assert all(torch.equal(prefill.launch(q, pages.kv()), whole) for _ in range(20))
 
 
+@pytest.mark.hopper
 def test_long_chunks_use_the_prefill_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, launch = list[int](), prefill.launch
     monkeypatch.setattr(flash, "installed", lambda _: None)
