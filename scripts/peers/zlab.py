@@ -42,6 +42,8 @@ def main() -> None:
     torch.set_num_threads(1)  # as our tests do: on a shared machine more threads were ten times slower
     dflash.model._cuda_time = time.perf_counter  # the client times with CUDA even on a CPU
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()
+    if getattr(target.config.get_text_config(), "attn_logit_softcapping", None):
+        target.set_attn_implementation("eager")  # before 5.21 transformers used SDPA, which ignores the cap
     names = json.loads(Path(drafter_path, "config.json").read_text())["architectures"]
     kind = RecordingDrafter2 if "DFlash2DraftModel" in names else RecordingDrafter
     drafter = kind.from_pretrained(drafter_path, dtype=torch.float32).eval()
