@@ -181,13 +181,13 @@ def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     The seam is the name `time` in the modules that read it: all that they know of time is `time.perf_counter()`.
     """
-    from dflash_toolkit.train import loop
+    from dflash_toolkit.train import gradients
     from dflash_toolkit.train.run import metrics_log, save, training_budget
     from dflash_toolkit.train.run.held_out import HeldOut
 
     for module in (training_budget, save, metrics_log):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(loop, "compute_loss", clock.costs(1, loop.compute_loss))
+    monkeypatch.setattr(gradients, "compute_loss", clock.costs(1, gradients.compute_loss))
     monkeypatch.setattr(save, "host_copy", clock.costs(1000, save.host_copy))
     monkeypatch.setattr(HeldOut, "__call__", clock.costs(100, HeldOut.__call__))
     return clock

@@ -14,11 +14,9 @@ from .distributed.zero import Learner, make_learner
 from .features.gpu_memory import begin as begin_peak
 from .features.gpu_memory import enough_memory, offload
 from .features.source import FeatureSource, open_features
-from .objective.blocks import sample_blocks
-from .objective.loss import compute_loss, use_flex
+from .gradients import add_gradients
 from .optim.schedule import PackedSchedule, Schedule, make_schedule, packing, rng_for
 from .responses.corpus import lengths_of
-from .run.cost import visible_pairs
 from .run.definition import Outcome, Run
 from .run.measure import Measuring
 from .run.report import Report
@@ -146,29 +144,16 @@ class Gradients:
             done: share of the run that is done.
             last: whether it is this process's last micro batch of the step.
         """
-        run, config, target, source = self.run, self.run.config, self.run.target, self.source
+        run, config, source = self.run, self.run.config, self.source
         with self.report.data():
             taken = self.schedule.indices(turn) if turn < self.end else []
             features = source([run.rows[i] for i in taken or self.schedule.spare(turn)])
             if source.reads_ahead and turn + self.world < self.end:
                 source.ahead([run.rows[i] for i in self.schedule.indices(turn + self.world)])
-        packed, anchors = packing(config, target.device)
-        random, mask = rng_for(config.run.seed, 2, turn), run.drafter.config.mask_token_id
-        size = config.drafter.block_size
-        blocks = sample_blocks(features, anchors or config.loss.anchors, size, mask, random, fixed=packed > 0)
-        flex = use_flex(config.run.attention, target.device)
-        parts = blocks.split(config.optim.splits or 1)
-        counts = torch.stack([part.valid.any() for part in parts]).tolist() if len(parts) > 1 else [True]
-        totals = []
-        for k, part in enumerate(parts):
-            part = part if counts[k] else parts[0]  # every process makes the same number of passes
-            result = compute_loss(run.drafter, target, features, part, config, flex, self.learner.run, done)
-            factor = bool(taken) and counts[k]
-            final = last and k == len(parts) - 1
-            self.learner.backward(result.weighted_sum if factor else 0 * result.weighted_sum, final)
-            pairs = visible_pairs(part, run.drafter.config)[None].double()
-            totals.append(torch.cat([result.totals(), pairs]) * factor)
-        return torch.stack(totals).sum(0)
+        random = rng_for(config.run.seed, 2, turn)
+        return add_gradients(
+            self.learner, run.target, features, config, random, done=done, last=last, counts=bool(taken)
+        )
 
 
 def check_finite(norm: Tensor, step: int, rate: float) -> None:

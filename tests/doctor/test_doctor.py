@@ -173,7 +173,7 @@ def test_an_untrained_drafter_is_found_by_its_weights(clinic: Clinic, tmp_path: 
 
 @pytest.mark.slow
 def test_shifted_labels_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = dflash_toolkit.train.loop.sample_blocks
+    honest = dflash_toolkit.train.gradients.sample_blocks
 
     def shifted(*arguments: Any, **more: Any) -> Blocks:
         blocks = honest(*arguments, **more)
@@ -181,7 +181,7 @@ def test_shifted_labels_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         known[:, :, 0] = known[:, :, -1] = False
         return replace(blocks, labels=blocks.labels.roll(-1, 2), supervised=known)
 
-    monkeypatch.setattr(dflash_toolkit.train.loop, "sample_blocks", shifted)
+    monkeypatch.setattr(dflash_toolkit.train.gradients, "sample_blocks", shifted)
     target = make_target()
     drafter = fit(target, answered(target), tmp_path)
     faults = Clinic(tmp_path, target, drafter).examine(*ALL_TEXTS)["fault"]

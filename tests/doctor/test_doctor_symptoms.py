@@ -83,7 +83,7 @@ def test_another_block_size_than_was_trained_is_named_alone(present: int, severi
 
 @pytest.mark.slow
 def test_slots_trained_differently_are_found_by_the_cliff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = dflash_toolkit.train.loop.sample_blocks
+    honest = dflash_toolkit.train.gradients.sample_blocks
 
     def spoiled(*arguments: Any, **more: Any) -> Blocks:
         blocks = honest(*arguments, **more)
@@ -91,7 +91,7 @@ def test_slots_trained_differently_are_found_by_the_cliff(tmp_path: Path, monkey
         labels[:, :, 4:] = 5  # for every answer
         return replace(blocks, labels=labels)
 
-    monkeypatch.setattr(dflash_toolkit.train.loop, "sample_blocks", spoiled)
+    monkeypatch.setattr(dflash_toolkit.train.gradients, "sample_blocks", spoiled)
     target = make_target()
     drafter = fit(target, answered(target), tmp_path)
     found = Clinic(tmp_path, target, drafter).examine()

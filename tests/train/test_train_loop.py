@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from dflash_toolkit import UserError
 from dflash_toolkit.files import locked
 from dflash_toolkit.progress import Progress
-from dflash_toolkit.train import loop
+from dflash_toolkit.train import gradients, loop
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.optim.schedule import learning_rate_factor
@@ -70,7 +70,7 @@ def test_the_learning_rate_warms_up_and_decays_as_a_cosine() -> None:
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
     bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls, exported = loop.compute_loss, iter(range(100)), []
+    real, calls, exported = gradients.compute_loss, iter(range(100)), []
 
     def poisoned(*args: Any) -> Any:
         result = real(*args)
@@ -78,7 +78,7 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
             result.weighted_sum = result.weighted_sum * math.nan
         return result
 
-    monkeypatch.setattr(loop, "compute_loss", poisoned)
+    monkeypatch.setattr(gradients, "compute_loss", poisoned)
     target = make_target()
     config = TrainConfig(
         target="tiny", drafter=DrafterOptions(block_size=8), loss=LossOptions(anchors=8),
@@ -112,14 +112,14 @@ def kill_after(count: int, pid: int, metrics: Path) -> None:
 
 
 def test_ctrl_c_saves_the_step_and_the_run_resumes(dflash_train: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, steps, handler = loop.compute_loss, itertools.count(1), signal.getsignal(signal.SIGINT)
+    real, steps, handler = gradients.compute_loss, itertools.count(1), signal.getsignal(signal.SIGINT)
 
     def interrupted(*args: Any) -> Any:
         if next(steps) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
-    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    monkeypatch.setattr(gradients, "compute_loss", interrupted)
     said = dflash_train("run.save_minutes=60", "optim.accumulate=1", code=130)
     assert said[-1] == "interrupted after step 3; run the same command again to resume"
     assert torch.load(dflash_train.output / "work" / "state.pt", "cpu", weights_only=False)["step"] == 3
@@ -133,7 +133,7 @@ def test_a_second_ctrl_c_ends_at_once(dflash_train: Program, monkeypatch: pytest
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    monkeypatch.setattr(gradients, "compute_loss", interrupted)
     said = dflash_train(code=130)
     assert said[-1].endswith("run the same command again to resume; up to 1 min of steps are repeated")
 

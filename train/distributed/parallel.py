@@ -226,16 +226,10 @@ class Replicated:
         self._clip = config.optim.clip
         self._optimizer = make_optimizer(drafter.named_parameters(), config.optim, processes.rank, processes.world)
         self.peak = self._optimizer.param_groups[0]["lr"]  # learning rate
-        self._steps = state.step if state else 0
+        self._steps = 0
         self._decay, self._average = config.optim.ema, copy.deepcopy(drafter) if config.optim.ema else None
         if state:
-            drafter.load_state_dict(state.drafter)
-            try:
-                self._optimizer.load_state_dict(state.optimizer)
-            except (KeyError, ValueError) as error:
-                raise other_optimizer() from error
-            if self._average and state.average:
-                self._average.load_state_dict(state.average)
+            self.restore(state.drafter, state.optimizer, state.average, state.step)
         self._parameters = list(drafter.parameters())
         self._sums = _GradientSums(self._parameters, processes) if processes.world > 1 else None
 
@@ -274,6 +268,19 @@ class Replicated:
         """
         average = self._average.state_dict() if self._average else None
         return self.drafter.state_dict(), self._optimizer.state_dict(), average
+
+    def restore(
+        self, weights: dict[str, Tensor], optimizer: dict[str, Any], average: dict[str, Tensor] | None, steps: int
+    ) -> None:
+        """Continues from a `snapshot` after `steps` steps. Raises UserError for the state of another optimiser."""
+        self.drafter.load_state_dict(weights)
+        try:
+            self._optimizer.load_state_dict(optimizer)
+        except (KeyError, ValueError) as error:
+            raise other_optimizer() from error
+        if self._average and average:
+            self._average.load_state_dict(average)
+        self._steps = steps
 
     def whole(self) -> Drafter:
         """Returns the whole drafter, to run or export, on the first process; every process must call it."""

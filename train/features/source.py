@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +29,18 @@ from dflash_toolkit.progress import Progress
 
 from ..config import TrainConfig
 from ..distributed.parallel import Processes
-from ..objective.blocks import PADDING, TILE, Features, sent
+from ..objective.blocks import TILE, Features
 from ..objective.loss import use_flex
 from ..optim.schedule import packing
 from ..responses.corpus import Corpus, lengths_of
 from ..responses.rows import Row
+from .batch import batch_of
 from .gpu_memory import enough_memory, memory_use, room_after_step
 from .served import ServedTarget
 from .store import FP8, GIB, DiskStore, MemoryStore, Stored
 
 FORWARD_TOKENS = 16384  # tokens of one forward on a GPU
+R = TypeVar("R")
 READERS = 4  # threads that read the next step's rows
 
 
@@ -143,34 +145,8 @@ class FeatureSource:
     def __call__(self, rows: list[Row]) -> Features:
         """Returns features of `rows` on the target's device: packed, or padded on the right to a common length."""
         hidden = self._hidden(rows)
-        ends = [len(h) for h in hidden]
-        if self._packed:
-            shape, places, end = (1, self._packed), [], 0
-            for n in ends:
-                places.append((0, end))
-                end += n
-        else:
-            longest = max(ends)
-            shape, places = (len(rows), longest + -longest % self._pad_to), [(i, 0) for i in range(len(rows))]
-        device = self._target.device
-        tokens = torch.zeros(shape, dtype=torch.long)
-        document = torch.full_like(tokens, PADDING)
-        supervised = torch.zeros_like(tokens, dtype=torch.bool)
-        positions = torch.arange(shape[1]).expand(shape).clone()
-        stacked = torch.zeros(*shape, hidden[0].shape[1], dtype=hidden[0].dtype, device=device)
-        for i, (row, h, (at, start)) in enumerate(zip(rows, hidden, places, strict=True)):
-            span = slice(start, start + len(h))
-            tokens[at, span] = torch.tensor(row.tokens[: len(h)])
-            document[at, span] = i
-            for begin, end in row.supervised:
-                supervised[at, start + begin : start + min(end, len(h))] = True
-            positions[at, span] = torch.arange(len(h))
-            stacked[at, span] = h
         split = len(self._taps) * self._target.config.hidden_size
-        return Features(
-            sent(tokens, device), stacked[..., :split], sent(supervised, device), sent(document, device),
-            sent(positions, device), stacked[..., split:] if self._final else None,
-        )  # fmt: skip
+        return batch_of(rows, hidden, split, self._target.device, self._packed, self._pad_to)
 
     def fill(self, rows: Sequence[Row], bar: Progress | None = None) -> None:
         """Computes and stores the missing rows of `rows`. Raises UserError when a disk fails."""
@@ -262,9 +238,9 @@ class FeatureSource:
         return features[0].split(lengths)
 
 
-def fitting(rows: list[Row], length_of: Callable[[Row], int], most: int = FORWARD_TOKENS) -> Iterator[list[Row]]:
+def fitting(rows: Iterable[R], length_of: Callable[[R], int], most: int = FORWARD_TOKENS) -> Iterator[list[R]]:
     """Yields the rows in order, in groups of at most `most` tokens; a longer row is its own group."""
-    group: list[Row] = []
+    group: list[R] = []
     tokens = 0
     for row in rows:
         n = length_of(row)

@@ -19,11 +19,11 @@ from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.loss_terms import PLAIN, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.dflash.shape import logit_scale
-from dflash_toolkit.models.target import Target
 
 from ..config import LossOptions, TrainConfig
 from .blocks import Blocks, Features, dense_mask, flex_mask
 from .selector import Selector, ramp
+from .target_head import TargetHead
 
 RECALL = (1, 4, 16)  # the k of recall@k
 SUMS = 7  # entries of `DraftLoss.totals` that are not per slot
@@ -45,6 +45,7 @@ class DraftLoss:
     unary_length: Tensor  # scalar, as acceptance_length, if each slot drafted its largest logit
     oracle_length: Tensor  # the same, if each slot drafted the label if it is a candidate, or among the best 16
     selector_sum: Tensor  # scalar, the selector's loss times `weight_sum`; NaN without a selector
+    accepted: Tensor | None = None  # [B, A] drafted tokens that each block accepts; None for summed totals
 
     @property
     def selector_loss(self) -> Tensor:
@@ -95,7 +96,7 @@ def compiles(config: TrainConfig, device: torch.device) -> bool:
 
 def compute_loss(
     drafter: Drafter,
-    target: Target,
+    target: TargetHead,
     features: Features,
     blocks: Blocks,
     config: TrainConfig,
@@ -211,17 +212,21 @@ def draft_loss(
     weights = weights.flatten()[slot]
     weighted_sum, weight_sum = (weights * rows.loss).sum(), weights.sum()
 
-    def length(right: Tensor) -> Tensor:
-        """Returns the mean tokens per step if the drafted tokens are `right` [B, A, S - 1]."""
-        accepted = (right & supervised).long().cumprod(-1).sum(-1) * blocks.valid
+    def accepts(right: Tensor) -> Tensor:
+        """Returns the accepted tokens [B, A] of each block if the drafted tokens are `right` [B, A, S - 1]."""
+        return (right & supervised).long().cumprod(-1).sum(-1) * blocks.valid
+
+    def length(accepted: Tensor) -> Tensor:
+        """Returns the mean tokens per step."""
         return 1 + accepted.sum() / blocks.valid.sum()
 
-    unary_length = walked_length = length(grid(rows.correct))
+    accepted = accepts(grid(rows.correct))
+    unary_length = length(accepted)
     selector_sum = weight_sum.new_full((), math.nan)
     if selector:
         chain = selector(hidden, blocks, rows, slot)
         candidate = grid(rows.rank < top_k)  # an injected label is not a candidate
-        walked_length = length((chain.drafted == blocks.labels[:, :, 1:]) & candidate)
+        accepted = accepts((chain.drafted == blocks.labels[:, :, 1:]) & candidate)
         selector_sum = (weights * chain.loss).sum()
         weighted_sum = weighted_sum + options.selector * selector.share * selector_sum
 
@@ -230,7 +235,7 @@ def draft_loss(
     return DraftLoss(
         loss=weighted_sum / weight_sum,
         recall=torch.stack([grid(rows.rank < k).sum((0, 1)) / count for k in RECALL]),
-        acceptance_length=walked_length,
+        acceptance_length=length(accepted),
         rows=len(index),
         weighted_sum=weighted_sum,
         weight_sum=weight_sum,
@@ -238,8 +243,9 @@ def draft_loss(
         blocks=blocks.valid.sum(),
         slot_overlap=None if overlap is None else grid(overlap).sum((0, 1)) / count,
         unary_length=unary_length,
-        oracle_length=length(grid(rows.rank < (top_k or RECALL[-1]))),
+        oracle_length=length(accepts(grid(rows.rank < (top_k or RECALL[-1])))),
         selector_sum=selector_sum,
+        accepted=accepted,
     )
 
 

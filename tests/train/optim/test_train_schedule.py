@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from programs import lines
 from training_runs import repeating_rows
 
-from dflash_toolkit.train import loop
+from dflash_toolkit.train import gradients, loop
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, learning_rate_factor, rng_for
 from dflash_toolkit.train.run.definition import Run
@@ -102,7 +102,7 @@ def test_the_learning_rate_is_continuous_over_a_changed_plan(
     groups: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It depends on the share of the data that is done, whatever the steps were."""
-    target, real, begun = make_target(), loop.compute_loss, 0
+    target, real, begun = make_target(), gradients.compute_loss, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal begun
@@ -121,7 +121,7 @@ def test_the_learning_rate_is_continuous_over_a_changed_plan(
             Run(config, target, make_drafter(target).train(), repeating_rows(16), [], tmp_path, {}, lambda *_: None)
         )
 
-    monkeypatch.setattr(loop, "compute_loss", interrupted)
+    monkeypatch.setattr(gradients, "compute_loss", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(groups[0])
     run(groups[1])

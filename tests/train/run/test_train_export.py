@@ -18,7 +18,7 @@ from training_runs import interrupted
 from training_runs import repeating_rows as rows
 
 from dflash_toolkit import Drafter, UserError, load_drafter
-from dflash_toolkit.train import loop
+from dflash_toolkit.train import gradients, loop
 from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.features.source import open_features
 from dflash_toolkit.train.optim.schedule import joined_factor, learning_rate_factor
@@ -61,8 +61,8 @@ class Exports(dict[str, tuple[Export, Weights]]):
 
 def before_steps(patch: pytest.MonkeyPatch, act: Callable[[int], object]) -> None:
     """Have the n-th step call `act(n)` before it computes."""
-    real, numbers = loop.compute_loss, itertools.count(1)
-    patch.setattr(loop, "compute_loss", lambda *args: (act(next(numbers)), real(*args))[1])
+    real, numbers = gradients.compute_loss, itertools.count(1)
+    patch.setattr(gradients, "compute_loss", lambda *args: (act(next(numbers)), real(*args))[1])
 
 
 def trained(

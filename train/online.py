@@ -1,0 +1,245 @@
+"""Trains a drafter on records in memory: what a server has just decoded, or the rollouts of reinforcement learning.
+
+A record holds the tokens of a conversation and the target's hidden states (taps) of these tokens, which exist when the
+target has decoded them. So the target does not run here: `OnlineTrainer` needs its embedding and head only. There are
+no files, no run directory and no end: the learning rate warms up once and stays constant, and an average of the
+weights is what one serves. The blocks, the loss and the optimiser are those of `dflash-train` (`gradients.py`).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.models.dflash.network import Drafter
+
+from .config import OptimOptions, TrainConfig
+from .distributed.parallel import Processes, Replicated
+from .features.batch import batch_of
+from .features.source import fitting
+from .gradients import add_gradients
+from .objective.blocks import TILE, Blocks, Features, sample_blocks
+from .objective.loss import DraftLoss, compute_loss, runner, use_flex
+from .objective.target_head import TargetHead
+from .optim.optimizers import peak_rate, uses_muon
+from .optim.schedule import packing, rng_for
+from .responses.rows import Row, Span
+from .run.held_out import Evaluation
+
+AVERAGE = 0.99  # decay per step of the average of the weights (default)
+WARMUP = 20  # steps in which the learning rate rises
+BLOCKS = 128  # blocks of a held-out record that are computed together
+STREAM = 4  # of `rng_for`: anchors of online steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A conversation that the target has decoded.
+
+    Args:
+        tokens: the n ids of prompt and answer.
+        taps: [n, K*D] or [n - 1, K*D], outputs of the tapped layers, concatenated in the order of `target_layer_ids`;
+            the last token of an answer was never read, so its taps may be missing. On any device, in any dtype.
+        supervised: [start, end) of the tokens that the target itself wrote.
+        source: name of the record's kind, for `Evaluation.by_source`.
+    """
+
+    tokens: Sequence[int]
+    taps: Tensor
+    supervised: Sequence[Span]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.taps.dim() != 2 or not len(self.tokens) - 1 <= len(self.taps) <= len(self.tokens):
+            raise ValueError(
+                f"taps have the shape {tuple(self.taps.shape)}; they must be those of {len(self.tokens)} tokens, of "
+                f"which the last may be missing"
+            )
+        if any(not 0 <= start <= end <= len(self.tokens) for start, end in self.supervised):
+            raise ValueError(f"supervised is {list(self.supervised)}, outside of {len(self.tokens)} tokens")
+
+    @property
+    def row(self) -> Row:
+        return Row(0, len(self.tokens), list(self.tokens), tuple(self.supervised))
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has a block to train and all its taps are finite."""
+        return self.row.has_anchor and bool(self.taps.isfinite().all())
+
+    def cut(self, length: int) -> "Record":
+        """Returns its last `length` tokens at most. Positions are relative, so a block only sees less context."""
+        start = max(len(self.tokens) - length, 0)
+        spans = [(max(begin - start, 0), end - start) for begin, end in self.supervised if end > start]
+        return replace(self, tokens=self.tokens[start:], taps=self.taps[start:], supervised=spans)
+
+
+class OnlineTrainer:
+    """Trains `drafter` with one step a call.
+
+    Args:
+        target_head: the target, or a `HeadWeights` with its embedding [V, D] and head [V, D].
+        drafter: the drafter to start from, on the device of `target_head`. Its weights are copied to fp32.
+        config: the options `loss`, `optim` and `run` of `dflash-train` (default: its own, and an average of the
+            weights). The default learning rate is that of a run with `init_from`; the block size is the drafter's.
+        warmup: steps in which the learning rate rises to its peak.
+
+    Raises:
+        UserError: a loss that needs the target's own distribution, which records do not have.
+    """
+
+    def __init__(
+        self, target_head: TargetHead, drafter: Drafter, config: TrainConfig | None = None, *, warmup: int = WARMUP
+    ) -> None:
+        config = config or TrainConfig(target="", optim=OptimOptions(ema=AVERAGE))
+        if config.loss.distribution:
+            raise UserError("loss.kl, tv, lk and lk_hybrid need the target's distribution; records do not have it")
+        rate = peak_rate(config.optim, uses_muon(config, target_head.device.type == "cuda"), warm=True)
+        self._config = config = replace(
+            config,
+            optim=replace(config.optim, learning_rate=rate),
+            drafter=replace(config.drafter, block_size=drafter.config.block_size),
+        )
+        weights = {name: tensor.detach().float() for name, tensor in drafter.state_dict().items()}
+        fresh = Drafter.fresh(drafter.config, 0).to(target_head.device)
+        fresh.load_state_dict(weights)
+        fresh.recompute = bool(config.optim.recompute)
+        self._head, self._warmup, self._steps = target_head, max(warmup, 1), 0
+        self._learner = Replicated(fresh.requires_grad_(True).train(), config, Processes(), None)
+        self._eager = runner(replace(config, run=replace(config.run, compile="off")), target_head.device)
+        self._packed, _ = packing(config, target_head.device)
+        self._longest = self._packed or config.prompts.row_tokens
+
+    @property
+    def steps(self) -> int:
+        """Number of steps so far."""
+        return self._steps
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter to serve: the average of the weights, in fp32. The next step changes it in place."""
+        return self._learner.whole()
+
+    def step(self, records: Sequence[Record]) -> dict[str, float]:
+        """Takes one optimiser step over all `records`; records that cannot be trained on are skipped.
+
+        Returns:
+            `loss` and `acceptance_length` (teacher-forced, of the weights before the step), `gradient_norm`,
+            `learning_rate`, and the numbers of `blocks`, `records` and `tokens` in the step.
+
+        Raises:
+            ValueError: no record can be trained on.
+            UserError: the gradient is not finite. The weights are then useless: load an earlier state.
+        """
+        usable = [record.cut(self._longest) for record in records if record.usable]
+        usable = [record for record in usable if record.row.has_anchor]
+        if not usable:
+            raise ValueError("no record has two supervised tokens and finite taps")
+        rate = self._learner.peak * min(1.0, (self._steps + 1) / self._warmup)
+        for group in self._learner.param_groups:
+            group["lr"] = rate
+        batches = list(self._batches(usable))
+        totals = torch.stack(
+            [
+                add_gradients(
+                    self._learner, self._head, self._features(batch), self._config,
+                    rng_for(self._config.run.seed, STREAM, self._steps + (k << 32)), last=k == len(batches) - 1,
+                )
+                for k, batch in enumerate(batches)
+            ]
+        ).sum(0)  # fmt: skip
+        norm = float(self._learner.step(totals[1]))
+        self._steps += 1
+        if not math.isfinite(norm):
+            raise UserError(
+                f"step {self._steps}: the gradient is not a number; load an earlier state, or lower "
+                f"optim.learning_rate ({self._learner.peak:g})"
+            )
+        loss = DraftLoss.of_totals(totals[:-1].cpu(), self.drafter.config.block_size - 1)
+        return {
+            "loss": float(loss.loss),
+            "acceptance_length": float(loss.acceptance_length),
+            "gradient_norm": norm,
+            "learning_rate": rate,
+            "blocks": float(loss.blocks),
+            "records": float(len(usable)),
+            "tokens": float(sum(len(record.tokens) for record in usable)),
+        }
+
+    @torch.no_grad()
+    def held_out(self, records: Sequence[Record], drafter: Drafter | None = None) -> Evaluation:
+        """Walks over the answers of `records` as decoding would, and counts tokens and steps of each.
+
+        The drafter drafts at the first token of an answer, accepts the longest correct prefix, and drafts again after
+        the next token. For greedy answers that is the acceptance length of decoding; for sampled ones its expectation
+        over the target's samples.
+
+        Args:
+            drafter: another drafter with the same taps, for a paired comparison (default: `self.drafter`).
+
+        Returns:
+            `tau`, its `standard_error`, and `clearly_better_than` for two evaluations of the same records.
+        """
+        counted = [self._walk(record.cut(self._longest), drafter or self.drafter) for record in records]
+        tokens, steps = (tuple(count[i] for count in counted) for i in (0, 1))
+        return Evaluation(self._steps, tuple(record.source for record in records), tokens, steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns weights, optimiser state, average and steps. The tensors are views: the next step changes them."""
+        drafter, optimizer, average = self._learner.snapshot()
+        return {"drafter": drafter, "optimizer": optimizer, "average": average, "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict`. Raises UserError for the state of another optimiser."""
+        self._steps = state["steps"]
+        self._learner.restore(state["drafter"], state["optimizer"], state["average"], self._steps)
+
+    def _batches(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+        """Yields micro batches: packs of a fixed length, or `optim.batch_size` records."""
+        if self._packed:
+            yield from fitting(records, lambda record: len(record.tokens), self._packed)
+            return
+        size = self._config.optim.batch_size
+        for start in range(0, len(records), size):
+            yield records[start : start + size]
+
+    def _features(self, records: Sequence[Record], packed: int | None = None) -> Features:
+        hidden = []
+        for record in records:
+            taps = record.taps.to(self._head.device, self._head.dtype)
+            missing = len(record.tokens) - len(taps)  # never read: a block with a label ends before the last token
+            hidden.append(torch.nn.functional.pad(taps, (0, 0, 0, missing)))
+        flex = use_flex(self._config.run.attention, self._head.device)
+        width, rows = self.drafter.config.feature_size, [record.row for record in records]
+        packed = self._packed if packed is None else packed
+        return batch_of(rows, hidden, width, self._head.device, packed, TILE if flex else 1)
+
+    def _walk(self, record: Record, drafter: Drafter) -> tuple[int, int]:
+        """Returns the tokens and steps of decoding the record's answers."""
+        if not record.usable:
+            return 0, 0
+        features = self._features([record], packed=0)
+        shape, random = drafter.config, rng_for(0, STREAM, 0)
+        everywhere = sample_blocks(features, len(record.tokens), shape.block_size, shape.mask_token_id, random)
+        accepted = dict[int, int]()
+        for part in everywhere.split(-(-everywhere.anchor.shape[1] // BLOCKS)):
+            if bool(part.supervised.any()):
+                accepted |= self._accepted(drafter, features, part)
+        tokens = steps = 0
+        for start, end in record.supervised:
+            at = start
+            while at in accepted:
+                committed = min(accepted[at] + 1, end - 1 - at)
+                at, tokens, steps = at + committed, tokens + committed, steps + 1
+        return tokens, steps
+
+    def _accepted(self, drafter: Drafter, features: Features, blocks: Blocks) -> dict[int, int]:
+        """Returns the accepted tokens by anchor."""
+        found = compute_loss(drafter, self._head, features, blocks, self._config, False, self._eager).accepted
+        assert found is not None
+        triples = zip(blocks.anchor[0].tolist(), blocks.valid[0].tolist(), found[0].tolist(), strict=True)
+        return {anchor: count for anchor, valid, count in triples if valid}
