@@ -19,8 +19,8 @@ class PrefillPass(Protocol):
     done: bool
     scores: Any | None
 
-    def run(self, seconds: float = math.inf) -> float:
-        """Launches slices for up to `seconds`, but at least one. Returns the seconds that they take, estimated.
+    def run(self, seconds: float = math.inf, least: int = 1) -> float:
+        """Launches slices for up to `seconds`, but at least `least`. Returns the estimated seconds that they take.
 
         The chunks' keys and values are written to their pages, and their recurrent states are updated.
         """

@@ -42,12 +42,13 @@ class Prompts:
         self._batch: list[Request] = []  # requests with chunks that are prefilled in one pass
         self._turn: Turn[None] | None = None  # if it is not complete
         self._seconds = math.inf  # left until the next step
+        self._ran = False  # whether anything was launched since the last step
         self._pass: PrefillPass | None = None  # in flight
         self._in_pass: list[tuple[Request, int] | None] = []  # with the epoch at its start; None: has lost its pages
 
     def run(self, seconds: float = math.inf) -> None:
         """Continues the turn, or begins one, and launches up to `seconds` of work."""
-        self._seconds = seconds
+        self._seconds, self._ran = seconds, False
         turn, self._turn = self._turn or self._chunks(), None
         if next(turn, False):
             self._turn = turn
@@ -139,7 +140,8 @@ class Prompts:
                     yield True
                     self.release()
                     continue
-                used = self._pass.run(self._seconds)
+                used = self._pass.run(self._seconds, least=0 if self._ran else 1)
+                self._ran = True
                 self._seconds = self._seconds - used if self._pass.done else 0.0
             return self._pass
         finally:

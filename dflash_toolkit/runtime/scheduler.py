@@ -61,6 +61,7 @@ class Scheduler:
             report=report,
         )
         self._prompts = Prompts(self.table, max_num_batched_tokens, prefix_cache)
+        self._prompts_together = 0  # most prompts that waited at the same time, since none waited
         self._recovery = Recovery(self.table, chunk_size(max_num_batched_tokens))
 
     @property
@@ -139,10 +140,12 @@ class Scheduler:
         """Returns the time that prompts may take until the next step.
 
         Less than a step for one prompt, so that the time between two tokens of the requests that decode is at most
-        twice as long as without it. More for several prompts, as requests should decode together, up to LONGEST_S.
+        twice as long as without it. More for several prompts, also for the last of them, as requests that were sent
+        together should decode together; up to LONGEST_S.
         """
         table, share = self.table, SHARE * self._device.step_s
+        prompts = len(table.queue.started) + min(len(table.queue), table.free_rows)
+        self._prompts_together = max(self._prompts_together, prompts) if prompts else 0
         if not share or all(request.surely_ends for request in table.running):
             return math.inf
-        prompts = len(table.queue.started) + min(len(table.queue), table.free_rows)
-        return max(share, min(share * prompts**2, LONGEST_S))
+        return max(share, min(share * self._prompts_together**2, LONGEST_S))

@@ -57,9 +57,9 @@ def around_prefills(runner: StepRunner, around: Callable[[Sequence[PrefillJob]],
         found = real(jobs)
         run = found.run
 
-        def running(seconds: float = math.inf) -> float:
+        def running(seconds: float = math.inf, least: int = 1) -> float:
             with around(jobs):
-                return run(seconds)
+                return run(seconds, least)
 
         found.run = running  # type: ignore[method-assign]
         return found

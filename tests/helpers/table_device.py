@@ -181,8 +181,10 @@ class TablePass:
         self._left = device.slices()
         self.done, self.scores = False, None
 
-    def run(self, seconds: float = math.inf) -> float:
-        count = int(max(1, min(self._left, seconds)))
+    def run(self, seconds: float = math.inf, least: int = 1) -> float:
+        count = int(max(least, min(self._left, seconds)))
+        if not count:
+            return 0.0
         self._device.calls.append(("slices", count, seconds))
         for _ in range(count):
             for job in self._jobs:

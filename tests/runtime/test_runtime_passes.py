@@ -71,6 +71,33 @@ def test_waiting_prompts_take_more_time_up_to_a_limit(prompts: int, seconds: flo
     assert device.seconds == [pytest.approx(seconds)]
 
 
+def test_the_last_of_several_prompts_takes_as_much_time_as_they_did() -> None:
+    """Requests that were sent together decode together; a later prompt is alone again."""
+    device = SlicedDevice()
+    scheduler = busy(device)
+    for i in range(3):
+        scheduler.add(request_of([i] * 20, 9))
+    while scheduler.prefilling or scheduler.waiting:
+        scheduler.advance()
+    assert device.seconds == pytest.approx([0.09 * SHARE] * 3 * SLICES)
+    device.calls.clear()
+    scheduler.advance()
+    scheduler.add(request_of([7] * 20, 9))
+    scheduler.advance()
+    assert device.seconds == [pytest.approx(0.01 * SHARE)]
+
+
+def test_the_next_chunk_does_not_start_if_no_time_is_left() -> None:
+    """Otherwise its first slice would delay the step."""
+    device = SlicedDevice()
+    device.step_s = 1.5 / SHARE  # time for one slice of a second, and half of another
+    device.slices = lambda: 1  # type: ignore[method-assign]
+    scheduler, prompt = busy(device, max_num_batched_tokens=8), request_of(list(range(20)), 3)
+    scheduler.add(prompt)
+    drain(scheduler)
+    assert device.between_steps() == [1] * 5 and answered(prompt)
+
+
 def test_prompts_take_as_long_as_a_slow_step() -> None:
     device = SlicedDevice()
     device.step_s = 10.0

@@ -42,14 +42,17 @@ class PrefillPass:
         self.done = False
 
     @torch.inference_mode()
-    def run(self, seconds: float = math.inf) -> float:
-        """Launches slices for up to `seconds`, but at least one. Returns the seconds that they take, estimated."""
+    def run(self, seconds: float = math.inf, least: int = 1) -> float:
+        """Launches slices for up to `seconds`, but at least `least`. Returns the estimated seconds that they take."""
         end, used = self._at, 0.0
-        while end < len(self._operations) and (
-            end == self._at or used + self._pace.seconds(self._operations[end]) <= seconds
-        ):
-            used += self._pace.seconds(self._operations[end])
+        while end < len(self._operations):
+            more = self._pace.seconds(self._operations[end])
+            if end - self._at >= least and used + more > seconds:
+                break
+            used += more
             end += 1
+        if end == self._at:
+            return 0.0
         with self._pace.slice(sum(self._operations[self._at : end]), sum(self._counts)):
             for _ in range(self._at, end):
                 try:
