@@ -3,13 +3,14 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..config import UnsupportedModel
+from ..config import UnsupportedModel, UserError
 from ..generation import Generation, Step
 from ..grammar import Grammars, Matcher
 from ..kernels import flash
@@ -33,6 +34,7 @@ from .timing import cached_times, extended, measured_batches, place_of, shapes_t
 from .trees.budget import completed, tree_shapes
 from .trees.chooser import TreeChooser
 from .trees.result import TreeStepResult
+from .weight_updates import update_drafter, update_head, update_target
 from .weights import DrafterWeights, TargetWeights
 
 log = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class Engine:
         vocabulary: prompt ids are below this.
         capacity: the largest request.
         stats: counts so far.
+        drafter_version, target_version: how often their weights were replaced.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Engine:
             fitted, _ = fit(asked, planner, budget, device)
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
+        self.drafter_version = self.target_version = 0
         ops = operations(device)
         specs = [target.spec, *([drafter.spec] if drafter else [])]
         for spec in specs:
@@ -185,16 +189,57 @@ class Engine:
         )
 
     def load_drafter(self, drafter: Drafter) -> None:
-        """Uses the weights of another drafter of the same shape; captured steps stay valid.
+        """Uses another drafter of the same shape from the next step on; see `update_drafter`.
 
         Raises:
-            ValueError: requests are unfinished, there is no drafter in bf16 or more, or a prefix cache would keep
-                keys and values of the old one.
+            UserError: there is no drafter, or it has another shape.
         """
-        drafting = self.runner.drafter
-        if drafting is None or drafting.head is not None or self.options.prefix_cache or not self.scheduler.idle:
-            raise ValueError("load_drafter needs an idle engine that drafts in full precision and has no prefix cache")
-        drafting.copy_from(drafter)
+        own = self._drafter().config
+        for name in (each.name for each in fields(own) if each.compare):
+            if (asked := getattr(drafter.config, name)) != (has := getattr(own, name)):
+                raise UserError(f"the drafter's {name} is {asked}, but the engine's is {has}; start a new engine")
+        self.update_drafter(drafter.state_dict())
+
+    def update_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies weights [named as in a checkpoint] over those of the drafter, between two steps.
+
+        Requests go on, and captured steps and the prefix cache stay valid: drafts only propose, so answers do not
+        change. Keys and values that the old drafter wrote for the context stay too; they cost some acceptance until
+        their pages are released.
+
+        Args:
+            tensors: all of the drafter, on any device, in any dtype.
+
+        Raises:
+            UserError: there is no drafter, or a tensor is unknown, missing or has another shape.
+        """
+        update_drafter(self._drafter(), tensors)
+        self.drafter_version += 1
+
+    def update_target(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies weights [named as in a Hugging Face checkpoint], some or all, over those of the target.
+
+        The prefix cache is emptied, as its keys and values are those of the old weights. Call it once for all tensors,
+        or once for each part of them: every call is a new version.
+
+        Raises:
+            UserError: requests are unfinished, the target is not supported, or a tensor is unknown or does not fit.
+        """
+        if not self.scheduler.idle:
+            raise UserError(
+                "requests are unfinished, and their answers would mix two versions of the target; wait for them, or "
+                "cancel them"
+            )
+        update_target(self.runner.target, tensors)
+        if self.runner.drafter is not None:
+            update_head(self.runner.drafter, self.runner.target.head)
+        self.pool.clear()
+        self.target_version += 1
+
+    def _drafter(self) -> DrafterWeights:
+        if self.runner.drafter is None:
+            raise UserError("the engine has no drafter; start it with one")
+        return self.runner.drafter
 
     def submit(
         self,

@@ -102,6 +102,14 @@ class PagePool:
             if page in self._node_of_page:
                 self._discard(page)
 
+    def clear(self) -> None:
+        """Forgets all prefixes: the cached pages are free, and pages that requests hold are never found again."""
+        for page in list(self._node_of_page):
+            self._discard(page)
+        self._free += self._cached
+        self._cached.clear()
+        self.changes += 1
+
     def _discard(self, page: int) -> None:
         node = self._node_of_page.pop(page)
         del self._tree[node.key]

@@ -221,6 +221,11 @@ class LayerWeights:
             mixer = AttentionWeights.empty(spec.mixer, d, new, norm)
         return cls(norm(d), mixer, norm(d), _ffn_weights(spec.ffn, d, new), *convs)
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether it is a copy that `quantized` has made."""
+        return isinstance(self.mixer, AttentionWeights) and isinstance(self.mixer.o, RowScaledFp8)
+
     def quantized(self, *, first: bool) -> "LayerWeights":
         """Returns the layer with its matrices in fp8, except the queries, keys and values of the `first` layer.
 
@@ -410,33 +415,43 @@ class DrafterWeights:
 
     @classmethod
     def _from(cls, config: DrafterConfig, state: Mapping[str, Tensor]) -> "DrafterWeights":
-        spec = config.spec()
-        device, dtype = state["fc.weight"].device, state["fc.weight"].dtype
-        d = config.hidden_size
-        new = functools.partial(torch.empty, device=device, dtype=dtype)
-        layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
-        selector = config.architecture.selector_weights(config, new)
-        weights = cls(spec, config, new(d, config.feature_size), new(d), layers, new(d), selector)
+        weights = cls.empty(config, state["fc.weight"].device, state["fc.weight"].dtype)
         load_weights("drafter", weights.parameter_views(), state)
         weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()
         return weights
 
+    @classmethod
+    def empty(cls, config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> "DrafterWeights":
+        """Returns uninitialized weights, without the stacked copy."""
+        spec, d = config.spec(), config.hidden_size
+        new = functools.partial(torch.empty, device=device, dtype=dtype)
+        layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
+        selector = config.architecture.selector_weights(config, new)
+        return cls(spec, config, new(d, config.feature_size), new(d), layers, new(d), selector)
+
     def parameter_views(self) -> dict[str, Tensor]:
         """Checkpoint name -> the view that the tensor is copied into."""
-        found = {"fc.weight": self.fc, "hidden_norm.weight": self.hidden_norm, "norm.weight": self.norm}
+        found = self.own_views()
         for i, (kind, layer) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
             found |= {f"layers.{i}.{name}": view for name, view in layer.parameter_views(kind).items()}
+        return found
+
+    def own_views(self) -> dict[str, Tensor]:
+        """Returns the `parameter_views` outside of the layers."""
+        found = {"fc.weight": self.fc, "hidden_norm.weight": self.hidden_norm, "norm.weight": self.norm}
         if self.selector is None:
             return found
         prefix = self.config.architecture.selector_name
         return found | {f"{prefix}.{name}": view for name, view in self.selector.parameter_views().items()}
 
-    def copy_from(self, drafter: Drafter) -> None:
-        """Copies the weights of a drafter of the same shape in place: captured steps use them."""
-        load_weights("drafter", self.parameter_views(), drafter.state_dict())
-        for old, new in zip((self.context_kv, self.context_bias, self.k_norms), self._stacked(), strict=True):
-            if old is not None and new is not None:
-                old.copy_(new)
+    def stack_context(self, index: int, layer: LayerWeights) -> None:
+        """Copies the projections of a layer's keys and values to their place in the stacked copy."""
+        mixer, start, count = layer.mixer, self.spec.attention[0].q_rows, len(self.layers)
+        assert isinstance(mixer, AttentionWeights) and isinstance(mixer.qkv, Tensor) and mixer.k_norm is not None
+        self.context_kv.view(count, -1, self.context_kv.shape[1])[index].copy_(mixer.qkv[start:])
+        self.k_norms[index].copy_(mixer.k_norm)
+        if self.context_bias is not None and mixer.qkv_bias is not None:
+            self.context_bias.view(count, -1)[index].copy_(mixer.qkv_bias[start:])
 
     def _stacked(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns the stacked projections and biases of all layers' keys and values, and the key norms."""

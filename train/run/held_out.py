@@ -332,5 +332,5 @@ class HeldOut:
             page_size=PAGE,
             kv_cache_tokens=sum(room),
             prefix_cache=False,  # its pages would hold keys and values of an older drafter
-            draft_dtype="full",  # rounded copies would not follow the weights
+            draft_dtype="full",  # as in the reference
         )
