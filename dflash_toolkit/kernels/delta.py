@@ -14,26 +14,23 @@ class DeltaMemory:
     their first run. So states are never copied, and rejected drafts leave no trace.
     """
 
-    state: Tensor  # fp32 [slots + kept, N, H_k, H_v] of N heads
-    window: Tensor  # [slots + kept, T - 1, C], the last inputs of the short convolution before the block
+    state: Tensor  # fp32 [slots, N, H_k, H_v] of N heads
+    window: Tensor  # [slots, T - 1, C], the last inputs of the short convolution before the block
     inputs: Tensor  # [slots, S, C], inputs of the block's rows
     gates: Tensor  # fp32 [slots, S, 2, N], decay factors of the state, and beta, of the block's rows
 
     @classmethod
     def empty(
         cls, slots: int, rows: int, taps: int, channels: int, heads: int, widths: tuple[int, int],
-        dtype: torch.dtype, device: torch.device, kept: int = 0,
+        dtype: torch.dtype, device: torch.device,
     ) -> "DeltaMemory":  # fmt: skip
-        """Returns empty states for the given number of requests and blocks of up to `rows`; `widths` are H_k and H_v.
-
-        After them there is room for the states of `kept` prefixes, which run no blocks.
-        """
+        """Returns empty states for `slots` requests and prefixes, and blocks of up to `rows`; `widths`: H_k and H_v."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        window, inputs = zeros(slots + kept, taps - 1, channels, dtype=dtype), zeros(slots, rows, channels, dtype=dtype)
-        return cls(zeros(slots + kept, heads, *widths), window, inputs, zeros(slots, rows, 2, heads))
+        window, inputs = zeros(slots, taps - 1, channels, dtype=dtype), zeros(slots, rows, channels, dtype=dtype)
+        return cls(zeros(slots, heads, *widths), window, inputs, zeros(slots, rows, 2, heads))
 
     @property
     def rows(self) -> int:

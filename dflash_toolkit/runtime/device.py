@@ -46,8 +46,13 @@ class Device(Protocol):
         Only `PrefillPass.run` launches it. `add` finds a chunk's last state by its index here.
         """
 
-    def copy_states(self, source: int, target: int) -> None:
-        """Copies the recurrent states of slot `source` to slot `target`."""
+    def copy_states(self, source: int, target: int, rows: int = 0) -> None:
+        """Copies the recurrent states of slot `source` to slot `target`.
+
+        Args:
+            rows: the copy also has this many rows of the newest block of the source, which may be rejected ones. The
+                source has those before this block.
+        """
 
     def add(self, row: int, request: Request, place: int = 0) -> Any | None:
         """Puts a prefilled request into the batch; returns the pending first token if it has none yet.

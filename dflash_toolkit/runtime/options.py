@@ -105,7 +105,9 @@ class EngineOptions(DraftOptions):
     )
     prefix_cache: bool = option(True, "reuse the cached pages of common prompt prefixes")
     prefix_states: int | None = option(
-        None, "prompt prefixes with recurrent states that are kept for reuse (default: --max-num-seqs, at most 32)"
+        None,
+        "recurrent states kept for prompt prefixes, and more while few requests run; 0 keeps none "
+        "(default: --max-num-seqs, at most 32)",
     )
     retune: bool = option(False, "measure step times again instead of using those kept from an earlier start")
     synthetic: SyntheticAcceptance | None = None

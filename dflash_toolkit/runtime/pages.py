@@ -6,15 +6,16 @@ block: rows without a request write to it.
 A prefix belongs to its cache salt: requests with other salts never find it.
 
 States of recurrent layers are large, so they are kept after few pages. A prefix ends at the last page with states.
+Requests and prefixes share the slots for states.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Node:
+class PageNode:
     """A full page in the prefix tree."""
 
     id: int  # never used twice, so a child of an evicted page cannot be found again
@@ -30,7 +31,7 @@ class PagePool:
     until the pool needs it (least recently released first).
 
     Args:
-        states: slots for states of prefixes; the least recently used one is replaced first.
+        states: slots for states that only prefixes use.
     """
 
     def __init__(self, num_pages: int, page_size: int, states: Sequence[int] = ()) -> None:
@@ -41,12 +42,12 @@ class PagePool:
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._tree: dict[tuple[int | str, tuple[int, ...]], _Node] = {}
-        self._node_of_page: dict[int, _Node] = {}
+        self._tree: dict[tuple[int | str, tuple[int, ...]], PageNode] = {}
+        self._node_of_page: dict[int, PageNode] = {}
         self._children: Counter[int | str] = Counter()  # pages in the tree, by their parent's id or their salt
         self._next_id = 1
         self._free_states = list(states)
-        self._states: OrderedDict[int, _Node] = OrderedDict()  # by slot, least recently used first
+        self._states: OrderedDict[int, PageNode] = OrderedDict()  # by slot, in the order in which they are replaced
         self.changes = 0  # counts events that may make room for a request
 
     @property
@@ -145,9 +146,9 @@ class PagePool:
         self._states.move_to_end(state)
         return self._hold(nodes), state, parting
 
-    def _nodes(self, tokens: Sequence[int], limit: int, salt: str) -> list[_Node]:
+    def _nodes(self, tokens: Sequence[int], limit: int, salt: str) -> list[PageNode]:
         """Returns the nodes of the longest known prefix."""
-        nodes: list[_Node] = []
+        nodes: list[PageNode] = []
         parent: int | str = salt
         for start in range(0, limit - self.page_size + 1, self.page_size):
             node = self._tree.get((parent, tuple(tokens[start : start + self.page_size])))
@@ -157,7 +158,7 @@ class PagePool:
             parent = node.id
         return nodes
 
-    def _hold(self, nodes: Sequence[_Node]) -> list[int]:
+    def _hold(self, nodes: Sequence[PageNode]) -> list[int]:
         for node in nodes:
             self._holders[node.page] += 1
             self._cached.pop(node.page, None)
@@ -172,7 +173,7 @@ class PagePool:
             if node is None:
                 if pages[i] in self._node_of_page:  # published before under another parent: that one was evicted
                     return
-                node = _Node(self._next_id, pages[i], key)
+                node = PageNode(self._next_id, pages[i], key)
                 self._next_id += 1
                 self.changes += 1
                 self._tree[key] = node
@@ -180,20 +181,40 @@ class PagePool:
                 self._node_of_page[pages[i]] = node
             parent = node.id
 
-    def keep_state(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> int:
-        """Publishes `tokens`, which end with a page, and returns a slot for the states after them.
+    # ---- states ----------------------------------------------------------------------------------------
 
-        Returns 0 if these states are kept already, or could not be found."""
+    def take_slot(self, *, free: bool = False) -> int:
+        """Returns a slot for states, which the caller holds, or 0. May drop the states of a prefix unless `free`."""
+        if not self._free_states and self._states and not free:
+            self.drop_state(next(iter(self._states)))
+        return self._free_states.pop() if self._free_states else 0
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_states)
+
+    def give_slots(self, slots: Iterable[int]) -> None:
+        self._free_states.extend(slots)
+
+    def node_without_state(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> PageNode | None:
+        """Publishes `tokens`, which end with a page, and returns the node of this page.
+
+        Returns None if the states after it are kept already, or could not be found.
+        """
         self.publish(tokens, pages, salt)
         nodes = self._nodes(tokens, len(tokens), salt)
-        if len(nodes) * self.page_size < len(tokens) or nodes[-1].state:
-            return 0
-        if not self._free_states:
-            self.drop_state(next(iter(self._states)))
-        slot = nodes[-1].state = self._free_states.pop()
-        self._states[slot] = nodes[-1]
+        return nodes[-1] if len(nodes) * self.page_size == len(tokens) and not nodes[-1].state else None
+
+    def keep_state(self, node: PageNode, slot: int, *, replaceable: bool = False) -> None:
+        """Keeps the states in a slot, which the caller holds, for the prefix that ends with a page.
+
+        Args:
+            replaceable: they are replaced before all others, until a request uses them.
+        """
+        node.state, self._states[slot] = slot, node
+        if replaceable:
+            self._states.move_to_end(slot, last=False)
         self.changes += 1
-        return slot
 
     def drop_state(self, slot: int) -> None:
         """Frees a slot, so that no request continues from its states; 0 is no slot."""

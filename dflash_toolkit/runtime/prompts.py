@@ -191,8 +191,8 @@ class Prompts:
         """Records that more tokens of a prompt are in its pages. After the last chunk, the answer begins."""
         ids = request.known_ids
         request.prefilled += tokens
-        if tokens and request.prefilled in request.keep_states_at:
-            self._states.keep(request, ids[: request.prefilled])
+        if tokens:
+            self._states.reached(request, ids, tokens)
         if request.prefilled == len(ids):
             self._table.begin_answer(request, ids, place)
 

@@ -32,6 +32,8 @@ class Recovery:
         table.faults += 1
         if table.faults > MAX_CONSECUTIVE_FAULTS:
             raise error
+        for request in table.running:
+            table.states.drop_snapshot(request)
         self._read_launches()
         running, table.running = table.running, []
         table.clear_rows()

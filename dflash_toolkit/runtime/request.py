@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..config import UserError
 from ..generation import Generation, Offered, PromptLogprobs, Step, TokenLogprobs, check_prompt, commit
 from ..sampling import GrammarError, SamplingParams
+from .pages import PageNode
 from .trees.trust import Trust
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class Request:
     state: int = 0  # slot of its recurrent states; 0 without pages
     initial_state: int = 0  # slot that its states are copied from; 0: they start empty, or were copied
     keep_states_at: tuple[int, ...] = ()  # tokens, in whole pages, after which its prefill keeps states
+    snapshot: tuple[int, int] | None = None  # slot of states that its block in flight may reach, and their tokens
+    answer_state: PageNode | None = None  # the page of its answer after which states are kept
     prefilled: int = 0  # tokens of `known_ids` with keys and values in the pages
     cached_tokens: int = 0  # prefilled tokens that came from a prefix hit
     scored: list[Any] = field(default_factory=list)  # pending log-probabilities of the prompt's chunks

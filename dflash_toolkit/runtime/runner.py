@@ -154,10 +154,9 @@ class StepRunner:
         return self.pace.step_s
 
     @torch.inference_mode()
-    def copy_states(self, source: int, target: int) -> None:
-        """Copies the recurrent states of slot `source` to slot `target`."""
-        for parts in ([m.state for m in self._memories], [m.window for m in self._memories]):
-            torch._foreach_copy_([part[target] for part in parts], [part[source] for part in parts])
+    def copy_states(self, source: int, target: int, rows: int = 0) -> None:
+        """Copies the recurrent states of slot `source` to slot `target`, with rows of the source's newest block."""
+        self.verifier.stack.copy_states(source, target, rows)
 
     # ---- rows ------------------------------------------------------------------------------------------
 

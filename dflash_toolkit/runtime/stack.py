@@ -19,6 +19,7 @@ from ..kernels.ops import Ops
 from ..kernels.paged import FP8, PagedKV
 from ..kernels.tree import TreeRows
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
+from .graphs import to_device
 from .weights import (
     AttentionWeights,
     ConvolutionWeights,
@@ -315,8 +316,8 @@ class Stack:
         if count:  # all alike; slot 0 belongs to no request
             net = spec.delta_nets[0]
             memory = DeltaMemory.empty(
-                count * (1 + max_num_seqs), max_block, net.taps, net.channels, net.num_heads,
-                (net.k_head_dim, net.head_dim), dtype, device, count * kept_states,
+                count * (1 + max_num_seqs + kept_states), max_block, net.taps, net.channels, net.num_heads,
+                (net.k_head_dim, net.head_dim), dtype, device,
             )  # fmt: skip
         return cls(spec, weights.layers, weights.norm, rope, cache, ops, memory, scales)
 
@@ -329,6 +330,19 @@ class Stack:
         """Adds the committed rows of the last block to the states, before rows of trees."""
         assert self.memory is not None and states.stay is not None
         self.ops.fold_(self.memory, self._convolutions, states.slots, states.stay, states.counts)
+
+    def copy_states(self, source: int, target: int, rows: int = 0) -> None:
+        """Copies the states of a slot to another, and adds the first rows of the source's last block to the copy."""
+        memory = self.memory
+        assert memory is not None
+        numbers = to_device([target, rows, 0], torch.int32, memory.state.device).split(1)
+        whole, parts = [memory.state, memory.window], [memory.inputs, memory.gates]
+        for part in whole + parts * (rows > 0):
+            layers = part.unflatten(0, (len(self.memories), -1))
+            layers[:, target].copy_(layers[:, source])
+        if rows:
+            slots, stay, none = numbers
+            self.fold(States(slots, none, stay))
 
     def nodes(self, rows: int) -> TreeInputs:
         """Returns room for what all recurrent layers compute for rows of trees."""

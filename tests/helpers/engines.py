@@ -1,8 +1,9 @@
 """Small engines on the CPU, their prompts, and answers to compare with."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.programs.prefill_pass import PrefillPass
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.runner import StepRunner
+from dflash_toolkit.runtime.stack import Rows
 
 ROPES = {
     "default": {},
@@ -49,7 +51,9 @@ def prompts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
     return [torch.randint(0, 256, (n,), generator=dice).tolist() for n in lengths]
 
 
-def around_prefills(runner: StepRunner, around: Callable[[Sequence[PrefillJob]], AbstractContextManager[None]]) -> None:
+def around_prefills(
+    runner: StepRunner, around: Callable[[Sequence[PrefillJob]], contextlib.AbstractContextManager[None]]
+) -> None:
     """Runs every pass over prompts within the context that `around` returns for its chunks."""
     real = runner.start_prefill
 
@@ -65,6 +69,33 @@ def around_prefills(runner: StepRunner, around: Callable[[Sequence[PrefillJob]],
         return found
 
     runner.start_prefill = start  # type: ignore[method-assign]
+
+
+def counted(engine: Engine) -> Counter[str]:
+    """Counts the rows that target and drafter compute in prefills."""
+    found = Counter[str]()
+    prefilling = False
+    runner = engine.runner
+    slices, write = runner.verifier.slices, runner.proposer.write_context
+
+    @contextlib.contextmanager
+    def prefills(jobs: Sequence[PrefillJob]) -> Iterator[None]:
+        nonlocal prefilling
+        prefilling = True
+        yield
+        prefilling = False
+
+    def sliced(ids: torch.Tensor, rows: Rows) -> Any:
+        found["target"] += len(ids) * prefilling
+        return slices(ids, rows)
+
+    def writes(features: torch.Tensor, rows: Rows, counts: torch.Tensor) -> None:
+        found["drafter"] += len(features) * prefilling
+        write(features, rows, counts)
+
+    around_prefills(runner, prefills)
+    runner.verifier.slices, runner.proposer.write_context = sliced, writes  # type: ignore[method-assign]
+    return found
 
 
 def make_engine(target: Target, drafter: Drafter | None, **options: Any) -> Engine:

@@ -60,6 +60,7 @@ class TableDevice:
         self.depth, self._dice = depth, dice or random.Random(0)
         self.slots: dict[tuple[int, int], int] = {}
         self.states: dict[int, list[int]] = {}
+        self.newest: dict[int, list[int]] = {}  # rows of each slot's newest block; `states` has the committed ones
         self.mistakes: list[tuple[int, list[int]]] = []  # slots that did not hold the states of a text
         self.rows: dict[int, Row] = {}
         self.calls: list[tuple[Any, ...]] = []
@@ -91,7 +92,7 @@ class TableDevice:
     def prefill(self, job: PrefillJob) -> Any:
         ids, start, pages, state, scores = job
         self.calls.append(("prefill", ids[0], start, len(ids)))
-        self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
+        self._fill_state(state, start, ids)
         for i, token in enumerate(ids):
             self._write(pages, start + i, token)
         self._prefilled = [self._text(pages, start + len(ids))]
@@ -104,15 +105,21 @@ class TableDevice:
             if not pages:  # it was dropped
                 prefilled.append([])
                 continue
-            self.states[state] = [*(self.states.get(state, []) if start else []), *ids]
+            self._fill_state(state, start, ids)
             for i, token in enumerate(ids):
                 self._write(pages, start + i, token)
             prefilled.append(self._text(pages, start + len(ids)))
         self._prefilled = prefilled
 
-    def copy_states(self, source: int, target: int) -> None:
+    def _fill_state(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        self.states[slot] = [*(self.states.get(slot, []) if start else []), *ids]
+        self.newest[slot] = []
+
+    def copy_states(self, source: int, target: int, rows: int = 0) -> None:
         self.calls.append(("copy_states", source, target))
-        self.states[target] = list(self.states[source])
+        held, rejected = self.states[source], [-1] * (BLOCK + PLACES)
+        before = len(held) - len(self.newest.get(source, []))
+        self.states[target], self.newest[target] = (held + rejected)[: before + rows], []
 
     def add(self, row: int, request: Request, place: int = 0) -> Any:
         assert row not in self.rows
@@ -149,11 +156,13 @@ class TableDevice:
             for k in range(PLACES if shape.rows else block):  # rejected tokens are written too
                 self._write(row.pages, row.length + k, -1 - k)
             tokens = []
+            self.newest[row.state] = []
             for _ in range(self._dice.randint(1, block)):
                 self._write(row.pages, row.length, row.last)
                 row.length += 1
                 if self.recurrent:
                     self.states[row.state].append(row.last)
+                    self.newest[row.state].append(row.last)
                     self._check_state(row.state, self._text(row.pages, row.length))
                 row.last = next_token(self._text(row.pages, row.length))
                 tokens.append(row.last)

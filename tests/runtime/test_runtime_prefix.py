@@ -1,50 +1,15 @@
 """A turn of a conversation computes what the prefix cache lacks: its new part and at most one page."""
 
-import contextlib
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
-import torch
-from engines import alone, around_prefills, knowing, make_engine, pair, prompts_of
+from engines import alone, counted, knowing, make_engine, pair, prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_device import SIZE
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.pages import PagePool
-from dflash_toolkit.runtime.prefill_job import PrefillJob
-from dflash_toolkit.runtime.stack import Rows
-
-
-def counted(engine: Engine) -> Counter[str]:
-    """Counts the rows that target and drafter compute in prefills."""
-    found = Counter[str]()
-    prefilling = False
-    runner = engine.runner
-    slices, write = runner.verifier.slices, runner.proposer.write_context
-
-    @contextlib.contextmanager
-    def prefills(jobs: Sequence[PrefillJob]) -> Iterator[None]:
-        nonlocal prefilling
-        prefilling = True
-        yield
-        prefilling = False
-
-    def sliced(ids: torch.Tensor, rows: Rows) -> Any:
-        found["target"] += len(ids) * prefilling
-        return slices(ids, rows)
-
-    def writes(features: torch.Tensor, rows: Rows, counts: torch.Tensor) -> None:
-        found["drafter"] += len(features) * prefilling
-        write(features, rows, counts)
-
-    around_prefills(runner, prefills)
-    runner.verifier.slices, runner.proposer.write_context = sliced, writes  # type: ignore[method-assign]
-    return found
 
 
 @pytest.mark.parametrize("nodes", [0, 12])

@@ -71,8 +71,8 @@ def test_requests_that_end_in_a_failed_step_are_released() -> None:
         scheduler.advance()
     failing(device, failures := ["remove"])
     drain(scheduler)
-    pool, states = scheduler.table.pool, scheduler.table.states
-    assert not failures and answered(*requests) and pool.available == pool.capacity and len(states.free) == 8
+    pool = scheduler.table.pool
+    assert not failures and answered(*requests) and pool.available == pool.capacity and pool.free_slots == 8
 
 
 def test_a_request_that_fails_alone_is_logged(caplog: Any) -> None:

@@ -85,7 +85,7 @@ def test_prompts_with_a_common_prefix_use_kept_states() -> None:
     engine = make_engine(target, drafter, prefix_states=9)
     begun = alone(target, None, first, LONG).tokens
     prompts = [first, first + begun + more, *(common + tail for tail in tails), first + begun + more]
-    found = [0, 12, 0, 0, 16, 48]
+    found = [0, 32, 0, 0, 16, 48]
     for prompt, cached in zip(prompts, found, strict=True):
         text = hf_greedy(target, prompt, 30)
         assert text == alone(target, drafter, prompt, LONG).tokens
