@@ -72,6 +72,7 @@ class Rows:
     tree: TreeRows | None = None
     paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; given with `tree`
     chains: bool = False  # whether no node of `tree` has a sibling
+    wanted: Tensor | None = None  # int64 [W], rows whose states the pass returns. None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,12 +369,15 @@ class Stack:
             taps: layer id -> view [M, D] that receives that layer's output.
 
         Returns:
-            Normed hidden states [M, D].
+            Normed hidden states [M, D], or those of the wanted rows.
         """
         return exhaust(self.slices(x, rows, taps))
 
     def slices(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Slices[Tensor]:
-        """Runs `forward` in slices: yields after each mixer and after each layer."""
+        """Runs `forward` in slices: yields after each mixer and after each layer.
+
+        After its mixer, the last layer computes only the wanted rows, and all rows if its output is tapped.
+        """
         taps, block = taps or {}, 1 if rows.tree is not None else len(x) // len(rows.lengths)
         h: Operand
         quantized = self._mixers[0].groups_input
@@ -385,6 +389,11 @@ class Stack:
             mixed, after = mixer.mix(begun[0], rows), begun[1]
             begun = None  # frees it
             yield
+            if rows.wanted is not None and i + 1 == len(self._mixers):
+                wanted = x.index_select(0, rows.wanted), mixed.index_select(0, rows.wanted)
+                if i in taps:
+                    self._finish(i, x, mixed, after, block, taps.pop(i))
+                x, mixed = wanted
             x, h, begun = self._finish(i, x, mixed, after, block, taps.get(i))
             del mixed
             yield

@@ -4,6 +4,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.programs.prefill_pass import PrefillPass
 from dflash_toolkit.runtime.runner import StepRunner
+from dflash_toolkit.runtime.stack import Rows
 
 # ---- the same as decode.py ---------------------------------------------------------------------------------
 
@@ -342,6 +344,22 @@ def test_batched_prefill_writes_the_same_as_single_prefills(kind: str) -> None:
     for batched in (together, packed)[: 1 if kind == "qwen3_next" else 2]:
         torch.testing.assert_close(caches(batched), one, rtol=1e-3, atol=1e-4, equal_nan=True)
     assert one[0].isfinite().all() and all(cache.isfinite().any() for cache in one[1])
+
+
+@pytest.mark.parametrize("tapped", [False, True])
+def test_the_last_layer_computes_the_last_row_of_a_chunk(tapped: bool) -> None:
+    """All its rows if its output is a feature of the drafter; the state of the last row is the same."""
+    runner = make_engine(*pair("qwen3"), max_num_seqs=4).runner
+    verifier, ids = runner.verifier, prompts_of(21)[0]
+    last, rows = len(runner.target.spec.layers) - 1, list[int]()
+    verifier._taps = (last,) if tapped else (0,)
+    place = Rows(torch.zeros(1).int(), torch.arange(1, 7)[None].int(), runner.page_size)
+    everything, features = verifier.forward(torch.tensor(ids), place)
+    finish = verifier.stack._finish
+    verifier.stack._finish = lambda i, x, *rest: (i != last or rows.append(len(x)), finish(i, x, *rest))[1]
+    found, other = verifier.forward(torch.tensor(ids), replace(place, wanted=torch.tensor([len(ids) - 1])))
+    assert rows == ([21, 1] if tapped else [1])
+    torch.testing.assert_close([found, other], [everything[-1:], features], rtol=1e-4, atol=1e-5)
 
 
 def in_slices(runner: StepRunner) -> None:

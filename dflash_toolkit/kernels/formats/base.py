@@ -99,6 +99,10 @@ class QuantizedRows:
     def __len__(self) -> int:
         return len(self.values)
 
+    def index_select(self, dim: int, at: Tensor) -> "QuantizedRows":
+        """Returns some of the rows, like `Tensor.index_select`; `dim` is 0."""
+        return QuantizedRows(*(each.index_select(dim, at) for each in (self.values, self.data, self.scale)))
+
 
 Weight = Tensor | Quantized  # [N, K]; [E, N, K] for a mixture of experts
 Operand = Tensor | QuantizedRows  # [M, K]

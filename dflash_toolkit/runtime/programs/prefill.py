@@ -129,11 +129,12 @@ class PrefillPrograms:
         tokens = to_device(job.ids, torch.int64, device)
         table = to_device(job.pages, torch.int32, device)[None]
         place = to_device([job.start, len(job.ids), job.state], torch.int32, device)
-        rows = Rows(place[:1], table, self._page_size, states=self._states(place[2:3], place[1:2]))
+        wanted = None if job.scores else place[1:2].long() - 1
+        rows = Rows(place[:1], table, self._page_size, states=self._states(place[2:3], place[1:2]), wanted=wanted)
 
         def slices() -> Slices[Tensor | None]:
             hidden = yield from self._slices(tokens, rows, place[1:2])
-            self.last_hidden = _last_of(hidden, place[1:2])
+            self.last_hidden = hidden[-1:]
             return self._score(hidden, job.scores)
 
         return PrefillPass(slices(), self._operations([job]), self._pace, [job])
@@ -170,7 +171,7 @@ class PrefillPrograms:
     def _slices(
         self, tokens: Tensor, rows: Rows, counts: Tensor, packed: Sequence[int] | None = None
     ) -> Slices[Tensor]:
-        """Prefills the first `counts` tokens of each row; the others are padding. Returns their states [M, D].
+        """Prefills the first `counts` tokens of each row; the others are padding. Returns the wanted states.
 
         Args:
             packed: tokens of each chunk, if they follow each other without padding.
@@ -226,11 +227,10 @@ class PrefillPrograms:
             nothing.long(),
         )  # fmt: skip
         paths = at[:1].expand(batch, max(counts), max(counts))  # only its shape is used
-        rows = Rows(lengths, table, self._page_size, tree=chains, paths=paths, chains=True)
+        rows = Rows(lengths, table, self._page_size, tree=chains, paths=paths, chains=True, wanted=first[1:].long() - 1)
 
         def slices() -> Slices[None]:
-            hidden = yield from self._slices(tokens, rows, count, counts)
-            self.last_hidden = hidden.index_select(0, first[1:] - 1)
+            self.last_hidden = yield from self._slices(tokens, rows, count, counts)
 
         return PrefillPass(slices(), self._operations(jobs), self._pace, jobs, (table, slots))
 
