@@ -119,7 +119,7 @@ def test_prefill_bits_do_not_depend_on_cuts_or_packing(groups: int, group: int, 
 
 
 @pytest.mark.hopper
-def test_long_chunks_use_the_prefill_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_fill_the_gpu_use_the_prefill_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, launch = list[int](), prefill.launch
     monkeypatch.setattr(flash, "installed", lambda _: None)
 
@@ -128,11 +128,12 @@ def test_long_chunks_use_the_prefill_kernel(monkeypatch: pytest.MonkeyPatch) -> 
         return launch(q, *args, **named)
 
     monkeypatch.setattr(prefill, "launch", counted)
-    for rows in (64, 65, 2000):
+    monkeypatch.setattr(prefill, "multiprocessors", lambda _: 132)
+    for rows in (64, 65, 256, 512, 513, 2000):
         pages = make_pages((100,), rows, 64, 8, 128, BF16)
         q = asked(pages, rows, 4)
         check_attention(q, pages, gpu.block_attention(q, pages.kv(), causal=True), causal=True)
-    assert launched == [65, 2000]
+    assert launched == [512, 2000]
 
 
 @pytest.mark.parametrize("batch", [8, 9], ids=["split", "whole"])

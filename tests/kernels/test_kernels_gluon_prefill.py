@@ -75,6 +75,14 @@ def test_prefill_bits_do_not_depend_on_cuts_or_load_order(monkeypatch: pytest.Mo
         assert torch.equal(chunks(q, pages, cuts), whole)
 
 
+def test_prefill_fits_if_its_tiles_keep_the_gpu_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = make_pages((0,), 1, 64, 8, 128, BF16)
+    monkeypatch.setattr(prefill, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr("dflash_toolkit.kernels.hopper.attention.fits", lambda *_: True)
+    found = [rows for rows in (65, 256, 512, 513, 600, 1024, 2048) if prefill.fits(randn(rows, 32, 128), pages.kv())]
+    assert found == [512, 1024, 2048]
+
+
 ROWS = (30, 1, 64, 33, 0, 40, 29)  # of requests
 
 
