@@ -443,6 +443,6 @@ class Engine:
         if runner.device.type == "cuda":
             specs = [runner.target.spec, *([runner.drafter.spec] if runner.drafter else [])]
             unit = runner.target.spec.dense_parameters / sum(spec.kv_values_per_token for spec in specs)
-        self._costs = StepCosts(times, unit)
+        self._costs = StepCosts(times, unit, runner.target.spec.routes)
         runner.observe_time = self._costs.observe
         return BlockChooser(sizes, self._costs, runner.bucket)

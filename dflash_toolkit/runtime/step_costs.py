@@ -20,17 +20,23 @@ class StepCosts:
     every row. Until steps are observed, reading a token takes the time of reading as many bytes of weights. Each
     observed step corrects both parts (normalized least mean squares).
 
+    Rows of a mixture of experts choose experts independently when times are measured. Rows of real text are alike and
+    read fewer experts. So an observed step also corrects those steps of its batch that were not observed: the nearest
+    observed number of rows gives the factor.
+
     Args:
         times: of an empty batch.
         tokens_per_pass: tokens in a cache of as many bytes as the weights; inf: tokens take no time.
+        routes: whether the target has experts.
     """
 
     FIRST, LATER = 0.7, 0.2  # weight of the error of an observed step, for a shape without and with recent steps
     DRIFT = 0.1  # share of the estimate by which other tokens in the cache make an observed step obsolete
     OFTEN = 2  # steps after which the time of a shape is known
 
-    def __init__(self, times: Times, tokens_per_pass: float = math.inf) -> None:
-        self._empty, self._unit = dict(times), tokens_per_pass
+    def __init__(self, times: Times, tokens_per_pass: float = math.inf, routes: bool = False) -> None:
+        self._empty, self._unit, self._routes = dict(times), tokens_per_pass, routes
+        self._factors: dict[int, dict[int, tuple[Shape, float]]] = {}  # by batch and rows of a request; also measured s
         self._first = min(times.values(), default=0.0) / tokens_per_pass
         self._per_token: dict[int, float] = {}  # by rows of a request
         self._observed: dict[Shape, tuple[int, int]] = {}  # number of recent steps, tokens of the newest
@@ -42,7 +48,15 @@ class StepCosts:
         """Returns the seconds of steps with so many tokens in the cache of the batch."""
         rows = [rows_per_request(shape) for shape in shapes]
         each = {count: self._seconds_per_token(count) * tokens for count in set(rows)} if tokens else {}
-        return [self._empty[shape] + each.get(count, 0.0) for shape, count in zip(shapes, rows, strict=True)]
+        return [self._of_empty(shape) + each.get(count, 0.0) for shape, count in zip(shapes, rows, strict=True)]
+
+    def _of_empty(self, shape: Shape) -> float:
+        """Returns the seconds with an empty cache."""
+        seconds, seen = self._empty[shape], self._factors.get(shape[0])
+        if seen is None or shape in self._observed:
+            return seconds
+        nearest, measured = seen[min(seen, key=lambda rows: abs(math.log2(rows / rows_per_request(shape))))]
+        return seconds * self._empty[nearest] / measured
 
     def observe(self, shape: Shape, tokens: int, seconds: float) -> None:
         """Adds an observed step. Ignores one of a shape without a measured time."""
@@ -54,7 +68,10 @@ class StepCosts:
         rows, passes = rows_per_request(shape), tokens / self._unit
         error *= (self.LATER if count else self.FIRST) / (1.0 + passes * passes)
         self._per_token[rows] = max(self._seconds_per_token(rows) + error * passes / self._unit, 0.0)
-        self._empty[shape] = max(self._empty[shape] + error, 0.1 * self._empty[shape])
+        before, measured = self._of_empty(shape), self._empty[shape]
+        self._empty[shape] = max(before + error, 0.1 * before)
+        if self._routes and shape not in self._observed:
+            self._factors.setdefault(shape[0], {})[rows] = shape, measured
         self._observed[shape] = count + 1, tokens
 
     def known(self, shape: Shape, tokens: int, *, once: bool = False) -> bool:

@@ -129,6 +129,32 @@ def test_rows_without_observed_steps_follow_the_nearest() -> None:
     assert costs.seconds([(8, 1)], 10**6)[0] == pytest.approx(501.0, rel=0.01), "fewer rows do not take more"
 
 
+def seconds_of_experts(rows: float) -> float:
+    """Returns the time of a step that reads 64 experts' weights, if so many rows choose 4 of them independently."""
+    return 2.0 + 0.1 * 64 * (1 - (1 - 4 / 64) ** rows)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_observed_steps_correct_other_rows_of_experts(batch: int) -> None:
+    """Real rows of a block are alike: they read as many experts as half as many independent rows."""
+    times: Times = {(batch, size): seconds_of_experts(batch * size) for size in BLOCKS}
+    times |= {(2 * batch, 1): 5.0}
+    costs, dense = StepCosts(times, routes=True), StepCosts(times)
+    true = {size: seconds_of_experts(batch * (1 + size) / 2) for size in BLOCKS}
+    for each in (costs, dense):
+        for _ in range(8):
+            each.observe((batch, 4), 0, true[4])
+            each.observe((batch, 1), 0, true[1])
+    (before,) = dense.seconds([(batch, 8)])
+    assert before == times[batch, 8], "a dense step is as long as it was measured"
+    (found,) = costs.seconds([(batch, 8)])
+    assert abs(found - true[8]) < 0.5 * abs(before - true[8])
+    assert costs.seconds([(batch, 1), (2 * batch, 1)]) == pytest.approx([true[1], 5.0], rel=0.01)
+    assert not costs.known((batch, 8), 0), "it is still tried"
+    costs.observe((batch, 8), 0, true[8])
+    assert costs.seconds([(batch, 8)])[0] == pytest.approx(true[8], rel=0.04)
+
+
 def test_observed_times_are_old_when_the_context_grows() -> None:
     costs = StepCosts({(8, 1): 1.0}, 1000.0)
     assert costs.known((8, 1), 0), "nothing is observed on a CPU"
