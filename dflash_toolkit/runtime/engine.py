@@ -339,12 +339,15 @@ class Engine:
         self.stats.preemptions = self.scheduler.preemptions
         return True
 
-    def prepare(self) -> bool:
-        """Captures one step that small batches may need and that has no graph yet; returns False if there is none.
+    def prepare(self, *, everything: bool = False) -> bool:
+        """Captures one step that batches may need and that has no graph yet; returns False if there is none.
 
-        A batch with a shape that is not captured waits for the capture.
+        Without a graph a step takes longer, and some are captured when a batch needs them, see `StepGraphs`.
+
+        Args:
+            everything: also steps of large batches, which take long to capture.
         """
-        return self.runner.prepare(sorted({1, *self._sizes}), self._tree_shapes)
+        return self.runner.prepare(sorted({1, *self._sizes}), self._tree_shapes, everything=everything)
 
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
-CAPTURED_AT_START = 64  # requests; graphs of larger batches are captured at their first use
+CAPTURED_AT_START = 64  # requests; graphs of larger batches are captured later
 TREES_AT_START = 32  # requests; the same for steps over trees
+CAPTURE_SHARE = 0.02  # most of the time that requests wait for captures, once those of the start are complete
 ROUNDING = 32 << 20  # bytes that may be lost when the scratch is cut into pieces
 Captured = tuple[torch.cuda.CUDAGraph, Tensor | None]  # a graph and the tensor that its pass returns
 Key = TypeVar("Key", bound=Hashable)
@@ -83,18 +85,31 @@ class StepGraphs:
 
     Attributes:
         captured: the graphs, each by the part of a step that it runs.
+        started: whether all graphs of the start are captured. From now on, parts without a graph are only captured if
+            captures take at most CAPTURE_SHARE of the time; otherwise they run without one.
+        missed: number of runs without a captured graph.
     """
 
     def __init__(self, capture: Captures, device: torch.device, advanced: Sequence[Tensor], slots: Tensor) -> None:
         self.capture: Callable[[Callable[[], Any]], tuple[torch.cuda.CUDAGraph, Any]] = capture
         self.captured: dict[Hashable, Captured] = {}
+        self.started, self.missed = False, 0
+        self._next_capture = 0.0  # time from which a part may be captured that a step needs
         self.advanced, self._slots, self._device = list(advanced), slots, device
 
     def run(self, part: Key, eager: Callable[[Key], Tensor | None]) -> Tensor | None:
-        """Runs a part of a step: replays its graph on a GPU, calls `eager` on a CPU."""
+        """Runs a part of a step: replays its graph, or calls `eager` on a CPU or if it may not be captured now."""
         if self._device.type != "cuda":
             return eager(part)
-        graph, result = self.graph(part, eager)
+        if part not in self.captured:
+            self.missed += 1
+            began = time.perf_counter()
+            if self.started and began < self._next_capture:
+                return eager(part)
+            self.graph(part, eager)
+            ended = time.perf_counter()
+            self._next_capture = ended + (ended - began) / CAPTURE_SHARE
+        graph, result = self.captured[part]
         graph.replay()
         return result
 

@@ -23,6 +23,7 @@ from .engine import Engine
 from .request import Request
 from .wire import Ask, Cancel, Channel, Compile, Info, Item, Lost, Ping, Pong, Stats, Update
 
+IDLE_S = 1.0  # time without requests after which more steps are captured
 FAILED = "the request could not be computed; see the server's log"
 log = logging.getLogger(__name__)
 
@@ -73,13 +74,17 @@ class EngineLoop:
         self.compiling = CompileQueue(engine.grammars, engine.matcher, self._send_message)
         self._selector.register(self.compiling.woken, selectors.EVENT_READ, None)
         self._closed = False
+        self._captures = True  # whether to capture steps while idle; not after a failure
 
     def run(self) -> None:
         if (device := self.engine.runner.device).type == "cuda":
             torch.cuda.set_device(device)  # every thread has its own
         try:
             while not self._closed:
-                self._poll(None if self.engine.scheduler.idle else 0.0)
+                if self.engine.scheduler.idle:
+                    self._wait()
+                else:
+                    self._poll(0.0)
                 try:
                     self.engine.step()
                 except Exception as error:
@@ -95,9 +100,26 @@ class EngineLoop:
 
     # ---- messages from front ends ----------------------------------------------------------------------
 
-    def _poll(self, timeout_s: float | None) -> None:
-        """Handles messages; waits for one if there is nothing else to do."""
-        for key, _ in self._selector.select(timeout_s):
+    def _wait(self) -> None:
+        """Waits for messages and handles them. If none comes for IDLE_S, captures steps that have no graph."""
+        timeout_s = IDLE_S if self._captures else None
+        while not self._closed and not self._poll(timeout_s):
+            timeout_s = 0.0 if self._capture() else None
+
+    def _capture(self) -> bool:
+        """Captures a step that has no graph yet; returns False if there is none."""
+        try:
+            return self.engine.prepare(everything=True)
+        except RuntimeError as error:
+            log.warning("a step could not be captured; steps without a graph take longer: %s", error)
+            self._captures = False
+            self._check_device()
+            return False
+
+    def _poll(self, timeout_s: float | None) -> bool:
+        """Handles messages; waits for one up to `timeout_s` seconds. Returns whether there was any."""
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
             if key.fileobj is self._listener:
                 connected, _ = self._listener.accept()
                 front = self._fronts[connected.fileno()] = _Front(connected)
@@ -108,6 +130,7 @@ class EngineLoop:
                 self._closed = self._closed or not self._control.recv(1)
             else:
                 self._receive(key.data)
+        return bool(events)
 
     def _receive(self, front: _Front) -> None:
         for message in front.channel.receive():
@@ -230,6 +253,10 @@ class EngineLoop:
             lost += front.requests.values()
             front.requests = {}
         self._cancel(lost)
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """Frees all rows, or gives up if the device has failed."""
         try:  # cancelling requests without a row does not use the device
             self.engine.runner.check()
             self.engine.scheduler.remove_rows()

@@ -7,6 +7,7 @@ and the padding of a prompt's chunk write to the null block.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -203,10 +204,10 @@ class StepRunner:
         """Launches one step of rows 0..len(requests) - 1. Requests with a grammar need a step over blocks."""
         if self.device.type != "cuda":
             return self._launch(requests, shape)
-        began, captured = self.pace.begin_step(), len(self.graphs.captured)
+        began, missed = self.pace.begin_step(), self.graphs.missed
         pending = self._launch(requests, shape)
         self.pace.end_step(pending.done)
-        if len(self.graphs.captured) > captured:
+        if self.graphs.missed > missed:
             return pending
         taken = pending.trees.shape if pending.trees else shape
         tokens = sum(request.length for request in requests)
@@ -246,26 +247,33 @@ class StepRunner:
         return self.blocks.run(part)
 
     @torch.inference_mode()
-    def prepare(self, blocks: Sequence[int], trees: Callable[[int], Collection[StepShape]] = lambda batch: ()) -> bool:
+    def prepare(
+        self,
+        blocks: Sequence[int],
+        trees: Callable[[int], Collection[StepShape]] = lambda batch: (),
+        *,
+        everything: bool = False,
+    ) -> bool:
         """Captures one prefill or step that has no graph yet, greedy steps first; returns False if there is none.
-
-        Skips batches of more than CAPTURED_AT_START requests, and their trees of more than TREES_AT_START: those graphs
-        are captured at their first use.
 
         Args:
             blocks: lengths of steps over blocks.
             trees: returns the shapes of steps over trees, of a batch.
+            everything: also batches of more than CAPTURED_AT_START requests, and trees of more than TREES_AT_START.
         """
         if self.device.type != "cuda":
             return False
         if self.prefills.capture_next():
             return True
-        batches = [batch for batch in buckets_up_to(self.max_num_seqs) if batch <= CAPTURED_AT_START]
-        parts = parts_of(batches, blocks, lambda batch: trees(batch) if batch <= TREES_AT_START else (), self._masked)
+        most, most_trees = (math.inf, math.inf) if everything else (CAPTURED_AT_START, TREES_AT_START)
+        batches = [batch for batch in buckets_up_to(self.max_num_seqs) if batch <= most]
+        parts = parts_of(batches, blocks, lambda batch: trees(batch) if batch <= most_trees else (), self._masked)
         missing = next((part for part in parts if part not in self.graphs.captured), None)
-        if missing is not None:
-            self.graph(missing)
-        return missing is not None
+        if missing is None:
+            self.graphs.started = True
+            return False
+        self.graph(missing)
+        return True
 
     def graph(self, part: Part) -> Captured:
         """Returns the graph of a step or of a part of one, and the tensor it writes."""

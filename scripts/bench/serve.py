@@ -202,7 +202,7 @@ def alone(args: argparse.Namespace, conversations: list[list[dict[str, str]]]) -
 
     options = EngineOptions(max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len)
     engine, tokenizer = load_engine(args.target, args.drafter, args.device, options=options)
-    while engine.prepare():
+    while engine.prepare(everything=True):
         pass
     encoded = [list(encode_chat(tokenizer, messages)) for messages in conversations]
 

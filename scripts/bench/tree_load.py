@@ -69,7 +69,7 @@ def engines_of(args: argparse.Namespace) -> dict[str, Engine]:
     for way in ways:
         room = most * (args.max_model_len + OVERRUN)
         engines[way] = parts.engine(EngineOptions(**common, kv_cache_tokens=room, **WAYS[way]))
-        while engines[way].prepare():
+        while engines[way].prepare(everything=True):
             pass
     return engines
 

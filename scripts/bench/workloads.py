@@ -161,7 +161,7 @@ def measure(parts: Parts, way: str, options: EngineOptions, args: argparse.Names
     """Measures all cells with one engine and writes the result after each of them. Raises UserError."""
     began = time.perf_counter()
     engine = (replace(parts, drafter=None) if way == "plain" else parts).engine(options)
-    while engine.prepare():
+    while engine.prepare(everything=True):
         pass
     result["engines"][way] = {"start_s": time.perf_counter() - began}
     source, cells = source_of(args, engine.vocabulary), cells_of(args.workload, args.requests)

@@ -239,7 +239,7 @@ def test_observed_steps_take_the_time_of_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_steps_of_large_batches_are_captured_at_first_use() -> None:
+def test_steps_of_large_batches_run_before_they_are_captured() -> None:
     engine = make_engine(*pair(), max_num_seqs=96, num_speculative_tokens=None, kv_cache_tokens=96 * 128)
     while engine.prepare():
         pass
@@ -247,6 +247,13 @@ def test_steps_of_large_batches_are_captured_at_first_use() -> None:
     before = {part for part in captured if part.rows > CAPTURED_AT_START}
     assert {part.kind for part in before} <= {"step", "tree"}, "those that were measured"
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.5, seed=1)
-    answers = engine.generate([[1 + i, 2, 3] for i in range(90)], params)
+    prompts = [[1 + i, 2, 3] for i in range(90)]
+    answers = engine.generate(prompts, params)
     assert all(len(answer.tokens) == 12 for answer in answers)
+    missed = engine.runner.graphs.missed
+    assert missed > len([part for part in captured if part not in before and part.rows > CAPTURED_AT_START])
+    while engine.prepare(everything=True):
+        pass
     assert {part.kind for part in captured if part.rows == 96} >= {"read", "choose", "end"}
+    engine.generate(prompts, params)
+    assert engine.runner.graphs.missed == missed

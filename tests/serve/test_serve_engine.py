@@ -122,6 +122,31 @@ def test_failed_recovery_ends_requests_and_serves_later_ones(target: Target, mon
     assert [token for progress in asyncio.run(play()) for token in progress.tokens] == expected
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_idle_engine_captures_what_is_missing(
+    target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """One step at a time, so that a request waits for one of them at most."""
+    monkeypatch.setattr(loop_module, "IDLE_S", 0.01)
+    engine, missing = make_engine(target, None), list(range(40))
+
+    def prepare(everything: bool) -> bool:
+        assert everything and engine.engine.scheduler.idle
+        if fails:
+            missing.clear()
+            raise RuntimeError("out of memory")
+        return bool(missing and missing.pop() + 1)
+
+    monkeypatch.setattr(engine.engine, "prepare", prepare)
+    client = TestClient(create_app(engine, "m"))
+    body = {"model": "m", "prompt": [1, 2], "max_tokens": 4}
+    for _ in range(2):
+        assert client.post("/v1/completions", json=body).status_code == 200
+    wait_until(lambda: not missing)
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert caplog.text.count("could not be captured") == fails
+
+
 def test_hung_step_fails_the_health_check(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target, None)
     app = create_app(engine, "m")

@@ -128,7 +128,7 @@ class EngineDecoder:
     def prepare(self) -> None:
         """Captures every step it may choose, as a server does at startup."""
         assert self._engine is not None, "closed"
-        while self._engine.prepare():
+        while self._engine.prepare(everything=True):
             pass
 
     def cancel(self) -> None:
