@@ -76,10 +76,10 @@ def judged_nodes(
         ids[0, 0] = tokens[anchor]
         keys, values = ([part[:, :, :anchor] for part in parts] for parts in (context.keys, context.values))
         before = ContextKV(keys, values, context.positions[:, :anchor])
-        hidden = drafter(
-            target.embed(ids).to(drafter.dtype), positions[:, anchor : anchor + config.block_size], before
-        )[0, 1:]
-        candidates, log_probs = drafter.conditional(hidden, target.head(hidden.to(target.dtype)), tokens[anchor])
+        place = positions[:, anchor : anchor + config.block_size]
+        states = drafter(target.embed(ids).to(drafter.dtype), place, before, tokens=ids)[0, 1:]
+        logits = target.head(drafter.for_head(states).to(target.dtype))
+        candidates, log_probs = drafter.conditional(states, logits, tokens[anchor], target.head_weight)
         yield from _judged(candidates.cpu(), log_probs.cpu(), tokens[anchor + 1 :])
 
 

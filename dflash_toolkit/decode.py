@@ -196,8 +196,9 @@ def run_by_path(target: Target, ids: Tensor, visible: Tensor, taps: Sequence[int
 
 
 def propose(target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int) -> list[int]:
-    """Drafts S - 1 tokens after token `last` at `position` in one non-causal pass: `Drafter.choose` of slots 1..S-1."""
-    return drafter.choose(*_draft_states(target, drafter, context, last, position), last).tolist()
+    """Drafts S - 1 tokens after token `last` at `position` in one pass: `Drafter.choose` of slots 1..S-1."""
+    states = _draft_states(target, drafter, context, last, position)
+    return drafter.choose(*states, last, target.head_weight).tolist()
 
 
 def propose_tree(
@@ -214,7 +215,8 @@ def propose_tree(
 
     A tree of width one and S - 1 nodes is the chain that `propose` drafts.
     """
-    candidates, log_probs = drafter.conditional(*_draft_states(target, drafter, context, last, position), last)
+    states = _draft_states(target, drafter, context, last, position)
+    candidates, log_probs = drafter.conditional(*states, last, target.head_weight)
     return best_first(candidates[:depth], log_probs[:depth], nodes, width)
 
 
@@ -256,20 +258,20 @@ def propose_sampled(
     hidden, logits = _draft_states(target, drafter, context, last, position)
     positions = torch.arange(position + 1, position + 1 + len(hidden), device=hidden.device)
     uniform = position_uniform(torch.full_like(positions, int64_seed(params.seed)), positions, DRAFT_STREAM)
-    return drafter.sample(hidden, logits, last, params.temperature, uniform)
+    return drafter.sample(hidden, logits, last, params.temperature, uniform, target.head_weight)
 
 
 def _draft_states(
     target: Target, drafter: Drafter, context: ContextKV | None, last: int, position: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the hidden states [S - 1, D] of slots 1..S-1, and their logits by the target's head [S - 1, V]."""
+    """Returns the result of `Drafter.forward` for slots 1..S-1, and their logits by the target's head [S - 1, V]."""
     assert context is not None and context.length == position, "the drafter sees positions strictly before the anchor"
     size = drafter.config.block_size
     ids = torch.full((1, size), drafter.config.mask_token_id, device=target.device)
     ids[0, 0] = last
     positions = torch.arange(position, position + size, device=target.device)[None]
-    hidden = drafter(target.embed(ids).to(drafter.dtype), positions, context)[0, 1:]
-    return hidden, target.head(hidden.to(target.dtype))
+    states = drafter(target.embed(ids).to(drafter.dtype), positions, context, tokens=ids)[0, 1:]
+    return states, target.head(drafter.for_head(states).to(target.dtype))
 
 
 def _context_kv(drafter: Drafter | None, features: Tensor | None, start: int, count: int) -> ContextKV | None:

@@ -237,7 +237,7 @@ def tensor_digest(tensor: "Tensor") -> str:
     import torch
 
     return hashlib.sha256(
-        tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data
+        tensor.detach().to("cpu", torch.bfloat16).contiguous().flatten().view(torch.uint8).numpy().data
     ).hexdigest()
 
 
@@ -248,7 +248,7 @@ def joint_digest(digests: Mapping[str, str]) -> str:
 
 def drafter_digest(drafter: "Module") -> str:
     """Returns the sha256 that an export records and a report shows for a drafter."""
-    return joint_digest({name: tensor_digest(tensor) for name, tensor in drafter.named_parameters()})
+    return joint_digest({name: tensor_digest(tensor) for name, tensor in drafter.state_dict().items()})
 
 
 def sample_digest(tensors: Iterable[tuple[str, "Tensor"]]) -> str:

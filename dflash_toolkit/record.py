@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .fingerprint import joint_digest, json_digest, tensor_digest
 from .models.dflash.architecture import all_sizes
+from .models.dflash.checkpoint import stored_tensors
 from .models.dflash.network import Drafter, DrafterConfig
 from .models.target import Target
 
@@ -60,11 +61,6 @@ def seal(record: Mapping[str, Any]) -> str:
     return json_digest({key: value for key, value in record.items() if key != "seal"})
 
 
-def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """Returns the weights as a checkpoint stores them: bf16, on the CPU."""
-    return {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
-
-
 def configuration(config: DrafterConfig) -> dict[str, Any]:
     """Returns the drafter's configuration as JSON values, by the names of `DrafterConfig`."""
     left_out = {
@@ -89,20 +85,23 @@ def drafter_signature(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> d
         The numbers of `summary` by place, in the order of computation: "context", "layers.i", "output", and those of
         a selector's signature.
     """
-    drafter = Drafter.of_tensors(config, {n: t.to("cpu", torch.float32) for n, t in tensors.items()}).eval()
+    drafter = Drafter.of_tensors(config, {n: t.to("cpu") for n, t in tensors.items()}).float().eval()
     features = signs(CONTEXT * config.feature_size, 101).view(1, CONTEXT, -1)
     x = signs(SLOTS * config.hidden_size, 102).view(1, SLOTS, -1)
     place, positions = torch.arange(CONTEXT)[None], torch.arange(CONTEXT, CONTEXT + SLOTS)[None]
     found = {"context": summary(drafter.hidden_norm(drafter.fc(features))[0])}
     context, rope = drafter.context_kv(features, place), drafter.rope(positions)
-    x = drafter.scaled(x)
+    x = last = drafter.scaled(x)
+    begun = drafter.begin(torch.zeros_like(positions), SLOTS) if drafter.between else None
     for i, layer in enumerate(drafter.layers):
-        x = layer(x, rope, (context.keys[i], context.values[i]), drafter.own_mask(i, positions, place))
+        x = last = layer(x, rope, (context.keys[i], context.values[i]), drafter.own_mask(i, positions, place))
+        if drafter.between:
+            x, _ = drafter.between(i, x, begun)
         found[f"layers.{i}"] = summary(x[0])
-    hidden = drafter.norm(x)[0]
-    found["output"] = summary(hidden)
-    if selector := drafter.selector:
-        computed = selector.signature(hidden, lambda rows: signs(SLOTS * rows, 103).view(SLOTS, -1))
+    hidden = drafter.states(x, last, ())[0]
+    found["output"] = summary(drafter.for_head(hidden))
+    if chooser := config.architecture.chooser(drafter, None):
+        computed = chooser.signature(hidden, lambda rows: signs(SLOTS * rows, 103).view(SLOTS, -1))
         found |= {place: summary(tensor) for place, tensor in computed.items()}
     return found
 

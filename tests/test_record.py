@@ -10,7 +10,7 @@ import torch
 from conftest import CONFIGS, make_drafter, make_target
 
 from dflash_toolkit import Drafter, Target, load_drafter, save_drafter
-from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, read_config
+from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, read_config, stored_tensors
 from dflash_toolkit.record import (
     PROJECTIONS,
     RECORD_KEY,
@@ -20,7 +20,6 @@ from dflash_toolkit.record import (
     export_record,
     fixed_ids,
     signs,
-    stored_tensors,
     summary,
     target_signature,
 )

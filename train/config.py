@@ -13,7 +13,7 @@ seen; that is about the density of the paper's recipe.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -74,8 +74,8 @@ class DrafterOptions:
 
     kind: str | None = option(
         None,
-        "architecture of the drafter; dflash2 adds convolutions and a token selector (default: dflash2, or dflash for "
-        f"a target with a hidden size below {WIDTH_FOR_PARTS})",
+        "architecture of the drafter; dflash2 adds convolutions and a token selector, dspine messages between slots "
+        f"(default: dflash2, or dflash for a target with a hidden size below {WIDTH_FOR_PARTS})",
         choices=kinds,
         common=True,
     )
@@ -110,7 +110,9 @@ class DrafterOptions:
         None, f"tokens that a sliding layer sees, up to the slot itself (default: {WINDOW})"
     )
     is_causal: bool | None = option(
-        False, "let a slot see only earlier slots of its block; null does so in sliding layers only"
+        False,
+        "let a slot see only earlier slots of its block, as those of DSpine always do; null does so in sliding layers "
+        "only",
     )
 
     def __post_init__(self) -> None:
@@ -247,12 +249,16 @@ class LossOptions:
     `dflash_toolkit.kernels.loss_terms` has the formulas. DSpark (arXiv 2607.05147) mixes ce 0.1 and tv 0.9.
     """
 
-    ce: float = option(1.0, "weight of the cross-entropy with the response's token")
+    ce: float = option(1.0, "weight of the cross-entropy with the response's token (default: 1, or 0.1 for DSpine)")
     kl: float = option(0.0, "weight of KL(target || drafter) over the whole vocabulary")
-    tv: float = option(0.0, "weight of the total variation distance, 1 - the acceptance rate of sampled verification")
+    tv: float = option(
+        0.0,
+        "weight of the total variation distance, 1 - the acceptance rate of sampled verification (default: 0, or 1.8 "
+        "for DSpine)",
+    )
     lk: float = option(0.0, "weight of -log(acceptance rate), LK^alpha of arXiv 2602.23881")
     lk_hybrid: float = option(0.0, "weight of KL that turns into TV as acceptance grows, LK^lambda of arXiv 2602.23881")
-    selector: float = option(1.0, "weight of the DFlash 2 selector's loss, the cross-entropy over its candidates")
+    selector: float = option(1.0, "weight of the loss over the candidates of DFlash 2 or DSpine")
     gold: str = option(
         "skip",
         "DFlash 2: what to do if the true token is no candidate: skip the slot in the selector's loss, or inject the "
@@ -262,7 +268,7 @@ class LossOptions:
     temperature: float = option(
         1.0, "temperature of both distributions in kl, tv, lk and lk_hybrid; the one used in serving fits best"
     )
-    weights: str = option("dpace", "slot weights", choices=("decay", "dpace"))
+    weights: str = option("dpace", "slot weights (default: dpace, or decay for DSpine)", choices=("decay", "dpace"))
     gamma: float | None = option(
         None,
         "decay of the slot weights exp(-(k-1)/gamma), for loss.weights=decay (default: 7, 5, 4 for block size 16, 10, "
@@ -271,6 +277,12 @@ class LossOptions:
     alpha: float = option(0.5, "smoothing of the slots' probabilities, for loss.weights=dpace")
     anchors: int = option(512, "draft blocks per sequence and step; disables packing if given")
     head_rows: int = option(1024, "rows whose logits are held in memory at a time")
+
+    def of_kind(self, kind: DraftArchitecture) -> "LossOptions":
+        """Returns the options with those that a kind of drafter is trained with, unless one of these was given."""
+        default = LossOptions()
+        given = any(getattr(self, name) != getattr(default, name) for name in kind.loss)
+        return self if given else replace(self, **kind.loss)
 
     @property
     def distribution(self) -> bool:
@@ -681,7 +693,8 @@ def check_effects(config: TrainConfig) -> None:
     """
     loss, optim, run, responses = config.loss, config.optim, config.run, config.responses
     kind = config.drafter.architecture
-    selects = kind is None or kind.has_selector(kind.sizes_of(config.drafter.sizes)) or config.init_from
+    selects: Any = kind is None or kind.between_name or kind.has_selector(kind.sizes_of(config.drafter.sizes))
+    selects = selects or config.init_from
     void = (
         ("loss.selector", loss.selector, LossOptions().selector, not selects, "a selector (drafter.kind=dflash2)"),
         ("loss.gold", loss.gold, LossOptions().gold, not selects, "a selector (drafter.kind=dflash2)"),

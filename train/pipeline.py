@@ -159,6 +159,10 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
     target, rows = processes.barrier(_loaded, run, answered, processes)
     drafter = run.start.drafter if run.start else Drafter.fresh(shape, config.run.seed)
     drafter.to("cpu" if config.run.offload_target else target.device).train()  # the features first need the memory
+    try:
+        shape.architecture.fit_head(drafter, target.head_weight.to(drafter.device))
+    except ValueError as error:
+        raise UserError(f"drafter: {error}") from error
     parameters = sum(p.numel() for p in drafter.parameters())
     kind, attention = shape.architecture.title, "flex" if use_flex(config.run.attention, target.device) else "sdpa"
     several = f", {processes.world} processes" if processes.world > 1 else ""

@@ -254,7 +254,7 @@ class Probe:
             drafter = copy.copy(self.drafter)
             drafter.config = config
             return drafter
-        tensors: dict[str, Tensor] = dict(self.drafter.named_parameters())
+        tensors: dict[str, Tensor] = dict(self.drafter.state_dict())
         for edit in setting.edits:
             tensors = edit.apply(tensors)
         self._edited.config = config
@@ -264,7 +264,7 @@ class Probe:
     @functools.cached_property
     def _edited(self) -> Drafter:
         """A network for corrected weights; making one takes longer than judging some blocks with it."""
-        return Drafter.of_tensors(self.drafter.config, dict(self.drafter.named_parameters())).eval()
+        return Drafter.of_tensors(self.drafter.config, self.drafter.state_dict()).eval()
 
     @torch.inference_mode()
     def drafts(
@@ -290,13 +290,16 @@ class Probe:
             before = place[:, None] < (anchor[number] + setting.context_end)[:, :, None]  # [B, Q, T]
             visible = torch.cat([before, number[:, :, None] == number[:, None]], dim=2)[:, None]
             rope = drafter.rope(positions)
-            x = drafter.scaled(self.target.embed(ids).to(drafter.dtype)).view(*number.shape, -1)
+            x = last = drafter.scaled(self.target.embed(ids).to(drafter.dtype)).view(*number.shape, -1)
+            begun = drafter.begin(ids.view(number.shape), size) if drafter.between else None
             for i, layer in enumerate(drafter.layers):
                 own = drafter.own_mask(i, positions, place.expand(len(number), -1))
                 pair = tuple(each[i].expand(len(number), -1, -1, -1) for each in (context.keys, context.values))
-                x = layer(x, rope, pair, visible if own is None else visible & own)
-            hidden = drafter.norm(x).view(len(anchor), size, -1)[:, 1:]
-            logits = self.target.head(hidden.to(self.target.dtype))
+                x = last = layer(x, rope, pair, visible if own is None else visible & own)
+                if drafter.between:
+                    x, _ = drafter.between(i, x, begun)
+            hidden = drafter.states(x, last, ()).view(len(anchor), size, -1)[:, 1:]
+            logits = self.target.head(drafter.for_head(hidden).to(self.target.dtype))
             drafted, best = self._chosen(drafter, setting, hidden, logits, ids[:, 0], near)
             judged = (anchor - answer.prompt_tokens) % stride == 0
             yield anchor[judged], drafted[judged], best[judged]
@@ -305,7 +308,7 @@ class Probe:
         self, drafter: Drafter, setting: Setting, hidden: Tensor, logits: Tensor, anchors: Tensor, near: int
     ) -> tuple[Tensor, Tensor]:
         """Returns the drafts [A, S - 1], as `Drafter.choose`, and the `near` best tokens [A, S - 1, near]."""
-        selector = drafter.selector if setting.selector else None
+        selector = drafter.config.architecture.chooser(drafter, self.target.head_weight) if setting.selector else None
         count = drafter.config.draft_candidates if selector else 1
         if max(near, count) == 1:
             best = logits.argmax(-1, keepdim=True)

@@ -22,6 +22,7 @@ class RowLoss:
     terms: RowTerms  # without gradient
     candidates: Tensor | None = None  # [R, C] long, the tokens of the largest logits; None unless requested
     unary: Tensor | None = None  # [R, C] fp32, their logits, differentiable like the loss
+    teacher: Tensor | None = None  # [R, C] fp32, the target's log-probabilities of them; None without its distribution
 
     @property
     def rank(self) -> Tensor:
@@ -113,6 +114,8 @@ def _chunks(
             needed, at = shared.of(number, rows)
             target = target_head(states.hidden[needed])
             states.scale.apply_(target)
+            if best is not None:
+                best.take_teacher(target, at, rows)
         ops.row_loss_(logits, labels[rows], terms[rows], mix, d_hidden is not None, target, at)
         if d_hidden is not None:
             if scale != PLAIN:
@@ -129,7 +132,7 @@ class _Best:
 
     def __init__(self, rows: int, count: int, inject: bool, device: torch.device) -> None:
         self.tokens = torch.empty(rows, count, dtype=torch.long, device=device)
-        self.logits = torch.empty(rows, count, dtype=torch.float32, device=device)
+        self.logits, self.teacher = torch.empty(2, rows, count, dtype=torch.float32, device=device)
         self._inject = inject
 
     def take(self, logits: Tensor, labels: Tensor, rows: slice) -> None:
@@ -139,6 +142,11 @@ class _Best:
             tokens[:, -1] = torch.where(left_out, labels, tokens[:, -1])
             values[:, -1] = torch.where(left_out, logits.gather(1, labels[:, None])[:, 0], values[:, -1])
         self.tokens[rows], self.logits[rows] = tokens, values
+
+    def take_teacher(self, target: Tensor, at: Tensor, rows: slice) -> None:
+        """Keeps the target's log-probabilities of the tokens: `target` [U, V] are its logits, row `at` for each."""
+        whole = torch.cat([piece.float().logsumexp(1) for piece in target.split(LogitScale.PIECE)])
+        self.teacher[rows] = target[at[:, None], self.tokens[rows]].float() - whole[at][:, None]
 
 
 class _Head:
@@ -221,4 +229,5 @@ def frozen_head_loss(
         raise ValueError("kl, tv, lk and lk_hybrid compare with the target's distribution; pass states")
     best = _Best(len(hidden), candidates, inject, hidden.device) if candidates else None
     loss, unary, tokens, *terms = _FrozenHeadLoss.apply(hidden, weight, labels, chunk, mix, states, scale, bias, best)
-    return RowLoss(loss, RowTerms(*terms), tokens, unary)
+    teacher = best.teacher if best and mix.distribution else None
+    return RowLoss(loss, RowTerms(*terms), tokens, unary, teacher)

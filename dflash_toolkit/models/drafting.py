@@ -1,8 +1,8 @@
 """Interfaces of a drafter's way to choose tokens: in training and decoding, in the engine, and the draft itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,29 @@ from ..kernels.ops import Ops
 from ..kernels.reference import draw
 
 Pick = Callable[[int, Tensor], Tensor]  # maps slot k and its scores [C] to the place of the chosen token
+
+
+class Between(Protocol):
+    """A module that changes the rows of blocks after every layer of the drafter."""
+
+    def init_weights(self) -> None:
+        """Initialises without effect; matrices were initialised at random before."""
+        ...
+
+    def begin(self, fixed: Mapping[str, Tensor], tokens: Tensor, block_size: int, replaced: Tensor | None) -> Any:
+        """Returns what the calls of one pass need.
+
+        Args:
+            fixed: the drafter's `fixed_tensors`.
+            tokens: [B, Q] of every slot of blocks of `block_size`; only the anchors' are read, unless `replaced`.
+            replaced: bool [B, Q / block_size] in training, where `tokens` are the true ones: blocks that read them in
+                place of the slots' own predictions.
+        """
+        ...
+
+    def __call__(self, layer: int, x: Tensor, begun: Any) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows [B, Q, D] for the next layer, and in training a loss of each row, fp32 [B, Q]."""
+        ...
 
 
 class TokenSelector(Protocol):
@@ -29,7 +52,8 @@ class TokenSelector(Protocol):
         """Everything that training needs, in one call: weights in shards are gathered for it.
 
         Args:
-            hidden: [B, K, D], final and normed, of the K slots of B blocks.
+            hidden: [B, K, D], final and normed, of the K slots of B blocks; wider if it needs more, see
+                `Drafter.forward`.
             unary: logits of the candidates, [B, K, C].
             candidates: token ids [B, K, C].
             before: the true token before each slot, [B, K]; the first is the anchor.
@@ -39,9 +63,15 @@ class TokenSelector(Protocol):
         """
         ...
 
-    def losses(self, scores: Tensor, true: Tensor) -> Tensor:
-        """Returns the loss [R] of R slots from their scores [R, C]; `true` bool [R, C] marks the candidate that is the
-        label, if any is."""
+    def losses(self, scores: Tensor, true: Tensor, teacher: Tensor | None) -> Tensor:
+        """Returns the loss [R] of R slots.
+
+        Args:
+            scores: [R, C] of the candidates.
+            true: bool [R, C], marks the candidate that is the label, if any is.
+            teacher: fp32 [R, C], the target's log-probabilities of the candidates; None without a loss that needs its
+                distribution.
+        """
         ...
 
     def walk_blocks(self, hidden: Tensor, unary: Tensor, candidates: Tensor, anchors: Tensor) -> Tensor:
@@ -99,6 +129,26 @@ class Head(Protocol):
         self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns candidates for trees: values and ranks as `Ops.draft_children`, and candidates [B, block - 1, C]."""
+        ...
+
+
+class BetweenWeights(Protocol):
+    """The weights of a `Between` in the engine, which also choose the tokens."""
+
+    def parameter_views(self) -> dict[str, Tensor]:
+        """Returns name in the drafter -> the view that the tensor of a checkpoint is copied into."""
+        ...
+
+    def loaded(self) -> None:
+        """Computes what follows from the weights, in place, after they were copied."""
+        ...
+
+    def inject(self, layer: int, x: Tensor, last: Tensor, ops: Ops) -> Tensor:
+        """Returns the rows [B * block, D] for the next layer, from a layer's output and the anchor tokens [B]."""
+        ...
+
+    def head(self, weight: Weight, count: int, scale: LogitScale, norm: Tensor, eps: float, ops: Ops) -> "Head":
+        """Returns the head, which gets the output of the last layer: neither changed by `inject` nor normed."""
         ...
 
 

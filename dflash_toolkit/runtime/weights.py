@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, weight_files
-from ..config import UnsupportedModel
+from ..config import UnsupportedModel, UserError
 from ..kernels.formats import RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
 from ..models.dflash.network import Drafter, DrafterConfig
@@ -415,6 +415,8 @@ class DrafterWeights:
 
     @classmethod
     def _from(cls, config: DrafterConfig, state: Mapping[str, Tensor]) -> "DrafterWeights":
+        if config.architecture.between_name:
+            raise UserError(f"the engine does not run {config.architecture.title} drafters; use --runtime reference")
         weights = cls.empty(config, state["fc.weight"].device, state["fc.weight"].dtype)
         load_weights("drafter", weights.parameter_views(), state)
         weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()

@@ -106,14 +106,14 @@ def servers(each: Published) -> list[str]:
     found = []
     # the speculators form of DFlash 2 is a layout of its own
     readable = each.form == "z-lab" or each.kind == "DFlash"
-    if readable and computed(each.architecture) and each.target not in TOO_LARGE:
+    if readable and computed(each.architecture) and each.target not in TOO_LARGE and not known.between_name:
         found.append("our engine")
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
         scaled = block_scale(engine, each.architecture, 2) != 1.0
         reads = each.form == "z-lab" or engine == "vllm"
-        if engine in SERVED[each.architecture] and not scaled and reads:
+        if engine in SERVED[each.architecture] and engine in known.releases and not scaled and reads:
             found.append(name)
-    if each.form == "z-lab" and each.architecture in Z_LAB_CLIENT:
+    if each.form == "z-lab" and known.releases and each.architecture in Z_LAB_CLIENT:
         found.append("z-lab's client")
     return found
 

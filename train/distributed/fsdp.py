@@ -43,6 +43,8 @@ class _Inputs:
     block_rope: Rope
     masks: dict[str, Tensor | BlockMask]  # by layer type
     block_size: int
+    tokens: Tensor | None = None  # see `Between.begin`
+    replaced: Tensor | None = None
 
 
 def _context(fc: nn.Module, norm: nn.Module, features: Tensor) -> Tensor:
@@ -56,12 +58,17 @@ def _layer(
     return layer(x, block_rope, layer.self_attn.keys_values(context, context_rope), mask, block_size)
 
 
-def _last(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm(x)
+def _between(drafter: Drafter, layer: int, x: Tensor, begun: Any) -> tuple[Tensor, Tensor | None]:
+    assert drafter.between is not None
+    return drafter.between(layer, x, begun)
+
+
+def _last(drafter: Drafter, x: Tensor, last: Tensor, costs: list[Tensor]) -> Tensor:
+    return drafter.states(x, last, costs)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
@@ -86,17 +93,24 @@ class _Forward(nn.Module):
     def __init__(self, drafter: Drafter, compiled: bool) -> None:
         super().__init__()
         self.fc, self.hidden_norm, self.norm = drafter.fc, drafter.hidden_norm, drafter.norm
-        parts: tuple[Callable[..., Tensor], ...] = (_context, _layer, _last)
-        self._context, layer, self._last = map(_compiled, parts) if compiled else parts
+        self.between, self._drafter = drafter.between, (drafter,)  # a tuple: not a module of this one
+        parts: tuple[Callable[..., Any], ...] = (_context, _layer, _between, _last)
+        self._context, layer, self._between, self._last = map(_compiled, parts) if compiled else parts
         kinds = zip(drafter.layers, drafter.config.layer_types, strict=True)
         self.units = nn.ModuleList(_Unit(each, kind, layer, drafter.recompute) for each, kind in kinds)
         self.selector = drafter.selector  # called by the loss
 
     def forward(self, given: _Inputs) -> Tensor:
+        (drafter,) = self._drafter
         context, x = self._context(self.fc, self.hidden_norm, given.features), given.block
-        for unit in self.units:
-            x = unit(x, context, given)
-        return self._last(self.norm, x)
+        begun = drafter.begin(given.tokens, given.block_size, given.replaced) if given.tokens is not None else None
+        last, costs = x, list[Tensor]()
+        for i, unit in enumerate(self.units):
+            x = last = unit(x, context, given)
+            if begun is not None:
+                x, cost = self._between(drafter, i, x, begun)
+                costs += [] if cost is None else [cost]
+        return self._last(drafter, x, last, costs)
 
 
 class Fsdp:
@@ -146,9 +160,10 @@ class Fsdp:
                     mean.data.copy_(self._part(state.average[name], p.shape))
 
     def run(self, drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor,
-            masks: dict[str, Tensor | BlockMask]) -> Tensor:  # fmt: skip
+            masks: dict[str, Tensor | BlockMask], *between: Tensor) -> Tensor:  # fmt: skip
         ropes = drafter.rope(context), drafter.rope(positions)  # the rope needs fp32, as the weights have here
-        return self._forward(_Inputs(features, drafter.scaled(embedded), *ropes, masks, drafter.config.block_size))
+        block = drafter.scaled(embedded), *ropes, masks, drafter.config.block_size
+        return self._forward(_Inputs(features, *block, *between))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -191,7 +206,9 @@ class Fsdp:
         return Drafter.of_tensors(self.drafter.config, weights) if self._processes.main else self.drafter
 
     def _all(self, shards: nn.ParameterList) -> dict[str, Tensor]:
-        return {n: self._whole(s.data, p.shape) for n, s, p in zip(self._names, shards, self._parameters, strict=True)}
+        every = zip(self._names, shards, self._parameters, strict=True)
+        fixed = {name: each.cpu() for name, each in self.drafter.named_buffers()}
+        return {name: self._whole(shard.data, p.shape) for name, shard, p in every} | fixed
 
     def _moments(self, saved: dict[str, Any], change: Callable[[Tensor, torch.Size], Tensor]) -> dict[str, Any]:
         """Returns an optimiser's state with `change` applied to its tensors, given the shape of their weights."""

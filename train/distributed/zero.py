@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dflash_toolkit.config import UserError
@@ -158,7 +159,7 @@ class Zero:
                     if part.moments == ADAMW:
                         state[i]["step"] = torch.tensor(float(self._steps))
             optimizer[key] = {"state": state, "param_groups": part.form}
-        return weights, optimizer, None
+        return weights | self._fixed(), optimizer, None
 
     def whole(self) -> Drafter:
         """See `parallel.Replicated`: gathered in host memory on the first process."""
@@ -167,7 +168,10 @@ class Zero:
         }
         if not self._processes.main:
             return self.drafter
-        return Drafter.of_tensors(self.drafter.config, weights)
+        return Drafter.of_tensors(self.drafter.config, weights | self._fixed())
+
+    def _fixed(self) -> dict[str, Tensor]:
+        return {name: each.cpu() for name, each in self.drafter.named_buffers()}
 
     def close(self) -> None:
         """Frees what DeepSpeed would hold until the process ends."""
@@ -210,10 +214,12 @@ class Zero:
         positions = torch.arange(drafter.block_size, device=device)[None]
         mask = torch.ones(1, 1, drafter.block_size, drafter.block_size + 1, dtype=torch.bool, device=device)
         masks = dict.fromkeys(drafter.layer_types, mask)
+        ids = torch.zeros(1, drafter.block_size, dtype=torch.long, device=device)
+        between = (ids, ids[:, :1].bool()) if self.drafter.between else ()
         tokens = torch.zeros(1, drafter.block_size, drafter.draft_candidates, dtype=torch.long, device=device)
         nothing = tokens.float(), tokens, context.expand(1, drafter.block_size)
         for left in reversed(range(config.optim.accumulate * (config.optim.splits or 1))):
-            hidden = self._engine(features, context, block, positions, masks)
+            hidden = self._engine(features, context, block, positions, masks, *between)
             if self.drafter.selector is not None:
                 scores, _ = self.drafter.selector(hidden, *nothing)
                 hidden = hidden.sum() + scores.sum()
@@ -235,6 +241,9 @@ def make_learner(
         UserError: the resume point has another drafter or optimiser, deepspeed is missing, or the disk is full.
     """
     drafter.recompute = bool(config.optim.recompute)
+    for fixed in drafter.buffers() if processes.world > 1 else ():
+        if fixed.is_floating_point():  # eigenvectors may differ between GPUs
+            dist.broadcast(fixed, 0)
     if state and not _same_shapes(drafter, state):
         raise UserError(f"{work / 'state.pt'}: does not fit this drafter's weights; remove it to start again")
     if config.run.fsdp:

@@ -21,6 +21,7 @@ from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.dflash.shape import logit_scale
 
 from ..config import LossOptions, TrainConfig
+from .alignment import alignment_weight, slot_tokens
 from .blocks import Blocks, Features, dense_mask, flex_mask
 from .selector import Selector, ramp
 from .target_head import TargetHead
@@ -112,16 +113,18 @@ def compute_loss(
     forward = forward or runner(config, target.device)
     masks = masks_of(drafter.config, features, blocks, flex)
     embedded = target.embed(blocks.inputs.flatten(1))
+    between = slot_tokens(blocks, done) if drafter.config.architecture.between_name else ()
     with _autocast(target.device, target.dtype):
         hidden = forward(
-            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), masks
-        )
+            drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), masks,
+            *between,
+        )  # fmt: skip
         scales = LogitScale(*logit_scale(drafter.config)), LogitScale(*logit_scale(target.config))
-        head = drafter.selector
+        head = drafter.config.architecture.chooser(drafter, target.head_weight)
         selector = None if head is None else Selector(head, drafter.config.draft_candidates, ramp(done))
         return draft_loss(
             hidden, blocks, target.head_weight, config.loss, config.gamma, features.final, *scales, target.head_bias,
-            selector,
+            selector, alignment_weight(done) if between else 0.0,
         )  # fmt: skip
 
 
@@ -136,9 +139,9 @@ def masks_of(shape: DrafterConfig, features: Features, blocks: Blocks, flex: boo
 
 def _forward(
     drafter: Drafter, features: Tensor, context: Tensor, embedded: Tensor, positions: Tensor,
-    masks: dict[str, Tensor | BlockMask],
+    masks: dict[str, Tensor | BlockMask], tokens: Tensor | None = None, replaced: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    return drafter(embedded, positions, drafter.context_kv(features, context), masks)
+    return drafter(embedded, positions, drafter.context_kv(features, context), masks, tokens, replaced)
 
 
 @functools.cache
@@ -166,16 +169,18 @@ def draft_loss(
     target_scale: LogitScale = PLAIN,
     bias: Tensor | None = None,
     selector: Selector | None = None,
+    alignment: float = 0.0,
 ) -> DraftLoss:
     """Computes the loss of a batch of blocks.
 
     Args:
-        hidden: [B, A*S, D] normed outputs of the drafter.
+        hidden: [B, A*S, D or more], the result of `Drafter.forward`.
         head_weight: [V, D], the target's head.
         final: [B, T, D] last hidden states of the target, normed; needed only by distribution losses.
         scale: the drafter's factor on the logits, and `target_scale` the target's.
         bias: [V], the head's.
         selector: chooses among the candidates of the slots; None drafts each slot's largest logit.
+        alignment: weight of the last column of `hidden`, relative to the mean cross-entropy; 0 without such a column.
 
     Raises:
         ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
@@ -189,7 +194,8 @@ def draft_loss(
         states = TargetStates(
             final.flatten(0, 1), predicting_states(blocks, final.shape[1]).flatten()[index], target_scale
         )
-    chosen, labels = hidden.flatten(0, 1).index_select(0, index), blocks.labels.flatten()[index]
+    size = head_weight.shape[1]
+    chosen, labels = hidden[..., :size].flatten(0, 1).index_select(0, index), blocks.labels.flatten()[index]
     top_k, inject = selector.top_k if selector else 0, options.gold == "inject"
     rows = frozen_head_loss(chosen, head_weight, labels, options.head_rows, mix, states, scale, bias, top_k, inject)
 
@@ -229,6 +235,11 @@ def draft_loss(
         accepted = accepts((chain.drafted == blocks.labels[:, :, 1:]) & candidate)
         selector_sum = (weights * chain.loss).sum()
         weighted_sum = weighted_sum + options.selector * selector.share * selector_sum
+
+    if alignment:
+        cost = hidden[..., -1].flatten().index_select(0, index)
+        mean = (weights * rows.terms.cross_entropy).sum() / weight_sum
+        weighted_sum = weighted_sum + alignment * mean.detach() * (weights * cost).sum()
 
     count = supervised.sum((0, 1))
     overlap = rows.terms.acceptance

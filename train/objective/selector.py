@@ -37,7 +37,7 @@ class Selector:
         """Returns the loss of the supervised slots, and the drafted tokens.
 
         Args:
-            hidden: [B, A*S, D] normed outputs of the drafter.
+            hidden: [B, A*S, D or more], the result of `Drafter.forward`.
             rows: losses and candidates of the R supervised slots.
             slot: [R] long, index of these among slots 1..S-1 of all blocks.
         """
@@ -51,7 +51,7 @@ class Selector:
         before = torch.cat([blocks.inputs[:, :, :1], blocks.labels[:, :, 1:-1]], dim=2).flatten(0, 1)
         scores, drafted = self.head(every, grid(rows.unary), grid(rows.candidates), before)
         at = rows.candidates == blocks.labels[:, :, 1:].flatten()[slot, None]  # [R, C]
-        losses = self.head.losses(scores.flatten(0, 1).index_select(0, slot), at)
+        losses = self.head.losses(scores.flatten(0, 1).index_select(0, slot), at, rows.teacher)
         return Chain(losses, drafted.view(*blocks.labels.shape[:2], -1))
 
 

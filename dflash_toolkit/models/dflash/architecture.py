@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..drafting import Empty, SelectorWeights
+    from ..drafting import BetweenWeights, Empty, SelectorWeights, TokenSelector
     from ..spec import ConvolutionSpec
-    from .network import DrafterConfig
+    from .network import Drafter, DrafterConfig
 
-BUILT_IN = ("dflash2",)  # folders next to this one; each has an ARCHITECTURE in `architecture.py`
+BUILT_IN = ("dflash2", "dspine")  # folders next to this one; each has an ARCHITECTURE in `architecture.py`
 DRAFT_CANDIDATES = 16  # best tokens of a slot that its draft is sampled from, where no selector has a number of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A field of the configuration, in `dflash_config` on disk and an option of training."""
+    """A field of the configuration, in the architecture's group on disk and an option of training."""
 
     default: int  # if its part is used
     help: str
+    stored: str = ""  # its name on disk, if that is another one
+    up_to_width: bool = False  # the default is at most the hidden size
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class DraftArchitecture:
     selector_name: str = "candidate_selector"  # the module's, and so the prefix of its tensors
     releases: Mapping[str, str] = field(default_factory=dict)  # by engine, the first release that drafts with it
     scaled_by: tuple[str, ...] = ()  # engines that read the input_embedding_scale of such a drafter
+    between_name: str = ""  # the module between the layers, and so the prefix of its tensors
+    stored_in: str = "dflash_config"  # the group of config.json with its sizes
+    causal: bool = False  # a slot sees only the slots before it, whatever the configuration says
+    loss: Mapping[str, Any] = field(default_factory=dict)  # options of the loss in training, if none of them is given
 
     @property
     def sizes(self) -> dict[str, Size]:
@@ -87,11 +93,12 @@ class DraftArchitecture:
         """Returns the part without which an engine cannot run the drafter."""
         return next((p.name for p in self.parts if engine in p.needed_by and not p.is_in(sizes)), None)
 
-    def sizes_of(self, given: Mapping[str, int | None]) -> dict[str, Any]:
+    def sizes_of(self, given: Mapping[str, int | None], width: int | None = None) -> dict[str, Any]:
         """Returns the sizes of all its parts; 0 for a part that is left out.
 
         Args:
             given: None is the default; if one size of a part is given as 0, and no other, all its sizes are 0.
+            width: the hidden size, which limits some defaults.
 
         Raises:
             ValueError: a size of another kind's part, or all parts are left out.
@@ -104,7 +111,10 @@ class DraftArchitecture:
         for part in self.parts:
             asked = {name: given.get(name) for name in part.sizes}
             if 0 not in asked.values() or any(asked.values()):
-                default = {name: size.default for name, size in part.sizes.items()}
+                default = {
+                    name: min(size.default, width) if width and size.up_to_width else size.default
+                    for name, size in part.sizes.items()
+                }
                 found |= default | {name: size for name, size in asked.items() if size is not None}
         if self.parts and not any(found.values()):
             left_out = " and ".join(next(iter(part.sizes)) for part in self.parts)
@@ -132,9 +142,39 @@ class DraftArchitecture:
         """Returns the same for the engine, which computes convolutions."""
         return None
 
+    def between(self, config: "DrafterConfig") -> "nn.Module | None":
+        """Returns a module that changes the rows of blocks after every layer, a `Between`."""
+        return None
+
+    def between_weights(self, config: "DrafterConfig", empty: "Empty") -> "BetweenWeights | None":
+        """Returns its empty weights in the engine."""
+        return None
+
+    def fixed_tensors(self, config: "DrafterConfig") -> "Mapping[str, Tensor]":
+        """Returns tensors of the drafter that are not trained, by name: their shapes and types."""
+        return {}
+
+    def fit_head(self, drafter: "Drafter", head: "Tensor") -> None:
+        """Initialises the parts that depend on the target's head [V, D], unless that is done; called before training.
+
+        Raises ValueError for a head that does not suffice.
+        """
+
+    def unusable(self, drafter: "Drafter") -> str:
+        """Returns why a drafter cannot be used, if parts of it were never initialised."""
+        return ""
+
     def selector(self, config: "DrafterConfig") -> "nn.Module | None":
         """Returns the module that chooses tokens, a `TokenSelector`; None: each slot takes its best."""
         return None
+
+    def chooser(self, drafter: "Drafter", head: "Tensor | None") -> "TokenSelector | None":
+        """Returns what chooses a drafter's tokens; by default its selector.
+
+        Args:
+            head: [V, D], the target's; None if only its signature is needed.
+        """
+        return drafter.selector
 
     def selector_weights(self, config: "DrafterConfig", empty: "Empty") -> "SelectorWeights | None":
         """Returns the selector's empty weights in the engine."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from ...checkpoint.reader import MASK_EMBEDDING, each_tensor, load_weights, locate, weight_files
 from ...config import UserError
 from ..rope import read_rope, warn_of_vllm
-from .architecture import DFLASH, DraftArchitecture, all_sizes, architectures, named, of_sizes
+from .architecture import DFLASH, DraftArchitecture, architectures, named, of_sizes
 from .network import Drafter, DrafterConfig
 from .serving import served_elsewhere
 
@@ -81,10 +81,12 @@ def config_json(config: DrafterConfig, provenance: dict[str, Any] | None = None)
             "mask_token_id": config.mask_token_id,
             "block_size": config.block_size,
         }
-        | {key: size for key, size in config.sizes.items() if size}
         | scales_of(config)
         | acceptance_of(config),
     }
+    architecture = config.architecture
+    own = {architecture.sizes[name].stored or name: size for name, size in config.sizes.items() if size}
+    values[architecture.stored_in] = values.get(architecture.stored_in, {}) | own
     if scaling:
         values["rope_scaling"] = scaling  # transformers 4 does not read rope_parameters
     if config.is_causal is not None:
@@ -109,7 +111,7 @@ def acceptance_of(config: DrafterConfig) -> dict[str, Any]:
 def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Returns every tensor of a checkpoint and its shape: the whitelist for reading and writing."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
+        return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
 
 
 def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] | None = None) -> None:
@@ -123,7 +125,7 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
             nothing is half-written.
         RuntimeError: the files read back differ from those written.
     """
-    tensors = {n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in drafter.named_parameters()}
+    tensors = stored_tensors(drafter)
     if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
         raise UserError(f"drafter {path}: not written, because {diverged} contains NaN or infinity; {DIVERGED}")
     with staged(Path(path)) as stage:
@@ -132,26 +134,34 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
         reread = load_drafter(str(stage))
         if reread.config != drafter.config:
             raise RuntimeError(f"{path}: the configuration read back differs from the one written")
-        for name, value in reread.named_parameters():
+        for name, value in reread.state_dict().items():
             if not torch.equal(value, tensors[name]):
                 raise RuntimeError(f"{path}: tensor {name} read back differs from the one written")
         _compare_hidden(drafter, reread)
     warn_of_vllm(str(path), drafter.config.rope_scaling)
 
 
+def stored_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """Returns the tensors of a checkpoint: weights in bf16, on the CPU."""
+    return {
+        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else t.dtype).contiguous()
+        for name, t in drafter.state_dict().items()
+    }
+
+
 @torch.no_grad()
 def _compare_hidden(drafter: Drafter, reread: Drafter) -> None:
     """Runs one block through both modules, in fp32 with bf16-rounded weights; detects a network built differently."""
     config = drafter.config
-    twin = Drafter.of_tensors(
-        config, {n: p.detach().to("cpu", torch.bfloat16).float() for n, p in drafter.named_parameters()}
-    )
+    twin = Drafter.of_tensors(config, stored_tensors(drafter)).float()
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(1, 5, config.feature_size, generator=generator)
     block = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
     positions = torch.arange(5 + config.block_size)[None]
+    tokens = torch.zeros_like(positions[:, 5:])
     before, after = (
-        m(block, positions[:, 5:], m.context_kv(features, positions[:, :5])) for m in (twin, reread.float())
+        m(block, positions[:, 5:], m.context_kv(features, positions[:, :5]), tokens=tokens)
+        for m in (twin, reread.float())
     )
     if not before.isfinite().all():  # weights so large that their products overflow
         raise UserError(f"the drafter is not written, because its hidden states contain NaN or infinity; {DIVERGED}")
@@ -206,8 +216,10 @@ def load_drafter(
     with torch.device("meta"):
         drafter = Drafter(config).to(dtype or torch.bfloat16)
     drafter = drafter.to_empty(device=device).eval().requires_grad_(False)
-    parameters = dict(drafter.named_parameters())
-    load_weights(f"drafter {name}", parameters, read_tensors(path, parameters, layers_only=layers_only))
+    tensors = drafter.state_dict()
+    load_weights(f"drafter {name}", tensors, read_tensors(path, tensors, layers_only=layers_only))
+    if why := config.architecture.unusable(drafter):
+        raise UserError(f"drafter {name}: {why}; train or export it again")
     return drafter
 
 
@@ -322,7 +334,15 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
     for key in ("markov_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
         if find(key) not in (None, 0, False):
             raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
-    architecture = _read_architecture(path, raw, {key: find(key) for key in all_sizes() if find(key)})
+    owners = {each.stored_in: group(raw, each.stored_in) for each in architectures()}
+
+    def find_size(owner: DraftArchitecture, name: str) -> Any:
+        if owner.stored_in == DFLASH.stored_in:
+            return find(name)
+        return owners[owner.stored_in].get(owner.sizes[name].stored or name)
+
+    every = {name: find_size(each, name) for each in architectures() for name in each.sizes}
+    architecture = _read_architecture(path, raw, {name: size for name, size in every.items() if size})
     vocabulary = checked("vocab_size", body.get("vocab_size"), int)  # the target's, also with a reduced one
     if (rows := reduced_vocabulary(raw)) is not None:
         if not 0 < checked("draft_vocab_size", rows, int) < vocabulary:
@@ -372,7 +392,7 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             is_causal=causal,
             attention_bias=find("attention_bias", False) is True,
             rope_scaling=rope_scaling,
-            **{key: get(key, 0) for key in architecture.sizes},
+            **{key: checked(key, 0 if every[key] is None else every[key], int) for key in architecture.sizes},
             input_embedding_scale=float(get("input_embedding_scale", 1.0, kind=int | float)),
             output_multiplier=float(get("output_multiplier", 1.0, kind=int | float)),
             # 0 means none, as in the other loaders

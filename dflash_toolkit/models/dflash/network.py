@@ -9,8 +9,9 @@ same two calls: `context_kv` turns tapped features into every layer's context ke
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ...calibration import Calibration
 from ...kernels.loss_terms import LogitScale
 from ...kernels.reference import draw
-from ..drafting import TokenSelector
+from ..drafting import Between, TokenSelector
 from ..rope import RopeScaling
 from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec
 from .architecture import DraftArchitecture, of_config, of_sizes
@@ -119,6 +120,8 @@ class DrafterConfig:
         if "sliding_attention" in self.layer_types and (self.sliding_window or 0) < 1:
             raise ValueError(f"layer_types has sliding_attention, but sliding_window is {self.sliding_window}")
         self._check_parts()
+        if self.architecture.causal:
+            object.__setattr__(self, "is_causal", True)
         self.architecture.check(self)
         if self.rope_scaling is not None:  # once, and not in a forward, which torch.compile would have to trace
             frequencies, factor = self.rope_scaling.frequencies(self.rope_theta, self.head_dim)
@@ -366,7 +369,14 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.add_module(config.architecture.selector_name, config.architecture.selector(config))
+        architecture = config.architecture
+        self.between_name = architecture.between_name
+        if self.between_name:
+            self.add_module(self.between_name, architecture.between(config))
+        for name, tensor in architecture.fixed_tensors(config).items():
+            self.register_buffer(name, tensor)
+        if architecture.selector_name:
+            self.add_module(architecture.selector_name, architecture.selector(config))
         self.recompute = False  # in training: recompute activations inside a layer in the backward
 
     @classmethod
@@ -394,14 +404,24 @@ class Drafter(nn.Module):
     @property
     def selector(self) -> TokenSelector | None:
         """The module that chooses among the best tokens of every slot; None: each slot takes its own best."""
-        return getattr(self, self.config.architecture.selector_name)
+        return getattr(self, self.config.architecture.selector_name, None)
+
+    @property
+    def between(self) -> Between | None:
+        """The module that changes the rows of blocks after every layer; None: nothing does."""
+        return getattr(self, self.between_name, None)
+
+    def begin(self, tokens: Tensor, block_size: int, replaced: Tensor | None = None) -> Any:
+        """Returns what `between` needs in one pass, see `Between.begin`."""
+        assert self.between is not None
+        return self.between.begin(dict(self.named_buffers(recurse=False)), tokens, block_size, replaced)
 
     def without_selector(self) -> "Drafter":
         """Returns a drafter with the same weights that takes the best token of each slot."""
         architecture = self.config.architecture
         sizes = [name for part in architecture.parts if part.selects for name in part.sizes]
         prefix = f"{architecture.selector_name}."
-        kept = {name: weight for name, weight in self.named_parameters() if not name.startswith(prefix)}
+        kept = {name: weight for name, weight in self.state_dict().items() if not name.startswith(prefix)}
         return Drafter.of_tensors(self.config.resized(**dict.fromkeys(sizes, 0)), kept)
 
     @property
@@ -424,8 +444,10 @@ class Drafter(nn.Module):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.ones_(parameter)
+        for fixed in self.buffers():
+            fixed.zero_()
         around = [conv for layer in self.layers for conv in (layer.attention_conv, layer.mlp_conv)]
-        for part in (*around, self.selector):
+        for part in (*around, self.between, self.selector):
             if part is not None:
                 part.init_weights()  # type: ignore[operator, union-attr]
 
@@ -438,7 +460,8 @@ class Drafter(nn.Module):
 
     def forward(
         self, block: Tensor, positions: Tensor, context: ContextKV,
-        masks: Mapping[str, Tensor | BlockMask] | None = None,
+        masks: Mapping[str, Tensor | BlockMask] | None = None, tokens: Tensor | None = None,
+        replaced: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Runs block embeddings against the context.
 
@@ -448,13 +471,21 @@ class Drafter(nn.Module):
             context: keys and values of T context tokens.
             masks: visibility by the type of a layer: bool [B, 1, Q, T + Q] or a flex BlockMask over the same axes.
                 None is for a single block in decoding, which sees context and itself by each layer's own rule.
+            tokens, replaced: for a drafter with a module between its layers, see `Between.begin`.
 
         Returns:
             Normed hidden states [B, Q, D]; the target's lm_head turns slots 1..S-1 into draft logits. The changes after
-            the head (`output_multiplier`, `final_logit_softcapping`) keep their order and so their argmax.
+            the head (`output_multiplier`, `final_logit_softcapping`) keep their order and so their argmax. With a
+            module between the layers [B, Q, 2 D]: then the output of the last layer before that module; and in
+            training [B, Q, 2 D + 1], with the sum of its losses.
         """
         rope, block_size = self.rope(positions), self.config.block_size if masks else None
         x = self.scaled(block)
+        between, begun = self.between, None
+        if between is not None:
+            assert tokens is not None
+            begun = self.begin(tokens, block_size or x.shape[1], replaced)
+        last, costs = x, []  # torch.compile cannot call list[Tensor]
         for i, layer in enumerate(self.layers):
             mask = masks[self.config.layer_types[i]] if masks else self.own_mask(i, positions, context.positions)
             pair = (context.keys[i], context.values[i])
@@ -462,22 +493,47 @@ class Drafter(nn.Module):
                 x = checkpoint(layer, x, rope, pair, mask, block_size, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, rope, pair, mask, block_size)
-        return self.norm(x)
+            if between is not None:
+                last = x
+                x, cost = between(i, x, begun)
+                costs += [] if cost is None else [cost]
+        return self.states(x, last, costs)
 
-    def choose(self, hidden: Tensor, logits: Tensor, anchor: int) -> Tensor:
+    def states(self, x: Tensor, last: Tensor, costs: Sequence[Tensor]) -> Tensor:
+        """Returns the result of `forward` from the last layer's rows, after and before the module between the layers.
+
+        Args:
+            costs: losses [B, Q] of that module.
+        """
+        hidden = self.norm(x)
+        if self.between is None:
+            return hidden
+        found = [hidden, last, *([torch.stack(list(costs)).sum(0)[..., None]] if costs else [])]
+        return torch.cat(found, dim=-1)
+
+    def for_head(self, states: Tensor) -> Tensor:
+        """Returns the part [..., D] of the result of `forward` that is multiplied with the head."""
+        return states[..., : self.config.hidden_size]
+
+    def choose(self, hidden: Tensor, logits: Tensor, anchor: int, head: Tensor | None = None) -> Tensor:
         """Returns the drafted tokens of slots 1..S-1: each slot's largest logit, or the selector's walk over its best.
 
         Args:
-            hidden: the result of `forward` for these slots, [S - 1, D].
+            hidden: the result of `forward` for these slots, [S - 1, D] or wider.
             logits: the plain output of the target's lm_head for it, [S - 1, V].
             anchor: the token in slot 0.
+            head: the weight of the lm_head, [V, D], which some architectures read.
         """
-        if self.selector is None:
+        chooser = self.config.architecture.chooser(self, head)
+        if chooser is None:
             return logits.argmax(-1)
         unary, candidates = self.candidates(logits)
-        return self.selector.walk(hidden, unary, candidates, anchor)
+        return chooser.walk(hidden, unary, candidates, anchor)
 
-    def sample(self, hidden: Tensor, logits: Tensor, anchor: int, temperature: float, uniform: Tensor) -> SampledDraft:
+    def sample(
+        self, hidden: Tensor, logits: Tensor, anchor: int, temperature: float, uniform: Tensor,
+        head: Tensor | None = None,
+    ) -> SampledDraft:  # fmt: skip
         """Samples every slot's token from the softmax of its candidates' scores over `temperature`; else as `choose`.
 
         With a selector the scores are those after the token sampled at the slot before.
@@ -494,21 +550,24 @@ class Drafter(nn.Module):
             rows.append(q[0])
             return place[0]
 
-        if self.selector is None:
+        chooser = self.config.architecture.chooser(self, head)
+        if chooser is None:
             tokens = torch.stack([candidates[k, pick(k, scores)] for k, scores in enumerate(unary)])
         else:
-            tokens = self.selector.walk(hidden, unary, candidates, anchor, pick)
+            tokens = chooser.walk(hidden, unary, candidates, anchor, pick)
         return SampledDraft(tokens, candidates, torch.stack(rows))
 
-    def conditional(self, hidden: Tensor, logits: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+    def conditional(
+        self, hidden: Tensor, logits: Tensor, anchor: int, head: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the input of `best_first`: each slot's best tokens [S - 1, C], and their log-probabilities.
 
         These are fp32 [S - 1, C, C], of each after each of the slot before. Without a selector slots are independent,
         and the softmax is over the vocabulary; with one it is over the candidates' scores. Arguments as for `choose`.
         """
         unary, candidates = self.candidates(logits)
-        if self.selector is not None:
-            scores = self.selector.lattice(hidden, unary, candidates, anchor)
+        if (chooser := self.config.architecture.chooser(self, head)) is not None:
+            scores = chooser.lattice(hidden, unary, candidates, anchor)
             return candidates, scores.log_softmax(-1)
         wide = logits.float().clone()
         LogitScale(self.config.output_multiplier, self.config.final_logit_softcapping).apply_(wide)

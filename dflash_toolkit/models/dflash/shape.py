@@ -99,7 +99,7 @@ def drafter_shape(
         max_position_embeddings=target.max_position_embeddings,
         output_multiplier=multiplier,
         final_logit_softcapping=cap,
-        **architecture.sizes_of(sizes),
+        **architecture.sizes_of(sizes, width),
     )
     return with_attention(shape, layer_types, sliding_window, is_causal)
 

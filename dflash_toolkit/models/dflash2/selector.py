@@ -39,7 +39,7 @@ class CandidateSelector(nn.Module):
             walked = walk(state, unary, candidates, predecessors, successors, before[:, 0].contiguous())
         return unary + pair[..., 0].float(), walked
 
-    def losses(self, scores: Tensor, true: Tensor) -> Tensor:
+    def losses(self, scores: Tensor, true: Tensor, teacher: Tensor | None) -> Tensor:
         """Returns the cross-entropy over the candidates, 0 without a label; see `TokenSelector.losses`."""
         return F.cross_entropy(scores, true.long().argmax(1), reduction="none") * true.any(1)
 
