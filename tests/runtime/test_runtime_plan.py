@@ -149,6 +149,29 @@ def test_a_batch_of_256_fits_an_8b_on_141_gib(fitted_to: FittedTo, caplog: pytes
     assert not caplog.records, "32 requests are no shortage"
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [("qwen3.8-27b", 128), ("qwen3.6-35b-a3b", 256), ("qwen3.8-27b-fp8", 192), ("qwen3.6-35b-a3b-fp8", 256)],
+)
+def test_hybrid_targets_fit_141_gib_in_16_bits_and_fp8(shape: str, rows: int, fitted_to: FittedTo) -> None:
+    options, plan, budget = fitted_to(141, shape)
+    assert options.max_num_seqs == rows and plan.missing(options, budget) <= 0
+    assert options.max_model_len == 32768 and plan.tokens(budget) >= 2048 * rows
+
+
+def test_64_requests_of_8k_tokens_fit_80_gib_with_fp8(fitted_to: FittedTo) -> None:
+    """Of the 27B in FP8, whose weights take 33 GiB, and recurrent states 16."""
+    asked = {"max_num_seqs": 64, "max_model_len": 8192}
+    options, plan, budget = fitted_to(80, "qwen3.8-27b-fp8", **asked, kv_cache_tokens=64 * 8192, kv_cache_dtype="fp8")
+    assert plan.missing(options, budget) <= 0 and options.draft_dtype == "fp8"
+    options, plan, budget = fitted_to(80, "qwen3.8-27b-fp8", **asked)
+    assert plan.missing(options, budget) <= 0 and plan.tokens(budget) < 64 * 8192, "in 16 bits, some wait"
+    options, plan, budget = fitted_to(80, "qwen3.8-27b-fp8", **asked, kv_cache_tokens=64 * 8192)
+    missing = plan.missing(options, budget)
+    planner = Planner(ModelSpec.of_target(named_shape("qwen3.8-27b-fp8")), None, torch.bfloat16, fused=True)
+    assert missing > GIB and ", --kv-cache-dtype fp8 frees" in advice(planner, options, missing)
+
+
 def test_a_cache_of_given_size_bounds_large_batches(fitted_to: FittedTo) -> None:
     for tokens, rows in ((20_000, 32), (200_000, 96), (350_000, 128)):
         assert fitted_to(80, "qwen3-4b", kv_cache_tokens=tokens)[0].max_num_seqs == rows
