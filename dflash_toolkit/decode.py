@@ -91,6 +91,8 @@ def stream(
             raise UserError("draft trees cannot sample drafts; use draft_sample_method greedy")
         width = target.tree_width(draft_tree_width)
     taps = drafter.config.target_layer_ids if drafter else ()
+    if params.return_taps and not taps:
+        raise UserError("return_taps needs a drafter, which names the layers")
     generation = Generation()
 
     started = time.perf_counter()
@@ -109,6 +111,8 @@ def stream(
     if params.prompt_logprobs is not None:
         scored = scored_tokens(out.logits[0, :-1], prompt[0, 1:], params.prompt_logprobs)
         generation.prompt_logprobs = PromptLogprobs(scored.shape[1] // 2 - 1, scored.cpu().numpy().tobytes())
+    if params.return_taps and out.features is not None:
+        generation.taps = out.features[0]
     generation.prefill_s = time.perf_counter() - started
     yield generation
 
@@ -168,6 +172,9 @@ def stream(
         features = None if out.features is None else out.features[:, path]
         more = _context_kv(drafter, features, p, accepted + 1)
         context = context.append(more) if context and more else more
+        if params.return_taps and features is not None:
+            read = len(prompt_ids) + len(generation.tokens) - 1
+            generation.taps = torch.cat([generation.taps, features[0]])[:read]
         generation.decode_s += time.perf_counter() - started
         yield generation
 

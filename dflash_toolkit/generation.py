@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .config import UserError
 
@@ -68,6 +68,8 @@ class Generation:
         decode_s: seconds after it.
         logprobs: one entry for each token, if requested.
         prompt_logprobs: for the prompt's tokens, if requested.
+        taps: outputs of the layers that the drafter taps, of prompt and answer without its last token, if requested: a
+            tensor [n - 1, K*D] on the host. From a GPU it is complete when the GPU has done its current work.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Generation:
     decode_s: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
+    taps: Any = field(default=None, compare=False, repr=False)
 
     @property
     def acceptance_length(self) -> float | None:

@@ -75,6 +75,7 @@ class SamplingParams:
         min_tokens: no token that ends the answer is chosen before it has this many tokens.
         stop_token_ids: end the answer, in addition to the target's own end-of-sequence tokens.
         ignore_eos: do not stop at the target's end-of-sequence tokens.
+        return_taps: return the taps of prompt and answer, the drafter's input, see `Generation.taps`.
         drafting: False drafts nothing for this request; with draft blocks the whole batch then decodes plainly.
         grammar: only tokens that it allows are chosen; the answer may end where it is complete.
 
@@ -98,6 +99,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    return_taps: bool = False
     drafting: bool = True
     grammar: Grammar | None = None
 

@@ -186,6 +186,7 @@ class Engine:
             prefix_cache=options.prefix_cache and (kept_states > 0 or not target.spec.recurrent),
             recurrent=target.spec.recurrent,
             report=lambda request, step: own._report(request, step),
+            on_finish=lambda request: own._on_finish(request),
         )
 
     def load_drafter(self, drafter: Drafter) -> None:
@@ -285,6 +286,8 @@ class Engine:
         params = params or SamplingParams()
         prompt = list(prompt_ids)
         limit = self.capacity.check(prompt, params)
+        if params.return_taps and self.runner.taps is None:
+            raise UserError("return_taps needs a drafter and an engine with EngineOptions(keep_taps=True)")
         params = self._restrictions.apply(params, len(prompt))
         matcher = self.matcher(params)
         stop = self._stops(params)
@@ -348,6 +351,11 @@ class Engine:
             everything: also steps of large batches, which take long to capture.
         """
         return self.runner.prepare(sorted({1, *self._sizes}), self._tree_shapes, everything=everything)
+
+    def _on_finish(self, request: Request) -> None:
+        taps = self.runner.taps
+        if request.params.return_taps and taps is not None:
+            request.generation.taps = taps.read(request.pages, request.length)
 
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats

@@ -111,6 +111,7 @@ class EngineOptions(DraftOptions):
     )
     retune: bool = option(False, "measure step times again instead of using those kept from an earlier start")
     synthetic: SyntheticAcceptance | None = None
+    keep_taps: bool = False  # keep the taps of all tokens in the pages, for `SamplingParams.return_taps`
     report_offered: bool = False  # fill in `Step.offered`, for reports; costs host time
 
     def __post_init__(self) -> None:

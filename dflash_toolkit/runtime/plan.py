@@ -130,6 +130,8 @@ class Planner:
                 self._target, self._drafter, Reference(), num_pages=1, **arguments | {"max_context": context + block}
             )
         token = sum(self._token(spec, options) for spec in self._specs)
+        if options.keep_taps and self.config:
+            token += self.config.feature_size * self.dtype.itemsize
         rows = max(min(chunk_size(options.max_num_batched_tokens or 0), runner.reach), runner.prefill_limits.packed)
         tree_rows = max(rows for batch in buckets_up_to(most) for rows in (0, *row_buckets(batch))) if nodes else 0
         trees = tree_rows if (options.draft_tree_width or 1) > 1 else 0
@@ -258,6 +260,7 @@ def runner_arguments(options: EngineOptions, config: DrafterConfig | None) -> di
         "tree_width": options.draft_tree_width,
         "packed_rows": options.max_num_batched_tokens,
         "report_offered": options.report_offered,
+        "keep_taps": options.keep_taps,
         "fp8_cache": options.fp8_cache,
         "tree_blocks": tree_blocks(sizes),
         "chain_blocks": [size for size in sizes if size > 1],

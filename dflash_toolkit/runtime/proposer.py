@@ -13,6 +13,7 @@ from ..kernels.ops import Ops
 from ..models.drafting import Draft as Draft
 from ..models.drafting import Head, sampled, slots_of
 from .stack import Rows, Stack
+from .tap_cache import TapCache
 from .weights import DrafterWeights
 
 
@@ -56,10 +57,14 @@ class Proposer:
 
     Args:
         embedding: [V, D], the target's.
+        taps: keeps the features that `write_context` gets; None keeps none.
     """
 
-    def __init__(self, weights: DrafterWeights, stack: Stack, embedding: Tensor, head: Head) -> None:
+    def __init__(
+        self, weights: DrafterWeights, stack: Stack, embedding: Tensor, head: Head, taps: TapCache | None = None
+    ) -> None:
         self.weights, self.stack, self._embedding, self._head = weights, stack, embedding, head
+        self.taps = taps
 
     def propose(self, last: Tensor, rows: Rows, block: int) -> Draft:
         """Returns `block` - 1 tokens after `last` [B], the most probable ones."""
@@ -95,13 +100,21 @@ class Proposer:
             features: [B * S, K * D], the target's taps; row b * S + k is position `rows.lengths[b]` + k.
             counts: int32 [B].
         """
+        self._keep(features, rows, counts)
         self._write(self._context_of(features), rows, counts)
 
     def write_packed_context(self, features: Tensor, rows: Rows, counts: Tensor, sizes: Sequence[int]) -> None:
         """Writes the context of chunks of `sizes` tokens, which are adjacent in `features`; see `write_context`."""
-        for b, kv in enumerate(self._context_of(features).split(list(sizes))):
+        chunks = zip(features.split(list(sizes)), self._context_of(features).split(list(sizes)), strict=True)
+        for b, (taps, kv) in enumerate(chunks):
             one = slice(b, b + 1)
-            self._write(kv, replace(rows, lengths=rows.lengths[one], page_table=rows.page_table[one]), counts[one])
+            own = replace(rows, lengths=rows.lengths[one], page_table=rows.page_table[one])
+            self._keep(taps, own, counts[one])
+            self._write(kv, own, counts[one])
+
+    def _keep(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
+        if self.taps is not None:
+            self.taps.write(features, rows.lengths, counts, rows.page_table)
 
     def _context_of(self, features: Tensor) -> Tensor:
         """Returns the keys and values [M, L 2 G H] of every draft layer, before their norm and rotation."""

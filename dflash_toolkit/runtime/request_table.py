@@ -43,6 +43,7 @@ class RequestTable:
         max_places: maximum tokens after a request's length that a step writes. A tree has more nodes than the step
             commits.
         report: called for every request with new tokens or an error, with its step (None: the prefill, or an error).
+        on_finish: called for every request that has finished without an error, before it gives its pages back.
 
     Attributes:
         running: requests that decode, by row.
@@ -61,6 +62,7 @@ class RequestTable:
         max_places: int,
         prefix_cache: bool,
         report: Callable[[Request, Step | None], None],
+        on_finish: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self.queue = WaitQueue()
         self.running: list[Request] = []
@@ -70,7 +72,7 @@ class RequestTable:
         self.report_error: Exception | None = None
         self.device, self.pool, self.states = device, pool, states
         self.max_num_seqs, self._max_places, self._prefix_cache = max_num_seqs, max_places, prefix_cache
-        self.report = report
+        self.report, self._on_finish = report, on_finish
         self._pending_reports: deque[tuple[Request, Step | None]] = deque()
         self._waiting_for_pages: list[Request] = []  # requests that were next and found too few pages
 
@@ -226,6 +228,8 @@ class RequestTable:
         # from the last row down: the row that moves up belongs to a request that stays
         for request in sorted(leaving, key=lambda request: request.row or 0, reverse=True):
             if request.finished:
+                if request.error is None:
+                    self._on_finish(request)
                 self.release(request)
             else:
                 request.retried = True

@@ -32,6 +32,7 @@ from .proposer import Proposer, head_of
 from .request import Committed, Request, StepShape
 from .sampler import Mode, Sampler, mode_of
 from .stack import Stack
+from .tap_cache import TapCache
 from .timing import Shape
 from .trees.budget import ROWS, key_of
 from .trees.result import TreeStepResult
@@ -56,6 +57,7 @@ class StepRunner:
         chain_blocks: S of chains for which steps over trees also report promises.
         fp8_cache: keep keys and values in fp8, see `quantized_heads`.
         report_offered: also report the candidates of trees at the positions of committed tokens.
+        keep_taps: keep the taps of all tokens in the pages.
         packed_rows: maximum prompt tokens of a pass with several chunks of any length.
 
     Attributes:
@@ -87,6 +89,7 @@ class StepRunner:
         tree_blocks: Sequence[int] = (),
         chain_blocks: Sequence[int] = (),
         report_offered: bool = False,
+        keep_taps: bool = False,
         fp8_cache: bool = False,
         packed_rows: int = 0,
     ) -> None:
@@ -109,8 +112,10 @@ class StepRunner:
         self.verifier = Verifier(target, Stack.allocate(target, ops, self.dtype, *sizes), taps, forced)
         self.proposer = None
         if drafter is not None:
-            head = head_of(drafter, target.head, ops)
-            self.proposer = Proposer(drafter, Stack.allocate(drafter, ops, self.dtype, *sizes), target.embedding, head)
+            head, stack = head_of(drafter, target.head, ops), Stack.allocate(drafter, ops, self.dtype, *sizes)
+            width = drafter.config.feature_size
+            kept = TapCache(num_pages, page_size, width, self.dtype, self.device) if keep_taps and taps else None
+            self.proposer = Proposer(drafter, stack, target.embedding, head, kept)
         stacks = [self.verifier.stack, *([self.proposer.stack] if self.proposer else [])]
         self._stacks, self._memories = stacks, [memory for stack in stacks for memory in stack.memories]
         drafts = drafter is not None and max_block > 1
@@ -148,6 +153,11 @@ class StepRunner:
     def start_prefill(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
         """Returns a pass of chunks, see `PrefillPrograms.start`."""
         return self.prefills.start(jobs)
+
+    @property
+    def taps(self) -> TapCache | None:
+        """The taps of all tokens, if they are kept."""
+        return self.proposer.taps if self.proposer is not None else None
 
     @property
     def step_s(self) -> float:

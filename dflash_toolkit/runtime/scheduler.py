@@ -33,6 +33,7 @@ class Scheduler:
         max_places: maximum tokens after a request's length that a step writes; 0: the size of its block.
         recurrent: requests have states in addition to pages, and continue from states that the pool keeps.
         report: called for every request with new tokens or an error, with its step (None: the prefill, or an error).
+        on_finish: see `RequestTable`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Scheduler:
         prefix_cache: bool,
         recurrent: bool = False,
         report: Callable[[Request, Step | None], None] = lambda request, step: None,
+        on_finish: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self.choose_shape, self._device = choose_shape, device
         states = RecurrentStates(device, pool, max_num_seqs, recurrent=recurrent, prefix_cache=prefix_cache)
@@ -59,6 +61,7 @@ class Scheduler:
             max_places=max(max_block, max_places),
             prefix_cache=prefix_cache,
             report=report,
+            on_finish=on_finish,
         )
         self._prompts = Prompts(self.table, max_num_batched_tokens, prefix_cache)
         self._prompts_together = 0  # most prompts that waited at the same time, since none waited
