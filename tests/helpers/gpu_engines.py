@@ -1,10 +1,12 @@
 """Small engines on a GPU."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from conftest import make_tokenizer
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -18,18 +20,21 @@ from transformers import (
 from dflash_toolkit import Drafter, DrafterConfig, Target
 from dflash_toolkit.models.dflash.shape import default_target_layer_ids
 from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
+from dflash_toolkit.runtime.proposer import Draft
+from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.runner import StepRunner
 
 VOCAB, LIMIT = 4096, 1024
 
 
 @cache
-def pair(kind: str = "qwen3", dflash2: bool = False) -> tuple[Target, Drafter]:
+def pair(kind: str = "qwen3", dflash2: bool = False, limit: int = LIMIT) -> tuple[Target, Drafter]:
     """Returns a random bf16 target of a few million weights, with varied answers, and a random drafter."""
     parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16} if dflash2 else {}
     torch.manual_seed(3)
     shape: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
-        "num_attention_heads": 14 if kind == "qwen2" else 8, "num_key_value_heads": 2, "max_position_embeddings": LIMIT,
+        "num_attention_heads": 14 if kind == "qwen2" else 8, "num_key_value_heads": 2, "max_position_embeddings": limit,
         "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.06,
     }  # fmt: skip
     if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
@@ -76,3 +81,42 @@ def prompts_of(count: int, seed: int = 1) -> list[list[int]]:
     dice = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 200, (count,), generator=dice).tolist()
     return [torch.randint(0, VOCAB - 1, (n,), generator=dice).tolist() for n in lengths]
+
+
+def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    """Draft the known answers on the device, wrong at every seventh position: the graph holds the real steps."""
+    texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
+    runner: StepRunner = engine.runner
+    table = torch.zeros(runner.max_num_seqs, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
+    add, move = runner.add, runner.move
+
+    def added(row: int, request: Request, place: int = 0) -> Any:
+        text = texts[tuple(request.prompt_ids)]
+        table[row, : len(text)] = text
+        return add(row, request, place)
+
+    def moved(source: int, target: int) -> None:
+        table[target].copy_(table[source])
+        move(source, target)
+
+    def propose(last: Tensor, rows: Any, block: int) -> Draft:
+        positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
+        drafts = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))
+        return Draft(torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts))
+
+    def children(last: Tensor, rows: Any, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
+        """Returns three candidates, usually with one right one at a place that depends on the position."""
+        positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
+        right = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))[..., None]
+        wrong = (right + torch.arange(1, 4, device="cuda")) % VOCAB
+        held = torch.where(positions[..., None] % 7 == 0, (right + 4) % VOCAB, right)
+        candidates = wrong.scatter(2, positions[..., None] % 3, held)
+        if width == 1:  # else no chain would get far
+            candidates = held
+        ranks = torch.arange(3, dtype=torch.int32, device="cuda").expand(len(last), block - 1, 1, 3)
+        values = (0.5 / (1 + ranks.float())).log()
+        return values[..., :width].contiguous(), ranks[..., :width].contiguous(), candidates
+
+    runner.add, runner.move, runner.proposer.propose = added, moved, propose  # type: ignore[method-assign]
+    runner.proposer.children = children  # type: ignore[method-assign]
+    runner.graphs.captured.clear()  # those that were captured for their times hold the random drafter

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_tokenizer
 from engines import around_prefills
-from gpu_engines import LIMIT, VOCAB, make_engine, pair, prompts_of
+from gpu_engines import LIMIT, VOCAB, knowing, make_engine, pair, prompts_of
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -35,7 +35,7 @@ from dflash_toolkit.runtime.memory import workspace_of
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.programs.prefill import PREFILL_SIZES, PrefillPrograms
 from dflash_toolkit.runtime.programs.prefill_pass import PrefillPass
-from dflash_toolkit.runtime.proposer import Draft, Proposer, head_of
+from dflash_toolkit.runtime.proposer import Proposer, head_of
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.runner import StepRunner
 from dflash_toolkit.runtime.sampler import Mode
@@ -54,45 +54,6 @@ def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
     with torch.inference_mode():
         logprobs = target.model(text).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     return float((logprobs.amax(-1) - logprobs.gather(1, text[0, len(prompt) :, None])[:, 0]).max())
-
-
-def knowing(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
-    """Draft the known answers on the device, wrong at every seventh position: the graph holds the real steps."""
-    texts = {tuple(p): torch.tensor(p + a + [0] * 64, device="cuda") for p, a in zip(prompts, answers, strict=True)}
-    runner: StepRunner = engine.runner
-    table = torch.zeros(runner.max_num_seqs, max(map(len, texts.values())), dtype=torch.int64, device="cuda")
-    add, move = runner.add, runner.move
-
-    def added(row: int, request: Request, place: int = 0) -> Any:
-        text = texts[tuple(request.prompt_ids)]
-        table[row, : len(text)] = text
-        return add(row, request, place)
-
-    def moved(source: int, target: int) -> None:
-        table[target].copy_(table[source])
-        move(source, target)
-
-    def propose(last: Tensor, rows: Any, block: int) -> Draft:
-        positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
-        drafts = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))
-        return Draft(torch.where(positions % 7 == 0, (drafts + 1) % VOCAB, drafts))
-
-    def children(last: Tensor, rows: Any, block: int, calibration: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Returns three candidates, usually with one right one at a place that depends on the position."""
-        positions = rows.lengths[:, None].long() + torch.arange(1, block, device="cuda")
-        right = table[: len(last)].gather(1, positions.clamp(max=table.shape[1] - 1))[..., None]
-        wrong = (right + torch.arange(1, 4, device="cuda")) % VOCAB
-        held = torch.where(positions[..., None] % 7 == 0, (right + 4) % VOCAB, right)
-        candidates = wrong.scatter(2, positions[..., None] % 3, held)
-        if width == 1:  # else no chain would get far
-            candidates = held
-        ranks = torch.arange(3, dtype=torch.int32, device="cuda").expand(len(last), block - 1, 1, 3)
-        values = (0.5 / (1 + ranks.float())).log()
-        return values[..., :width].contiguous(), ranks[..., :width].contiguous(), candidates
-
-    runner.add, runner.move, runner.proposer.propose = added, moved, propose  # type: ignore[method-assign]
-    runner.proposer.children = children  # type: ignore[method-assign]
-    runner.graphs.captured.clear()  # those that were captured for their times hold the random drafter
 
 
 @pytest.mark.parametrize(("kind", "few"), [*((kind, 4) for kind in KINDS), ("qwen2", 5)])  # 5: pairs
@@ -167,24 +128,6 @@ def test_the_drafters_own_trees_change_no_answer_greedy_or_sampled(dflash2: bool
     )
     assert [g.tokens for g in over_trees] == [g.tokens for g in plain]
     assert max(step.drafted for g in over_trees for step in g.steps) > 0
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_a_drafter_changes_no_token_after_kept_states(kind: str) -> None:
-    """Conversations: second turns continue from the states of first turns."""
-    target, drafter = pair(kind)
-    params, more = SamplingParams(max_tokens=48, ignore_eos=True), prompts_of(24, seed=2)
-    turns, answers = [prompts_of(24)], list[list[list[int]]]()
-    room: dict[str, Any] = {"prefix_cache": True, "prefix_states": 64, "kv_cache_tokens": 32 * LIMIT}
-    engines = [make_engine(target, drafts, **room) for drafts in (None, drafter)]
-    for turn in range(2):
-        answers.append([g.tokens for g in engines[0].generate(turns[turn], params)])
-        turns.append([a + b + c for a, b, c in zip(turns[turn], answers[turn], more, strict=True)])
-    knowing(engines[1], turns[0] + turns[1], answers[0] + answers[1])
-    for prompts, expected in zip(turns[:2], answers, strict=True):
-        assert [g.tokens for g in engines[1].generate(prompts, params)] == expected
-    cached = [engine.stats.cached_prompt_tokens for engine in engines]
-    assert cached[0] == cached[1] == sum((len(prompt) - 1) // 64 * 64 for prompt in turns[0])
 
 
 @pytest.mark.parametrize("dflash2", [False, True], ids=["dflash", "dflash2"])
