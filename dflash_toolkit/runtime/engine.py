@@ -25,6 +25,7 @@ from .memory import Room, check_heads, explain_out_of_memory, room_for_cache
 from .options import EngineOptions, check_cache_dtype, resolve_draft_dtype
 from .pages import PagePool
 from .plan import block_lengths, runner_arguments
+from .precompile import precompile
 from .request import Capacity, Request, RollingAcceptance, StepShape
 from .runner import StepRunner
 from .scheduler import Scheduler
@@ -155,6 +156,7 @@ class Engine:
                 target, drafter, ops, num_pages=room.pages, scratch=room.scratch, forced=forced, **arguments
             )
 
+        precompile(target.spec, config, dtype, fitted, device)
         with explain_out_of_memory(fitted):
             shorten = asked.max_model_len is None and asked.kv_cache_tokens is None
             room = room_for_cache(runner, planner, fitted, shorten=shorten)

@@ -160,7 +160,7 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of the host to the device without waiting for it."""
     # the allocator of pinned memory keeps the buffer until the copy has run
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def download(values: Tensor) -> Tensor:

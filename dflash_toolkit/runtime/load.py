@@ -95,8 +95,9 @@ def load_parts(
     from ..models.spec import ModelSpec
     from ..models.target import load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
     from ..stop_tokens import stop_tokens
+    from . import precompile
     from .engine import operations
-    from .fit import planner_for
+    from .fit import Budget, fit, planner_for
     from .memory import check_heads, check_weights, for_the_drafter
     from .weights import DrafterWeights, TargetWeights
 
@@ -124,6 +125,9 @@ def load_parts(
         if where.type == "cuda":
             planner = planner_for(spec, drafts, where, precision)
             check_weights(target, planner, where, options)
+            if options:  # the kernels compile while the weights are read
+                fitted, _ = fit(options, planner, Budget.of(options, where).bytes, where)
+                precompile.start(spec, drafts, precision, fitted, where)
     else:
         stop_ids, forbidden = target.stop_token_ids, target.restrictions
     draft = None

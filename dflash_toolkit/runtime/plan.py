@@ -222,13 +222,7 @@ class Planner:
         return MARGIN + rows * (each + size * widest) + min(rows, MAX_ROWS) * widest * 4 * SPLITS // 2
 
     def _graphs(self, options: EngineOptions, most: int, nodes: int, reach: int) -> int:
-        sizes = block_lengths(options, self.config)
-        blocks = tree_blocks(sizes)
-
-        def trees(batch: int) -> list[StepShape]:
-            return [StepShape(block, rows) for block in blocks for rows in rows_of_trees(batch, nodes)] if nodes else []
-
-        parts: list[Part] = parts_of(buckets_up_to(most), sorted({1, *sizes}), trees, masked=True)
+        parts = captured_parts(options, self.config, most, nodes)
         small = sum(part.kind in ("choose", "end") for part in parts)
         large = len(parts) - small + sum(s <= reach for s in PREFILL_SIZES) + len(batch_shapes(most, reach))
         layers = sum(len(spec.layers) for spec in self._specs)
@@ -244,6 +238,21 @@ def block_lengths(options: EngineOptions, config: DrafterConfig | None) -> tuple
 def tree_blocks(sizes: tuple[int, ...]) -> list[int]:
     """Returns the lengths of the blocks that steps over trees draft."""
     return [size for size in sizes if size > 1 and 4 * size >= sizes[-1]]
+
+
+def captured_parts(options: EngineOptions, config: DrafterConfig | None, most: int, nodes: int) -> list[Part]:
+    """Returns all steps and parts of steps that an engine may capture.
+
+    Args:
+        most: requests of the largest batch.
+        nodes: the most nodes of a request's draft tree; 0: all steps are over blocks.
+    """
+    sizes = block_lengths(options, config)
+
+    def trees(batch: int) -> list[StepShape]:
+        return [StepShape(block, rows) for block in tree_blocks(sizes) for rows in rows_of_trees(batch, nodes)]
+
+    return parts_of(buckets_up_to(most), sorted({1, *sizes}), trees if nodes else lambda batch: (), masked=True)
 
 
 def runner_arguments(options: EngineOptions, config: DrafterConfig | None) -> dict[str, Any]:

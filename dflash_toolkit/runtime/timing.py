@@ -79,6 +79,16 @@ def place_of(device: torch.device) -> tuple[object, ...]:
     return torch.cuda.get_device_name(device), asdict(features_of(device)), triton
 
 
+def digest_of(key: object) -> str:
+    """Returns a digest of a key and of the code of kernels and passes."""
+    written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
+    here = Path(__file__).parent
+    programs = [*sorted((here / "programs").glob("*.py")), *sorted((here / "trees").glob("*.py"))]
+    for path in [*sorted(KERNELS.rglob("*.py")), *programs, *(here / f"{name}.py" for name in PASSES)]:
+        written.update(path.read_bytes())
+    return written.hexdigest()[:16]
+
+
 def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) -> Times:
     """Returns times from the user's cache; measures and stores them if necessary.
 
@@ -86,12 +96,7 @@ def cached_times(key: object, measure: Callable[[], Times], anew: bool = False) 
         key: everything they depend on, except the code.
         anew: measure in any case.
     """
-    written = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode())
-    here = Path(__file__).parent
-    programs = [*sorted((here / "programs").glob("*.py")), *sorted((here / "trees").glob("*.py"))]
-    for path in [*sorted(KERNELS.rglob("*.py")), *programs, *(here / f"{name}.py" for name in PASSES)]:
-        written.update(path.read_bytes())
-    digest = written.hexdigest()[:16]
+    digest = digest_of(key)
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if not root.is_absolute():  # the user has no home directory
         return measure()
