@@ -141,33 +141,88 @@ def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS:
 
 
 @triton.jit
-def delta_row(p_qk, p_v, p_gate, row, end, C, N, keys, m_k, m_v):
-    """Loads query, key, value, decay and beta of one row, one row ahead."""
-    there = row < end
-    b_q = tl.load(p_qk + row * C, mask=m_k & there, other=0.0).to(tl.float32)
-    b_k = tl.load(p_qk + row * C + keys, mask=m_k & there, other=0.0).to(tl.float32)
+def key_parts(BLOCK_K: tl.constexpr):
+    """Returns the places of four parts of a head's keys.
+
+    A thread has products of each part, and `_products` states how it adds them. In one sum over all keys the compiler
+    chooses which products it fuses with an addition, and may choose differently in another kernel.
+    """
+    o_k = tl.arange(0, BLOCK_K // 4)
+    return (o_k, o_k + BLOCK_K // 4, o_k + BLOCK_K // 2, o_k + 3 * BLOCK_K // 4)
+
+
+@triton.jit
+def load_parts(p_x, o_parts, there, H_K: tl.constexpr):
+    """Loads the parts of queries or keys in fp32."""
+    return [tl.load(p_x + o_k, mask=(o_k < H_K) & there, other=0.0).to(tl.float32) for o_k in o_parts]
+
+
+@triton.jit
+def load_state(p_state, o_parts, there, H_K: tl.constexpr, H_V: tl.constexpr):
+    """Loads the parts of the columns of a state that p_state [1, columns] points to."""
+    return [tl.load(p_state + o_k[:, None] * H_V, mask=(o_k < H_K)[:, None] & there, other=0.0) for o_k in o_parts]
+
+
+@triton.jit
+def _store_state(p_state, b_state, o_parts, there, H_K: tl.constexpr, H_V: tl.constexpr):
+    for i in tl.static_range(4):
+        tl.store(p_state + o_parts[i][:, None] * H_V, b_state[i], mask=(o_parts[i] < H_K)[:, None] & there)
+
+
+@triton.jit
+def _products(x, y):
+    return tl.fma(x[3], y[3], tl.fma(x[2], y[2], tl.fma(x[1], y[1], x[0] * y[0])))
+
+
+@triton.jit
+def _unit(b_x, scale):
+    """Returns a vector of length `scale`."""
+    b_scale = tl.rsqrt(tl.sum(_products(b_x, b_x), axis=0) + 1e-6) * scale
+    return [b_part * b_scale for b_part in b_x]
+
+
+@triton.jit
+def _columns(b_x, b_state):
+    return [tl.broadcast_to(b_part[:, None], b_state[0].shape) for b_part in b_x]
+
+
+@triton.jit
+def updated(b_state, b_k, b_v, decay, beta):
+    """Returns the state after a row."""
+    b_keys = _columns(_unit(b_k, 1.0), b_state)
+    b_old = [b_part * decay for b_part in b_state]
+    b_delta = (b_v - tl.sum(_products(b_old, b_keys), axis=0)) * beta
+    b_delta = tl.broadcast_to(b_delta[None, :], b_state[0].shape)
+    return [
+        tl.fma(b_keys[0], b_delta, b_old[0]),
+        tl.fma(b_keys[1], b_delta, b_old[1]),
+        tl.fma(b_keys[2], b_delta, b_old[2]),
+        tl.fma(b_keys[3], b_delta, b_old[3]),
+    ]
+
+
+@triton.jit
+def output_of(b_state, b_q, scale):
+    """Returns a row's output from the state after it."""
+    return tl.sum(_products(b_state, _columns(_unit(b_q, scale), b_state)), axis=0)
+
+
+@triton.jit
+def delta_row(p_q, p_k, p_v, p_gate, row, there, read, o_parts, m_v, C, N, H_K: tl.constexpr):
+    """Loads query, key, value, decay and beta of one row, one row ahead. `read`: whether the row has an output."""
+    b_q = load_parts(p_q + row * C, o_parts, there & read, H_K)
+    b_k = load_parts(p_k + row * C, o_parts, there, H_K)
     b_v = tl.load(p_v + row * C, mask=m_v & there, other=0.0).to(tl.float32)
     decay = tl.load(p_gate + row * 2 * N, mask=there, other=0.0)
     beta = tl.load(p_gate + row * 2 * N + N, mask=there, other=0.0)
     return b_q, b_k, b_v, decay, beta
 
 
-@triton.jit
-def updated(b_state, b_q, b_k, b_v, decay, beta, scale):
-    """Returns the state after a row, and the row's output."""
-    b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + 1e-6)
-    b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + 1e-6) * scale
-    b_state *= decay
-    b_delta = (b_v - tl.sum(b_state * b_k[:, None], axis=0)) * beta
-    b_state += b_k[:, None] * b_delta[None, :]
-    return b_state, tl.sum(b_state * b_q[:, None], axis=0)
-
-
 @triton.jit(do_not_specialize=["S", "M", "batch", "states"])
 def _delta_rule_kernel(
-    mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, starts_p, out_p, S, M, MOST, C, N, G, H_K, H_V, scale,
-    batch, states,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, CHAINS: tl.constexpr, PDL: tl.constexpr,
+    mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, starts_p, out_p, S, M, MOST, C, N, G, scale, batch, states,
+    H_K: tl.constexpr, H_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    CHAINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the delta rule of one request and a part of a head.
 
@@ -177,12 +232,12 @@ def _delta_rule_kernel(
     """
     i_l, i_r = tl.program_id(2) // batch, tl.program_id(2) % batch
     i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_k, m_v = o_k < H_K, o_v < H_V
+    o_parts, o_v = key_parts(BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_v = o_v < H_V
     slot = tl.load(slots_p + i_r).to(tl.int64) + i_l * states  # these and the state are older than the pass, see `pdl`
     stay, count = tl.load(stay_p + i_r), tl.load(counts_p + i_r)
-    p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
-    m_state = m_k[:, None] & m_v[None, :]
+    p_state = state_p + (slot * N + i_n) * H_K * H_V + o_v[None, :]
+    m_state = m_v[None, :]
     mixed_p += i_b * (MOST + S) * C
     gates_p += i_b * (MOST + S) * 2 * N + i_n
     first = tl.load(starts_p + i_b).to(tl.int64) if CHAINS else i_b * S
@@ -194,20 +249,24 @@ def _delta_rule_kernel(
         known &= stay > 0
         stay *= 0
     end = stay + count
-    p_qk, p_v = mixed_p + i_g * H_K + o_k, mixed_p + 2 * G * H_K + i_n * H_V + o_v
-    b_state = tl.load(p_state, mask=m_state & known, other=0.0)
+    p_q, p_k, p_v = mixed_p + i_g * H_K, mixed_p + (G + i_g) * H_K, mixed_p + 2 * G * H_K + i_n * H_V + o_v
+    b_state = load_state(p_state, o_parts, m_state & known, H_K, H_V)
     wait_for_previous(PDL)
     start_next(PDL)
-    b_q, b_k, b_v, decay, beta = delta_row(p_qk, p_v, gates_p, 0, end, C, N, G * H_K, m_k, m_v)
+    b_q, b_k, b_v, decay, beta = delta_row(p_q, p_k, p_v, gates_p, 0, end > 0, stay == 0, o_parts, m_v, C, N, H_K)
     for row in range(end):  # one body for old and new rows, so that both round the same way
         if row == stay:
-            tl.store(p_state, b_state, mask=m_state & (stay > 0))
-        n_q, n_k, n_v, n_decay, n_beta = delta_row(p_qk, p_v, gates_p, row + 1, end, C, N, G * H_K, m_k, m_v)
-        b_state, b_out = updated(b_state, b_q, b_k, b_v, decay, beta, scale)
-        tl.store(p_out + (row - stay) * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v & (row >= stay))
+            _store_state(p_state, b_state, o_parts, m_state & (stay > 0), H_K, H_V)
+        n_q, n_k, n_v, n_decay, n_beta = delta_row(
+            p_q, p_k, p_v, gates_p, row + 1, row + 1 < end, row + 1 >= stay, o_parts, m_v, C, N, H_K
+        )
+        b_state = updated(b_state, b_k, b_v, decay, beta)
+        if row >= stay:
+            b_out = output_of(b_state, b_q, scale).to(out_p.dtype.element_ty)
+            tl.store(p_out + (row - stay) * N * H_V, b_out, mask=m_v)
         b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
     if CHUNK or count == 0:
-        tl.store(p_state, b_state, mask=m_state & (end > 0))
+        _store_state(p_state, b_state, o_parts, m_state & (end > 0), H_K, H_V)
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
     if CHAINS:  # the programs share the rows after all chains
         for row in range(tl.load(starts_p + tl.num_programs(2)) + i_b, M, tl.num_programs(2)):
@@ -332,9 +391,9 @@ def _launch_rule(
     columns = min(COLUMNS, next_power_of_two(width_v))
     _delta_rule_kernel[(-(-width_v // columns), heads, batch)](
         mixed, gates, state, slots, stay, counts, slots if chains is None else chains.starts, out, block, m, most,
-        channels, heads, groups, width_k, width_v, width_k**-0.5, batch // layers, len(state) // layers,
-        BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, CHUNK=chunk, CHAINS=chains is not None,
-        num_warps=2 if chunk else 1, **pdl(mixed),
+        channels, heads, groups, width_k**-0.5, batch // layers, len(state) // layers, H_K=width_k, H_V=width_v,
+        BLOCK_K=max(4, next_power_of_two(width_k)), BLOCK_V=columns, CHUNK=chunk, CHAINS=chains is not None,
+        num_warps=2 if chunk else 1, enable_fp_fusion=False, **pdl(mixed),
     )  # fmt: skip
     return out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..delta import DeltaMemory, TreeInputs
 from ..launch import next_power_of_two, pdl
 from ..tree import TreeRows
-from .delta import CHANNELS, COLUMNS, activated, delta_row, gates_of, updated
+from .delta import CHANNELS, COLUMNS, activated, delta_row, gates_of, key_parts, load_state, output_of, updated
 from .pdl import start_next, wait_for_previous
 
 ROWS = 16  # rows of a program of the convolution
@@ -72,18 +72,19 @@ def _tree_inputs_kernel(
 @triton.jit(do_not_specialize=["M", "stride_paths", "P", "programs"])
 def _tree_rule_kernel(
     mixed_p, gates_p, state_p, slots_p, starts_p, parents_p, depths_p, paths_p, out_p,
-    M, C, N, G, H_K, H_V, scale, stride_paths, P, programs,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    M, C, N, G, scale, stride_paths, P, programs,
+    H_K: tl.constexpr, H_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PLACES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes a part of a head for every `programs`-th leaf of a request. Rows after all trees get zeros."""
     i_v, i_n, i_x = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_p = i_x // programs, i_x % programs
-    o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_k, m_v = o_k < H_K, o_v < H_V
-    m_state = m_k[:, None] & m_v[None, :]
+    o_parts, o_v = key_parts(BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_v = o_v < H_V
     slot = tl.load(slots_p + i_b).to(tl.int64)  # older than the pass, see `pdl`
-    p_state = state_p + ((slot * N + i_n) * H_K + o_k)[:, None] * H_V + o_v[None, :]
-    p_qk, p_v = mixed_p + i_n // (N // G) * H_K + o_k, mixed_p + 2 * G * H_K + i_n * H_V + o_v
+    p_state = state_p + (slot * N + i_n) * H_K * H_V + o_v[None, :]
+    p_q, p_v = mixed_p + i_n // (N // G) * H_K, mixed_p + 2 * G * H_K + i_n * H_V + o_v
+    p_k = p_q + G * H_K
     gates_p += i_n
     out_p += i_n * H_V + o_v
     wait_for_previous(PDL)
@@ -100,14 +101,17 @@ def _tree_rule_kernel(
     while leaf < PLACES:
         depth = tl.load(depths_p + first + leaf)
         p_path = paths_p + i_b.to(tl.int64) * stride_paths + leaf * P
-        b_state = tl.load(p_state, mask=m_state, other=0.0)
+        b_state = load_state(p_state, o_parts, m_v[None, :], H_K, H_V)
         row = first  # the anchor's
-        b_q, b_k, b_v, decay, beta = delta_row(p_qk, p_v, gates_p, row, M, C, N, G * H_K, m_k, m_v)
+        b_q, b_k, b_v, decay, beta = delta_row(p_q, p_k, p_v, gates_p, row, depth >= 0, True, o_parts, m_v, C, N, H_K)
         for at in range(1, depth + 2):
-            following = tl.where(at <= depth, first + tl.load(p_path + at, mask=at <= depth, other=0), M)
-            n_q, n_k, n_v, n_decay, n_beta = delta_row(p_qk, p_v, gates_p, following, M, C, N, G * H_K, m_k, m_v)
-            b_state, b_out = updated(b_state, b_q, b_k, b_v, decay, beta, scale)
-            tl.store(out_p + row * N * H_V, b_out.to(out_p.dtype.element_ty), mask=m_v)
+            following = first + tl.load(p_path + at, mask=at <= depth, other=0)
+            n_q, n_k, n_v, n_decay, n_beta = delta_row(
+                p_q, p_k, p_v, gates_p, following, at <= depth, True, o_parts, m_v, C, N, H_K
+            )
+            b_state = updated(b_state, b_k, b_v, decay, beta)
+            b_out = output_of(b_state, b_q, scale).to(out_p.dtype.element_ty)
+            tl.store(out_p + row * N * H_V, b_out, mask=m_v)
             row, b_q, b_k, b_v, decay, beta = following, n_q, n_k, n_v, n_decay, n_beta
         leaf = tl.min(tl.where(m_leaf & (o_r > leaf), o_r, PLACES), axis=0)
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
@@ -176,9 +180,9 @@ def tree_delta_rule(
     programs = max(1, min(places, PROGRAMS // (parts * heads * batch)))
     _tree_rule_kernel[(parts, heads, batch * programs)](
         mixed, gates, memory.state, slots, tree.starts, tree.parents, tree.depths, paths, out, m, channels, heads,
-        groups, width_k, width_v, width_k**-0.5, paths.stride(0), paths.stride(1), programs,
-        BLOCK_K=next_power_of_two(width_k), BLOCK_V=columns, PLACES=next_power_of_two(places), num_warps=1,
-        **pdl(mixed),
+        groups, width_k**-0.5, paths.stride(0), paths.stride(1), programs, H_K=width_k, H_V=width_v,
+        BLOCK_K=max(4, next_power_of_two(width_k)), BLOCK_V=columns, PLACES=next_power_of_two(places), num_warps=1,
+        enable_fp_fusion=False, **pdl(mixed),
     )  # fmt: skip
     return out
 
