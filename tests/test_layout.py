@@ -177,11 +177,12 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 # how kernels are launched, what several are made of, and the choice among them
 SUPPORT = {"delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
-SUPPORT |= {"reference_delta", "reference_tree", "tree"}
+SUPPORT |= {"reference_delta", "reference_slots", "reference_tree", "tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "triton.attention", "triton.argmax"}
 SUPPORT |= {"triton.convolution", "triton.delta", "triton.fp8", "triton.fp8_blocks", "triton.pages", "triton.pdl"}
 SUPPORT |= {"triton.tile"}
-DEFINITIONS = {"ops", "reference", "reference_attention", "reference_delta", "reference_tree"}  # no kernel imports them
+# no kernel imports them
+DEFINITIONS = {"ops", "reference", "reference_attention", "reference_delta", "reference_slots", "reference_tree"}
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:

@@ -29,6 +29,10 @@ from .reference_delta import fold_ as fold_
 from .reference_delta import keep_path_ as keep_path_
 from .reference_delta import tree_delta_inputs as tree_delta_inputs
 from .reference_delta import tree_delta_rule as tree_delta_rule
+from .reference_slots import inject_rms_norm as inject_rms_norm
+from .reference_slots import pair_messages as pair_messages
+from .reference_slots import pair_scores as pair_scores
+from .reference_slots import slot_messages as slot_messages
 from .reference_tree import accept_trees as accept_trees
 from .reference_tree import cut_trees as cut_trees
 from .reference_tree import draft_children as draft_children

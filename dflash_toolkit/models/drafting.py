@@ -118,7 +118,7 @@ class Head(Protocol):
     """Turns a drafter's blocks into drafts in the engine; captured in a graph, so it must not read values."""
 
     def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
-        """Returns `block` - 1 tokens after `last` [B] from normed hidden states [B * block, D]; ignores slot 0."""
+        """Returns `block` - 1 tokens after `last` [B] from the stack's hidden states [B * block, D]; ignores slot 0."""
         ...
 
     def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
@@ -139,16 +139,32 @@ class BetweenWeights(Protocol):
         """Returns name in the drafter -> the view that the tensor of a checkpoint is copied into."""
         ...
 
-    def loaded(self) -> None:
-        """Computes what follows from the weights, in place, after they were copied."""
+    def sent_by(self, tokens: Tensor, ops: Ops) -> Tensor:
+        """Returns what all layers need of the anchor tokens [B], [B, n]."""
         ...
 
-    def inject(self, layer: int, x: Tensor, last: Tensor, ops: Ops) -> Tensor:
-        """Returns the rows [B * block, D] for the next layer, from a layer's output and the anchor tokens [B]."""
+    def inject(
+        self, layer: int, x: Tensor, anchors: Tensor, norm: Tensor, eps: float, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the rows [B * block, D] for the next layer from a layer's output x, and their norm.
+
+        Args:
+            anchors: the result of `sent_by`.
+            norm, eps: of the next layer.
+        """
         ...
 
-    def head(self, weight: Weight, count: int, scale: LogitScale, norm: Tensor, eps: float, ops: Ops) -> "Head":
-        """Returns the head, which gets the output of the last layer: neither changed by `inject` nor normed."""
+    def head(
+        self, weight: Weight, rows: Tensor, norm: Tensor, eps: float, count: int, scale: LogitScale, ops: Ops
+    ) -> "Head":
+        """Returns the head, which gets the output of the last layer: neither changed by `inject` nor normed.
+
+        Args:
+            weight: [V, D], the LM head.
+            rows: the same in 16 bits.
+            norm, eps: of the final norm.
+            count: candidates of a slot.
+        """
         ...
 
 

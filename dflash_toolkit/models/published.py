@@ -93,7 +93,7 @@ PUBLISHED = (
 
 
 def published_for(target: str) -> list[Published]:
-    """Returns the published drafters of a target, plain DFlash and DFlash 2 in z-lab's form first.
+    """Returns the published drafters of a target, those in z-lab's form first.
 
     A target is a Hugging Face id, a folder of that name, or a folder of the hub's cache. A quantized variant has the
     drafters of its model too; a fine-tuned model of another name has none.
@@ -102,12 +102,12 @@ def published_for(target: str) -> list[Published]:
     found = [each for each in PUBLISHED if each.target.lower() == name]
     plain = _without_suffixes(name)
     found += [each for each in PUBLISHED if each not in found and _without_suffixes(each.target.lower()) == plain]
-    return sorted(found, key=lambda each: each.form != "z-lab" or each.kind == "DSpine")
+    return sorted(found, key=lambda each: each.form != "z-lab")
 
 
 def named_for(target: str) -> str:
     """Returns the names of a target's published drafters, separated by commas; empty where none is known."""
-    return ", ".join(each.drafter for each in published_for(target) if each.kind != "DSpine")
+    return ", ".join(each.drafter for each in published_for(target))
 
 
 def hint_for(target: str) -> str:

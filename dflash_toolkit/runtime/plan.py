@@ -116,7 +116,7 @@ class Planner:
         if self._drafter is None:
             return []
         layers = self._drafter.layers if fused and self._drafter.spec.hidden_size >= WIDE_IN_FP8 else []
-        narrow = [layer.quantized(first=i == 0) for i, layer in enumerate(layers)]
+        narrow = [layer.quantized(first=self._drafter.begins(i)) for i, layer in enumerate(layers)]
         return [RowScaledFp8.of(self._target.head), narrow]
 
     def plan(self, options: EngineOptions) -> Plan:

@@ -47,13 +47,16 @@ def head_of(weights: DrafterWeights, target_head: Tensor, ops: Ops) -> Head:
     """Returns how a drafter chooses tokens; without a head of its own it uses the target's [V, D]."""
     config, weight = weights.config, target_head if weights.head is None else weights.head
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
+    if weights.between is not None:
+        norm = weights.norm, weights.spec.rms_norm_eps
+        return weights.between.head(weight, target_head, *norm, config.draft_candidates, scale, ops)
     if weights.selector is None:
         return ArgmaxHead(weight, config.draft_candidates, scale, ops)
     return weights.selector.head(weight, config.draft_candidates, scale, ops)
 
 
 class Proposer:
-    """Drafts a block in one non-causal pass over the context and the block.
+    """Drafts a block in one pass over the context and the block.
 
     Args:
         embedding: [V, D], the target's.
@@ -87,10 +90,12 @@ class Proposer:
         return self._head.children(self._forward(last, rows, block), last, block, calibration, width)
 
     def _forward(self, last: Tensor, rows: Rows, block: int) -> Tensor:
-        """Returns normed hidden states [B * block, D]."""
+        """Returns the result of `Stack.forward`, [B * block, D]."""
         masks = last.new_full((len(last), block - 1), self.weights.config.mask_token_id)
         ids = torch.cat([last[:, None], masks], dim=1)
         embedded, scale = F.embedding(ids.flatten(), self._embedding), self.weights.config.input_embedding_scale
+        if self.weights.between is not None:
+            rows = replace(rows, last=last)
         return self.stack.forward(embedded if scale == 1.0 else embedded * scale, rows)
 
     def write_context(self, features: Tensor, rows: Rows, counts: Tensor) -> None:

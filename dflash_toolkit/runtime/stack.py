@@ -18,6 +18,7 @@ from ..kernels.formats import Operand, format_of, values_of
 from ..kernels.ops import Ops
 from ..kernels.paged import FP8, PagedKV
 from ..kernels.tree import TreeRows
+from ..models.drafting import BetweenWeights
 from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
 from .graphs import to_device
 from .weights import (
@@ -71,6 +72,7 @@ class Rows:
     states: States | None = None  # where layers are recurrent
     tree: TreeRows | None = None
     paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; given with `tree`
+    last: Tensor | None = None  # int64 [B], anchor tokens, for a stack with a module between its layers
     chains: bool = False  # whether no node of `tree` has a sibling
     wanted: Tensor | None = None  # int64 [W], rows whose states the pass returns. None: all
 
@@ -269,9 +271,11 @@ class Stack:
         ops: Ops,
         memory: DeltaMemory | None = None,
         scales: Tensor | None = None,
+        between: BetweenWeights | None = None,
     ) -> None:
         self.spec, self.layers, self.norm, self.rope, self.cache, self.ops = spec, layers, norm, rope, cache, ops
         self.memory, self.scales, nets = memory, scales, spec.delta_nets
+        self.between = between
         self.memories = [] if memory is None else memory.of_layers(len(nets))
         pages = zip(cache, itertools.repeat(None) if scales is None else scales, strict=False)
         states = iter(enumerate(self.memories))
@@ -320,7 +324,8 @@ class Stack:
                 count * (1 + max_num_seqs + kept_states), max_block, net.taps, net.channels, net.num_heads,
                 (net.k_head_dim, net.head_dim), dtype, device,
             )  # fmt: skip
-        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memory, scales)
+        between = weights.between if isinstance(weights, DrafterWeights) else None
+        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memory, scales, between)
 
     @property
     def cached(self) -> list[Tensor]:
@@ -369,7 +374,8 @@ class Stack:
             taps: layer id -> view [M, D] that receives that layer's output.
 
         Returns:
-            Normed hidden states [M, D], or those of the wanted rows.
+            Normed hidden states [M, D], or those of the wanted rows; with a module between the layers the output of
+            the last layer, which is not normed.
         """
         return exhaust(self.slices(x, rows, taps))
 
@@ -384,6 +390,10 @@ class Stack:
         normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
         _, h = normed(x, None, self.layers[0].input_norm, self.spec.rms_norm_eps)
         begun: tuple[Operand, Tensor | None] | None = self._begin(0, h, block)
+        anchors = None
+        if self.between is not None:
+            assert rows.last is not None
+            anchors = self.between.sent_by(rows.last, self.ops)
         for i, mixer in enumerate(self._mixers):
             assert begun is not None
             mixed, after = mixer.mix(begun[0], rows), begun[1]
@@ -396,8 +406,13 @@ class Stack:
                 x, mixed = wanted
             x, h, begun = self._finish(i, x, mixed, after, block, taps.get(i))
             del mixed
+            if self.between is not None and i + 1 < len(self._mixers):
+                assert anchors is not None
+                norm = self.layers[i + 1].input_norm, self.spec.rms_norm_eps
+                x, h = self.between.inject(i, x, anchors, *norm, self.ops)
+                begun = self._begin(i + 1, h, block)
             yield
-        return values_of(h)
+        return values_of(h) if self.between is None else x
 
     def _begin(self, i: int, h: Operand, block: int) -> tuple[Operand, Tensor | None]:
         """Returns the input of mixer i, and the coefficients of the convolution after it."""
@@ -409,7 +424,7 @@ class Stack:
     ) -> tuple[Tensor, Operand, tuple[Operand, Tensor | None] | None]:
         """Computes the rest of a layer after its mixer: its output [M, D], the norm, and `_begin` of the next layer."""
         layer, ops, eps = self.layers[i], self.ops, self.spec.rms_norm_eps
-        following = self.layers[i + 1] if i + 1 < len(self.layers) else None
+        following = self.layers[i + 1] if i + 1 < len(self.layers) and self.between is None else None
         norm = following.input_norm if following else self.norm
         if layer.fuses(following, x, ops) and (matrices := layer.fusible(following)):
             o, gate_up, down, qkv = matrices

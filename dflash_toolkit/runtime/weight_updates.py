@@ -36,7 +36,7 @@ def update_drafter(weights: DrafterWeights, tensors: Mapping[str, Tensor]) -> No
         fresh = LayerWeights.empty(kind, weights.spec.hidden_size, device, dtype)
         load_weights("drafter", fresh.parameter_views(kind), own)
         weights.stack_context(i, fresh)
-        _copy(layer, fresh.quantized(first=i == 0) if layer.in_fp8 else fresh)
+        _copy(layer, fresh.quantized(first=weights.begins(i)) if layer.in_fp8 else fresh)
     for name, view in weights.own_views().items():
         view.copy_(tensors[name])
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, weight_files
-from ..config import UnsupportedModel, UserError
+from ..config import UnsupportedModel
 from ..kernels.formats import RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
 from ..models.dflash.network import Drafter, DrafterConfig
-from ..models.drafting import SelectorWeights
+from ..models.drafting import BetweenWeights, SelectorWeights
 from ..models.spec import (
     AttentionSpec,
     ConvolutionSpec,
@@ -407,6 +407,7 @@ class DrafterWeights:
     context_bias: Tensor | None = field(init=False)  # [L 2 G H]
     k_norms: Tensor = field(init=False)  # [L, H]
     head: Weight | None = None  # [V, D], a copy of its own; None: the target's
+    between: BetweenWeights | None = None  # changes the rows after every layer, and then chooses the tokens
 
     @classmethod
     def of_module(cls, drafter: Drafter) -> "DrafterWeights":
@@ -415,8 +416,6 @@ class DrafterWeights:
 
     @classmethod
     def _from(cls, config: DrafterConfig, state: Mapping[str, Tensor]) -> "DrafterWeights":
-        if config.architecture.between_name:
-            raise UserError(f"the engine does not run {config.architecture.title} drafters; use --runtime reference")
         weights = cls.empty(config, state["fc.weight"].device, state["fc.weight"].dtype)
         load_weights("drafter", weights.parameter_views(), state)
         weights.context_kv, weights.context_bias, weights.k_norms = weights._stacked()
@@ -429,7 +428,8 @@ class DrafterWeights:
         new = functools.partial(torch.empty, device=device, dtype=dtype)
         layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
         selector = config.architecture.selector_weights(config, new)
-        return cls(spec, config, new(d, config.feature_size), new(d), layers, new(d), selector)
+        between = config.architecture.between_weights(config, new)
+        return cls(spec, config, new(d, config.feature_size), new(d), layers, new(d), selector, between=between)
 
     def parameter_views(self) -> dict[str, Tensor]:
         """Checkpoint name -> the view that the tensor is copied into."""
@@ -441,6 +441,8 @@ class DrafterWeights:
     def own_views(self) -> dict[str, Tensor]:
         """Returns the `parameter_views` outside of the layers."""
         found = {"fc.weight": self.fc, "hidden_norm.weight": self.hidden_norm, "norm.weight": self.norm}
+        if self.between is not None:
+            found |= self.between.parameter_views()
         if self.selector is None:
             return found
         prefix = self.config.architecture.selector_name
@@ -464,6 +466,10 @@ class DrafterWeights:
         norms = torch.stack([w.k_norm for w in mixers if w.k_norm is not None])
         return kv, torch.cat(biases) if biases else None, norms
 
+    def begins(self, layer: int) -> bool:
+        """Whether the queries, keys and values of a layer have their own launch, see `LayerWeights.quantized`."""
+        return layer == 0 or self.between is not None
+
     def quantized(self, head: Tensor) -> "DrafterWeights":
         """Returns weights to draft in fp8, with a copy of `head` [V, D]. The context's projection is shared unchanged.
 
@@ -473,6 +479,8 @@ class DrafterWeights:
         found = copy.copy(self)
         found.head = RowScaledFp8.of(head)
         ops, rows = ops_for(self.norm.device), self.norm[None]
-        if self.spec.hidden_size >= WIDE_IN_FP8 and all(layer.fuses(layer, rows, ops) for layer in self.layers):
-            found.layers = [layer.quantized(first=i == 0) for i, layer in enumerate(self.layers)]
+        following = [None if self.between else layer for layer in self.layers]
+        fused = (layer.fuses(after, rows, ops) for layer, after in zip(self.layers, following, strict=True))
+        if self.spec.hidden_size >= WIDE_IN_FP8 and all(fused):
+            found.layers = [layer.quantized(first=self.begins(i)) for i, layer in enumerate(self.layers)]
         return found

@@ -106,7 +106,7 @@ def servers(each: Published) -> list[str]:
     found = []
     # the speculators form of DFlash 2 is a layout of its own
     readable = each.form == "z-lab" or each.kind == "DFlash"
-    if readable and computed(each.architecture) and each.target not in TOO_LARGE and not known.between_name:
+    if readable and computed(each.architecture) and each.target not in TOO_LARGE:
         found.append("our engine")
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
         scaled = block_scale(engine, each.architecture, 2) != 1.0

@@ -36,7 +36,7 @@ def test_another_model_has_no_published_drafter(target: str) -> None:
 
 def test_drafters_in_z_lab_form_come_first() -> None:
     for target in {each.target for each in PUBLISHED}:
-        forms = [each.form == "z-lab" and each.kind != "DSpine" for each in published_for(target)]
+        forms = [each.form == "z-lab" for each in published_for(target)]
         assert forms == sorted(forms, reverse=True)
 
 
@@ -46,7 +46,7 @@ def test_every_published_row_is_complete() -> None:
         assert each.drafter.count("/") == 1 and each.source
         assert each.architecture == "" or each.architecture in SERVED
         assert each.block_size is None or each.block_size >= 2
-        assert named_for(f"org/{each.target}") or each.kind == "DSpine"
+        assert named_for(f"org/{each.target}")
 
 
 def said(*words: str) -> str:

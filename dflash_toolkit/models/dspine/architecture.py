@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..dflash.network import Drafter, DrafterConfig
-    from ..drafting import TokenSelector
+    from ..drafting import Empty, TokenSelector
     from .injection import Injection
+    from .proposer import InjectionWeights
 
 # the sizes are those of its published drafters
 INJECTION = Part(
@@ -56,6 +57,20 @@ class DSpine(DraftArchitecture):
 
         sizes = config.sizes
         return Injection(config.hidden_size, config.num_layers, sizes["transfer_rank"], sizes["message_size"])
+
+    def between_weights(self, config: "DrafterConfig", empty: "Empty") -> "InjectionWeights":
+        import torch
+
+        from .proposer import InjectionWeights
+
+        layers, d, (rank, m, _) = config.num_layers, config.hidden_size, config.sizes.values()
+        ones = empty(rank)
+        if not ones.is_meta:
+            ones.fill_(1.0)
+        return InjectionWeights(
+            empty(layers, rank, d), empty(layers, d, m), empty(3 * m, rank), empty(m), empty(config.vocab_size, rank),
+            empty((), dtype=torch.bool), ones,
+        )  # fmt: skip
 
     def fixed_tensors(self, config: "DrafterConfig") -> "Mapping[str, Tensor]":
         import torch
