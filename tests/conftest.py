@@ -219,6 +219,15 @@ def pytest_collection_finish() -> None:
 os.register_at_fork(after_in_child=pytest_collection_finish)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _compiles_when_needed() -> None:
+    """On a GPU, the small engines of the tests need few of the kernels that would be compiled ahead."""
+    if torch.cuda.is_available():
+        from dflash_toolkit.runtime import precompile
+
+        precompile.MOST_PROCESSES = 1
+
+
 @pytest.fixture(autouse=True)
 def _freezes_imports() -> Iterator[None]:
     """Freezes imported objects of tests, too: closing an engine collects all garbage."""

@@ -106,12 +106,13 @@ def precompile(
     assert process.stdin is not None and process.stderr is not None
     with process.stderr, process.stdin:
         try:
-            reason = process.stderr.read().decode(errors="replace").strip() if process.wait(LONGEST_S) else ""
+            code = process.wait(LONGEST_S)
+            *_, reason = f"exit code {code}", *process.stderr.read().decode(errors="replace").split("\n")[:-1]
         except subprocess.TimeoutExpired:
-            reason = f"it took more than {LONGEST_S:.0f} s"
+            code, reason = 1, f"it took more than {LONGEST_S:.0f} s"
     _end(process)
-    if reason:
-        log.warning("steps compile their kernels, as compiling them ahead failed: %s", reason.splitlines()[-1])
+    if code:
+        log.warning("steps compile their kernels, as compiling them ahead failed: %s", reason)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
