@@ -93,8 +93,8 @@ class Evaluation:
         tau, steps = self.tau, sum(self.steps)
         return [ratio(t - tau * s, steps - s) for t, s in zip(self.tokens, self.steps, strict=True)]
 
-    def clearly_better_than(self, other: "Evaluation") -> bool:
-        """Whether tau is larger beyond the error of the difference, by Student's t at 97.5 %.
+    def clearly_better_than(self, other: "Evaluation", sure: float = SURE) -> bool:
+        """Whether tau is larger beyond the error of the difference, by the quantile `sure` of Student's t.
 
         Both evaluations have the same prompts, so the error is that of paired differences. With fewer than two prompts,
         or without a step, the result is False.
@@ -103,7 +103,7 @@ class Evaluation:
             return False
         pairs = zip(self._residuals(), other._residuals(), strict=True)
         error = _spread([ours - theirs for ours, theirs in pairs], math.hypot(self._counting, other._counting))
-        return self.tau - other.tau > student_quantile(SURE, self.prompts - 1) * error
+        return self.tau - other.tau > student_quantile(sure, self.prompts - 1) * error
 
     def by_source(self) -> dict[str, float]:
         """Returns tau for the prompts of each source, in order of first appearance."""
