@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .server import Server
 
 log = logging.getLogger("dflash_toolkit.serve")
+CAPTURE_S = 4.0  # seconds of captures before the first request; small batches come first
 END_S = 5.0  # seconds that the engine gets to end by itself
 STEADY_S = 60.0  # an engine that ran this long restarts after a second; otherwise the wait doubles
 LONGEST_WAIT_S = 60.0
@@ -295,14 +296,15 @@ def _read_grammars(engine: "Engine") -> None:
 
 
 def _capture(engine: "Engine") -> None:
-    """Captures every step that requests may need, so that no request waits for a capture."""
+    """Captures steps that requests may need, for CAPTURE_S at most. The others are captured later, see `EngineLoop`."""
     from dflash_toolkit.progress import Progress
 
+    until = time.monotonic() + CAPTURE_S
     try:
         if engine.prepare():
             with Progress("capturing steps", None) as bar:
                 bar.advance()
-                while engine.prepare():
+                while time.monotonic() < until and engine.prepare():
                     bar.advance()
     except RuntimeError as error:
         log.warning("a step could not be captured, so the rest are captured when a batch first needs them: %s", error)

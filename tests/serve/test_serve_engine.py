@@ -511,3 +511,20 @@ def test_imported_objects_are_frozen_for_garbage_collection(
         near.close()
         far.close()
     assert found[0] < before / 10
+
+
+def test_captures_delay_the_start_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+
+    def prepare() -> bool:
+        captured.append(len(captured))
+        return len(captured) < 9
+
+    engine: Any = Namespace(prepare=prepare)
+    monkeypatch.setattr(processes, "CAPTURE_S", 3600.0)
+    processes._capture(engine)
+    assert len(captured) == 9
+    captured.clear()
+    monkeypatch.setattr(processes, "CAPTURE_S", 0.0)
+    processes._capture(engine)
+    assert len(captured) == 1, "the loop captures the others"
