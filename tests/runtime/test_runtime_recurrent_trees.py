@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import make_dflash2, make_drafter
-from engines import alone, knowing, make_engine, prompts_of, same
+from engines import SAMPLINGS, alone, knowing, make_engine, prompts_of, same
 from planted_trees import plain, planting, watch
 from recurrent_engines import any_shapes, pair
 
@@ -32,6 +32,25 @@ def test_ragged_batches_take_the_steps_of_generate(kind: str, nodes: int) -> Non
     assert max(step.accepted for step in steps) >= 2
     engine.pool.check()
     assert engine.pool.available == engine.pool.capacity
+
+
+@pytest.mark.parametrize("width", [1, 3], ids=["chains", "trees"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe"])
+def test_sampled_and_edited_answers_equal_plain_ones(kind: str, width: int) -> None:
+    """Penalties count the tokens of a node's path; log-probabilities are those of the accepted rows."""
+    target, drafter = pair(kind)
+    prompts = prompts_of(1, 5, 17, 33, 8, 2)
+    engine = make_engine(target, drafter, draft_tree=20, draft_tree_width=width)
+    with planting(engine, plain(target, prompts, SAMPLINGS)):
+        answers = engine.generate(prompts, SAMPLINGS)
+    for prompt, params, got in zip(prompts, SAMPLINGS, answers, strict=True):
+        expected = generate(target, None, prompt, params)
+        assert (got.tokens, got.finish_reason) == (expected.tokens, expected.finish_reason)
+        if params.logprobs is not None:
+            found, exact = ([each.chosen for each in one.logprobs] for one in (got, expected))
+            assert found == pytest.approx(exact, abs=1e-4)
+            assert [len(each.best) for each in got.logprobs] == [params.logprobs] * len(got.tokens)
+    assert max(step.accepted for got in answers for step in got.steps) >= 2
 
 
 @pytest.mark.parametrize("make", [make_drafter, make_dflash2])

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from conftest import make_drafter
+from conftest import make_drafter, make_target
 from fastapi.testclient import TestClient
 from live_server import make_engine
 from reciting import make_reciting
@@ -53,7 +53,11 @@ def _text(choice: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("per_key", [False, True])
-def test_a_prefix_is_separate_per_key_on_request(target: Target, drafter: Drafter, per_key: bool) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_a_prefix_is_separate_per_key_on_request(kind: str, per_key: bool) -> None:
+    """So are the states of a target with recurrent layers."""
+    target = make_target(kind)
+    drafter = make_drafter(target)
     keys, body = ("k0", "k1"), {"model": "org/tiny", "prompt": [7] * 40, "max_tokens": 3}
     client = TestClient(create_app(make_engine(target, drafter), "org/tiny", keys, prefix_cache_per_key=per_key))
     found = []

@@ -1,5 +1,5 @@
-"""The whole way with a target of gated delta nets: it learns a few sentences, a drafter learns them from it, and the
-engine writes them in far fewer steps than they have tokens."""
+"""The whole way with targets of gated delta nets, dense and with experts: a target learns a few sentences, a drafter
+learns them from it, and the engine writes them in far fewer steps than they have tokens."""
 
 import json
 from dataclasses import dataclass
@@ -9,11 +9,15 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from conftest import EOS, PAD
+from fastapi.testclient import TestClient
+from reports import load
 
 from dflash_toolkit import SamplingParams, Target, generate
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.doctor.cli import main as dflash_doctor
-from dflash_toolkit.runtime import EngineOptions, load_engine
+from dflash_toolkit.evaluation.cli import main as dflash_eval
+from dflash_toolkit.runtime import AsyncEngine, EngineOptions, load_engine
+from dflash_toolkit.serve.app import create_app
 from dflash_toolkit.train.cli import main
 
 SENTENCES = {
@@ -52,12 +56,12 @@ def teach(target: Target, prompts: list[list[int]], answers: list[list[int]]) ->
     model.requires_grad_(False)
 
 
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> Learnt:
+@pytest.fixture(scope="module", params=["Qwen3.5", "Qwen3.5-MoE"])
+def learnt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Learnt:
     """By dflash-train itself, with answers that the engine writes."""
     torch.set_num_threads(1)
     work = tmp_path_factory.mktemp("learnt")
-    target = ARCHITECTURES["Qwen3.5"].target(initializer_range=0.1)
+    target = ARCHITECTURES[request.param].target(initializer_range=0.1)
     prompts = [encode_chat(target.tokenizer, [{"role": "user", "content": text}]) for text in SENTENCES]
     answers = [[*target.tokenizer.encode(text, add_special_tokens=False), EOS] for text in SENTENCES.values()]
     teach(target, prompts, answers)
@@ -97,3 +101,23 @@ def test_recurrent_target_in_bf16_is_recognized_as_trained(learnt: Learnt, tmp_p
     assert {finding["severity"] for finding in findings} == {"ok"}
     (found,) = (finding["figures"] for finding in findings if finding["check"] == "target")
     assert found["dtype"] == "float32" and 0.05 < max(found["distance"].values()) < found["tolerance"] < 0.5
+
+
+def test_a_learnt_text_is_served_and_evaluated_with_trees(learnt: Learnt, tmp_path: Path) -> None:
+    trees = {"draft_tree": 20, "draft_tree_width": 4, "num_speculative_tokens": BLOCK - 1}
+    options = EngineOptions(max_num_seqs=2, kv_cache_tokens=600, page_size=4, **trees)
+    engine, _ = load_engine(str(learnt.target_dir), str(learnt.drafter_dir), "cpu", "float32", options)
+    client = TestClient(create_app(AsyncEngine(engine, learnt.target.tokenizer), "org/learnt"))
+    for text, answer in SENTENCES.items():
+        body = {"model": "org/learnt", "messages": [{"role": "user", "content": text}], "temperature": 0}
+        assert client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == answer
+    assert sum(engine.runner.tree_rows.values()) > 0
+    argv = [
+        "--target", str(learnt.target_dir), "--drafter", str(learnt.drafter_dir), "--device", "cpu",
+        "--dtype", "float32", "--prompts", f"p={learnt.target_dir.parent / 'p.jsonl'}", "--max-tokens", "64",
+        "--runtime", "engine", "--draft-tree", "20", "--draft-tree-width", "4", "--output", str(tmp_path / "report"),
+    ]  # fmt: skip
+    assert dflash_eval(argv) == 0
+    report = load(tmp_path / "report")
+    assert report["overall"]["identical_to_plain"] == 1.0 and report["arguments"]["draft_tree"] == 20
+    assert report["overall"]["tau_pooled"] > BLOCK / 2
