@@ -18,6 +18,7 @@ from ..kernels.ops import Ops, ops_for, unsupported
 from ..models.dflash.network import Drafter
 from ..models.restrictions import Restrictions
 from ..sampling import GrammarError, SamplingParams
+from .capture import Capture
 from .draft_length import BlockChooser
 from .fit import Budget, fit, log_fitted, planner_for
 from .graphs import buckets_up_to
@@ -133,6 +134,7 @@ class Engine:
         self.vocabulary = target.spec.vocab_size
         self.stats = EngineStats()
         self.drafter_version = self.target_version = 0
+        self._capture: Capture | None = None
         ops = operations(device)
         specs = [target.spec, *([drafter.spec] if drafter else [])]
         for spec in specs:
@@ -239,6 +241,17 @@ class Engine:
         self.pool.clear()
         self.target_version += 1
 
+    def start_capture(self, limit: int) -> Capture:
+        """Collects requests that finish from now on, with their taps, in at most `limit` bytes until they are taken.
+
+        Raises:
+            UserError: the engine keeps no taps.
+        """
+        if self.runner.taps is None:
+            raise UserError("capture needs a drafter and an engine with EngineOptions(keep_taps=True)")
+        self._capture = Capture(limit)
+        return self._capture
+
     def _drafter(self) -> DrafterWeights:
         if self.runner.drafter is None:
             raise UserError("the engine has no drafter; start it with one")
@@ -254,10 +267,18 @@ class Engine:
         group: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        store: bool = True,
     ) -> Request:
         """Queues a prompt for `step`. Raises UserError, see `request`."""
         request = self.request(
-            prompt_ids, params, on_progress, key=key, group=group, priority=priority, cache_salt=cache_salt
+            prompt_ids,
+            params,
+            on_progress,
+            key=key,
+            group=group,
+            priority=priority,
+            cache_salt=cache_salt,
+            store=store,
         )
         self.scheduler.add(request)
         return request
@@ -272,6 +293,7 @@ class Engine:
         group: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        store: bool = True,
     ) -> Request:
         """Returns a checked request, which is not queued yet.
 
@@ -280,6 +302,7 @@ class Engine:
             group: name of requests that were sent together; they run one after the other.
             priority: lower is earlier, as in vLLM.
             cache_salt: requests share cached prefixes only if their salts are equal, as in vLLM.
+            store: whether `Capture` may keep its tokens.
 
         Raises:
             GrammarError: a grammar that cannot be used. It is compiled here, unless `grammars` has it.
@@ -304,6 +327,7 @@ class Engine:
             group,
             priority,
             cache_salt=cache_salt,
+            store=store,
             acceptance=acceptance,
             matcher=matcher,
         )
@@ -358,6 +382,8 @@ class Engine:
         taps = self.runner.taps
         if request.params.return_taps and taps is not None:
             request.generation.taps = taps.read(request.pages, request.length)
+        if self._capture is not None and taps is not None:
+            self._capture.add(request, taps, self.drafter_version)
 
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats

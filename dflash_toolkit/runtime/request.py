@@ -116,6 +116,7 @@ class Request:
     priority: int = 0  # lower is earlier
     name: str = ""  # for the log
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
+    store: bool = True  # whether `Capture` may keep its tokens
 
     generation: Generation = field(default_factory=Generation)
     acceptance: RollingAcceptance = field(default_factory=RollingAcceptance)

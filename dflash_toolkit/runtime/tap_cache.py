@@ -26,6 +26,14 @@ class TapCache:
         self._page_size = page_size
         self._taps = torch.zeros(num_pages * page_size, width, dtype=dtype, device=device)
 
+    @property
+    def on_gpu(self) -> bool:
+        return self._taps.is_cuda
+
+    def nbytes(self, tokens: int) -> int:
+        """Returns the bytes of the taps of some tokens."""
+        return tokens * self._taps.shape[1] * self._taps.itemsize
+
     def write(self, features: Tensor, lengths: Tensor, counts: Tensor, page_table: Tensor) -> None:
         """Writes the first `counts[b]` rows of each request; the others go to the null block.
 

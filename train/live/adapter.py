@@ -1,0 +1,124 @@
+"""Keeps the drafter of a running engine fresh: trains on what it serves, and swaps in versions that are better.
+
+The caller steps the engine and calls `work` in between, in one thread. Answers do not change, only their speed.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_toolkit.acceptance import prompt_length_group
+from dflash_toolkit.config import UserError
+from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.capture import Served
+
+from ..online import OnlineTrainer, Record
+from .promotion import LEAST, LiveAcceptance, Promotion, Rollback
+from .replay import ReplayBuffer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Version:
+    """A drafter that is or was served."""
+
+    number: int  # the engine's `drafter_version`
+    drafter: Drafter  # fp32
+    state: dict[str, Any]  # of the trainer, when it was promoted
+    learnt_from: int  # requests in the buffer until then
+    held_out: float | None  # tokens per step on the held-out records; None for the first version
+    live: LiveAcceptance = field(default_factory=LiveAcceptance)
+
+
+class Adapter:
+    """Trains the drafter of an engine on its traffic.
+
+    Args:
+        engine: with a drafter and `EngineOptions(keep_taps=True)`.
+        trainer: of that drafter.
+        memory: bytes of captured records, in host memory.
+        batch: records of a step.
+        every: steps between two looks at the held-out records.
+        anchors: records of the drafter's own training, see `ReplayBuffer`.
+
+    Attributes:
+        versions: all served versions that are kept: the current one, and the one before it.
+        promotions, rollbacks: how often they happened.
+    """
+
+    def __init__(
+        self, engine: Engine, trainer: OnlineTrainer, *, memory: int = 1 << 30, batch: int = 8, every: int = 20,
+        anchors: Sequence[Record] = (), seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._engine, self._trainer, self._batch, self._every = engine, trainer, batch, every
+        self._capture = engine.start_capture(memory // 4)
+        self.buffer = ReplayBuffer(memory - memory // 4, anchors, seed=seed)
+        self._promotion, self._rollback = Promotion(), Rollback()
+        first = Version(engine.drafter_version, *self._saved(), 0, None)
+        self.versions = [first]
+        self.promotions = self.rollbacks = 0
+
+    @property
+    def served(self) -> Version:
+        return self.versions[-1]
+
+    def work(self) -> None:
+        """Does a piece of work: takes what was served, may roll back, trains one step, may promote.
+
+        A step whose gradient is not a number is undone, and training continues from the served version.
+        """
+        if (taken := self._capture.take()) and self._take(taken):
+            self._may_roll_back()
+        records = self.buffer.sample(self._batch)
+        if len(records) < self._batch:
+            return
+        try:
+            self._trainer.step(records)
+        except (UserError, ValueError) as error:
+            log.error("the drafter's training continues from the served version: %s", error)
+            self._trainer.load_state_dict(copy.deepcopy(self.served.state))
+            return
+        if self._trainer.steps % self._every == 0:
+            self._may_promote()
+
+    def _take(self, taken: Sequence[Served]) -> bool:
+        """Adds served requests to the buffer; returns whether any was decoded by the newest version."""
+        for served in taken:
+            end, kind = len(served.tokens), f"{served.key}/{prompt_length_group(served.prompt_tokens)}"
+            record = Record(served.tokens, served.taps, [(served.prompt_tokens, end)], kind)
+            self.buffer.add(record, served.committed / served.steps)
+            for version in self.versions:
+                if version.number == served.drafter_version:
+                    version.live.add(kind, served.committed, served.steps)
+        return any(served.drafter_version == self.served.number for served in taken)
+
+    def _may_promote(self) -> None:
+        held = self.buffer.held_out
+        if len(held) < LEAST:
+            return
+        candidate, now = (self._trainer.held_out(held, each) for each in (None, self.served.drafter))
+        if self._promotion.judge(candidate, now):
+            drafter, state = self._saved()
+            self._engine.load_drafter(drafter)
+            new = Version(self._engine.drafter_version, drafter, state, self.buffer.added, candidate.tau)
+            self.versions = [self.served, new]
+            self._rollback = Rollback()
+            self.promotions += 1
+
+    def _may_roll_back(self) -> None:
+        if len(self.versions) < 2:
+            return
+        old, new = self.versions
+        if self._rollback.judge(new.live, old.live):
+            self._engine.load_drafter(old.drafter)
+            self._trainer.load_state_dict(copy.deepcopy(old.state))
+            old.number, self.versions = self._engine.drafter_version, [old]
+            self.rollbacks += 1
+
+    def _saved(self) -> tuple[Drafter, dict[str, Any]]:
+        """Returns copies of the trainer's drafter and of its state."""
+        return copy.deepcopy(self._trainer.drafter).eval(), copy.deepcopy(self._trainer.state_dict())
