@@ -608,6 +608,13 @@ class TrainConfig(TemplateOptions):
                 f"drafter.block_size is {self.drafter.block_size}; a block needs an anchor and a mask (>= 2)"
             )
 
+    def with_loss_of(self, kind: DraftArchitecture) -> "TrainConfig":
+        """Returns the options with the loss of a kind of drafter, see `LossOptions.of_kind`. Raises UserError."""
+        try:
+            return replace(self, loss=self.loss.of_kind(kind))
+        except ValueError as error:
+            raise UserError(f"drafter.kind={kind.kind} compares with the target's distribution: {error}") from error
+
     def _check_served(self) -> None:
         """Raises ValueError if an option needs more of the target than hidden states."""
         asked = (

@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.launch import dependent_launches
-from dflash_toolkit.models.dflash.architecture import of_kind
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import use_device
@@ -51,10 +49,9 @@ from scripts.measure import setting
 from scripts.shapes import named_shape, random_drafter, random_target
 
 ACCEPT = 0.865
-DFLASH2 = of_kind("dflash2")
-DRAFTERS = {  # sizes as in all published ones
-    "dflash": {}, "dflash2": DFLASH2.sizes_of({}), "convolution": DFLASH2.sizes_of({"selector_rank": 0}),
-    "selector": DFLASH2.sizes_of({"conv_kernel_size": 0}),
+DRAFTERS: dict[str, dict[str, Any]] = {  # sizes as in all published ones
+    "dflash": {}, "dflash2": {"kind": "dflash2"}, "convolution": {"kind": "dflash2", "selector_rank": 0},
+    "selector": {"kind": "dflash2", "conv_kernel_size": 0}, "dspine": {"kind": "dspine"},
 }  # fmt: skip
 
 
@@ -356,7 +353,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     target = random_target(ModelSpec.of_target(config), device, dtype)
     drafters: dict[str | None, DrafterWeights | None] = {None: None}
     if not args.no_drafter:
-        shapes = {kind: replace(drafter_shape(config), **DRAFTERS[kind]) for kind in args.drafter_kind}
+        shapes = {kind: drafter_shape(config, **DRAFTERS[kind]) for kind in args.drafter_kind}
         drafters = {kind: random_drafter(shape, device, dtype) for kind, shape in shapes.items()}
     torch.cuda.synchronize()
     result: dict[str, Any] = {

@@ -161,6 +161,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
                 raise UserError(f"{foreign[0]}: only options of {', '.join(OPTIONS)} may be given here")
             values, source = given_values(TrainConfig, ["--target", args.target, *own], "train_real", "")
             config = configure(values, source)
+            if config.drafter.architecture:
+                config = config.with_loss_of(config.drafter.architecture)
             if config.init_from in [job.name for job in jobs]:
                 config = replace(config, init_from=str(drafter_of(args, config.init_from)))
             jobs.append(Job("-".join(filter(None, (name, budget))), config.optim.minutes, overrides, config))
@@ -233,7 +235,9 @@ class Lab:
             return load_drafter(config.init_from, self.target.device, torch.float32).train().requires_grad_()
         drafter = Drafter(drafter_config(config, self.target.config, self.target.tokenizer))
         drafter.init_weights(torch.Generator().manual_seed(config.run.seed))
-        return drafter.to(self.target.device).train()
+        drafter = drafter.to(self.target.device).train()
+        drafter.config.architecture.fit_head(drafter, self.target.head_weight)
+        return drafter
 
     def training_rows(self, config: TrainConfig) -> list[Row]:
         """Returns the rows, joined if the options say so."""

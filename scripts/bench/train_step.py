@@ -55,7 +55,7 @@ from scripts.shapes import named_shape
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {}, "dflash2": {"kind": "dflash2"}, "convolution": {"kind": "dflash2", "selector_rank": 0},
-    "selector": {"kind": "dflash2", "conv_kernel_size": 0},
+    "selector": {"kind": "dflash2", "conv_kernel_size": 0}, "dspine": {"kind": "dspine"},
 }  # fmt: skip
 BLOCKS = 2048  # blocks of a micro step unless --batch is given
 SHARDED = {
@@ -93,7 +93,7 @@ class Bench:
             target=args.shape,
             prompts=DataOptions(max_length=args.length),
             drafter=DrafterOptions(layers=args.layers, taps=args.taps, block_size=args.block, **KINDS[kind]),
-            loss=LossOptions(anchors=self.anchors),
+            loss=LossOptions(anchors=self.anchors).of_kind(self.shape.architecture),
             optim=OptimOptions(
                 optimizer=args.optimizer,
                 accumulate=args.accumulate,
@@ -107,10 +107,12 @@ class Bench:
             drafter = Drafter(self.shape)
         self.drafter = drafter.to_empty(device=target.device).train()
         self.drafter.init_weights(torch.Generator(target.device).manual_seed(0))
+        self.shape.architecture.fit_head(self.drafter, target.head_weight)
         self.learner = make_learner(drafter, self.config, processes, None, Path(tempfile.mkdtemp()), packed=True)
         self.flex = use_flex("auto", target.device)
         tokens = self.batch * args.length
-        self.source = FeatureSource(target, self.shape.target_layer_ids, args.length, packed=tokens)  # keeps nothing
+        final = self.config.loss.distribution
+        self.source = FeatureSource(target, self.shape.target_layer_ids, args.length, packed=tokens, final=final)
         self.micro = 0
         self.seconds = {"target": 0.0, "drafter": 0.0, "optimizer": 0.0}
         self.seen: list[Blocks] = []

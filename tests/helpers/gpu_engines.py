@@ -28,7 +28,9 @@ VOCAB, LIMIT = 4096, 1024
 
 
 @cache
-def pair(kind: str = "qwen3", dflash2: bool = False, limit: int = LIMIT) -> tuple[Target, Drafter]:
+def pair(
+    kind: str = "qwen3", dflash2: bool = False, limit: int = LIMIT, dspine: bool = False
+) -> tuple[Target, Drafter]:
     """Returns a random bf16 target of a few million weights, with varied answers, and a random drafter."""
     parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16} if dflash2 else {}
     torch.manual_seed(3)
@@ -64,9 +66,12 @@ def pair(kind: str = "qwen3", dflash2: bool = False, limit: int = LIMIT) -> tupl
             **parts,
         )
     )  # fmt: skip
+    if dspine:
+        drafter = Drafter(drafter.config.resized(transfer_rank=256, message_size=128, refine_top_k=16))
     drafter.init_weights(generator := torch.Generator().manual_seed(5), std=0.05)
+    drafter.config.architecture.fit_head(drafter, target.head_weight.detach().cpu())
     for name, parameter in drafter.named_parameters():
-        if "_conv." in name or "selector" in name:  # they have no effect in a new drafter
+        if any(part in name for part in ("_conv.", "selector", "injection")):  # they have no effect in a new drafter
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return target, drafter.to("cuda", torch.bfloat16).eval()
 

@@ -36,7 +36,9 @@ def checkpoint_bytes(drafter: Drafter, config: TrainConfig) -> int:
 
     A new resume point is written before the old one is removed, next to three drafters: best, export, and best or last.
     """
-    return 2 * resume_bytes(drafter, config) + 3 * 2 * sum(p.numel() for p in drafter.parameters())
+    fixed = sum(tensor.numel() for tensor in drafter.buffers())  # also in fp32 in a resume point
+    weights = sum(p.numel() for p in drafter.parameters())
+    return 2 * (resume_bytes(drafter, config) + 4 * fixed) + 3 * 2 * (weights + fixed)
 
 
 def check_checkpoints(config: TrainConfig, shape: DrafterConfig, output: Path) -> None:
@@ -55,7 +57,8 @@ def before_responses(config: TrainConfig, shape: DrafterConfig, prompts: int, wo
     if config.run.features in ("disk", "hybrid"):
         width = 1 if config.run.feature_dtype == "float8" else 2
         folder = Path(config.run.feature_dir) if config.run.feature_dir else work
-        places.setdefault(folder, {})["features"] = prompts * samples * longest * shape.feature_size * width
+        width *= shape.feature_size + shape.hidden_size * config.loss.distribution
+        places.setdefault(folder, {})["features"] = prompts * samples * longest * width
     return [disk_line(each, folder, way_out) for folder, each in places.items()]
 
 

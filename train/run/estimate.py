@@ -105,6 +105,7 @@ class Estimate:
     passes: str  # how a step is made to fit, in words; empty if it is whole
     acceptance: str
     advice: str = ""  # on memory, if it is too small
+    last_states: float = 0.0  # bytes of the target's last hidden states, for a loss with its distribution
 
     @property
     def total(self) -> float:
@@ -130,9 +131,11 @@ class Estimate:
                          self.response_rate.how))  # fmt: skip
         else:
             rows.append(("", "none to write", ""))
+        last = f"{size(self.last_states)} more for the target's last hidden states, if all are kept"
         rows += [
             ("features", f"{duration(self.seconds['features'])} at {self.feature_rate.words}; {self.kept:.0%} kept",
              self.feature_rate.how),
+            *([("", last, "the loss compares with its distribution")] if self.last_states else []),
             ("training", f"{duration(self.seconds['training'])}: {self.steps:,} steps, {self.epochs:.3g} epochs",
              "computed from the drafter's FLOPs"),
             ("start and end", duration(self.seconds["start and end"]), "assumed"),
@@ -180,6 +183,7 @@ def estimate(
     machine = machine or machine_of(config, target)
     cpu = machine.name == CPU
     weights, shape = Weights.of_target(target), _shape(config, target)
+    config = config.with_loss_of(shape.architecture)
     prompts, samples = _prompts_of(config)
     found = _lengths_in(config, work)
     cap = config.responses.max_tokens
@@ -218,10 +222,11 @@ def estimate(
     micro_s = (flops + memory.cost(config)) / (share * machine.tflops * 1e12)
     step_s = config.optim.accumulate * micro_s / world + (0 if cpu else per_billion * parameters / 1e12)
 
-    features = feature_rate(target, weights, shape, machine, linear_attention)
+    features = feature_rate(target, weights, shape, machine, linear_attention, whole=config.loss.distribution)
     features = Rate(features.tokens_per_second * world, features.how)
-    width = len(shape.target_layer_ids) * shape.hidden_size
-    held = responses * length * width * (1 if config.run.feature_dtype == "float8" else 2)
+    state = responses * length * shape.hidden_size * (1 if config.run.feature_dtype == "float8" else 2)
+    last_states = state * config.loss.distribution
+    held = state * len(shape.target_layer_ids) + last_states
     needed = memory.need(config).total
     kept = _kept(config, held, world * (machine.memory_gib * GIB - needed))
     per_token_s = step_s / step_tokens + (1 - kept) / features.tokens_per_second
@@ -248,7 +253,8 @@ def estimate(
             "training": steps * step_s,
             "start and end": FIXED_S,
         },
-        disk=disk, memory=needed, passes=passes_of(config), acceptance=expected_acceptance(responses * answered),
+        disk=disk, last_states=last_states, memory=needed, passes=passes_of(config),
+        acceptance=expected_acceptance(responses * answered),
         advice="" if cpu or needed <= room else advice(config, memory, needed, room),
     )  # fmt: skip
 
@@ -303,9 +309,14 @@ def _together(config: TrainConfig, target: PreTrainedConfig, weights: Weights, m
 
 
 def feature_rate(
-    target: PreTrainedConfig, weights: Weights, shape: DrafterConfig, machine: Machine, linear_attention: bool | None
-) -> Rate:
-    """Returns the rate of the target's hidden states, measured for this shape or computed from its FLOPs."""
+    target: PreTrainedConfig, weights: Weights, shape: DrafterConfig, machine: Machine, linear_attention: bool | None,
+    *, whole: bool = False,
+) -> Rate:  # fmt: skip
+    """Returns the rate of the target's hidden states, measured for this shape or computed from its FLOPs.
+
+    Args:
+        whole: all layers run, for the last hidden state.
+    """
     recurrent = "linear_attention" in (getattr(target, "layer_types", None) or ())
     if linear_attention is None:
         linear_attention = importlib.util.find_spec("fla") is not None
@@ -315,7 +326,7 @@ def feature_rate(
         rate, how = measured, "measured"
     else:
         share = FEATURE_SHARE_EXPERTS if weights.experts else FEATURE_SHARE
-        depth = (max(shape.target_layer_ids) + 1) / weights.layers
+        depth = 1.0 if whole else (max(shape.target_layer_ids) + 1) / weights.layers
         rate, how = share * machine.tflops * 1e12 / (2 * weights.active * depth), "computed from FLOPs"
     if slow:
         return Rate(RECURRENT_ONE_BY_ONE * rate, f"{how}; three times as fast with the extra linear-attention")

@@ -104,6 +104,7 @@ class TrainingMemory:
         """Returns the bytes of weights and optimiser state, of gradients, and of 16-bit casts of the weights."""
         parameters = sum(p.numel() for p in self.drafter.parameters())
         weights = gradients = 4.0 * parameters
+        fixed = sum(tensor.nbytes for tensor in self.drafter.buffers())
         casts = 2.0 * parameters if self.gpu else 0.0
         state: float = resume_bytes(self.drafter, config, uses_muon(config, self.gpu))
         if config.run.fsdp or config.run.zero == 3:
@@ -112,7 +113,7 @@ class TrainingMemory:
                 casts *= min(1, 2 / self.drafter.config.num_layers)  # a layer and the next one
         elif config.run.zero:
             state = weights + state / self.world
-        return state, gradients, casts
+        return state + fixed, gradients, casts
 
     def _pass(self, config: TrainConfig) -> float:
         """Returns the bytes of the activations of a pass over the blocks."""
@@ -122,12 +123,16 @@ class TrainingMemory:
         layer = 4 * shape.hidden_size + 3 * heads + 4 * kv_heads + 3 * shape.intermediate_size
         if shape.conv_kernel_size:
             layer += int(CONVOLUTION * shape.hidden_size)
+        rank, message = (shape.sizes.get(name, 0) for name in ("transfer_rank", "message_size"))
+        layer += 10 * rank + 5 * message  # features before and after, some in fp32; gates and messages
         kept = layer + shape.num_layers * shape.hidden_size if optim.recompute else layer * shape.num_layers
         if self.gpu and (config.run.compile == "off" or config.run.zero == 3):
             kept = int(EAGER * kept)
         backward = rows * 2 * shape.intermediate_size
         logits = min(config.loss.head_rows, rows) * shape.vocab_size * (1 + config.loss.distribution)
         loss = logits + rows * shape.selector_top_k * shape.selector_rank
+        if rank:  # codes of the true tokens, refined rows, and the rows that the head's part of the state adds
+            loss += rows * (3 * rank + 2 * message + 6 * shape.hidden_size)
         return wide * (rows * (kept + 2 * shape.hidden_size) + max(backward, loss))
 
 

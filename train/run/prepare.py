@@ -90,12 +90,7 @@ def prepare(config: TrainConfig, given: Iterable[str], digest: str) -> Prepared 
     config = replace(
         config, drafter=replace(config.drafter, **sizes), optim=replace(config.optim, epochs=config.epochs)
     )
-    try:
-        config = replace(config, loss=config.loss.of_kind(shape.architecture))
-    except ValueError as error:
-        raise UserError(
-            f"drafter.kind={shape.architecture.kind} compares with the target's distribution: {error}"
-        ) from error
+    config = config.with_loss_of(shape.architecture)
     check_effects(config)  # again, now that the kind is known
     check_fits(shape, target_config)
     if config.run.speculators:

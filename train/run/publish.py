@@ -13,6 +13,7 @@ from huggingface_hub import HfApi
 from dflash_toolkit.config import UserError, to_mapping
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.files import write_text
+from dflash_toolkit.models.dflash.architecture import of_sizes
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 
@@ -58,6 +59,7 @@ def _card(folder: Path, record: dict[str, Any], measured: dict[str, Any], name: 
         prompts=[described(name) for name in _datasets(config_of(record))],
         start=record.get("start", {}).get("drafter"),
         result=record["result"],
+        title=of_sizes(shape).title,
         cut=record.get("data", {}).get("cut", 0),
         version=record["versions"]["dflash_toolkit"],
     )

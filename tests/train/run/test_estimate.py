@@ -112,6 +112,15 @@ def test_stages_scale_with_prompts_samples_and_epochs() -> None:
     assert of({}, world=4).seconds["responses"] == pytest.approx(one.seconds["responses"] / 4)
 
 
+def test_the_last_hidden_states_of_dspine_are_counted() -> None:
+    stored = {"run": {"features": "disk"}}
+    plain, dspine = (of(stored | {"drafter": {"kind": kind}}) for kind in ("dflash", "dspine"))
+    states = plain.prompts * plain.samples * plain.row_tokens * 4096 * 2
+    assert dspine.last_states == states and plain.last_states == 0
+    assert dspine.disk - plain.disk == pytest.approx(states, rel=0.02)
+    assert any("for the target's last hidden states, if all are kept" in row[1] for row in dspine.table())
+
+
 def test_attention_to_long_rows_takes_time_unless_layers_have_windows() -> None:
     packs = {"optim": {"pack_tokens": 32768}}
     short, long = of(packs), of({"prompts": {"join_to": 32768}} | packs)
