@@ -98,6 +98,7 @@ class Answer:
         self.cached_tokens = 0  # of the prompt
         self.reasoning_tokens = 0  # includes the mark that ends the reasoning
         self.drafts: list[tuple[int, int]] = []  # drafted and accepted tokens of each step, with `trace`
+        self.versions = 0, 0  # of target and drafter
         self.finish_reason: FinishReason | None = None
         self.committed = 0  # by verify steps; tokens after a stop string in the last step count here only
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, options.before, options.shown)
@@ -122,6 +123,7 @@ class Answer:
         """Returns the text that can be sent now; sets `finish_reason` with the last piece."""
         if progress.prompt_logprobs is not None:
             self.prompt_logprobs = progress.prompt_logprobs
+        self.versions = progress.versions
         if self._options.prompt_alone:
             progress = Progress((), None, "length")
         before = len(self.tokens)
@@ -242,6 +244,9 @@ def usage(answers: Sequence[Answer], answers_per_prompt: int) -> dict[str, Any]:
             "accepted": sum(answer.accepted for answer in answers),
             # committed tokens per verify step, bonus included; None before the first step
             "acceptance_length": committed / verify_steps if verify_steps else None,
+            # how often the weights were replaced before the answer's last step
+            "target_version": max(answer.versions[0] for answer in answers),
+            "drafter_version": max(answer.versions[1] for answer in answers),
         },
     }
 

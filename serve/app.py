@@ -12,7 +12,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
 
 from .access import Access
-from .endpoints import KEYED, OPEN
+from .endpoints import ADMIN, KEYED, OPEN
 from .errors import LateError, as_api_error, error_response
 from .keys import matching
 from .openapi import document, operation
@@ -44,6 +44,7 @@ def create_app(
     aliases: Sequence[str] = (),
     per_request_spec_decode_metrics: str = "none",
     strict_parameters: bool = False,
+    admin_keys: Sequence[str] = (),
 ) -> FastAPI:
     """Creates the application that serves `engine` as `model`.
 
@@ -61,6 +62,7 @@ def create_app(
         aliases: more names of the model.
         per_request_spec_decode_metrics: "summary" or "detailed" adds draft statistics to an answer.
         strict_parameters: refuse unknown fields of bodies (400) instead of ignoring them.
+        admin_keys: keys that may replace the weights; empty: there is no such route.
     """
     service = Service(
         engine,
@@ -76,14 +78,21 @@ def create_app(
         strict_parameters=strict_parameters,
     )
 
-    async def authorise(request: Request) -> None:  # async: a thread would wait for the interpreter lock
+    def key_number(request: Request, keys: Sequence[str], kind: str) -> int | None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's clients
-        number = matching(api_keys, key.strip())
-        if api_keys and number is None:
-            message = "wrong or missing API key; send one as `Authorization: Bearer KEY`"
+        number = matching(keys, key.strip())
+        if keys and number is None:
+            message = f"wrong or missing {kind} key; send one as `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key")
+        return number
+
+    async def authorise(request: Request) -> None:  # async: a thread would wait for the interpreter lock
+        number = key_number(request, api_keys, "API")
         request.state.key = "" if number is None else str(number)
+
+    async def authorise_admin(request: Request) -> None:
+        key_number(request, admin_keys, "admin")
 
     description = APIRouter()
 
@@ -93,7 +102,8 @@ def create_app(
 
     routers = [(page(), False), *((make(service), False) for make in OPEN), *((make(service), True) for make in KEYED)]
     routers.append((description, True))
-    described = document(routers, service.names, bool(api_keys), root_path, strict_parameters)
+    administration = [(make(service), True) for make in ADMIN] if admin_keys else []
+    described = document([*routers, *administration], service.names, bool(api_keys), root_path, strict_parameters)
 
     async def refuse(request: Request, error: Any) -> Response:
         service.metrics.refused(error.status)
@@ -119,6 +129,8 @@ def create_app(
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.root_path = root_path  # uvicorn would add its own to every path, even if the proxy has kept it
     app.state.metrics = service.metrics
+    for router, _ in administration:
+        app.include_router(router, dependencies=[Depends(authorise_admin)])
     for router, asks in routers:
         for route in router.routes:
             if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:

@@ -77,12 +77,13 @@ def _with_report(
 def _run(config: ServeConfig) -> int:
     _require_extra()
     from .access import set_up_logs
-    from .keys import read_keys
+    from .keys import read_admin_keys, read_keys
     from .processes import EngineProcess, Fronts
     from .server import bind, bind_path, check_certificate, url_of
     from .signals import Signals
 
     keys = read_keys(config.api_key_file)
+    read_admin_keys(config.admin_key_file)  # reports an error before anything is loaded
     if config.prefix_cache_per_key and not keys:
         raise UserError("prefix_cache_per_key needs API keys; give --api-key-file, or set $DFLASH_API_KEY")
     if config.ssl_certfile is not None and config.ssl_keyfile is not None:

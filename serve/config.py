@@ -84,6 +84,12 @@ class ServeConfig(ModelOptions):
         common=True,
         metavar="PATH",
     )
+    admin_key_file: str | None = option(
+        None,
+        "file with admin keys, one per line, for /update_weights_from_disk; keys in $DFLASH_ADMIN_KEY, separated by "
+        "commas, are also accepted (default: the route does not exist)",
+        metavar="PATH",
+    )
     max_queue: int = option(1024, "requests that may wait for a place in the batch; more get status 429")
     scheduling_policy: str = option(
         "fair",
@@ -144,7 +150,7 @@ class ServeConfig(ModelOptions):
         ModelOptions.__post_init__(self)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be in 0..65535")
-        for name in ("host", "uds", "api_key_file", "chat_template"):
+        for name in ("host", "uds", "api_key_file", "admin_key_file", "chat_template"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty")
         if "" in self.served_model_name:

@@ -23,6 +23,7 @@ from dflash_toolkit.threads import use_threads
 from .access import set_up_logs
 from .app import create_app
 from .defaults import sampling_defaults
+from .keys import read_admin_keys
 from .metrics import serve_counts
 from .server import Connection, Server, raise_open_files
 from .state import ServerState
@@ -40,7 +41,7 @@ class Front:
         use_threads(config.threads)
         transformers.utils.logging.disable_progress_bar()  # errors are one line
         load_config(config.target)  # first, for its error if there is no such target
-        self._config, self._keys = config, keys
+        self._config, self._keys, self._admin_keys = config, keys, read_admin_keys(config.admin_key_file)
         self._defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
         self._tokenizer = load_tokenizer(config.target, chat_template=config.chat_template)
 
@@ -74,6 +75,7 @@ class Front:
             aliases=config.models[1:],
             per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
             strict_parameters=config.strict_parameters,
+            admin_keys=self._admin_keys,
         )
         Connection.limit = min(config.max_connections or MAX_CONNECTIONS, raise_open_files())
         Connection.client_timeout_s = config.client_timeout

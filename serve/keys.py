@@ -8,9 +8,10 @@ from pathlib import Path
 from dflash_toolkit.config import UserError
 
 VARIABLE = "DFLASH_API_KEY"
+ADMIN_VARIABLE = "DFLASH_ADMIN_KEY"
 
 
-def read_keys(file: str | None) -> tuple[str, ...]:
+def read_keys(file: str | None, option: str = "api_key_file", variable: str = VARIABLE) -> tuple[str, ...]:
     """Returns the keys in a file, one a line, and in the environment, separated by commas.
 
     Without any key, requests need none.
@@ -23,14 +24,14 @@ def read_keys(file: str | None) -> tuple[str, ...]:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"api_key_file {file}: cannot be read ({error})") from error
+            raise UserError(f"{option} {file}: cannot be read ({error})") from error
         keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
         if not keys:
-            raise UserError(f"api_key_file {file}: holds no key; write one a line, or remove the option")
-    if VARIABLE in os.environ:
-        given = [key.strip() for key in os.environ[VARIABLE].split(",")]
+            raise UserError(f"{option} {file}: holds no key; write one a line, or remove the option")
+    if variable in os.environ:
+        given = [key.strip() for key in os.environ[variable].split(",")]
         if not all(given):
-            raise UserError(f"{VARIABLE} holds an empty key; separate keys by single commas, or unset it")
+            raise UserError(f"{variable} holds an empty key; separate keys by single commas, or unset it")
         keys += given
     if wrong := next((key for key in keys if not (key.isascii() and key.isprintable()) or " " in key), None):
         raise UserError(
@@ -48,3 +49,8 @@ def matching(keys: Sequence[str], given: str) -> int | None:
         if hmac.compare_digest(raw, key.encode()):
             found = number
     return found
+
+
+def read_admin_keys(file: str | None) -> tuple[str, ...]:
+    """Returns the admin keys, from a file and the environment. Raises UserError as `read_keys`."""
+    return read_keys(file, "admin_key_file", ADMIN_VARIABLE)

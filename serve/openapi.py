@@ -74,6 +74,8 @@ class Acceptance(BaseModel):
     drafted: int
     accepted: int
     acceptance_length: float | None
+    target_version: int
+    drafter_version: int
 
 
 class PromptDetails(BaseModel):

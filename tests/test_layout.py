@@ -14,7 +14,7 @@ from paths import ROOT
 
 import dflash_toolkit
 from dflash_toolkit.models.dflash.architecture import BUILT_IN
-from dflash_toolkit.serve.endpoints import KEYED, OPEN
+from dflash_toolkit.serve.endpoints import ADMIN, KEYED, OPEN
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGED = ("train", "serve")  # dflash_toolkit/train and dflash_toolkit/serve are links to them
@@ -219,7 +219,7 @@ def test_listed_changes_touch_at_most_six_files_that_exist() -> None:
 
 
 def test_every_endpoint_module_is_served() -> None:
-    served = {make.__module__.rpartition(".")[2] for make in (*KEYED, *OPEN)}
+    served = {make.__module__.rpartition(".")[2] for make in (*KEYED, *OPEN, *ADMIN)}
     files = {path.stem: path.read_text() for path in (ROOT / "serve/endpoints").glob("*.py")}
     assert served == {name for name, source in files.items() if "def routes(" in source}
 

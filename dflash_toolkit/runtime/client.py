@@ -16,16 +16,33 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ..generation import FinishReason, PromptLogprobs, Step, TokenLogprobs
 from ..sampling import GrammarError, SamplingParams
-from .wire import Ask, Cancel, Channel, Compile, Compiled, Compiling, Info, Item, Lost, Ping, Pong, Stats, Update
+from .wire import (
+    Ask,
+    Cancel,
+    Channel,
+    Compile,
+    Compiled,
+    Compiling,
+    Info,
+    Item,
+    Lost,
+    Ping,
+    Pong,
+    Replaced,
+    ReplaceWeights,
+    Stats,
+    Update,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
+R = TypeVar("R")
 COMPILE_S = 60.0  # to try a grammar
 COMPILE_QUEUE_S = 60.0  # before that
 request_name: ContextVar[str] = ContextVar("request_name", default="")  # name of new requests in logs
@@ -73,6 +90,7 @@ class Progress:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if the request asked for them
     cached_tokens: int = 0  # prompt tokens from a prefix hit
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
+    versions: tuple[int, int] = (0, 0)  # of target and drafter: how often their weights were replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +187,7 @@ class _Connection:
         self.channel = Channel(connected)
         self.waiting: dict[int, tuple[Responses, int]] = {}
         self.pongs: list[asyncio.Future[Stats]] = []
+        self.replacing: dict[int, asyncio.Future[Replaced]] = {}
         self.compiling: dict[int, asyncio.Queue[Compiling | Compiled | None]] = {}  # None: the engine has closed
         self._next = itertools.count()
         self._writing = False
@@ -207,6 +226,13 @@ class _Connection:
         finally:
             if self.compiling.pop(number, None) is not None and not self.channel.gone:
                 self.write(Cancel([number]))
+
+    def replace(self, folder: str, part: Literal["target", "drafter"]) -> "asyncio.Future[Replaced]":
+        """Asks for the weights of a directory."""
+        number = next(self._next)
+        self.replacing[number] = self.loop.create_future()
+        self.write(ReplaceWeights(number, folder, part))
+        return self.replacing[number]
 
     def cancel(self, numbers: list[int]) -> None:
         cancelled = [number for number in numbers if self.waiting.pop(number, None) is not None]
@@ -257,6 +283,9 @@ class _Connection:
                 case Compiling(number=number) | Compiled(number=number):
                     if number in self.compiling:
                         self.compiling[number].put_nowait(message)
+                case Replaced(number=number):
+                    if not (waiting := self.replacing.pop(number)).done():
+                        waiting.set_result(message)
                 case Lost(reason=reason):
                     self._end(reason)
         if self.channel.gone:
@@ -275,7 +304,8 @@ class _Connection:
         tokens = tuple(item.tokens)
         step = None if item.drafted < 0 else Step(item.drafted, item.accepted, tokens)
         logprobs = tuple(item.logprobs)
-        progress = Progress(tokens, step, item.finish_reason, logprobs, item.cached_tokens, item.prompt_logprobs)
+        scores, versions = item.prompt_logprobs, item.versions
+        progress = Progress(tokens, step, item.finish_reason, logprobs, item.cached_tokens, scores, versions)
         responses.put((number, progress))
 
     def _end(self, reason: str = "the engine has ended") -> None:
@@ -288,6 +318,8 @@ class _Connection:
             responses.put(error)
         for pong in self.pongs:
             pong.cancel()
+        for replaced in self.replacing.values():
+            replaced.cancel()
         self.end_compiling()
 
     def end_compiling(self) -> None:
@@ -385,13 +417,21 @@ class EngineClient:
         pong = connection.loop.create_future()
         connection.pongs.append(pong)
         connection.write(Ping())
+        return await self._reply(connection, pong)
+
+    async def _reply(self, connection: _Connection, future: "asyncio.Future[R]") -> R:
         try:
-            stats: Stats = await pong
+            return await future
         except asyncio.CancelledError:
             if connection.channel.gone or self._closing:
                 raise self._closed_error() from None
             raise
-        return stats
+
+    async def update_weights(self, folder: str, part: Literal["target", "drafter"]) -> Replaced:
+        """Replaces the weights of the engine by those of a directory. Raises EngineClosedError."""
+        self._check()
+        connection = self._connection()
+        return await self._reply(connection, connection.replace(folder, part))
 
     async def check(self, timeout_s: float) -> None:
         """Raises EngineClosedError unless the engine replies within `timeout_s` seconds."""

@@ -252,6 +252,11 @@ class Engine:
         self._capture = Capture(limit)
         return self._capture
 
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Versions of target and drafter."""
+        return self.target_version, self.drafter_version
+
     def _drafter(self) -> DrafterWeights:
         if self.runner.drafter is None:
             raise UserError("the engine has no drafter; start it with one")

@@ -21,7 +21,8 @@ from ..generation import Step
 from .compile_queue import CompileQueue
 from .engine import Engine
 from .request import Request
-from .wire import Ask, Cancel, Channel, Compile, Info, Item, Lost, Ping, Pong, Stats, Update
+from .weight_reader import WeightReader
+from .wire import Ask, Cancel, Channel, Compile, Info, Item, Lost, Ping, Pong, ReplaceWeights, Stats, Update
 
 IDLE_S = 1.0  # time without requests after which more steps are captured
 FAILED = "the request could not be computed; see the server's log"
@@ -73,6 +74,8 @@ class EngineLoop:
         self._group_numbers = itertools.count()
         self.compiling = CompileQueue(engine.grammars, engine.matcher, self._send_message)
         self._selector.register(self.compiling.woken, selectors.EVENT_READ, None)
+        self._weights = WeightReader(engine)
+        self._selector.register(self._weights.woken, selectors.EVENT_READ, None)
         self._closed = False
         self._captures = True  # whether to capture steps while idle; not after a failure
 
@@ -94,6 +97,7 @@ class EngineLoop:
             for front in list(self._fronts.values()):
                 self._discard(front)
             self.compiling.close()
+            self._weights.close()
             for end in (self._listener, self._control):
                 end.close()
             self._selector.close()
@@ -126,6 +130,9 @@ class EngineLoop:
                 self._selector.register(connected, selectors.EVENT_READ, front)
             elif key.fileobj is self.compiling.woken:
                 self.compiling.finish()
+            elif key.fileobj is self._weights.woken:
+                for front, reply in self._weights.finish():
+                    self._send_message(front, reply)
             elif key.fileobj is self._control:
                 self._closed = self._closed or not self._control.recv(1)
             else:
@@ -143,6 +150,8 @@ class EngineLoop:
                         self.compiling.remove(front, number)
                 case Compile(number=number, params=params, key=key):
                     self.compiling.add(front, number, params, key)
+                case ReplaceWeights():
+                    self._weights.add(front, message)
                 case Ping():
                     self._send_message(front, Pong(self.stats()))
         if front.channel.gone:
@@ -200,6 +209,7 @@ class EngineLoop:
                 request.cached_tokens,
                 generation.prompt_logprobs if step is None else None,
                 None if request.error is None else _message_of(request.error),
+                self.engine.versions,
             )
         )
         if request.finished:

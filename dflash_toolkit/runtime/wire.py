@@ -6,7 +6,7 @@ and the other side notices at once.
 
 import contextlib
 import socket
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -64,6 +64,22 @@ class Compiled(msgspec.Struct, tag="compiled", array_like=True):
     busy: bool = False  # it can be used later: too many others are compiled
 
 
+class ReplaceWeights(msgspec.Struct, tag="replace_weights", array_like=True):
+    """Asks the engine to use the weights of a directory; `Replaced` is the reply."""
+
+    number: int
+    folder: str
+    part: Literal["target", "drafter"]
+
+
+class Replaced(msgspec.Struct, tag="replaced", array_like=True):
+    """The weights of a directory are in use, or could not be used."""
+
+    number: int
+    error: str | None  # why they could not be used
+    versions: tuple[int, int]  # of target and drafter, see `Engine.versions`
+
+
 class Item(msgspec.Struct, array_like=True):
     """The tokens that one step added to one answer."""
 
@@ -76,6 +92,7 @@ class Item(msgspec.Struct, array_like=True):
     cached_tokens: int  # prompt tokens from a prefix hit
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if the request asked for them
     error: str | None = None  # the request failed, or was refused; nothing more comes
+    versions: tuple[int, int] = (0, 0)  # of target and drafter, see `Engine.versions`
 
 
 class Update(msgspec.Struct, tag="update", array_like=True):
@@ -128,7 +145,7 @@ class Lost(msgspec.Struct, tag="lost", array_like=True):
     gpus: int = 0
 
 
-Message = Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiling | Compiled
+Message = Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiling | Compiled | ReplaceWeights | Replaced
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -4,7 +4,7 @@ An endpoint is a module: the bodies that it accepts and returns, its routes, and
 Its function `routes` is listed here.
 """
 
-from . import chat, completions, health, messages, models, responses, tokens
+from . import chat, completions, health, messages, models, responses, tokens, weights
 
 KEYED = (
     chat.routes,
@@ -15,3 +15,4 @@ KEYED = (
     tokens.routes,
 )  # ask for an API key
 OPEN = (health.routes,)
+ADMIN = (weights.routes,)  # ask for an admin key

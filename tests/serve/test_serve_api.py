@@ -79,6 +79,8 @@ def test_greedy_chat_equals_generate(client: OpenAI, target: Target, drafter: Dr
             "drafted": sum(step.drafted for step in expected.steps),
             "accepted": sum(step.accepted for step in expected.steps),
             "acceptance_length": expected.acceptance_length,
+            "target_version": 0,
+            "drafter_version": 0,
         },
     }
 

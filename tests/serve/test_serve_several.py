@@ -80,12 +80,16 @@ def test_usage_sums_answers_and_counts_each_prompt_once() -> None:
     for i in range(4):
         one = Answer(make_tokenizer(), 10 + i // 2, AnswerOptions())
         one.cached_tokens, one.reasoning_tokens = 8 * i, i
+        one.versions = 1, i
         one.tokens, one.verify_steps, one.drafted, one.accepted, one.committed = [1] * (i + 1), i, 7 * i, 2 * i, 3 * i
         answers.append(one)
     assert usage_of(answers, 2) == {
         "prompt_tokens": 21, "completion_tokens": 10, "total_tokens": 31,
         "prompt_tokens_details": {"cached_tokens": 16}, "completion_tokens_details": {"reasoning_tokens": 6},
-        "dflash": {"verify_steps": 6, "drafted": 42, "accepted": 12, "acceptance_length": 3.0},
+        "dflash": {
+            "verify_steps": 6, "drafted": 42, "accepted": 12, "acceptance_length": 3.0, "target_version": 1,
+            "drafter_version": 3,
+        },
     }  # fmt: skip
     assert usage_of(answers[:1], 1)["dflash"]["acceptance_length"] is None, "no step was taken"
 
