@@ -85,7 +85,7 @@ class StepGraphs:
 
     Attributes:
         captured: the graphs, each by the part of a step that it runs.
-        started: whether all graphs of the start are captured. From now on, parts without a graph are only captured if
+        started: whether the captures of the start have ended. From now on, parts without a graph are only captured if
             captures take at most CAPTURE_SHARE of the time; otherwise they run without one.
         missed: number of runs without a captured graph.
     """

@@ -82,6 +82,7 @@ class EngineLoop:
     def run(self) -> None:
         if (device := self.engine.runner.device).type == "cuda":
             torch.cuda.set_device(device)  # every thread has its own
+        self.engine.runner.graphs.started = True  # also if captures of the start were cut short
         try:
             while not self._closed:
                 if self.engine.scheduler.idle:

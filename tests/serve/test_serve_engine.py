@@ -143,6 +143,7 @@ def test_an_idle_engine_captures_what_is_missing(
     for _ in range(2):
         assert client.post("/v1/completions", json=body).status_code == 200
     wait_until(lambda: not missing)
+    assert engine.engine.runner.graphs.started, "requests wait for few captures"
     assert client.post("/v1/completions", json=body).status_code == 200
     assert caplog.text.count("could not be captured") == fails
 
