@@ -238,12 +238,13 @@ def _freezes_imports() -> Iterator[None]:
         gc.freeze()
 
 
+LONG = bool(os.environ.get("DFLASH_LONG"))  # `make test-long`
 SAMPLE = 4  # cases of a `sampled` test that `make test` runs
 
 
 def _without_most_of_the_sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps some cases of each test marked `sampled`, spread evenly. DFLASH_LONG=1, or a GPU, runs all of them."""
-    if os.environ.get("DFLASH_LONG") or torch.cuda.is_available():
+    if LONG or torch.cuda.is_available():
         return
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:

@@ -76,6 +76,7 @@ def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions
                 torch.save({"tensors": flat(tensors), "norms": norms}, folder / name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("optim", "ways", "tolerance", "kind"),
     [
@@ -88,9 +89,10 @@ def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions
             "dflash2",
         ),
         (OptimOptions(optimizer="muon", ema=0.9), [FSDP, RunOptions(), FSDP], 1e-3, "dflash2"),
+        (OptimOptions(optimizer="muon", accumulate=2, weight_decay=0.1), WAYS, 1e-2, "dflash2"),
         (OptimOptions(optimizer="adamw", accumulate=2, recompute=True, splits=2), WAYS, 1e-4, "dspine"),
     ],
-    ids=["muon", "adamw", "average", "dspine"],
+    ids=["muon", "adamw", "average", "muon, accumulated", "dspine"],
 )
 def test_learners_resume_each_others_state(
     optim: OptimOptions, ways: list[RunOptions], tolerance: float, kind: str, tmp_path: Path
