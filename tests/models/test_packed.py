@@ -12,7 +12,7 @@ from conftest import make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, JambaConfig, Llama4TextConfig, MiniMaxConfig, PhimoeConfig
+from transformers import AutoModelForCausalLM, JambaConfig, Llama4TextConfig, MiniMaxConfig, PhimoeConfig  # type: ignore[attr-defined]
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as capped
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 

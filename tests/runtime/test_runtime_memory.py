@@ -478,7 +478,8 @@ def test_graphs_find_their_scratch_allocated() -> None:
     target, drafter = pair()
     engine = make_engine(target, drafter, max_num_seqs=32)
     launcher(engine.runner, 1, StepShape(1))
-    first = engine.runner.graphs.capture._first
+    captures: Any = engine.runner.graphs.capture
+    first = captures._first
     assert first is not None, "the first capture takes the scratch"
 
     def held() -> int:

@@ -243,7 +243,7 @@ def test_steps_of_large_batches_run_before_they_are_captured() -> None:
     engine = make_engine(*pair(), max_num_seqs=96, num_speculative_tokens=None, kv_cache_tokens=96 * 128)
     while engine.prepare():
         pass
-    captured = engine.runner.graphs.captured
+    captured: Any = engine.runner.graphs.captured
     before = {part for part in captured if part.rows > CAPTURED_AT_START}
     assert {part.kind for part in before} <= {"step", "tree"}, "those that were measured"
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.5, seed=1)

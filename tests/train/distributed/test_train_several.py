@@ -105,14 +105,14 @@ def _in_shards(rank: int, world: int) -> None:
     for by_matrix in (False, True):
         flat = nn.Parameter(partition([p.data for p in list(module().parameters())[: len(SHAPES)]], by_matrix))
         parts = make_optimizer(module().named_parameters(), options).parts
-        optimizer = FlatMuon(parts[0], parts[1], rank, world)  # type: ignore[arg-type]
-        optimizer.shapes[flat], optimizer.by_matrix = shapes, by_matrix
-        optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = [flat], []
+        sharded = FlatMuon(parts[0], parts[1], rank, world)  # type: ignore[arg-type]
+        sharded.shapes[flat], sharded.by_matrix = shapes, by_matrix
+        sharded.param_groups[0]["params"], sharded.param_groups[1]["params"] = [flat], []
         for step in steps:
             generators = (torch.Generator().manual_seed(100 * step + i) for i in range(len(SHAPES)))
             gradients = [torch.randn(s, generator=g) for s, g in zip(SHAPES, generators, strict=True)]
             flat.grad = partition(gradients, by_matrix)
-            optimizer.step()
+            sharded.step()
         expected = partition([p.data for p in list(whole.parameters())[: len(SHAPES)]], by_matrix)
         assert torch.equal(flat, expected), by_matrix
     dist.destroy_process_group()

@@ -137,7 +137,7 @@ def test_dflash_data_gets_responses_from_vllm(
     assert {row["finish_reason"] for row in first} >= {"length"} and any(len(row["spans"]) == 2 for row in first)
     assert len(dflash_data.rows("s.jsonl")) >= 12
 
-    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.bfloat16).cuda()
+    model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.bfloat16).cuda()  # type: ignore[call-arg]
     for row in first:
         tokens = torch.tensor(row["tokens"], device="cuda")
         with torch.no_grad():
