@@ -7,6 +7,7 @@
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
 | post-attention of a dense layer, with convolutions | one persistent launch (Gluon, Hopper, bf16) | the rows above |
+| messages and pairs of slots | Triton | Triton; sums do not depend on the row count |
 | experts | Triton: up to 32 rows all with every expert, more gathered by expert | the same, partial sums rounded |
 | attention, also of trees | Gluon on Hopper, else Triton | the same; FlashAttention, if installed, for one chunk |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
@@ -60,6 +61,7 @@ from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
 from .triton.row_top import TILE, PartTops, row_top
 from .triton.sample import rejection_sample, sample
+from .triton.slots import inject_rms_norm, linear_many_rows, pair_messages, pair_scores, slot_messages
 from .triton.tree_accept import accept_trees, move_rows_
 from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
@@ -274,6 +276,11 @@ class Gpu(Reference):
     linear_top_lse = staticmethod(linear_top_lse)
     walk = staticmethod(walk)
     sampled_walk = staticmethod(sampled_walk)
+    slot_messages = staticmethod(slot_messages)
+    pair_messages = staticmethod(pair_messages)
+    inject_rms_norm = staticmethod(inject_rms_norm)
+    pair_scores = staticmethod(pair_scores)
+    linear_many_rows = staticmethod(linear_many_rows)
     block_conv = staticmethod(block_conv)
     add_rms_norm = staticmethod(add_rms_norm)
     add_rms_norm_quantized = staticmethod(add_rms_norm_quantized)

@@ -25,6 +25,7 @@ class Reference:
     pair_messages = staticmethod(definitions.pair_messages)
     inject_rms_norm = staticmethod(definitions.inject_rms_norm)
     pair_scores = staticmethod(definitions.pair_scores)
+    linear_many_rows = staticmethod(definitions.linear_many_rows)
     block_conv = staticmethod(definitions.block_conv)
     add_rms_norm = staticmethod(definitions.add_rms_norm)
     add_rms_norm_quantized = staticmethod(definitions.add_rms_norm_quantized)

@@ -30,6 +30,7 @@ from .reference_delta import keep_path_ as keep_path_
 from .reference_delta import tree_delta_inputs as tree_delta_inputs
 from .reference_delta import tree_delta_rule as tree_delta_rule
 from .reference_slots import inject_rms_norm as inject_rms_norm
+from .reference_slots import linear_many_rows as linear_many_rows
 from .reference_slots import pair_messages as pair_messages
 from .reference_slots import pair_scores as pair_scores
 from .reference_slots import slot_messages as slot_messages

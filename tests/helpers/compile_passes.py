@@ -77,6 +77,7 @@ FEW = {
     "4B, DFlash 2, sampled drafts, heads of 256": Model("qwen3-4b", "dflash2", sample_drafts=True, heads=256),
     "4B and drafts in FP8 by channels": Model("qwen3-4b", weights=CHANNELS, draft_fp8=True),
     "27B": Model("qwen3.8-27b"),
+    "4B, DSpine, drafts in FP8": Model("qwen3-4b", "dspine", draft_fp8=True),
     "35B-A3B in FP8": Model("qwen3.6-35b-a3b", weights=FORM, chains=True),
     "4B, a cache in FP8": Model("qwen3-4b", fp8_cache=True),
 }
@@ -87,6 +88,7 @@ MODELS = FEW | {
     "1.5B": Model("qwen2.5-1.5b"),
     "4B": Model("qwen3-4b"),
     "4B, DFlash 2": Model("qwen3-4b", "dflash2"),
+    "0.5B, DSpine, sampled drafts": Model("qwen2.5-0.5b", "dspine", sample_drafts=True),
     "4B, sampled drafts, a window, a cap": Model("qwen3-4b", sample_drafts=True, window=True, cap=30.0),
     "4B in FP8": Model("qwen3-4b", weights=FORM),
     "8B": Model("qwen3-8b"),

@@ -42,7 +42,7 @@ class InjectionWeights:
     def sent_by(self, tokens: Tensor, ops: Ops) -> Tensor:
         """Returns gates and messages [N, 2 m] of tokens [N]."""
         features = F.embedding(tokens, self.codes) * math.sqrt(self.codes.shape[1])
-        return ops.linear(features, self.projection[len(self.bias) :])
+        return ops.linear_many_rows(features, self.projection[len(self.bias) :])
 
     def project(self, layer: int, x: Tensor, ops: Ops) -> Tensor:
         """Returns the parts of rows [M, D] as receivers, gates and messages, [M, 3 m]."""
@@ -119,7 +119,7 @@ class InjectionHead:
         scores = []
         for own, sent, tokens, chosen in zip(*parts, candidates.split(together), strict=True):
             messages = ops.pair_messages(sent, injection.sent_by(tokens.flatten(), ops), injection.bias, block)
-            written = ops.linear(messages, injection.writes[layer])
+            written = ops.linear_many_rows(messages, injection.writes[layer])
             scores.append(ops.pair_scores(own, written, self.norm, self.eps, self.rows, chosen, block))
         found = torch.cat(scores) if len(scores) > 1 else scores[0]
         self.scale.apply_(found.view(-1, self.count))
