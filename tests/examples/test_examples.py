@@ -102,3 +102,14 @@ def test_a_served_drafter_answers_the_question(
     finally:
         server.kill()
     assert capsys.readouterr().out.strip()
+
+
+def test_a_target_and_its_drafter_are_trained_in_a_loop(
+    target_dir: Path, drafter_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--rounds", "2", "--samples", "1"]
+    example = runpy.run_path(str(EXAMPLES / "rl_loop.py"))
+    assert example["main"]([*words, "--max-tokens", "8", "--learning-rate", "1e-2"]) == 0
+    *rounds, last = capsys.readouterr().out.splitlines()
+    assert [line[:7] for line in rounds] == ["round 0", "round 1"] and "tokens per step" in rounds[1]
+    assert last == "target version 2, drafter version 2"

@@ -112,7 +112,7 @@ def compute_loss(
     """
     forward = forward or runner(config, target.device)
     masks = masks_of(drafter.config, features, blocks, flex)
-    embedded = target.embed(blocks.inputs.flatten(1))
+    embedded = target.embed(blocks.inputs.flatten(1)).detach()  # a target that is trained itself is constant here
     between = slot_tokens(blocks, done) if drafter.config.architecture.between_name else ()
     with _autocast(target.device, target.dtype):
         hidden = forward(
