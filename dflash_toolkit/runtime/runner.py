@@ -24,6 +24,7 @@ from .prefill_job import PrefillJob, PrefillLimits
 from .programs.block import BlockProgram
 from .programs.buffers import StepBuffers
 from .programs.context import Part, StepContext
+from .programs.first_tokens import FirstTokens, GreedyToken
 from .programs.prefill import PrefillPrograms
 from .programs.prefill_pass import PrefillPass
 from .programs.results import PendingResult, Results, TimedStep
@@ -139,6 +140,7 @@ class StepRunner:
             self.context, captures, page_size, self.pages_per_request, self.reach, packed_rows, self.pace
         )
         self.prefill_limits: PrefillLimits = self.prefills.limits
+        self.first_tokens = FirstTokens(self.context)
         self.blocks = BlockProgram(self.context, sample_drafts)
         self.trees: TreeProgram | None = None
         self.observe: Callable[[Sequence[Request], TreeStepResult], object] = lambda requests, result: None
@@ -172,12 +174,15 @@ class StepRunner:
     # ---- rows ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def add(self, row: int, request: Request, place: int = 0) -> PendingResult | None:
+    def add(self, row: int, request: Request, place: int = 0) -> PendingResult | GreedyToken | None:
         """Puts a prefilled request into the batch; its first token, if it has none yet, comes from the prefill."""
         mode = self.context.modes[row] = mode_of(request.params)
         self._masked |= mode.masked
         self.state.add(row, request)
-        return None if request.tokens else self.prefills.first_token(row, request, place)
+        if request.tokens:
+            return None
+        assert self.prefills.last_hidden is not None
+        return self.first_tokens.add(row, request, self.prefills.last_hidden[place : place + 1])
 
     @torch.inference_mode()
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
@@ -185,11 +190,13 @@ class StepRunner:
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
+        self.first_tokens.move(source, target)
         self.state.move(source, target)
         self.context.modes[target] = self.context.modes[source]
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
+        self.first_tokens.move(row, None)
         self.state.remove(row)
 
     @torch.inference_mode()
@@ -212,6 +219,7 @@ class StepRunner:
     @torch.inference_mode()
     def decode(self, requests: Sequence[Request], shape: StepShape) -> PendingResult:
         """Launches one step of rows 0..len(requests) - 1. Requests with a grammar need a step over blocks."""
+        self.first_tokens.choose()
         if self.device.type != "cuda":
             return self._launch(requests, shape)
         began, missed = self.pace.begin_step(), self.graphs.missed
@@ -235,8 +243,10 @@ class StepRunner:
         self.tree_rows[pending.trees.shape.rows] += 1
         return pending
 
-    def read(self, pending: PendingResult) -> list[Committed]:
+    def read(self, pending: PendingResult | GreedyToken) -> list[Committed]:
         """Waits for a result."""
+        if isinstance(pending, GreedyToken):
+            pending = self.first_tokens.result(pending)
         pending.wait()
         if pending.done is not None:
             self.pace.read_step(pending.done)

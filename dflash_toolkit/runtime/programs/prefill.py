@@ -1,4 +1,4 @@
-"""Passes of one chunk of a prompt or of several, and first tokens.
+"""Passes of one chunk of a prompt or of several.
 
 Short chunks are padded and captured; others run without a graph, in slices (`prefill_pass.py`).
 """
@@ -11,19 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...grammar import masks_of
 from ...kernels.tree import TreeRows
 from ..exact import EXACT_BATCH
-from ..graphs import Captures, download, to_device, upload
+from ..graphs import Captures, download, to_device
 from ..pace import Pace
 from ..prefill_job import PrefillJob, PrefillLimits, ScoredTokens
 from ..prompt_logprobs import score
-from ..proposer import Draft
-from ..request import Request
 from ..stack import Rows, Slices, States, exhaust
 from .context import StepContext
 from .prefill_pass import PrefillPass, operations_of
-from .results import PendingResult
 
 # sizes that a chunk is padded to; a longer chunk takes the device more time than the host needs for its launches
 PREFILL_SIZES = tuple(range(64, 513, 64))
@@ -54,7 +50,6 @@ class PrefillPrograms:
         packs = len(context.modes) > EXACT_BATCH and not target.spec.recurrent
         self.limits, self._pace = replace(PREFILL_LIMITS, packed=packed if packs else 0), pace
         self.last_hidden: Tensor | None = None
-        self._numbers = torch.arange(len(context.modes), device=device)
         # inputs of a captured prefill: tokens; start, count, slot of states, pages
         self._tokens = torch.zeros(PREFILL_SIZES[-1], dtype=torch.int64, device=device)
         self._place = torch.zeros(3 + pages, dtype=torch.int32, device=device)
@@ -290,35 +285,6 @@ class PrefillPrograms:
     def _capture_batch(self, size: int, count: int) -> None:
         self._place_empty_batch()
         self.captured_batches[size, count] = self._capture(lambda: self.padded_batch(size, count))
-
-    # ---- the first token -------------------------------------------------------------------------------
-
-    def first_token(self, row: int, request: Request, place: int) -> PendingResult:
-        """Chooses the first token of a request, which is in the batch.
-
-        Args:
-            place: index of its chunk in the newest prefill.
-        """
-        context, state, sampler = self._context, self._context.state, self._context.state.sampler
-        assert self.last_hidden is not None
-        rows, last, mode = slice(row, row + 1), self.last_hidden[place : place + 1], context.modes[row]
-        before = state.lengths[rows] - 1  # the token follows the last one of the prompt
-        no_draft = Draft(state.last_token.new_empty(1, 0))
-        masks = None
-        if request.matcher:
-            allowed, at = masks_of([request.matcher], [[]], context.words)
-            masks = upload(allowed, context.device), upload(at, context.device)
-        head = context.target.head
-        choice, logprobs = sampler.choose(last, head, self._numbers[rows], no_draft, before, mode, masks)
-        state.last_token[rows] = choice[0]
-        counts = torch.ones_like(before)
-        if mode.full:
-            sampler.count(rows, choice, counts)
-        tokens = torch.cat([counts[:, None], context.mark_finite(choice, last[None])], dim=1)
-        top = request.params.logprobs
-        wanted = {} if top is None else {0: (0, top)}
-        scored = request.scored if request.scores_prompt else None
-        return context.results.send(tokens, logprobs if wanted else None, wanted, scored=scored)
 
 
 def _last_of(hidden: Tensor, count: Tensor) -> Tensor:
