@@ -10,7 +10,6 @@ from torch import Tensor
 from ..fingerprint import tensor_digest
 from ..models.dflash.architecture import all_sizes
 from ..models.dflash.checkpoint import SCALES
-from ..models.dflash.network import DrafterConfig
 from ..models.rope import RopeScaling
 from ..models.target import Target
 from ..record import RECORD_KEY, configuration, distance, drafter_signature, target_signature
@@ -266,7 +265,8 @@ def _signature(case: Case, record: dict[str, Any], tensors: Tensors) -> dict[str
     values["rope_scaling"] = _scaling(values)
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
-        return drafter_signature(DrafterConfig(**values), {name: tensors[name] for name in record["tensors"]})
+        config = case.config.architecture.config()(**values)
+        return drafter_signature(config, {name: tensors[name] for name in record["tensors"]})
     except (LookupError, RuntimeError, TypeError, ValueError):  # misshapen, or of another version
         return {}
 

@@ -108,8 +108,8 @@ class Case:
     def drafter(self) -> Drafter:
         """The module of a measurable case; without tensors that it does not know."""
         assert self.config is not None
-        tensors = {name: self.tensors[name].to(torch.bfloat16) for name in self.expected}
-        return Drafter.of_tensors(self.config, tensors).eval().requires_grad_(False)
+        tensors = {name: self.tensors[name] for name in self.expected}
+        return Drafter.of_tensors(self.config, tensors).to(torch.bfloat16).eval().requires_grad_(False)
 
 
 def fitting_problem(case: Case) -> str:
@@ -237,7 +237,7 @@ def check_weights(case: Case) -> list[Finding]:
         spread = f"{name} has median {norms[name].median():.3g}, largest {norms[name].abs().max():.3g}"
         remedy = "a norm this far from 1 points to a diverged run or to weights stored minus 1"
         found.append(Finding("weights", "warning", spread, remedy, {"norms": odd}))
-    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in case.tensors.values()})
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in case.tensors.values() if t.dtype != torch.bool})
     if set(dtypes) - {"bfloat16", "float16", "float32"}:
         remedy = "export in bfloat16: quantized drafters are not read"
         found.append(Finding("weights", "warning", f"stored as {', '.join(dtypes)}", remedy))

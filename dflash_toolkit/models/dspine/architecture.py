@@ -102,6 +102,11 @@ class DSpine(DraftArchitecture):
     def selector_products(self, config: "DrafterConfig") -> int:
         return self.layer_products(config) + config.sizes["refine_top_k"] * config.hidden_size
 
+    def is_initial(self, name: str, tensor: "Tensor") -> bool | None:
+        if name.startswith("transfer_"):  # never trained
+            return not tensor.any()
+        return super().is_initial(name, tensor)
+
 
 ARCHITECTURE = DSpine(
     kind="dspine",
