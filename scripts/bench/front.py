@@ -44,16 +44,25 @@ class PacedEngine:
         self._step_s, self._per_step = step_s, per_step
         self.capacity = Capacity(CONTEXT, vocabulary)
         self.running: list[Any] = []
+        self.versions = 0, 0
         self.scheduler = self
         self.grammars = Grammars(None, vocabulary, ())
         self.options = EngineOptions()
         self.runner = SimpleNamespace(
-            device=SimpleNamespace(type="cpu"), dtype="none", max_num_seqs=max_num_seqs, max_block=per_step
+            device=SimpleNamespace(type="cpu"),
+            dtype="none",
+            max_num_seqs=max_num_seqs,
+            max_block=per_step,
+            graphs=SimpleNamespace(started=False),
         )
         self._due = 0.0
         self.steps = 0
 
     def matcher(self, params: SamplingParams) -> None: ...
+
+    def prepare(self, *, everything: bool) -> bool:
+        """Returns that no steps are left to capture."""
+        return False
 
     @property
     def idle(self) -> bool:
