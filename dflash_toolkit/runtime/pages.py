@@ -164,15 +164,20 @@ class PagePool:
             self._cached.pop(node.page, None)
         return [node.page for node in nodes]
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> None:
-        """Adds the full pages to the prefix tree; `tokens` are the ones with keys and values in `pages`."""
+    def publish(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> PageNode | None:
+        """Adds the full pages to the prefix tree; `tokens` are the ones with keys and values in `pages`.
+
+        Returns:
+            The node of the last full page. None: there is no full page, or this one cannot be found.
+        """
         parent: int | str = salt
+        node = None
         for i in range(len(tokens) // self.page_size):
             key = (parent, tuple(tokens[i * self.page_size : (i + 1) * self.page_size]))
             node = self._tree.get(key)
             if node is None:
                 if pages[i] in self._node_of_page:  # published before under another parent: that one was evicted
-                    return
+                    return None
                 node = PageNode(self._next_id, pages[i], key)
                 self._next_id += 1
                 self.changes += 1
@@ -180,6 +185,7 @@ class PagePool:
                 self._children[parent] += 1
                 self._node_of_page[pages[i]] = node
             parent = node.id
+        return node
 
     # ---- states ----------------------------------------------------------------------------------------
 
@@ -201,9 +207,8 @@ class PagePool:
 
         Returns None if the states after it are kept already, or could not be found.
         """
-        self.publish(tokens, pages, salt)
-        nodes = self._nodes(tokens, len(tokens), salt)
-        return nodes[-1] if len(nodes) * self.page_size == len(tokens) and not nodes[-1].state else None
+        node = self.publish(tokens, pages, salt)
+        return None if node is None or node.state else node
 
     def keep_state(self, node: PageNode, slot: int, *, replaceable: bool = False) -> None:
         """Keeps the states in a slot, which the caller holds, for the prefix that ends with a page.

@@ -96,23 +96,25 @@ class RecurrentStates:
 
     # ---- answers ---------------------------------------------------------------------------------------
 
-    def snapshot(self, request: Request) -> None:
-        """Copies the states after some rows of the block in flight, if they end a page after which states are kept.
+    def snapshot(self, requests: Sequence[Request]) -> None:
+        """Copies the states after some rows of blocks in flight, if they end a page after which states are kept.
 
         The device has the states before the newest block, and its rows. It is not yet known whether these are
-        committed, see `keep_snapshot`. Afterwards the next block may have changed the states.
+        committed, see `keep_snapshot`. The next step may change the states.
         """
-        if not (self._prefix_cache and self.recurrent and len(request.blocks_in_flight) == 1 and self._room):
+        if not (self._prefix_cache and self.recurrent):
             return
         every = ANSWER_PAGES * self._pool.page_size
-        tokens = (request.length // every + 1) * every
-        rows = tokens - request.length
-        if tokens >= len(request.prompt_ids) + request.limit:
-            return
-        if rows <= request.blocks_in_flight[0] and (slot := self._pool.take_slot()):
-            request.snapshot = slot, tokens
-            self._room -= 1
-            self._device.copy_states(request.state, slot, rows)
+        for request in requests:
+            if len(request.blocks_in_flight) != 1 or request.snapshot is not None or not self._room:
+                continue
+            tokens = (request.length // every + 1) * every
+            rows = tokens - request.length
+            useful = rows <= request.blocks_in_flight[0] and tokens < len(request.prompt_ids) + request.limit
+            if useful and (slot := self._pool.take_slot()):
+                request.snapshot = slot, tokens
+                self._room -= 1
+                self._device.copy_states(request.state, slot, rows)
 
     def keep_snapshot(self, request: Request) -> None:
         """Keeps the snapshot for other requests if its rows were committed, instead of an earlier one of the answer."""

@@ -158,12 +158,12 @@ class RequestTable:
                 self._reserve(request, self._max_places if shape.rows else shape.block)
         if not self.running:
             return False
+        self.states.snapshot(self.running)  # before the next step changes the states that are read last
         pending = self.device.decode(self.running, shape)
         self.launches.append(Launch(pending, [(r, r.epoch) for r in self.running], shape.block))
         for request in self.running:
             request.blocks_in_flight.append(shape.block)
-        for request in self.running:
-            self.states.snapshot(request)
+        self.states.snapshot(self.running)
         return True
 
     def _reserve(self, request: Request, places: int) -> None:
@@ -201,7 +201,7 @@ class RequestTable:
             return False
         found = self.device.read(self.launches[0].pending)
         launch = self.launches.popleft()
-        leaving, snapshots, got = list[Request](), list[Request](), False
+        leaving, got = [], False
         for (request, epoch), committed in zip(launch.requests, found, strict=True):
             if request.epoch != epoch or request.finished:
                 continue  # cancelled, preempted or finished since
@@ -211,7 +211,6 @@ class RequestTable:
                 step = self._commit(request, launch.block, committed)
                 if launch.block:
                     self.states.keep_snapshot(request)
-                    snapshots.append(request)
                 self.queue.charge(request, answer=len(committed.tokens))
             else:
                 step = None
@@ -223,8 +222,6 @@ class RequestTable:
                 leaving.append(request)
             if committed.finite or request.error:
                 self._pending_reports.append((request, step))
-        for request in snapshots:
-            self.states.snapshot(request)
         # from the last row down: the row that moves up belongs to a request that stays
         for request in sorted(leaving, key=lambda request: request.row or 0, reverse=True):
             if request.finished:

@@ -1,6 +1,7 @@
 """Turns of conversations, which extend, branch and are rendered differently, for targets with recurrent layers."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -95,12 +96,13 @@ def recurrent(device: TableDevice, pool: PagePool, *requests: Request, rows: int
     return scheduled(device, *requests, pool=pool, block=BLOCK, max_num_seqs=rows, prefix_cache=True, recurrent=True)
 
 
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("calls", [["read", "read"], ["copy_states"]])
-def test_a_fault_drops_snapshots_of_states(calls: list[str]) -> None:
+def test_a_fault_drops_snapshots_of_states(calls: list[str], seed: int) -> None:
     """The results of a step are lost, or the copy itself fails, before its work."""
-    device, pool, request = TableDevice(1), PagePool(99, SIZE, [2, 3, 4]), request_of([1, 2], 20)
+    device, pool, request = TableDevice(1, random.Random(seed)), PagePool(99, SIZE, [2, 3, 4]), request_of([1, 2], 20)
     scheduler = recurrent(device, pool, request, rows=1)
-    while not request.tokens or (calls[0] == "read" and request.snapshot is None):
+    while request.length < 8:  # the next block may reach 16 tokens
         scheduler.advance()
     failing(device, failures := [*calls])
     drain(scheduler)
@@ -116,13 +118,22 @@ def test_snapshots_leave_a_slot_for_every_request() -> None:
     device, pool = TableDevice(1), PagePool(99, SIZE, [4])
     requests = [request_of([i, 2], 60) for i in range(2)]
     scheduler, late = recurrent(device, pool, *requests, rows=3), request_of([7, 7], 5)
-    while not any(request.snapshot for request in requests):
-        scheduler.advance()
-    assert sum(request.snapshot is not None for request in requests) == 1
-    scheduler.add(late)
-    scheduler.advance()
-    assert late.state
+    states, held, states_at_start = scheduler.table.states, list[int](), list[int]()
+    real, assign = states.snapshot, states.assign
+
+    def snapshot(running: Sequence[Request]) -> None:
+        real(running)
+        held.append(sum(request.snapshot is not None for request in running))
+        if held[-1] and not max(held[:-1], default=0):
+            scheduler.add(late)
+
+    def assigned(request: Request, *more: int) -> None:
+        assign(request, *more)
+        states_at_start.append(request.state)
+
+    states.snapshot, states.assign = snapshot, assigned  # type: ignore[method-assign]
     drain(scheduler)
+    assert max(held) == 1 and len(states_at_start) == 3 and all(states_at_start)
     assert all(request.tokens == truth(request.prompt_ids, request.limit) for request in (*requests, late))
 
 
