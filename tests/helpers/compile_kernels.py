@@ -67,33 +67,14 @@ class Launch:
         return math.prod(max(1, size) for size in sizes) * self.options["num_stages"]
 
 
-class Driver:
-    """The properties of a GPU that Triton's launcher reads before it compiles."""
-
-    def __init__(self, target: str) -> None:
-        self._capability = int(target.removeprefix("sm_"))
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._capability, 32)
-
-    def get_current_device(self) -> int:
-        return self._capability  # each target has specialisations of its own
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def launches(target: str, every_model: bool) -> list[Launch]:
     """Returns the specialisations that the passes launch on a GPU."""
     import torch
-    from compile_passes import FEW, META, MODELS, passes
-    from triton.runtime import driver
+    from compile_passes import FEW, MODELS, passes
     from triton.runtime.jit import JITFunction
 
-    from dflash_toolkit.kernels import features, launch
-    from dflash_toolkit.kernels.hopper import conv_layer, layer
+    from dflash_toolkit.kernels import features
+    from dflash_toolkit.runtime.precompile import launch_on_meta
 
     found, current, run = list[Launch](), "", JITFunction.run
 
@@ -105,12 +86,7 @@ def launches(target: str, every_model: bool) -> list[Launch]:
         )
         return kernel.device_caches[device][0].setdefault(key, object())
 
-    card = features.KNOWN[target]
-    features._features.update({META: card, torch.device("cpu"): card})
-    launch.multiprocessors.cache_clear()
-    driver.set_active(Driver(target))
-    for module in (layer, conv_layer):
-        module._barriers = lambda _: torch.empty(layer.BARRIERS, dtype=torch.int32, device=META)
+    launch_on_meta(features.KNOWN[target])
     JITFunction._do_compile = record
     JITFunction.run = lambda kernel, *args, warmup, **options: run(kernel, *args, warmup=True, **options)
     try:

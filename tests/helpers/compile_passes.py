@@ -18,13 +18,13 @@ from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.quantized import FORM, GROUP
 from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.runtime.precompile import META
 from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.runner import StepRunner
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from scripts.shapes import named_shape
 
-META = torch.device("meta")
 LAYERS = 8  # of a target: at least one of each type, and enough for the taps of a drafter
 CHANNELS: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 CHANNELS |= {"ignore": ["lm_head", "re:.*in_proj_[ab]$", "re:.*gate$"]}
