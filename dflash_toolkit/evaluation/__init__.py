@@ -13,8 +13,8 @@ wait_passively()  # before anything here imports torch
 
 if TYPE_CHECKING:
     from ..acceptance import Acceptance
-    from .measure.decoders import EnginePair, ReferencePair
     from .measure.measurement import EncodedPrompt, held_out_acceptance
+    from .measure.pairs import EnginePair, ReferencePair
     from .measure.run import evaluate
     from .report.files import write_report
     from .report.results import Report

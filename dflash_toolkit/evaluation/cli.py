@@ -32,7 +32,7 @@ from ..tracking import log_in
 from .protocols import PROTOCOLS, fixed_options
 
 if TYPE_CHECKING:
-    from .measure.decoders import Pair
+    from .measure.pairs import Pair
 
 PROG = "dflash-eval"
 DESCRIPTION = """\
@@ -390,7 +390,7 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
 def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import load_drafter
     from ..models.target import Target, load_tokenizer, warn_of_penalty
-    from .measure.decoders import EnginePair, ReferencePair, suggest_reference
+    from .measure.pairs import EnginePair, ReferencePair, suggest_reference
 
     assert config.drafter is not None
     drafter = load_drafter(config.drafter)

@@ -13,10 +13,10 @@ from dflash_toolkit import SamplingParams, Target, load_drafter
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.data.prompts import read_prompt_sets
 from dflash_toolkit.data.skipped import Skipped
-from dflash_toolkit.evaluation.measure.decoders import EnginePair
 from dflash_toolkit.evaluation.measure.encoding import encode_sets
 from dflash_toolkit.evaluation.measure.lengthen import lengthened
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
+from dflash_toolkit.evaluation.measure.pairs import EnginePair
 from dflash_toolkit.evaluation.measure.run import evaluate
 from dflash_toolkit.evaluation.report.files import write_report
 from dflash_toolkit.evaluation.report.markdown import render_table

@@ -17,8 +17,8 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, save_draf
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, evaluate, write_report
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import run
-from dflash_toolkit.evaluation.measure.decoders import Pair
 from dflash_toolkit.evaluation.measure.measurement import Difference, Measurement, measure
+from dflash_toolkit.evaluation.measure.pairs import Pair
 from dflash_toolkit.evaluation.report.results import Section, noise
 
 

@@ -22,8 +22,8 @@ from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, Report, evaluate
 from dflash_toolkit.evaluation.cli import main
-from dflash_toolkit.evaluation.measure.decoders import Pair
 from dflash_toolkit.evaluation.measure.measurement import measure, token_texts
+from dflash_toolkit.evaluation.measure.pairs import Pair
 from dflash_toolkit.evaluation.report.markdown import escape
 from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.runtime.proposer import Draft, Proposer

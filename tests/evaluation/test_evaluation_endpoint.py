@@ -17,7 +17,6 @@ from schemas import validate
 from dflash_toolkit import Drafter, Target, UserError
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import run
-from dflash_toolkit.evaluation.measure.decoders import EnginePair
 from dflash_toolkit.evaluation.measure.endpoint import (
     Drafts,
     EndpointPair,
@@ -27,6 +26,7 @@ from dflash_toolkit.evaluation.measure.endpoint import (
     steps_of,
 )
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt, Rest
+from dflash_toolkit.evaluation.measure.pairs import EnginePair
 from dflash_toolkit.evaluation.measure.run import evaluate
 from dflash_toolkit.evaluation.measure.sweeps import load_point
 from dflash_toolkit.evaluation.report.markdown import render_markdown

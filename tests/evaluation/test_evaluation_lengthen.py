@@ -15,10 +15,10 @@ from dflash_toolkit import UserError
 from dflash_toolkit.data.prompts import Prompt
 from dflash_toolkit.data.skipped import Skipped
 from dflash_toolkit.evaluation import EncodedPrompt
-from dflash_toolkit.evaluation.measure.decoders import Pair
 from dflash_toolkit.evaluation.measure.encoding import encode_sets
 from dflash_toolkit.evaluation.measure.lengthen import CLOSE, lengthened
 from dflash_toolkit.evaluation.measure.measurement import text_of
+from dflash_toolkit.evaluation.measure.pairs import Pair
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:

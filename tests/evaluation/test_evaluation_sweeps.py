@@ -16,8 +16,9 @@ from dflash_toolkit.decode import _draft_states
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import run
-from dflash_toolkit.evaluation.measure.decoders import Pair, Response, ThreadedDecoder
+from dflash_toolkit.evaluation.measure.decoders import Response, ThreadedDecoder
 from dflash_toolkit.evaluation.measure.drafting import advice_text, candidates, drafting_advice
+from dflash_toolkit.evaluation.measure.pairs import Pair
 from dflash_toolkit.evaluation.measure.run import Setting, evaluate_all
 from dflash_toolkit.evaluation.measure.sweeps import Sweeps, chosen, load_point, recommendation, under_load
 from dflash_toolkit.evaluation.report.results import Section

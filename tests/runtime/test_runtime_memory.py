@@ -20,7 +20,7 @@ from other_gpus import use_gpu
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError
 from dflash_toolkit.config import UnsupportedModel
-from dflash_toolkit.evaluation.measure import decoders as runtimes
+from dflash_toolkit.evaluation.measure import pairs as runtimes
 from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.models import target as target_module
 from dflash_toolkit.models.dflash.shape import drafter_shape

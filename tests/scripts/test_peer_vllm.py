@@ -13,8 +13,8 @@ from conftest import make_drafter, make_target
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.config import UserError
-from dflash_toolkit.evaluation.measure.decoders import ReferencePair
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
+from dflash_toolkit.evaluation.measure.pairs import ReferencePair
 from dflash_toolkit.evaluation.measure.run import evaluate
 from dflash_toolkit.generation import Generation, Step
 from scripts.peers import vllm_decode as program

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ...sampling import SamplingParams
-from .decoders import Pair
 from .measurement import EncodedPrompt
+from .pairs import Pair
 
 TOKENS = 8  # per answer: the first comes from the prefill, and tokens far after it add little
 PERMUTATIONS = 999

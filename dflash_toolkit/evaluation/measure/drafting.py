@@ -12,7 +12,8 @@ from typing import Any
 
 from ...acceptance import ratio
 from ...sampling import SamplingParams
-from .decoders import OnStep, Pair
+from .decoders import OnStep
+from .pairs import Pair
 from .sweeps import speedup_interval, spreads, totals, under_load, warm_up
 
 Point = Mapping[str, Any]  # in the form of report.json

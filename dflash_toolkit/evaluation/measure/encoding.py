@@ -7,8 +7,8 @@ from ...config import UserError
 from ...data.prompts import Message, Prompt, encode_chat
 from ...data.skipped import Skipped
 from ...generation import PromptError, check_prompt
-from .decoders import Pair
 from .measurement import EncodedPrompt, Rest, last_question
+from .pairs import Pair
 
 Mode = bool | None  # thinking on, off, or the template's own
 

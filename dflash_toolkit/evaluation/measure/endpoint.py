@@ -31,7 +31,8 @@ from ...generation import FinishReason, Generation, Step
 from ...models.target import context_limit, load_config, load_tokenizer
 from ...openai_http import TryAgainError, base_url, find_model, open_reply, request_json, stream_json, without_login
 from ...sampling import SamplingParams
-from .decoders import EngineDecoder, OnStep, Pair, ReferenceDecoder, ThreadedDecoder
+from .decoders import EngineDecoder, OnStep, ReferenceDecoder, ThreadedDecoder
+from .pairs import Pair
 
 TIMEOUT_S = 600.0  # without a byte from the server
 SETTLE_S = 5.0  # longest wait until the counters include a response

@@ -17,8 +17,9 @@ from ...generation import Generation
 from ...models.dflash.network import Drafter
 from ...models.target import Target
 from ...sampling import SamplingParams
-from .decoders import OnStep, Pair
+from .decoders import OnStep
 from .energy import joules
+from .pairs import Pair
 
 
 @dataclass(frozen=True, slots=True)

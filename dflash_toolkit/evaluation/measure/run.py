@@ -18,12 +18,13 @@ from ...progress import Progress
 from ...sampling import SamplingParams
 from ..report.results import Environment, Report, Section, Summary, noise
 from ..stats.paired import tau_over
-from .decoders import Pair, Response, ThreadedDecoder
+from .decoders import Response, ThreadedDecoder
 from .distribution import SUSPICIOUS, distribution_test
 from .drafting import advice_text, drafting_advice, drafting_points
 from .journal import Journal, generation_of
 from .lengthen import lengthened
 from .measurement import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
+from .pairs import Pair
 from .recall import draft_recall
 from .sweeps import Sweeps, chosen, load_point, recommendation
 

@@ -15,8 +15,9 @@ from ...generation import Generation
 from ...sampling import SamplingParams
 from ..report.results import Section, Summary, at_a_time, spread
 from ..stats.bootstrap import interval, resampled_sums
-from .decoders import EngineDecoder, OnStep, Pair, ThreadedDecoder
+from .decoders import EngineDecoder, OnStep, ThreadedDecoder
 from .measurement import EncodedPrompt
+from .pairs import Pair
 
 WARM_UP_TOKENS = 8
 

@@ -19,8 +19,8 @@ from ...files import finite
 from ...fingerprint import json_digest
 from ...generation import Generation
 from ...models.dflash.architecture import architectures
-from ..measure.decoders import Pair
 from ..measure.measurement import Difference, Measurement
+from ..measure.pairs import Pair
 from ..stats.bootstrap import CONFIDENCE, RESAMPLES, SEED, intervals
 from .schema import SCHEMA_VERSION
 
