@@ -68,10 +68,10 @@ class Capture:
         self._waiting.append((served, done))
         self.nbytes += size
 
-    def take(self) -> list[Served]:
-        """Returns the requests whose taps have arrived, oldest first, and forgets them."""
-        found = []
-        while self._waiting and ((done := self._waiting[0][1]) is None or done.query()):
+    def take(self, most: int | None = None) -> list[Served]:
+        """Returns the requests whose taps have arrived, oldest first, and forgets them; at most `most` of them."""
+        found: list[Served] = []
+        while self._waiting and len(found) != most and ((done := self._waiting[0][1]) is None or done.query()):
             served, _ = self._waiting.popleft()
             self.nbytes -= served.taps.nbytes
             found.append(served)

@@ -7,12 +7,11 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from dflash_toolkit.acceptance import prompt_length_group
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.network import Drafter
-from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.capture import Served
 
 from ..online import OnlineTrainer, Record
@@ -20,6 +19,22 @@ from .promotion import LEAST, LiveAcceptance, Promotion, Rollback
 from .replay import ReplayBuffer
 
 log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """What waits for a trainer, see `Capture`."""
+
+    def take(self) -> list[Served]: ...
+
+
+class Serving(Protocol):
+    """An `Engine`, or the link of `process.py` to one."""
+
+    drafter_version: int
+
+    def start_capture(self, limit: int) -> Source: ...
+
+    def load_drafter(self, drafter: Drafter) -> None: ...
 
 
 @dataclass(slots=True)
@@ -51,7 +66,7 @@ class Adapter:
     """
 
     def __init__(
-        self, engine: Engine, trainer: OnlineTrainer, *, memory: int = 1 << 30, batch: int = 8, every: int = 20,
+        self, engine: Serving, trainer: OnlineTrainer, *, memory: int = 1 << 30, batch: int = 8, every: int = 20,
         anchors: Sequence[Record] = (), seed: int = 0,
     ) -> None:  # fmt: skip
         self._engine, self._trainer, self._batch, self._every = engine, trainer, batch, every
@@ -66,24 +81,28 @@ class Adapter:
     def served(self) -> Version:
         return self.versions[-1]
 
-    def work(self) -> None:
+    def work(self) -> bool:
         """Does a piece of work: takes what was served, may roll back, trains one step, may promote.
 
         A step whose gradient is not a number is undone, and training continues from the served version.
+
+        Returns:
+            False if there are too few records for a step.
         """
         if (taken := self._capture.take()) and self._take(taken):
             self._may_roll_back()
         records = self.buffer.sample(self._batch)
         if len(records) < self._batch:
-            return
+            return False
         try:
             self._trainer.step(records)
         except (UserError, ValueError) as error:
             log.error("the drafter's training continues from the served version: %s", error)
             self._trainer.load_state_dict(copy.deepcopy(self.served.state))
-            return
+            return True
         if self._trainer.steps % self._every == 0:
             self._may_promote()
+        return True
 
     def _take(self, taken: Sequence[Served]) -> bool:
         """Adds served requests to the buffer; returns whether any was decoded by the newest version."""

@@ -46,6 +46,12 @@ class HeadWeights:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    def to(self, device: torch.device) -> "HeadWeights":
+        """Returns these weights on a device."""
+        embedding = self.embedding.to(device)
+        head = embedding if self.head_weight is self.embedding else self.head_weight.to(device)
+        return HeadWeights(embedding, head, None if self.head_bias is None else self.head_bias.to(device), self.config)
+
     def embed(self, ids: Tensor) -> Tensor:
         """Returns rows [..., D] of the embedding."""
         return F.embedding(ids, self.embedding)

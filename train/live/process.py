@@ -1,0 +1,225 @@
+"""The trainer of a live drafter in a process of its own: no fault of it, and no pause, touches an answer.
+
+The engine's thread only calls `TrainerProcess.poll` between two steps. Two threads send what was served and receive new
+drafters.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.capture import Served
+
+from ..config import TrainConfig
+from ..objective.target_head import HeadWeights
+from ..online import OnlineTrainer, Record
+from .adapter import Adapter
+from .pipe import receive, send
+
+IN_FLIGHT = 16  # served requests on their way to the trainer
+NICE = 10  # lower priority of the trainer on the processor
+IDLE_S = 0.05  # pause of a trainer without enough records
+END_S = 5.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a trainer."""
+
+    steps: int = 0
+    records: int = 0  # in the replay buffer
+    nbytes: int = 0  # of the buffer
+    learnt_from: int = 0  # requests that the served version has learnt from
+    held_out: float | None = None  # the served version's tokens per step on held-out requests
+    live: float | None = None  # its tokens per step on live requests
+    promotions: int = 0
+    rollbacks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the process needs; its first message."""
+
+    head: HeadWeights
+    shape: DrafterConfig
+    weights: dict[str, Tensor]
+    config: TrainConfig | None
+    device: torch.device
+    share: float
+    options: dict[str, Any]  # of `Adapter`
+
+
+class TrainerProcess:
+    """Starts a trainer for the drafter of an engine, and gives the engine each version that the trainer promotes.
+
+    Args:
+        engine: with a drafter and `EngineOptions(keep_taps=True)`.
+        head: embedding and head of the target.
+        drafter: the served drafter.
+        config: see `OnlineTrainer`.
+        device: of the trainer (default: that of `head`).
+        share: share of the time in which the trainer works while requests run; without requests it always does.
+        memory: bytes of captured records, in host memory.
+        anchors, batch, every: see `Adapter`.
+
+    Attributes:
+        status: the newest state that the trainer has sent.
+        error: why the trainer has ended, if it has; the engine then keeps its drafter.
+    """
+
+    def __init__(
+        self, engine: Engine, head: HeadWeights, drafter: Drafter, config: TrainConfig | None = None, *,
+        device: torch.device | str | None = None, share: float = 1.0, memory: int = 1 << 30, batch: int = 8,
+        every: int = 20, anchors: Sequence[Record] = (),
+    ) -> None:  # fmt: skip
+        if not 0.0 < share <= 1.0:
+            raise UserError(f"the trainer's share is {share}; it must be in (0, 1]")
+        self.status = Status()
+        self.error: str | None = None
+        self._engine, self._capture = engine, engine.start_capture(memory // 4)
+        options = {"memory": memory, "batch": batch, "every": every, "anchors": list(anchors)}
+        place = torch.device(device) if device is not None else head.device
+        work = Work(head, drafter.config, drafter.state_dict(), config, place, share, options)
+        context = multiprocessing.get_context("spawn")
+        self._connection, end = context.Pipe()
+        self._busy = context.Value("b", 0, lock=False)
+        self._process = context.Process(target=_main, args=(end, self._busy), name="trainer", daemon=True)
+        self._process.start()
+        end.close()
+        self._going: queue.Queue[Any] = queue.Queue(IN_FLIGHT)
+        self._going.put(work)
+        self._came: deque[Any] = deque()
+        self._closing = False
+        for target in (self._send, self._receive):
+            threading.Thread(target=target, name=f"trainer{target.__name__}", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid or 0)
+
+    def poll(self) -> None:
+        """Sends what was served, and swaps in a drafter that has arrived. Never waits for the trainer, never raises."""
+        self._busy.value = not self._engine.scheduler.idle
+        if not self._going.full():
+            for served in self._capture.take(IN_FLIGHT - self._going.qsize()):
+                self._going.put(served)
+        while self._came:
+            message = self._came.popleft()
+            if isinstance(message, Status):
+                self.status = message
+                continue
+            try:
+                self._engine.update_drafter(message)
+            except UserError as mistake:
+                log.error("a new drafter was not used: %s", mistake)
+            self._going_later(self._engine.drafter_version)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._closing = True
+        self._connection.close()
+        self._process.join(END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _going_later(self, version: int) -> None:
+        try:
+            self._going.put_nowait(version)
+        except queue.Full:  # later served requests carry the version too
+            log.warning("the trainer is late; it learns the drafter's version later")
+
+    def _send(self) -> None:
+        while True:
+            message = self._going.get()
+            try:
+                send(self._connection, message)
+            except (OSError, ValueError):
+                return
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._came.append(receive(self._connection))
+        except Exception as error:  # its end, or a message that was cut off by it
+            if not self._closing:
+                self._process.join(END_S)
+                self.error = f"the trainer has ended (exit code {self._process.exitcode}, {error!r})"
+                log.error("%s; serving continues with drafter version %d", self.error, self._engine.drafter_version)
+
+
+class _Link:
+    """The trainer's side: stands for the engine in an `Adapter`."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.drafter_version = 0
+        self.adapter: Adapter | None = None
+
+    def start_capture(self, limit: int) -> "_Link":
+        return self
+
+    def take(self) -> list[Served]:
+        """Returns what has arrived. Raises EOFError when the engine has closed."""
+        found = []
+        while self._connection.poll():
+            message = receive(self._connection)
+            if isinstance(message, Served):
+                found.append(message)
+                continue
+            self.drafter_version = message
+            if self.adapter is not None:
+                self.adapter.served.number = message
+        return found
+
+    def load_drafter(self, drafter: Drafter) -> None:
+        send(self._connection, drafter.state_dict())
+        self.drafter_version = -1  # until the engine sends its number
+
+
+def _main(connection: Any, busy: Any) -> None:
+    os.nice(NICE)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):  # the engine closed
+        _train(receive(connection), connection, busy)
+
+
+def _train(work: Work, connection: Any, busy: Any) -> None:
+    if work.device.type == "cpu":
+        torch.set_num_threads(1)
+    drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
+    trainer = OnlineTrainer(work.head.to(work.device), drafter, work.config)
+    link = _Link(connection)
+    link.adapter = adapter = Adapter(link, trainer, **work.options)
+    while True:
+        began = time.perf_counter()
+        worked = adapter.work()
+        if worked and work.device.type == "cuda":
+            torch.cuda.synchronize(work.device)
+        taken, live = time.perf_counter() - began, adapter.served.live
+        status = Status(
+            trainer.steps, len(adapter.buffer), adapter.buffer.nbytes, adapter.served.learnt_from,
+            adapter.served.held_out, live.tau if live.requests else None, adapter.promotions, adapter.rollbacks,
+        )  # fmt: skip
+        send(connection, status)
+        ends = began + (taken / work.share if worked else IDLE_S)
+        while (left := ends - time.perf_counter()) > 0 and (busy.value or not worked):
+            time.sleep(min(left, IDLE_S))
