@@ -178,6 +178,8 @@ class Planner:
                 more, size * most * block + SCORED_BYTES * EDITED_ROWS, size * tree_rows * (tree_rows > MAX_ROWS)
             )
         logits = vocab * (size * max(most * block, tree_rows) + more)
+        if self.config is not None:
+            logits += self.config.architecture.choice_bytes(self.config, most * (block - 1), size)
         # short prefills run in batches, and their keys are split
         batches = batch_shapes(most, reach)
         rows = max(most * block, tree_rows, *(size * count for size, count in batches), 1)

@@ -36,7 +36,7 @@ PLANNER = Planner(ModelSpec.of_target(CONFIG), drafter_shape(CONFIG), torch.bflo
 OPTIONS = EngineOptions(max_num_seqs=4, max_model_len=1000).fitted(PLANNER.spec, PLANNER.config, CUDA)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspine"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_planned_weights_are_those_that_are_allocated(tied: bool, kind: str) -> None:
     target = make_target(tied=tied)

@@ -192,6 +192,14 @@ class DraftArchitecture:
         """Returns the multiply-adds of the selector for a slot."""
         return 0
 
+    def choice_bytes(self, config: "DrafterConfig", slots: int, size: int) -> int:
+        """Returns the temporary bytes of choosing the tokens of `slots` in the engine, beyond the logits.
+
+        Args:
+            size: bytes of a value.
+        """
+        return 0
+
     # ---- dflash-doctor -------------------------------------------------------------------------------------------
 
     def is_initial(self, name: str, tensor: "Tensor") -> bool | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .injection import Injection
     from .proposer import InjectionWeights
 
+PAIR_ROWS = 8192  # pairs of a slot and a token before it that the engine scores at a time
 # the sizes are those of its published drafters
 INJECTION = Part(
     name="injection",
@@ -101,6 +102,11 @@ class DSpine(DraftArchitecture):
 
     def selector_products(self, config: "DrafterConfig") -> int:
         return self.layer_products(config) + config.sizes["refine_top_k"] * config.hidden_size
+
+    def choice_bytes(self, config: "DrafterConfig", slots: int, size: int) -> int:
+        rank, m, candidates = config.sizes.values()
+        together = min(PAIR_ROWS, slots * candidates)
+        return together * size * (2 * rank + 3 * m + config.hidden_size) + 8 * slots * candidates * candidates
 
     def is_initial(self, name: str, tensor: "Tensor") -> bool | None:
         if name.startswith("transfer_"):  # never trained

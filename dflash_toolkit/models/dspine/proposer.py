@@ -11,9 +11,8 @@ from ...kernels.formats import Weight
 from ...kernels.loss_terms import LogitScale
 from ...kernels.ops import Ops
 from ..drafting import Draft, slots_of
+from .architecture import PAIR_ROWS
 from .injection import EPSILON
-
-PAIR_ROWS = 8192  # pairs of a slot and a token before it that are in memory at a time
 
 
 @dataclass(slots=True)
