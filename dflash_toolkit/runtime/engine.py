@@ -3,6 +3,7 @@
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -50,11 +51,8 @@ class EngineStats:
     prompt_tokens: int = 0  # of requests with at least one token of their answer
     cached_prompt_tokens: int = 0  # prompt tokens from prefix hits
     generated_tokens: int = 0
-    steps: int = 0  # verifications, counted per request
-    drafted: int = 0
-    accepted: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that drafted at least k tokens
-    accepted_per_position: list[int] = field(default_factory=list)  # [S - 1] steps that accepted at least k tokens
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)  # verifications, counted per request, by
+    # drafted and accepted tokens
     preemptions: int = 0
     draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of the batch, by drafted tokens per row
     tree_nodes: list[int] = field(default_factory=list)  # [S - 1] verified nodes of draft trees, by depth
@@ -69,16 +67,18 @@ class EngineStats:
             self.tree_nodes[depth] += count
             self.tree_nodes_accepted[depth] += int((result.outcomes.accepted_nodes > depth).sum())
 
-    def add(self, step: Step) -> None:
-        self.steps += 1
-        self.drafted += step.drafted
-        self.accepted += step.accepted
-        longer = [0] * max(0, step.drafted - len(self.drafted_per_position))
-        self.drafted_per_position += longer
-        self.accepted_per_position += longer
-        for k in range(step.drafted):
-            self.drafted_per_position[k] += 1
-            self.accepted_per_position[k] += k < step.accepted
+    @property
+    def steps(self) -> int:
+        """Verifications, counted per request."""
+        return self.outcomes.total()
+
+    @property
+    def drafted(self) -> int:
+        return sum(drafted * steps for (drafted, _), steps in self.outcomes.items())
+
+    @property
+    def accepted(self) -> int:
+        return sum(accepted * steps for (_, accepted), steps in self.outcomes.items())
 
 
 def operations(device: torch.device) -> Ops:
@@ -393,7 +393,7 @@ class Engine:
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats
         if step is not None:
-            stats.add(step)
+            stats.outcomes[step.drafted, step.accepted] += 1
             if step.drafted:
                 self._expected.observe(step.drafted, step.accepted)
         elif request.error is None:  # its prefill; a client may cancel it before it finishes
