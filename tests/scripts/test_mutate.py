@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paths import ROOT
 
-from scripts.mutate import faults, sample
+from scripts.faults import faults, sample
 
 MODULE = '''"""A module."""
 
