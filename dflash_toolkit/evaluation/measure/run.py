@@ -14,7 +14,6 @@ from ...config import UserError
 from ...files import finite
 from ...fingerprint import json_digest
 from ...generation import Generation, PromptError, check_prompt
-from ...progress import Progress
 from ...sampling import SamplingParams
 from ..report.results import Environment, Report, Section, Summary, noise
 from ..stats.paired import tau_over
@@ -24,6 +23,7 @@ from .drafting import advice_text, drafting_advice, drafting_points
 from .journal import Journal, generation_of
 from .lengthen import lengthened
 from .measurement import EncodedPrompt, Measurement, Watched, gaps_of, joined, measure, noting, prompts_digest
+from .meter import Meter
 from .pairs import Pair
 from .recall import draft_recall
 from .sweeps import Sweeps, chosen, load_point, recommendation
@@ -101,7 +101,7 @@ def evaluate_all(
     swept += len(sweeps.drafting_loads) + recall + bool(distribution_samples and sampled)
     if baseline and pair.concurrency > 1:  # drafted and plain answers are separate units of progress
         swept += turns + longer
-    meter = _Meter(turns + swept) if show_progress else None
+    meter = Meter(turns + swept) if show_progress else None
     decoding = _Decoding(pair, room, environment, baseline, journal, meter)
     with meter or contextlib.nullcontext():
         sections = tuple(
@@ -149,7 +149,7 @@ class _Decoding:
         environment: Environment,
         baseline: bool,
         journal: Journal | None,
-        meter: "_Meter | None",
+        meter: Meter | None,
     ) -> None:
         self._pair, self._room, self._baseline, self._journal, self._meter = pair, room, baseline, journal, meter
         machine = asdict(environment)
@@ -387,58 +387,6 @@ def _warm_up(pair: Pair, drafts: Iterable[bool], prompt: EncodedPrompt, params: 
     short = replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens), ignore_eos=True)
     for draft in drafts:
         pair.decode(prompt.token_ids, short, draft=draft)
-
-
-class _Meter:
-    """A progress bar with finished requests, decoded tokens per second and tau so far."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = Progress("evaluating", total, unit="tok")
-        self._committed = self._steps = 0
-        self._seen = 0  # counted steps of the growing answer
-
-    def kept(self, measurement: Measurement) -> None:
-        """Counts a measurement of an earlier run."""
-        self._committed += len(measurement.drafted.tokens) - 1
-        self._steps += len(measurement.drafted.steps)
-        self._bar.advance(1, units=0)
-
-    def __enter__(self) -> "_Meter":
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.__exit__()
-
-    def answered(self, drafted: Generation | None) -> None:
-        """Counts one finished answer of concurrent requests; None for a plain one."""
-        if drafted:
-            self._committed += len(drafted.tokens) - 1
-            self._steps += len(drafted.steps)
-        self._bar.advance(1, units=0, note=f"tau {self._committed / max(self._steps, 1):.2f}")
-
-    def passed(self) -> None:
-        """Counts a finished point of a sweep."""
-        self._bar.advance(1, units=0)
-
-    def step(self, growing: Generation) -> None:
-        """Counts the last step of the drafted answer, or the first token of the prefill."""
-        if not growing.steps:
-            self._bar.advance(0, units=1)
-            return
-        new = len(growing.steps[-1].tokens)
-        self._committed += new
-        self._steps += 1
-        self._seen += 1
-        self._bar.advance(0, units=new, note=f"tau {self._committed / self._steps:.2f}")
-
-    def finished(self, measurement: Measurement) -> None:
-        unseen = measurement.drafted.steps[self._seen :]  # a server may report steps after the answer
-        self._committed += sum(len(step.tokens) for step in unseen)
-        self._steps += len(unseen)
-        self._seen = 0
-        note = f"tau {self._committed / self._steps:.2f}" if self._steps else None
-        self._bar.advance(1, units=len(measurement.plain.tokens) if measurement.plain else 0, note=note)
 
 
 def _points(*how: Any) -> dict[str, Any]:
