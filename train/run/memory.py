@@ -123,11 +123,12 @@ class TrainingMemory:
         layer = 4 * shape.hidden_size + 3 * heads + 4 * kv_heads + 3 * shape.intermediate_size
         if shape.conv_kernel_size:
             layer += int(CONVOLUTION * shape.hidden_size)
-        rank, message = (shape.sizes.get(name, 0) for name in ("transfer_rank", "message_size"))
-        layer += 10 * rank + 5 * message  # features before and after, some in fp32; gates and messages
         kept = layer + shape.num_layers * shape.hidden_size if optim.recompute else layer * shape.num_layers
         if self.gpu and (config.run.compile == "off" or config.run.zero == 3):
             kept = int(EAGER * kept)
+        # features before and after every layer, some in fp32, gates and messages; never recomputed
+        rank, message = (shape.sizes.get(name, 0) for name in ("transfer_rank", "message_size"))
+        kept += shape.num_layers * (10 * rank + 5 * message)
         backward = rows * 2 * shape.intermediate_size
         logits = min(config.loss.head_rows, rows) * shape.vocab_size * (1 + config.loss.distribution)
         loss = logits + rows * shape.selector_top_k * shape.selector_rank

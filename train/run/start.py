@@ -53,13 +53,16 @@ def load_start(
         raise UserError(f"init_from and output are both {name}; give another --output, or the run overwrites its start")
     drafter = load_drafter(name, dtype=torch.float32, layers_only=True)
     check_fits(drafter.config, target)
-    given = list(given)
+    given, before = list(given), _attention(drafter.config)
     changed = []
     if added := _parts_to_add(drafter.config, options, given):
         sizes = ", ".join(f"{key} {value}" for key, value in added.items())
         title = options.architecture.title if options.architecture else ""
         changed.append(f"drafter {name} gets parts of {title}, which have no effect yet: {sizes}")
-        drafter = _with_parts(drafter, added, seed)
+        try:
+            drafter = _with_parts(drafter, added, seed)
+        except ValueError as error:
+            raise UserError(f"drafter {name}: cannot get parts of {title}: {error}") from error
     found = options_of(drafter.config)
     for key in (key for key in given if key not in FREE):
         asked, holds = getattr(options, key), getattr(found, key)
@@ -81,8 +84,7 @@ def load_start(
         trained = _with_attention_options(shape, options, given)
     except ValueError as error:
         raise UserError(f"drafter: {error}") from error
-    before, after = _attention(shape), _attention(trained)
-    if before != after:
+    if before != (after := _attention(trained)):
         changed.append(f"drafter {name} has {before}; {after} is trained")
     # a form without the target's depth is read as the smallest that its layer ids need
     drafter.config = replace(trained, num_target_layers=int(target.num_hidden_layers))
@@ -94,7 +96,7 @@ def _parts_to_add(shape: DrafterConfig, options: DrafterOptions, given: Collecti
     kind = options.architecture
     if kind is None or not {"kind", *kind.sizes} & set(given):
         return {}
-    wanted = kind.sizes_of(options.sizes)
+    wanted = kind.sizes_of(options.sizes, shape.hidden_size)
     return {name: size for name, size in wanted.items() if size and not getattr(shape, name, 0)}
 
 

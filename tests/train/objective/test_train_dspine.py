@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_dspine, make_target
+from conftest import make_dflash2, make_drafter, make_dspine, make_target
 from programs import Program
 from torch import Tensor
 from training_runs import config, interrupted, losses, random_rows, run_of
 
-from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter
+from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, load_drafter, save_drafter
 from dflash_toolkit.kernels import candidates as candidates_module
 from dflash_toolkit.kernels.candidates import candidate_logits
 from dflash_toolkit.models.dflash.architecture import of_kind
-from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.alignment import alignment_weight, replacement, slot_tokens
 from dflash_toolkit.train.objective.blocks import Blocks, Features, sample_blocks
 from dflash_toolkit.train.objective.loss import DraftLoss, _forward, compute_loss, decay_weights, masks_of
+from dflash_toolkit.train.run.start import load_start
 
 LOSS = LossOptions().of_kind(of_kind("dspine"))
 S, D = 8, 32
@@ -169,6 +170,18 @@ def test_dspine_learns_and_resumes_exactly(tmp_path: Any) -> None:
     assert resumed == curve and curve[-1] < curve[1] and all(map(math.isfinite, curve))
     assert all(torch.equal(halves[name], weight) for name, weight in whole.items())
     assert torch.equal(whole["transfer_codes"], make_dspine(make_target()).get_buffer("transfer_codes"))
+
+
+def test_a_plain_drafter_starts_a_dspine_run(target: Target, tmp_path: Any) -> None:
+    save_drafter(make_drafter(target), tmp_path / "plain")
+    save_drafter(make_dflash2(target), tmp_path / "dflash2")
+    options = DrafterOptions(kind="dspine", mask_token_id=299)
+    start = load_start(str(tmp_path / "plain"), target.config, options, ["kind"], tmp_path / "out", 0)
+    assert "gets parts of DSpine, which have no effect yet: transfer_rank 32, message_size 512" in start.changed[0]
+    assert "causal attention inside the block (layers [0, 1]) is trained" in start.changed[1]
+    assert not start.drafter.get_buffer("transfer_ready"), "the target's head is not loaded yet"
+    with pytest.raises(UserError, match="cannot get parts of DSpine: no kind of drafter has all of"):
+        load_start(str(tmp_path / "dflash2"), target.config, options, ["kind"], tmp_path / "out", 0)
 
 
 def test_a_trained_dspine_drafter_loads_and_drafts(short_run: Program) -> None:
