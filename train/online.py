@@ -73,9 +73,11 @@ class Record:
 
     def cut(self, length: int) -> "Record":
         """Returns its last `length` tokens at most. Positions are relative, so a block only sees less context."""
+        if len(self.tokens) <= length:
+            return self
         start = max(len(self.tokens) - length, 0)
         spans = [(max(begin - start, 0), end - start) for begin, end in self.supervised if end > start]
-        return replace(self, tokens=self.tokens[start:], taps=self.taps[start:], supervised=spans)
+        return replace(self, tokens=self.tokens[start:], taps=self.taps[start:].clone(), supervised=spans)
 
 
 class OnlineTrainer:
@@ -87,6 +89,9 @@ class OnlineTrainer:
         config: the options `loss`, `optim` and `run` of `dflash-train` (default: its own, and an average of the
             weights). The default learning rate is that of a run with `init_from`; the block size is the drafter's.
         warmup: steps in which the learning rate rises to its peak.
+
+    Attributes:
+        longest: tokens of a record that are trained on, its last ones.
 
     Raises:
         UserError: a loss that needs the target's own distribution, which records do not have.
@@ -112,7 +117,7 @@ class OnlineTrainer:
         self._learner = Replicated(fresh.requires_grad_(True).train(), config, Processes(), None)
         self._eager = runner(replace(config, run=replace(config.run, compile="off")), target_head.device)
         self._packed, _ = packing(config, target_head.device)
-        self._longest = self._packed or config.prompts.row_tokens
+        self.longest = self._packed or config.prompts.row_tokens
 
     @property
     def steps(self) -> int:
@@ -135,7 +140,7 @@ class OnlineTrainer:
             ValueError: no record can be trained on.
             UserError: the gradient is not finite. The weights are then useless: load an earlier state.
         """
-        usable = [record.cut(self._longest) for record in records if record.usable]
+        usable = [record.cut(self.longest) for record in records if record.usable]
         usable = [record for record in usable if record.row.has_anchor]
         if not usable:
             raise ValueError("no record has two supervised tokens and finite taps")
@@ -184,7 +189,7 @@ class OnlineTrainer:
         Returns:
             `tau`, its `standard_error`, and `clearly_better_than` for two evaluations of the same records.
         """
-        counted = [self._walk(record.cut(self._longest), drafter or self.drafter) for record in records]
+        counted = [self._walk(record.cut(self.longest), drafter or self.drafter) for record in records]
         tokens, steps = (tuple(count[i] for count in counted) for i in (0, 1))
         return Evaluation(self._steps, tuple(record.source for record in records), tokens, steps)
 

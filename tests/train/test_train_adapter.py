@@ -130,6 +130,18 @@ def test_a_capture_without_room_skips_requests() -> None:
     assert engine._capture.nbytes == 0 and adapter.buffer.added == 2
 
 
+def test_a_long_request_is_kept_up_to_the_length_of_training() -> None:
+    target = bigram_target()
+    drafter = make_drafter(target)
+    engine = make_engine(target, drafter, keep_taps=True)
+    config = replace(CONFIG, prompts=replace(CONFIG.prompts, max_length=16))
+    adapter = Adapter(engine, OnlineTrainer(target, drafter, config))
+    serve(engine, prompts_of(30))
+    adapter.work()
+    (kept,) = [*adapter.buffer._training.records, *adapter.buffer.held_out]
+    assert len(kept.tokens) == 16 and kept.taps.untyped_storage().nbytes() == 15 * 96 * 4
+
+
 def test_a_step_that_fails_continues_from_the_served_version() -> None:
     engine, adapter, trainer = adapted(bigram_target())
     serve(engine, prompts_of(*[4] * 24))

@@ -15,9 +15,11 @@ from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.runtime.capture import Served
 
 from ..online import OnlineTrainer, Record
+from ..run.resume_point import host_copy
 from .promotion import LEAST, LiveAcceptance, Promotion, Rollback
 from .replay import ReplayBuffer
 
+LOOK = 64  # newest held-out records that versions are compared on
 log = logging.getLogger(__name__)
 
 
@@ -109,14 +111,14 @@ class Adapter:
         for served in taken:
             end, kind = len(served.tokens), f"{served.key}/{prompt_length_group(served.prompt_tokens)}"
             record = Record(served.tokens, served.taps, [(served.prompt_tokens, end)], kind)
-            self.buffer.add(record, served.committed / served.steps)
+            self.buffer.add(record.cut(self._trainer.longest), served.committed / served.steps)
             for version in self.versions:
                 if version.number == served.drafter_version:
                     version.live.add(kind, served.committed, served.steps)
         return any(served.drafter_version == self.served.number for served in taken)
 
     def _may_promote(self) -> None:
-        held = self.buffer.held_out
+        held = self.buffer.held_out[-LOOK:]
         if len(held) < LEAST:
             return
         candidate, now = (self._trainer.held_out(held, each) for each in (None, self.served.drafter))
@@ -139,5 +141,6 @@ class Adapter:
             self.rollbacks += 1
 
     def _saved(self) -> tuple[Drafter, dict[str, Any]]:
-        """Returns copies of the trainer's drafter and of its state."""
-        return copy.deepcopy(self._trainer.drafter).eval(), copy.deepcopy(self._trainer.state_dict())
+        """Returns copies of the trainer's drafter, on its device, and of its state, in host memory."""
+        drafter = copy.deepcopy(self._trainer.drafter).eval()
+        return drafter, host_copy(self._trainer.state_dict(), drafter.device)

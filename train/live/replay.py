@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from ..online import Record
 
-HELD_OUT = 0.1  # share of the prompts that is never trained on, and of the memory
+HELD_OUT = 0.1  # share of the prompts that is never trained on
+HELD_OUT_MEMORY = 0.25  # their share of the memory: a comparison of versions needs some records
 ANCHORS = 0.2  # share of a sample from the anchor records
 RECENT = 2000  # records after which the weight of a record has halved
 
@@ -65,7 +66,7 @@ class ReplayBuffer:
 
     def __init__(self, limit: int, anchors: Sequence[Record] = (), *, seed: int = 0) -> None:
         dice = self._dice = random.Random(seed)
-        held = int(HELD_OUT * limit)
+        held = int(HELD_OUT_MEMORY * limit)
         self._anchors = list(anchors)
         self._training, self._held_out = Reservoir(limit - held, dice), Reservoir(held, dice)
         self.added = 0  # records so far
