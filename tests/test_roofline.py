@@ -10,8 +10,8 @@ import torch
 from dflash_toolkit import roofline
 from dflash_toolkit.roofline import FLOPS_PER_CYCLE, SHEETS, computed, roofline_of, sheet_of
 from dflash_toolkit.train.config import configure
-from dflash_toolkit.train.run.estimate import machine_of
 from dflash_toolkit.train.run.metrics_log import Speed
+from dflash_toolkit.train.run.speed import machine_of
 from scripts.shapes import named_shape
 
 # as `deviceQuery` prints them: capability, multiprocessors, their clock and the memory's in MHz, bits of the bus

@@ -16,7 +16,7 @@ from dflash_toolkit.models.dflash.shape import LAYERS, TAPS, default_target_laye
 from dflash_toolkit.models.published import published_for
 from dflash_toolkit.train.config import PACK_TOKENS, TrainConfig, configure
 from dflash_toolkit.train.optim.schedule import packing
-from dflash_toolkit.train.run.estimate import computes
+from dflash_toolkit.train.run.target_weights import computes
 from scripts.docs.generated import RECIPES, config_of
 
 FILES = sorted((ROOT / "configs").glob("**/*.yaml"))

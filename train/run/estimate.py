@@ -3,7 +3,6 @@
 Uses configurations alone, neither weights nor network. `rates.py` holds the measured rates.
 """
 
-import importlib.util
 import itertools
 import json
 import math
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,62 +22,34 @@ from dflash_toolkit.data.prompts import open_text, template_variables
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.models.dflash.network import DrafterConfig
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.target import load_config, load_tokenizer, resolve_device
+from dflash_toolkit.models.target import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
-from dflash_toolkit.roofline import SHEETS, roofline_of, sheet_of
-from dflash_toolkit.runtime.options import EngineOptions
 
 from ..config import TrainConfig, own_count
 from ..optim.optimizers import uses_muon
 from ..prompts.dataset import ROWS as DATASET_ROWS
-from ..responses.batch_size import LOGIT_BYTES, ON_CPU, STEP_BYTES, fitting
-from ..responses.batch_size import PROMPT_TOKENS as TYPICAL_PROMPT
 from .cost import drafter_step_flops, duration, resume_bytes
 from .definition import WORK
 from .memory import advice, fitted, memory_of, passes_of
 from .rates import (
     ACCEPTANCE,
     ADAMW_MS_PER_BILLION,
-    CPU_READ_TB_S_PER_CORE,
-    CPU_TFLOPS_PER_CORE,
-    DECODING,
-    FEATURE_SHARE,
-    FEATURE_SHARE_EXPERTS,
-    FEATURES,
     FIXED_S,
     H100,
     H200,
-    HOST_TOKENS_PER_S,
     MUON_MS_PER_BILLION,
     PROMPT_TOKENS,
-    READ_SHARE,
-    READ_SHARE_VLLM,
-    RECURRENT_ONE_BY_ONE,
-    REFERENCE_MS_PER_LAYER,
     RESPONSE_TOKENS,
     SMALL,
     THINKING_TOKENS,
     TRAIN_SHARE,
     TRAIN_SHARE_SMALL,
     Machine,
-    Shape,
 )
-from .target_weights import Weights, computes
+from .speed import CPU, Rate, feature_rate, machine_of, response_rate
+from .target_weights import Weights
 
-CPU = "this CPU"
 ROOM = 0.95  # share of the GPU's memory that training may use
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """A rate and its source."""
-
-    tokens_per_second: float
-    how: str
-
-    @property
-    def words(self) -> str:
-        return f"{self.tokens_per_second:,.0f} tokens/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,80 +229,6 @@ def estimate(
     )  # fmt: skip
 
 
-def machine_of(config: TrainConfig, target: PreTrainedConfig) -> Machine:
-    """Returns this machine, or the GPU of --estimate-gpu.
-
-    Without a GPU and with a large target it is an H100, and `show` prints that.
-
-    Raises:
-        UserError: the name or the device is unknown.
-    """
-    if config.estimate_gpu is not None:
-        if sheet := sheet_of(config.estimate_gpu):
-            return Machine.of(sheet)
-        raise UserError(f"estimate_gpu {config.estimate_gpu!r} is not known; known: {', '.join(SHEETS)}")
-    if config.device != "cpu" and torch.cuda.is_available():
-        return Machine.of(roofline_of(resolve_device(config.device)))
-    if config.device == "cpu" or target.hidden_size < SMALL:
-        cores = os.cpu_count() or 1
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        return Machine(CPU, memory, CPU_TFLOPS_PER_CORE * cores, CPU_READ_TB_S_PER_CORE * cores, "memory")
-    return H100
-
-
-def response_rate(
-    config: TrainConfig, target: PreTrainedConfig, weights: Weights, machine: Machine, context: float, server: bool
-) -> Rate:
-    """Returns the tokens a second of plain decoding, measured for this shape or computed from its bytes."""
-    engine = not server and computes(target) and config.responses.runtime != "reference"
-    alone = _together(config, target, weights, machine) if engine and machine.name != CPU else ON_CPU
-    requests = 256 if server else config.responses.batch_size or alone
-    measured = DECODING.get((_measured_as(target, weights), machine.name), {}) if engine else {}
-    if requests in measured:
-        return Rate(measured[requests], f"measured at {requests} requests")
-    share = READ_SHARE_VLLM if server else READ_SHARE
-    rate = requests * share * machine.read_tb_s * 1e12 / weights.read(requests, context)
-    if not engine and not server and machine.name != CPU:
-        rate = min(rate, requests / (REFERENCE_MS_PER_LAYER * weights.layers / 1000))
-        return Rate(rate, "computed for transformers, since our engine does not support the target")
-    if engine and rate > HOST_TOKENS_PER_S:
-        return Rate(HOST_TOKENS_PER_S, f"computed for our engine at {requests} requests, limited by the host")
-    return Rate(rate, f"computed for {'vLLM' if server else 'our engine'} at {requests} requests from bytes read")
-
-
-def _together(config: TrainConfig, target: PreTrainedConfig, weights: Weights, machine: Machine) -> int:
-    """Returns how many responses our engine writes at a time on a GPU, see `sizes_that_fit`."""
-    total = int(machine.memory_gib * GIB)
-    room = EngineOptions().memory_share(total) * total - STEP_BYTES - weights.nbytes
-    each = (TYPICAL_PROMPT + config.responses.max_tokens // 2) * weights.kv_bytes + weights.state_bytes
-    return fitting(room, each + LOGIT_BYTES * target.vocab_size)[0]
-
-
-def feature_rate(
-    target: PreTrainedConfig, weights: Weights, shape: DrafterConfig, machine: Machine, linear_attention: bool | None,
-    *, whole: bool = False,
-) -> Rate:  # fmt: skip
-    """Returns the rate of the target's hidden states, measured for this shape or computed from its FLOPs.
-
-    Args:
-        whole: all layers run, for the last hidden state.
-    """
-    recurrent = "linear_attention" in (getattr(target, "layer_types", None) or ())
-    if linear_attention is None:
-        linear_attention = importlib.util.find_spec("fla") is not None
-    slow = recurrent and machine.name != CPU and not linear_attention
-    measured = FEATURES.get((_measured_as(target, weights), machine.name))
-    if measured:
-        rate, how = measured, "measured"
-    else:
-        share = FEATURE_SHARE_EXPERTS if weights.experts else FEATURE_SHARE
-        depth = 1.0 if whole else (max(shape.target_layer_ids) + 1) / weights.layers
-        rate, how = share * machine.tflops * 1e12 / (2 * weights.active * depth), "computed from FLOPs"
-    if slow:
-        return Rate(RECURRENT_ONE_BY_ONE * rate, f"{how}; three times as fast with the extra linear-attention")
-    return Rate(rate, how)
-
-
 def expected_acceptance(tokens: float) -> str:
     """Returns acceptance lengths of a small target with at most as many distinct response tokens, in words."""
     reached = [each for each in ACCEPTANCE if each[0] <= tokens]
@@ -364,10 +260,6 @@ def _shape(config: TrainConfig, target: PreTrainedConfig) -> DrafterConfig:
         return drafter_shape(target, **given)
     except ValueError as error:
         raise UserError(f"drafter: {error}") from error
-
-
-def _measured_as(target: PreTrainedConfig, weights: Weights) -> Shape:
-    return target.model_type, int(target.hidden_size), weights.layers, weights.fp8
 
 
 def thinks(config: TrainConfig) -> bool:
