@@ -12,6 +12,8 @@ from .sampler import Mode
 from .timing import Shape, Times, measured_times, seconds_of
 from .trees.budget import ROWS
 
+SAMPLES = 3  # of each step; a start waits for them
+
 
 def measure_steps(runner: StepRunner, shapes: Collection[Shape]) -> Times:
     """Returns the seconds of steps.
@@ -35,8 +37,8 @@ def measure_steps(runner: StepRunner, shapes: Collection[Shape]) -> Times:
         }
         for step in steps.values():
             clock(step)
-        samples, again_s = (5, 0.5) if on_gpu else (3, 5.0)
-        return measured_times(steps, clock, samples, again_s)
+        again_s = 0.5 if on_gpu else 5.0
+        return measured_times(steps, clock, SAMPLES, again_s)
 
 
 def launcher(runner: StepRunner, rows: int, shape: StepShape) -> Callable[[], object]:
