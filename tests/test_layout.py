@@ -179,8 +179,8 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 SUPPORT = {"delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
 SUPPORT |= {"reference_delta", "reference_slots", "reference_tree", "tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "triton.attention", "triton.argmax"}
-SUPPORT |= {"triton.convolution", "triton.delta", "triton.fp8", "triton.fp8_blocks", "triton.pages", "triton.pdl"}
-SUPPORT |= {"triton.tile"}
+SUPPORT |= {"triton.convolution", "triton.delta", "triton.delta_row", "triton.fp8", "triton.fp8_blocks"}
+SUPPORT |= {"triton.pages", "triton.pdl", "triton.tile"}
 # no kernel imports them
 DEFINITIONS = {"ops", "reference", "reference_attention", "reference_delta", "reference_slots", "reference_tree"}
 

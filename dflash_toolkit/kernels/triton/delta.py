@@ -16,6 +16,7 @@ from ..delta import DeltaMemory
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
+from .delta_row import delta_row, key_parts, load_state, output_of, store_state, updated
 from .fp8 import rows_dtype
 from .fp8_blocks import quantize
 from .pdl import start_next, wait_for_previous
@@ -140,84 +141,6 @@ def _input(qkv_p, window_p, inputs_p, o_at, stay, end, C, stride_qkv, m_c, TAPS:
     return tl.where(before, b_x, tl.where(old, b_old, b_new))
 
 
-@triton.jit
-def key_parts(BLOCK_K: tl.constexpr):
-    """Returns the places of four parts of a head's keys.
-
-    A thread has products of each part, and `_products` states how it adds them. In one sum over all keys the compiler
-    chooses which products it fuses with an addition, and may choose differently in another kernel.
-    """
-    o_k = tl.arange(0, BLOCK_K // 4)
-    return (o_k, o_k + BLOCK_K // 4, o_k + BLOCK_K // 2, o_k + 3 * BLOCK_K // 4)
-
-
-@triton.jit
-def load_parts(p_x, o_parts, there, H_K: tl.constexpr):
-    """Loads the parts of queries or keys in fp32."""
-    return [tl.load(p_x + o_k, mask=(o_k < H_K) & there, other=0.0).to(tl.float32) for o_k in o_parts]
-
-
-@triton.jit
-def load_state(p_state, o_parts, there, H_K: tl.constexpr, H_V: tl.constexpr):
-    """Loads the parts of the columns of a state that p_state [1, columns] points to."""
-    return [tl.load(p_state + o_k[:, None] * H_V, mask=(o_k < H_K)[:, None] & there, other=0.0) for o_k in o_parts]
-
-
-@triton.jit
-def _store_state(p_state, b_state, o_parts, there, H_K: tl.constexpr, H_V: tl.constexpr):
-    for i in tl.static_range(4):
-        tl.store(p_state + o_parts[i][:, None] * H_V, b_state[i], mask=(o_parts[i] < H_K)[:, None] & there)
-
-
-@triton.jit
-def _products(x, y):
-    return tl.fma(x[3], y[3], tl.fma(x[2], y[2], tl.fma(x[1], y[1], x[0] * y[0])))
-
-
-@triton.jit
-def _unit(b_x, scale):
-    """Returns a vector of length `scale`."""
-    b_scale = tl.rsqrt(tl.sum(_products(b_x, b_x), axis=0) + 1e-6) * scale
-    return [b_part * b_scale for b_part in b_x]
-
-
-@triton.jit
-def _columns(b_x, b_state):
-    return [tl.broadcast_to(b_part[:, None], b_state[0].shape) for b_part in b_x]
-
-
-@triton.jit
-def updated(b_state, b_k, b_v, decay, beta):
-    """Returns the state after a row."""
-    b_keys = _columns(_unit(b_k, 1.0), b_state)
-    b_old = [b_part * decay for b_part in b_state]
-    b_delta = (b_v - tl.sum(_products(b_old, b_keys), axis=0)) * beta
-    b_delta = tl.broadcast_to(b_delta[None, :], b_state[0].shape)
-    return [
-        tl.fma(b_keys[0], b_delta, b_old[0]),
-        tl.fma(b_keys[1], b_delta, b_old[1]),
-        tl.fma(b_keys[2], b_delta, b_old[2]),
-        tl.fma(b_keys[3], b_delta, b_old[3]),
-    ]
-
-
-@triton.jit
-def output_of(b_state, b_q, scale):
-    """Returns a row's output from the state after it."""
-    return tl.sum(_products(b_state, _columns(_unit(b_q, scale), b_state)), axis=0)
-
-
-@triton.jit
-def delta_row(p_q, p_k, p_v, p_gate, row, there, read, o_parts, m_v, C, N, H_K: tl.constexpr):
-    """Loads query, key, value, decay and beta of one row, one row ahead. `read`: whether the row has an output."""
-    b_q = load_parts(p_q + row * C, o_parts, there & read, H_K)
-    b_k = load_parts(p_k + row * C, o_parts, there, H_K)
-    b_v = tl.load(p_v + row * C, mask=m_v & there, other=0.0).to(tl.float32)
-    decay = tl.load(p_gate + row * 2 * N, mask=there, other=0.0)
-    beta = tl.load(p_gate + row * 2 * N + N, mask=there, other=0.0)
-    return b_q, b_k, b_v, decay, beta
-
-
 @triton.jit(do_not_specialize=["S", "M", "batch", "states"])
 def _delta_rule_kernel(
     mixed_p, gates_p, state_p, slots_p, stay_p, counts_p, starts_p, out_p, S, M, MOST, C, N, G, scale, batch, states,
@@ -256,7 +179,7 @@ def _delta_rule_kernel(
     b_q, b_k, b_v, decay, beta = delta_row(p_q, p_k, p_v, gates_p, 0, end > 0, stay == 0, o_parts, m_v, C, N, H_K)
     for row in range(end):  # one body for old and new rows, so that both round the same way
         if row == stay:
-            _store_state(p_state, b_state, o_parts, m_state & (stay > 0), H_K, H_V)
+            store_state(p_state, b_state, o_parts, m_state & (stay > 0), H_K, H_V)
         n_q, n_k, n_v, n_decay, n_beta = delta_row(
             p_q, p_k, p_v, gates_p, row + 1, row + 1 < end, row + 1 >= stay, o_parts, m_v, C, N, H_K
         )
@@ -266,7 +189,7 @@ def _delta_rule_kernel(
             tl.store(p_out + (row - stay) * N * H_V, b_out, mask=m_v)
         b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
     if CHUNK or count == 0:
-        _store_state(p_state, b_state, o_parts, m_state & (end > 0), H_K, H_V)
+        store_state(p_state, b_state, o_parts, m_state & (end > 0), H_K, H_V)
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
     if CHAINS:  # the programs share the rows after all chains
         for row in range(tl.load(starts_p + tl.num_programs(2)) + i_b, M, tl.num_programs(2)):

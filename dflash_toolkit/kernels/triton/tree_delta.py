@@ -1,8 +1,8 @@
 """Gated delta nets over the rows of draft trees, in Triton.
 
-A row goes through the instructions of `delta.py` after the rows of its path, so it has the bits of the same token in a
-plain step. States of nodes are not stored: a program starts from the state before the anchor and computes the path to a
-leaf. Rows that several paths share are computed once for each, with the same bits.
+A row goes through the instructions of `delta_row.py` after the rows of its path, so it has the bits of the same token
+in a plain step. States of nodes are not stored: a program starts from the state before the anchor and computes the path
+to a leaf. Rows that several paths share are computed once for each, with the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,8 @@ from torch import Tensor
 from ..delta import DeltaMemory, TreeInputs
 from ..launch import next_power_of_two, pdl
 from ..tree import TreeRows
-from .delta import CHANNELS, COLUMNS, activated, delta_row, gates_of, key_parts, load_state, output_of, updated
+from .delta import CHANNELS, COLUMNS, activated, gates_of
+from .delta_row import delta_row, key_parts, load_state, output_of, updated
 from .pdl import start_next, wait_for_previous
 
 ROWS = 16  # rows of a program of the convolution
