@@ -100,7 +100,7 @@ def _inverse(b_a):
     """Returns the inverse of 1 + b_a in fp32; b_a [64, 64] is strictly lower triangular.
 
     Blocks on the diagonal are inverted by substitution, as powers of b_a would cancel each other for similar keys. Then
-    (1 + M)^-1 = (1 + M^2) (1 - M) for four blocks.
+    [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]] joins pairs of blocks.
     """
     PARTS: tl.constexpr = CHUNK // PART
     o_p, o_i, o_c = tl.arange(0, PARTS), tl.arange(0, PART), tl.arange(0, CHUNK)
@@ -113,25 +113,25 @@ def _inverse(b_a):
         b_row += tl.sum(b_row[:, :, None] * b_d, axis=1)
         b_d = tl.where(m_i, b_row[:, None, :], b_d)
     b_d += tl.where(o_i[None, :, None] == o_i[None, None, :], 1.0, 0.0)
-    b_wide = tl.where(m_diagonal, b_d[:, :, None, :], 0.0)
-    b_inverse = tl.reshape(b_wide, [CHUNK, CHUNK])
-    m_below = (o_c // PART)[:, None] > (o_c // PART)[None, :]
-    b_m = tl.dot(b_inverse, tl.where(m_below, b_a, 0.0), input_precision="tf32x3")
-    b_square = tl.dot(b_m, b_m, input_precision="tf32x3")
-    b_inverse -= tl.dot(b_m, b_inverse, input_precision="tf32x3")
-    return b_inverse + tl.dot(b_square, b_inverse, input_precision="tf32x3")
+    b_inverse = tl.reshape(tl.where(m_diagonal, b_d[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    for level in tl.static_range(2):
+        o_row, o_column = (o_c // (PART << level))[:, None], (o_c // (PART << level))[None, :]
+        b_joint = tl.where((o_row == o_column + 1) & (o_column % 2 == 0), b_a, 0.0)
+        b_joint = tl.dot(b_inverse, b_joint, input_precision="tf32")  # the result is rounded to 16 bits
+        b_inverse -= tl.dot(b_joint, b_inverse, input_precision="tf32")
+    return b_inverse
 
 
 @triton.jit(do_not_specialize=["S"])
 def _chunk_solve_kernel(
-    q_p, k_p, v_p, gates_p, w_p, u_p, scores_p, decay_p, S, N, G, H_K, H_V, gates_stride, scale,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    q_p, k_p, gates_p, solved_p, scores_p, decay_p, S, N, G, H_K, gates_stride, scale,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_n, i_t, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    o_c, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    o_c, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     o_t = i_t * CHUNK + o_c
     m_t = o_t < S
-    m_k, m_v = m_t[:, None] & (o_k < H_K)[None, :], m_t[:, None] & (o_v < H_V)[None, :]
+    m_k = m_t[:, None] & (o_k < H_K)[None, :]
     o_row = i_b * S + o_t
     o_key = (o_row * G + i_n // (N // G))[:, None] * H_K + o_k[None, :]
     o_own = o_row * N + i_n
@@ -146,20 +146,16 @@ def _chunk_solve_kernel(
     b_between = tl.exp(tl.where(m_upto, b_decay[:, None] - b_decay[None, :], float("-inf")))
     b_q = tl.load(q_p + o_key, mask=m_k, other=0.0)
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_between * scale
-    tl.store(scores_p + o_own[:, None] * CHUNK + o_c[None, :], b_scores.to(b_k.dtype), mask=m_t[:, None])
+    o_square = o_own[:, None] * CHUNK + o_c[None, :]
+    tl.store(scores_p + o_square, b_scores.to(b_k.dtype), mask=m_t[:, None])
     b_a = tl.dot(b_k, tl.trans(b_k), input_precision="ieee") * b_between * b_beta[:, None]
-    b_inverse = _inverse(tl.where(m_before, b_a, 0.0)) * b_beta[None, :]
-    b_of_keys = (b_inverse * tl.exp(b_decay)[None, :]).to(b_k.dtype)
-    b_w = tl.dot(b_of_keys, b_k, input_precision="ieee")
-    tl.store(w_p + o_own[:, None] * H_K + o_k[None, :], b_w.to(b_k.dtype), mask=m_k)
-    b_v = tl.load(v_p + o_own[:, None] * H_V + o_v[None, :], mask=m_v, other=0.0)
-    b_u = tl.dot(b_inverse.to(b_v.dtype), b_v, input_precision="ieee")
-    tl.store(u_p + o_own[:, None] * H_V + o_v[None, :], b_u.to(b_v.dtype), mask=m_v)
+    b_solved = _inverse(tl.where(m_before, b_a, 0.0)) * b_beta[None, :]
+    tl.store(solved_p + o_square, b_solved.to(b_k.dtype), mask=m_t[:, None])
 
 
 @triton.jit(do_not_specialize=["S"])
 def _chunk_rule_kernel(
-    q_p, k_p, w_p, u_p, scores_p, decay_p, state_p, out_p, slots_p, starts_p, counts_p, S, N, G, H_K, H_V, scale,
+    q_p, k_p, v_p, solved_p, scores_p, decay_p, state_p, out_p, slots_p, starts_p, counts_p, S, N, G, H_K, H_V, scale,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -177,25 +173,26 @@ def _chunk_rule_kernel(
         o_t = start + o_c
         m_t = o_t < S
         o_row = i_b * S + o_t
-        o_key = (o_row * G + i_n // (N // G)) * H_K
+        o_key = ((o_row * G + i_n // (N // G)) * H_K)[:, None] + o_k[None, :]
         o_own = o_row * N + i_n
-        m_rows = m_t[:, None] & m_k[None, :]
+        o_square = o_own[:, None] * CHUNK + o_c[None, :]
+        o_values = o_own[:, None] * H_V + o_v[None, :]
+        m_rows, m_values = m_t[:, None] & m_k[None, :], m_t[:, None] & m_v[None, :]
         b_decay = tl.load(decay_p + o_own, mask=m_t, other=0.0)
         b_last = tl.load(decay_p + (i_b * S + tl.minimum(start + CHUNK, S) - 1) * N + i_n)
-        b_low = b_state.to(dtype)
-        b_w = tl.load(w_p + o_own[:, None] * H_K + o_k[None, :], mask=m_rows, other=0.0)
-        o_values = o_own[:, None] * H_V + o_v[None, :]
-        m_values = m_t[:, None] & m_v[None, :]
-        b_u = tl.load(u_p + o_values, mask=m_values, other=0.0).to(tl.float32)
-        b_u -= tl.dot(b_w, b_low, input_precision="ieee")
-        b_q = tl.load(q_p + o_key[:, None] + o_k[None, :], mask=m_rows, other=0.0)
-        b_out = tl.dot(b_q, b_low, input_precision="ieee") * (tl.exp(b_decay) * scale)[:, None]
-        b_scores = tl.load(scores_p + o_own[:, None] * CHUNK + o_c[None, :], mask=m_t[:, None], other=0.0)
+        b_low, b_before = b_state.to(dtype), tl.exp(b_decay)[:, None]
+        b_k = tl.load(k_p + o_key, mask=m_rows, other=0.0)
+        b_v = tl.load(v_p + o_values, mask=m_values, other=0.0).to(tl.float32)
+        b_v -= tl.dot(b_k, b_low, input_precision="ieee") * b_before
+        b_solved = tl.load(solved_p + o_square, mask=m_t[:, None], other=0.0)
+        b_u = tl.dot(b_solved, b_v.to(dtype), input_precision="ieee")
+        b_q = tl.load(q_p + o_key, mask=m_rows, other=0.0)
+        b_out = tl.dot(b_q, b_low, input_precision="ieee") * (b_before * scale)
+        b_scores = tl.load(scores_p + o_square, mask=m_t[:, None], other=0.0)
         b_out += tl.dot(b_scores, b_u.to(dtype), input_precision="ieee")
         tl.store(out_p + o_values, b_out.to(dtype), mask=m_values)
-        b_k = tl.load(k_p + o_key[None, :] + o_k[:, None], mask=m_k[:, None] & m_t[None, :], other=0.0)
         b_left = (b_u * tl.exp(b_last - b_decay)[:, None]).to(dtype)
-        b_state = b_state * tl.exp(b_last) + tl.dot(b_k, b_left, input_precision="ieee")
+        b_state = b_state * tl.exp(b_last) + tl.dot(tl.trans(b_k), b_left, input_precision="ieee")
     tl.store(p_state, b_state, mask=m_state & (tl.load(counts_p + i_b) > 0))
 
 
@@ -237,19 +234,17 @@ def chunk_rule(
     """Returns the outputs [M, N H_v] of the rows that `chunk_inputs` has prepared, and updates `state`."""
     batch, rows, groups, width_k = q.shape
     heads, width_v = v.shape[2:]
-    w, scores = v.new_empty(batch, rows, heads, width_k), v.new_empty(batch, rows, heads, CHUNK.value)
-    u, out, decay = torch.empty_like(v), torch.empty_like(v), torch.empty_like(gates[0])
-    sizes = (rows, heads, groups, width_k, width_v)
-    scale, block_k = width_k**-0.5, padded(width_k)
-    hopper = features_of(q.device).hopper
+    solved, scores = (v.new_empty(batch, rows, heads, CHUNK.value) for _ in range(2))
+    out, decay = torch.empty_like(v), torch.empty_like(gates[0])
+    scale, block_k, hopper = width_k**-0.5, padded(width_k), features_of(q.device).hopper
     _chunk_solve_kernel[(heads, -(-rows // CHUNK.value), batch)](
-        q, k, v, gates, w, u, scores, decay, *sizes, gates.stride(0), scale,
-        BLOCK_K=block_k, BLOCK_V=padded(width_v), num_warps=4 if hopper else 8, **pdl(q),
+        q, k, gates, solved, scores, decay, rows, heads, groups, width_k, gates.stride(0), scale,
+        BLOCK_K=block_k, num_warps=4 if hopper else 8, **pdl(q),
     )  # fmt: skip
     columns = min(COLUMNS if hopper else FEWER_COLUMNS, padded(width_v))
     _chunk_rule_kernel[(-(-width_v // columns), heads, batch)](
-        q, k, w, u, scores, decay, state, out, slots, starts, counts, *sizes, scale,
-        BLOCK_K=block_k, BLOCK_V=columns, num_warps=8, num_stages=2, **pdl(q),
+        q, k, v, solved, scores, decay, state, out, slots, starts, counts, rows, heads, groups, width_k, width_v, scale,
+        BLOCK_K=block_k, BLOCK_V=columns, num_warps=4 if hopper else 8, num_stages=3 if hopper else 2, **pdl(q),
     )  # fmt: skip
     return out.flatten(0, 1).flatten(1)
 
