@@ -16,12 +16,12 @@ from ..delta import DeltaMemory
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
-from .delta_row import delta_row, key_parts, load_state, output_of, store_state, updated
+from .delta_row import delta_row, key_parts, load_parts, load_state, output_of, store_state, updated
 from .fp8 import rows_dtype
 from .fp8_blocks import quantize
 from .pdl import start_next, wait_for_previous
 
-CHANNELS = 64  # channels of a program of the convolution
+CHANNELS = 128  # channels of a program of the convolution
 COLUMNS = 16  # columns of a head's values in a program of the delta rule: one warp, which needs no barriers
 
 
@@ -160,7 +160,6 @@ def _delta_rule_kernel(
     slot = tl.load(slots_p + i_r).to(tl.int64) + i_l * states  # these and the state are older than the pass, see `pdl`
     stay, count = tl.load(stay_p + i_r), tl.load(counts_p + i_r)
     p_state = state_p + (slot * N + i_n) * H_K * H_V + o_v[None, :]
-    m_state = m_v[None, :]
     mixed_p += i_b * (MOST + S) * C
     gates_p += i_b * (MOST + S) * 2 * N + i_n
     first = tl.load(starts_p + i_b).to(tl.int64) if CHAINS else i_b * S
@@ -173,23 +172,26 @@ def _delta_rule_kernel(
         stay *= 0
     end = stay + count
     p_q, p_k, p_v = mixed_p + i_g * H_K, mixed_p + (G + i_g) * H_K, mixed_p + 2 * G * H_K + i_n * H_V + o_v
-    b_state = load_state(p_state, o_parts, m_state & known, H_K, H_V)
+    b_state = load_state(p_state, o_parts, m_v[None, :] & known, H_K, H_V, "evict_first")
     wait_for_previous(PDL)
     start_next(PDL)
-    b_q, b_k, b_v, decay, beta = delta_row(p_q, p_k, p_v, gates_p, 0, end > 0, stay == 0, o_parts, m_v, C, N, H_K)
-    for row in range(end):  # one body for old and new rows, so that both round the same way
-        if row == stay:
-            store_state(p_state, b_state, o_parts, m_state & (stay > 0), H_K, H_V)
-        n_q, n_k, n_v, n_decay, n_beta = delta_row(
-            p_q, p_k, p_v, gates_p, row + 1, row + 1 < end, row + 1 >= stay, o_parts, m_v, C, N, H_K
-        )
+    b_k, b_v, decay, beta = delta_row(p_k, p_v, gates_p, 0, end > 0, o_parts, m_v, C, N, H_K)  # one row ahead
+    b_q = load_parts(p_q + stay * C, o_parts, count > 0, H_K)
+    for row in range(stay):
+        n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, row + 1, row + 1 < end, o_parts, m_v, C, N, H_K)
         b_state = updated(b_state, b_k, b_v, decay, beta)
-        if row >= stay:
-            b_out = output_of(b_state, b_q, scale).to(out_p.dtype.element_ty)
-            tl.store(p_out + (row - stay) * N * H_V, b_out, mask=m_v)
+        b_k, b_v, decay, beta = n_k, n_v, n_decay, n_beta
+    if stay > 0:
+        store_state(p_state, b_state, o_parts, m_v[None, :], H_K, H_V)
+    for row in range(stay, end):
+        n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, row + 1, row + 1 < end, o_parts, m_v, C, N, H_K)
+        n_q = load_parts(p_q + (row + 1) * C, o_parts, row + 1 < end, H_K)
+        b_state = updated(b_state, b_k, b_v, decay, beta)
+        b_out = output_of(b_state, b_q, scale).to(out_p.dtype.element_ty)
+        tl.store(p_out + (row - stay) * N * H_V, b_out, mask=m_v)
         b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
-    if CHUNK or count == 0:
-        store_state(p_state, b_state, o_parts, m_state & (end > 0), H_K, H_V)
+    if CHUNK:
+        store_state(p_state, b_state, o_parts, m_v[None, :] & (end > 0), H_K, H_V)
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
     if CHAINS:  # the programs share the rows after all chains
         for row in range(tl.load(starts_p + tl.num_programs(2)) + i_b, M, tl.num_programs(2)):

@@ -27,15 +27,19 @@ def load_parts(p_x, o_parts, there, H_K: tl.constexpr):
 
 
 @triton.jit
-def load_state(p_state, o_parts, there, H_K: tl.constexpr, H_V: tl.constexpr):
+def load_state(p_state, o_parts, there, H_K: tl.constexpr, H_V: tl.constexpr, POLICY: tl.constexpr):
     """Loads the parts of the columns of a state that p_state [1, columns] points to."""
-    return [tl.load(p_state + o_k[:, None] * H_V, mask=(o_k < H_K)[:, None] & there, other=0.0) for o_k in o_parts]
+    return [
+        tl.load(p_state + o_k[:, None] * H_V, mask=(o_k < H_K)[:, None] & there, other=0.0, eviction_policy=POLICY)
+        for o_k in o_parts
+    ]
 
 
 @triton.jit
 def store_state(p_state, b_state, o_parts, there, H_K: tl.constexpr, H_V: tl.constexpr):
     for i in tl.static_range(4):
-        tl.store(p_state + o_parts[i][:, None] * H_V, b_state[i], mask=(o_parts[i] < H_K)[:, None] & there)
+        mask = (o_parts[i] < H_K)[:, None] & there
+        tl.store(p_state + o_parts[i][:, None] * H_V, b_state[i], mask=mask, cache_modifier=".cs")  # read in a step
 
 
 @triton.jit
@@ -77,11 +81,10 @@ def output_of(b_state, b_q, scale):
 
 
 @triton.jit
-def delta_row(p_q, p_k, p_v, p_gate, row, there, read, o_parts, m_v, C, N, H_K: tl.constexpr):
-    """Loads query, key, value, decay and beta of one row, one row ahead. `read`: whether the row has an output."""
-    b_q = load_parts(p_q + row * C, o_parts, there & read, H_K)
+def delta_row(p_k, p_v, p_gate, row, there, o_parts, m_v, C, N, H_K: tl.constexpr):
+    """Loads key, value, decay and beta of a row."""
     b_k = load_parts(p_k + row * C, o_parts, there, H_K)
     b_v = tl.load(p_v + row * C, mask=m_v & there, other=0.0).to(tl.float32)
     decay = tl.load(p_gate + row * 2 * N, mask=there, other=0.0)
     beta = tl.load(p_gate + row * 2 * N + N, mask=there, other=0.0)
-    return b_q, b_k, b_v, decay, beta
+    return b_k, b_v, decay, beta

@@ -14,11 +14,12 @@ from torch import Tensor
 from ..delta import DeltaMemory, TreeInputs
 from ..launch import next_power_of_two, pdl
 from ..tree import TreeRows
-from .delta import CHANNELS, COLUMNS, activated, gates_of
-from .delta_row import delta_row, key_parts, load_state, output_of, updated
+from .delta import COLUMNS, activated, gates_of
+from .delta_row import delta_row, key_parts, load_parts, load_state, output_of, updated
 from .pdl import start_next, wait_for_previous
 
-ROWS = 16  # rows of a program of the convolution
+CHANNELS = 64  # channels of a program of the convolution
+ROWS = 16  # rows of it
 KEPT = 1024  # channels of a program that keeps the rows of a path
 PROGRAMS = 4096  # programs of the delta rule that fill a device; a program of fewer takes more leaves
 
@@ -102,14 +103,14 @@ def _tree_rule_kernel(
     while leaf < PLACES:
         depth = tl.load(depths_p + first + leaf)
         p_path = paths_p + i_b.to(tl.int64) * stride_paths + leaf * P
-        b_state = load_state(p_state, o_parts, m_v[None, :], H_K, H_V)
+        b_state = load_state(p_state, o_parts, m_v[None, :], H_K, H_V, "")
         row = first  # the anchor's
-        b_q, b_k, b_v, decay, beta = delta_row(p_q, p_k, p_v, gates_p, row, depth >= 0, True, o_parts, m_v, C, N, H_K)
+        b_q = load_parts(p_q + row * C, o_parts, depth >= 0, H_K)
+        b_k, b_v, decay, beta = delta_row(p_k, p_v, gates_p, row, depth >= 0, o_parts, m_v, C, N, H_K)
         for at in range(1, depth + 2):
             following = first + tl.load(p_path + at, mask=at <= depth, other=0)
-            n_q, n_k, n_v, n_decay, n_beta = delta_row(
-                p_q, p_k, p_v, gates_p, following, at <= depth, True, o_parts, m_v, C, N, H_K
-            )
+            n_q = load_parts(p_q + following * C, o_parts, at <= depth, H_K)
+            n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, following, at <= depth, o_parts, m_v, C, N, H_K)
             b_state = updated(b_state, b_k, b_v, decay, beta)
             b_out = output_of(b_state, b_q, scale).to(out_p.dtype.element_ty)
             tl.store(out_p + row * N * H_V, b_out, mask=m_v)
