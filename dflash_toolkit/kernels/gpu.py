@@ -67,7 +67,7 @@ from .triton.tree_attention import tree_attention as _tree_attention
 from .triton.tree_build import cut_trees, draft_children, grow_trees
 from .triton.tree_delta import keep_path_, tree_delta_inputs, tree_delta_rule
 from .triton.tree_results import expected_accepted, pack_tree_results
-from .triton.walk import sampled_walk, walk
+from .triton.walk import sampled_walk, sampled_walk_pairs, walk, walk_pairs
 
 TILED_HEAD = 64  # rows up to which a bf16 head is faster tile by tile than streamed
 QUANTIZED_ROWS = 256  # rows in fp8 that are multiplied with a head in fp8 at a time, if its sums are long
@@ -276,6 +276,8 @@ class Gpu(Reference):
     linear_top_lse = staticmethod(linear_top_lse)
     walk = staticmethod(walk)
     sampled_walk = staticmethod(sampled_walk)
+    walk_pairs = staticmethod(walk_pairs)
+    sampled_walk_pairs = staticmethod(sampled_walk_pairs)
     slot_messages = staticmethod(slot_messages)
     pair_messages = staticmethod(pair_messages)
     inject_rms_norm = staticmethod(inject_rms_norm)

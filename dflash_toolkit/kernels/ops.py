@@ -21,6 +21,8 @@ class Reference:
     linear_top_lse = staticmethod(definitions.linear_top_lse)
     walk = staticmethod(definitions.walk)
     sampled_walk = staticmethod(definitions.sampled_walk)
+    walk_pairs = staticmethod(definitions.walk_pairs)
+    sampled_walk_pairs = staticmethod(definitions.sampled_walk_pairs)
     slot_messages = staticmethod(definitions.slot_messages)
     pair_messages = staticmethod(definitions.pair_messages)
     inject_rms_norm = staticmethod(definitions.inject_rms_norm)

@@ -311,6 +311,38 @@ def sampled_walk(
     return torch.stack(chosen, dim=1), torch.stack(mass, dim=1)
 
 
+def walk_pairs(scores: Tensor, candidates: Tensor) -> Tensor:
+    """Returns tokens int64 [B, K], each the best candidate after the token chosen before it.
+
+    Args:
+        scores: from `pair_scores`, fp32 [B, K, C, C].
+        candidates: int64 [B, K, C].
+    """
+    none = torch.zeros(len(scores), device=scores.device)
+    return sampled_walk_pairs(scores, candidates, none, torch.zeros_like(candidates[..., 0], dtype=torch.float64))[0]
+
+
+def sampled_walk_pairs(
+    scores: Tensor, candidates: Tensor, temperature: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Does the same as `walk_pairs`, but samples each token from the softmax of its slot's scores, see `draw`.
+
+    Args:
+        temperature: fp32 [B]; 0 chooses the best.
+        uniform: fp64 [B, K].
+
+    Returns:
+        Tokens int64 [B, K], and their distributions, fp32 [B, K, C].
+    """
+    place, chosen, mass = torch.zeros_like(candidates[:, 0, 0]), list[Tensor](), list[Tensor]()
+    for k in range(candidates.shape[1]):
+        own = scores[:, k].gather(2, place[:, None, None].expand(-1, scores.shape[2], 1))[..., 0]
+        place, q = draw(own, temperature, uniform[:, k])
+        chosen.append(candidates[:, k].gather(1, place[:, None])[:, 0])
+        mass.append(q)
+    return torch.stack(chosen, dim=1), torch.stack(mass, dim=1)
+
+
 def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
     """Computes a short convolution along the rows of each block, with coefficients that differ by row.
 

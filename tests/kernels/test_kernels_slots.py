@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from kernel_inputs import DEVICE, EPS, assert_as_exact_as_torch, guarded, in_turn
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.triton import slots
+from dflash_toolkit.kernels.triton import slots, walk
 
 # requests, block, candidates, channels, size of a message
 SHAPES = [(2, 5, 16, 96, 24), (1, 8, 3, 40, 33), (3, 2, 16, 130, 64)]
@@ -95,3 +95,24 @@ def test_products_of_many_rows_do_not_depend_on_their_number(shape: tuple[int, i
     found = slots.linear_many_rows(x, weight)
     assert_as_exact_as_torch(found, reference.linear_many_rows(x, weight), x.double() @ weight.double().T)
     assert torch.equal(slots.linear_many_rows(x[: m // 2 + 1], weight), found[: m // 2 + 1])
+
+
+@pytest.mark.parametrize(("batch", "k", "count"), [(3, 7, 16), (1, 15, 5), (2, 1, 1)])
+def test_walks_over_pairs_are_those_of_the_definition(batch: int, k: int, count: int) -> None:
+    scores = guarded(torch.randn(batch, k, count, count).mul(3).round())  # with equal scores
+    scores[0, 0, :, 0] = float("nan") if batch > 2 else 1.0
+    candidates = torch.randint(1000, (batch, k, count), device=DEVICE)
+    found = walk.walk_pairs(scores, candidates)
+    assert torch.equal(found, reference.walk_pairs(scores.nan_to_num(-1e9), candidates))
+    place = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+    for slot in range(k):
+        place = scores[torch.arange(batch), slot, :, place].nan_to_num(-1e9).argmax(1)
+        assert torch.equal(found[:, slot], candidates[torch.arange(batch), slot, place])
+    temperature = torch.tensor([0.0, 0.7, 1.3][:batch], device=DEVICE)
+    uniform = torch.rand(batch, k, dtype=torch.float64, device=DEVICE)
+    tokens, q = walk.sampled_walk_pairs(scores, candidates, temperature, uniform)
+    theirs, mass = reference.sampled_walk_pairs(scores.nan_to_num(-1e9), candidates, temperature, uniform)
+    sure = slice(1 if batch > 2 else 0, None)  # a row without a request may hold NaN; its tokens are candidates too
+    assert torch.equal(tokens[sure], theirs[sure])
+    torch.testing.assert_close(q[sure], mass[sure], rtol=1e-5, atol=1e-6)
+    assert (tokens[..., None] == candidates).any(-1).all() and (found[..., None] == candidates).any(-1).all()

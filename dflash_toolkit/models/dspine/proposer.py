@@ -82,13 +82,12 @@ class InjectionHead:
 
     def draft(self, hidden: Tensor, last: Tensor, block: int) -> Draft:
         candidates, scores = self._pairs(hidden, last, block)
-        places = self.ops.walk(*self._as_walk(scores))
-        return Draft(_tokens(candidates, places))
+        return Draft(self.ops.walk_pairs(scores, candidates))
 
     def sample(self, hidden: Tensor, last: Tensor, temperature: Tensor, uniform: Tensor) -> Draft:
         candidates, scores = self._pairs(hidden, last, uniform.shape[1] + 1)
-        places, q = self.ops.sampled_walk(*self._as_walk(scores), temperature, uniform)
-        return Draft(_tokens(candidates, places), candidates=candidates, q=q)
+        tokens, q = self.ops.sampled_walk_pairs(scores, candidates, temperature, uniform)
+        return Draft(tokens, candidates=candidates, q=q)
 
     def children(
         self, hidden: Tensor, last: Tensor, block: int, calibration: Tensor, width: int
@@ -123,17 +122,3 @@ class InjectionHead:
         found = torch.cat(scores) if len(scores) > 1 else scores[0]
         self.scale.apply_(found.view(-1, self.count))
         return candidates, found
-
-    def _as_walk(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns the arguments of `Ops.walk` over places: place (b * K + k) * C + c is candidate c of slot k."""
-        batch, slots, count, _ = scores.shape
-        places = torch.arange(scores.numel() // count, device=scores.device)
-        predecessors = (places[:, None] % count == places[:count]).float()
-        ones, nothing = scores.new_ones(batch, slots, count), scores.new_zeros(batch, slots, count)
-        anchors = torch.zeros_like(places[:batch])
-        return ones, nothing, places.view(batch, slots, count), predecessors, scores.view(-1, count), anchors
-
-
-def _tokens(candidates: Tensor, places: Tensor) -> Tensor:
-    """Returns the tokens [B, K] at places of `_as_walk`."""
-    return candidates.gather(2, (places % candidates.shape[2])[..., None])[..., 0]
