@@ -133,6 +133,8 @@ def _grammars_are_tried_at_once() -> Iterator[None]:
         forked = SimpleNamespace(Popen=GrammarTrials, DEVNULL=subprocess.DEVNULL)
         patch.setattr(grammar_process, "subprocess", forked)
         yield
+    for process in GrammarTrials.started:  # of engines that no test has closed
+        process.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -119,7 +119,13 @@ def wait_stopped(process: BaseProcess) -> None:
 
 
 class GrammarTrials:
-    """Replaces `subprocess.Popen` in `grammar_process.py`: a new process would import for seconds in each engine."""
+    """Replaces `subprocess.Popen` in `grammar_process.py`: a new process would import for seconds in each engine.
+
+    Attributes:
+        started: those that may still run. They ignore SIGTERM, so Python would wait for them when it ends.
+    """
+
+    started: ClassVar[list["GrammarTrials"]] = []
 
     def __init__(self, command: list[str], **_: Any) -> None:
         start_server()
@@ -127,6 +133,7 @@ class GrammarTrials:
             self._process = CONTEXT.Process(target=_try_grammars, args=(control,), daemon=True)
             self._process.start()
         self.pid, self.kill = self._process.pid, self._process.kill
+        self.started.append(self)
 
     def poll(self) -> int | None:
         return self._process.exitcode
