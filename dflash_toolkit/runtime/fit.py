@@ -182,7 +182,9 @@ def _changes(
     if options.draft_tree:
         yield {"draft_tree": 0}
     rows, kept = options.max_num_seqs or 1, options.prefix_states or 0
-    if less := [{"max_num_seqs": n, "prefix_states": min(n, kept)} for n in (128, 64, 32, 16, 8, 4, 2, 1) if n < rows]:
+    if less := [
+        {"max_num_seqs": n, "prefix_states": min(2 * n, kept)} for n in (128, 64, 32, 16, 8, 4, 2, 1) if n < rows
+    ]:
         yield next((each for each in less if freed(each) >= missing), less[-1])
     if kept:
         yield {"prefix_states": 0}

@@ -107,7 +107,7 @@ class EngineOptions(DraftOptions):
     prefix_states: int | None = option(
         None,
         "recurrent states kept for prompt prefixes, and more while few requests run; 0 keeps none "
-        "(default: --max-num-seqs, at most 32)",
+        "(default: twice --max-num-seqs, at most 32)",
     )
     retune: bool = option(False, "measure step times again instead of using those kept from an earlier start")
     synthetic: SyntheticAcceptance | None = None
@@ -160,7 +160,7 @@ class EngineOptions(DraftOptions):
         nodes = min(tree, block - 1) if width == 1 else tree  # a chain is no longer than a block
         overshoot = (1 if on_gpu else 0) * block + max(block, nodes + 1)
         rows = self.max_num_seqs or (MOST_REQUESTS if on_gpu else 4)
-        kept = min(rows, 32) if self.prefix_states is None else self.prefix_states
+        kept = min(2 * rows, 32) if self.prefix_states is None else self.prefix_states
         return replace(
             self,
             max_num_seqs=rows,

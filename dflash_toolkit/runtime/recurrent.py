@@ -110,8 +110,11 @@ class RecurrentStates:
                 continue
             tokens = (request.length // every + 1) * every
             rows = tokens - request.length
-            useful = rows <= request.blocks_in_flight[0] and tokens < len(request.prompt_ids) + request.limit
-            if useful and (slot := self._pool.take_slot()):
+            if rows > request.blocks_in_flight[0] or tokens >= len(request.prompt_ids) + request.limit:
+                continue
+            if not self._pool.free_slots:  # rather than states of others
+                self._drop_answer_state(request)
+            if slot := self._pool.take_slot():
                 request.snapshot = slot, tokens
                 self._room -= 1
                 self._device.copy_states(request.state, slot, rows)
@@ -131,9 +134,13 @@ class RecurrentStates:
         request.snapshot = None
         self._room += 1
         self._pool.keep_state(node, slot)
+        self._drop_answer_state(request)
+        request.answer_state = node
+
+    def _drop_answer_state(self, request: Request) -> None:
         if request.answer_state is not None:
             self._pool.drop_state(request.answer_state.state)
-        request.answer_state = node
+            request.answer_state = None
 
     def drop_snapshot(self, request: Request) -> None:
         if request.snapshot is not None:

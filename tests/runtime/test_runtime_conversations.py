@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from engines import alone, counted, knowing, make_engine
+from engines import alone, counted, knowing, make_engine, prompts_of
 from faulty_device import FaultyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,3 +163,16 @@ def test_states_within_long_prompts_use_free_slots_only() -> None:
     scheduler.add(other)
     drain(scheduler)
     assert other.cached_tokens == span
+
+
+def test_a_full_batch_keeps_the_ends_of_prompts_and_answers() -> None:
+    """The next turn begins with either; the default number of states has room for both."""
+    target, _ = pair()
+    engine, params = make_engine(target, None, max_num_seqs=2), SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = prompts_of(9, 13)
+    answers = [got.tokens for got in engine.generate(prompts, params)]
+    for told, cached in ((0, 8 + 12), (30, 32 + 32)):
+        before = engine.stats.cached_prompt_tokens
+        turns = [prompt + answer[:told] + [5, 6] for prompt, answer in zip(prompts, answers, strict=True)]
+        engine.generate(turns, SamplingParams(max_tokens=1))
+        assert engine.stats.cached_prompt_tokens - before == cached
