@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..delta import DeltaMemory
+from ..features import features_of
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
 from ..launch import MAX_ROWS, next_power_of_two, pdl
 from ..tree import TreeRows
@@ -23,6 +24,7 @@ from .pdl import start_next, wait_for_previous
 
 CHANNELS = 128  # channels of a program of the convolution
 COLUMNS = 16  # columns of a head's values in a program of the delta rule: one warp, which needs no barriers
+REGISTERS = 128  # of a thread of the delta rule on Hopper, so that 16 programs fit on a multiprocessor
 
 
 @triton.jit
@@ -159,11 +161,11 @@ def _delta_rule_kernel(
     m_v = o_v < H_V
     slot = tl.load(slots_p + i_r).to(tl.int64) + i_l * states  # these and the state are older than the pass, see `pdl`
     stay, count = tl.load(stay_p + i_r), tl.load(counts_p + i_r)
-    p_state = state_p + (slot * N + i_n) * H_K * H_V + o_v[None, :]
+    p_state = state_p + (slot * N + i_n) * H_K * H_V
     mixed_p += i_b * (MOST + S) * C
     gates_p += i_b * (MOST + S) * 2 * N + i_n
     first = tl.load(starts_p + i_b).to(tl.int64) if CHAINS else i_b * S
-    out_p += i_n * H_V + o_v
+    out_p += i_n * H_V
     p_out = out_p + first * N * H_V
     i_g = i_n // (N // G)
     known = stay + count > 0
@@ -171,34 +173,34 @@ def _delta_rule_kernel(
         known &= stay > 0
         stay *= 0
     end = stay + count
-    p_q, p_k, p_v = mixed_p + i_g * H_K, mixed_p + (G + i_g) * H_K, mixed_p + 2 * G * H_K + i_n * H_V + o_v
-    b_state = load_state(p_state, o_parts, m_v[None, :] & known, H_K, H_V, "evict_first")
+    p_q, p_k, p_v = mixed_p + i_g * H_K, mixed_p + (G + i_g) * H_K, mixed_p + 2 * G * H_K + i_n * H_V
+    b_state = load_state(p_state + o_v[None, :], o_parts, m_v[None, :] & known, H_K, H_V, "evict_first")
     wait_for_previous(PDL)
     start_next(PDL)
-    b_k, b_v, decay, beta = delta_row(p_k, p_v, gates_p, 0, end > 0, o_parts, m_v, C, N, H_K)  # one row ahead
+    b_k, b_v, decay, beta = delta_row(p_k, p_v, gates_p, 0, end > 0, o_parts, o_v, C, N, H_K, H_V)  # one row ahead
     b_q = load_parts(p_q + stay * C, o_parts, count > 0, H_K)
     for row in range(stay):
-        n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, row + 1, row + 1 < end, o_parts, m_v, C, N, H_K)
+        n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, row + 1, row + 1 < end, o_parts, o_v, C, N, H_K, H_V)
         b_state = updated(b_state, b_k, b_v, decay, beta)
         b_k, b_v, decay, beta = n_k, n_v, n_decay, n_beta
     if stay > 0:
-        store_state(p_state, b_state, o_parts, m_v[None, :], H_K, H_V)
+        store_state(p_state + o_v[None, :], b_state, o_parts, m_v[None, :], H_K, H_V)
     for row in range(stay, end):
-        n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, row + 1, row + 1 < end, o_parts, m_v, C, N, H_K)
+        n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, row + 1, row + 1 < end, o_parts, o_v, C, N, H_K, H_V)
         n_q = load_parts(p_q + (row + 1) * C, o_parts, row + 1 < end, H_K)
         b_state = updated(b_state, b_k, b_v, decay, beta)
         b_out = output_of(b_state, b_q, scale).to(out_p.dtype.element_ty)
-        tl.store(p_out + (row - stay) * N * H_V, b_out, mask=m_v)
+        tl.store(p_out + (row - stay) * N * H_V + o_v, b_out, mask=m_v)
         b_q, b_k, b_v, decay, beta = n_q, n_k, n_v, n_decay, n_beta
     if CHUNK:
-        store_state(p_state, b_state, o_parts, m_v[None, :] & (end > 0), H_K, H_V)
+        store_state(p_state + o_v[None, :], b_state, o_parts, m_v[None, :] & (end > 0), H_K, H_V)
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
     if CHAINS:  # the programs share the rows after all chains
         for row in range(tl.load(starts_p + tl.num_programs(2)) + i_b, M, tl.num_programs(2)):
-            tl.store(out_p + row * N * H_V, b_none, mask=m_v)
+            tl.store(out_p + row * N * H_V + o_v, b_none, mask=m_v)
     else:
         for row in range(count, S):
-            tl.store(p_out + row * N * H_V, b_none, mask=m_v)
+            tl.store(p_out + row * N * H_V + o_v, b_none, mask=m_v)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -314,11 +316,12 @@ def _launch_rule(
     m = batch * block if chains is None else len(chains.requests)
     out = torch.empty(m, heads * width_v, dtype=mixed.dtype, device=mixed.device)
     columns = min(COLUMNS, next_power_of_two(width_v))
+    registers = {"maxnreg": REGISTERS} if features_of(mixed.device).hopper and not chunk else {}
     _delta_rule_kernel[(-(-width_v // columns), heads, batch)](
         mixed, gates, state, slots, stay, counts, slots if chains is None else chains.starts, out, block, m, most,
         channels, heads, groups, width_k**-0.5, batch // layers, len(state) // layers, H_K=width_k, H_V=width_v,
         BLOCK_K=max(4, next_power_of_two(width_k)), BLOCK_V=columns, CHUNK=chunk, CHAINS=chains is not None,
-        num_warps=2 if chunk else 1, enable_fp_fusion=False, **pdl(mixed),
+        num_warps=2 if chunk else 1, enable_fp_fusion=False, **registers, **pdl(mixed),
     )  # fmt: skip
     return out
 

@@ -81,10 +81,10 @@ def output_of(b_state, b_q, scale):
 
 
 @triton.jit
-def delta_row(p_k, p_v, p_gate, row, there, o_parts, m_v, C, N, H_K: tl.constexpr):
-    """Loads key, value, decay and beta of a row."""
+def delta_row(p_k, p_v, p_gate, row, there, o_parts, o_v, C, N, H_K: tl.constexpr, H_V: tl.constexpr):
+    """Loads key, columns o_v of the value, decay and beta of a row."""
     b_k = load_parts(p_k + row * C, o_parts, there, H_K)
-    b_v = tl.load(p_v + row * C, mask=m_v & there, other=0.0).to(tl.float32)
+    b_v = tl.load(p_v + row * C + o_v, mask=(o_v < H_V) & there, other=0.0).to(tl.float32)
     decay = tl.load(p_gate + row * 2 * N, mask=there, other=0.0)
     beta = tl.load(p_gate + row * 2 * N + N, mask=there, other=0.0)
     return b_k, b_v, decay, beta

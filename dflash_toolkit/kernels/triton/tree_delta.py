@@ -84,11 +84,11 @@ def _tree_rule_kernel(
     o_parts, o_v = key_parts(BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_v = o_v < H_V
     slot = tl.load(slots_p + i_b).to(tl.int64)  # older than the pass, see `pdl`
-    p_state = state_p + (slot * N + i_n) * H_K * H_V + o_v[None, :]
-    p_q, p_v = mixed_p + i_n // (N // G) * H_K, mixed_p + 2 * G * H_K + i_n * H_V + o_v
+    p_state = state_p + (slot * N + i_n) * H_K * H_V
+    p_q, p_v = mixed_p + i_n // (N // G) * H_K, mixed_p + 2 * G * H_K + i_n * H_V
     p_k = p_q + G * H_K
     gates_p += i_n
-    out_p += i_n * H_V + o_v
+    out_p += i_n * H_V
     wait_for_previous(PDL)
     start_next(PDL)
     first = tl.load(starts_p + i_b)
@@ -103,22 +103,24 @@ def _tree_rule_kernel(
     while leaf < PLACES:
         depth = tl.load(depths_p + first + leaf)
         p_path = paths_p + i_b.to(tl.int64) * stride_paths + leaf * P
-        b_state = load_state(p_state, o_parts, m_v[None, :], H_K, H_V, "")
+        b_state = load_state(p_state + o_v[None, :], o_parts, m_v[None, :], H_K, H_V, "")
         row = first  # the anchor's
         b_q = load_parts(p_q + row * C, o_parts, depth >= 0, H_K)
-        b_k, b_v, decay, beta = delta_row(p_k, p_v, gates_p, row, depth >= 0, o_parts, m_v, C, N, H_K)
+        b_k, b_v, decay, beta = delta_row(p_k, p_v, gates_p, row, depth >= 0, o_parts, o_v, C, N, H_K, H_V)
         for at in range(1, depth + 2):
             following = first + tl.load(p_path + at, mask=at <= depth, other=0)
             n_q = load_parts(p_q + following * C, o_parts, at <= depth, H_K)
-            n_k, n_v, n_decay, n_beta = delta_row(p_k, p_v, gates_p, following, at <= depth, o_parts, m_v, C, N, H_K)
+            n_k, n_v, n_decay, n_beta = delta_row(
+                p_k, p_v, gates_p, following, at <= depth, o_parts, o_v, C, N, H_K, H_V
+            )
             b_state = updated(b_state, b_k, b_v, decay, beta)
             b_out = output_of(b_state, b_q, scale).to(out_p.dtype.element_ty)
-            tl.store(out_p + row * N * H_V, b_out, mask=m_v)
+            tl.store(out_p + row * N * H_V + o_v, b_out, mask=m_v)
             row, b_q, b_k, b_v, decay, beta = following, n_q, n_k, n_v, n_decay, n_beta
         leaf = tl.min(tl.where(m_leaf & (o_r > leaf), o_r, PLACES), axis=0)
     b_none = tl.zeros([BLOCK_V], dtype=out_p.dtype.element_ty)
     for row in range(tl.load(starts_p + tl.num_programs(2) // programs) + i_x, M, tl.num_programs(2)):
-        tl.store(out_p + row * N * H_V, b_none, mask=m_v)
+        tl.store(out_p + row * N * H_V + o_v, b_none, mask=m_v)
 
 
 @triton.jit(do_not_specialize=["M", "P", "batch", "memories"])
