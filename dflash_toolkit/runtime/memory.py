@@ -234,4 +234,6 @@ def workspace_of(probe: StepRunner, chunk: int) -> Workspace:
     if probe.trees is not None and (rows := row_buckets(probe.max_num_seqs)):
         largest = Part("tree", probe.max_num_seqs, probe.max_block, Mode.FULL, rows[-1])
         step = max(step, peak(lambda: probe.run_part(largest)))
+    if probe.state.recurrent:  # compiles it now, and not between two steps
+        step = max(step, peak(lambda: probe.copy_states(0, 0, 1)))
     return Workspace(step, prefill, held)

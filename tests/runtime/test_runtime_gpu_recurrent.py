@@ -9,6 +9,7 @@ from gpu_engines import LIMIT, VOCAB, knowing, make_engine, pair, prompts_of
 
 from dflash_toolkit import SamplingParams
 from dflash_toolkit.generation import Generation
+from dflash_toolkit.kernels.triton import delta
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.recurrent import ANSWER_PAGES
 
@@ -69,6 +70,20 @@ def test_a_turn_of_8000_tokens_computes_its_new_part() -> None:
     (branch,) = engine.generate([prompt[:4500] + prompt[:100]], params)
     assert engine.stats.cached_prompt_tokens - cached == 4096
     assert all(len(got.tokens) == 300 for got in (first, again, branch))
+
+
+def test_copies_of_states_are_compiled_at_the_start() -> None:
+    """Otherwise the first answer of some length would wait for the compiler."""
+    kernels = delta._delta_inputs_kernel, delta._delta_rule_kernel
+
+    def compiled() -> list[int]:
+        return [len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()]
+
+    engine = make_engine(*pair("qwen3_next"), **ROOM)
+    before = compiled()
+    for rows in (0, 1, 7):
+        engine.runner.copy_states(1, 2, rows)
+    assert compiled() == before and min(before) > 0
 
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=IDS[1:])
