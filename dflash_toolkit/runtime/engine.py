@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,12 +61,10 @@ class EngineStats:
 
     def add_trees(self, result: TreeStepResult) -> None:
         """Counts the nodes of a step over trees."""
-        more = [0] * (len(result.nodes) - len(self.tree_nodes))
-        self.tree_nodes += more
-        self.tree_nodes_accepted += more
-        for depth, count in enumerate(result.nodes.tolist()):
-            self.tree_nodes[depth] += count
-            self.tree_nodes_accepted[depth] += int((result.outcomes.accepted_nodes > depth).sum())
+        by_depth = np.bincount(result.outcomes.accepted_nodes, minlength=len(result.nodes) + 1)[::-1].cumsum()[-2::-1]
+        for counts, more in ((self.tree_nodes, result.nodes), (self.tree_nodes_accepted, by_depth)):
+            counts += [0] * (len(more) - len(counts))
+            counts[: len(more)] = [count + new for count, new in zip(counts, more.tolist(), strict=False)]
 
     @property
     def steps(self) -> int:
