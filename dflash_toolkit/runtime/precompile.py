@@ -202,8 +202,8 @@ def passes_of(
     job = PrefillJob([0] * chunk, 0, [1] * -(-chunk // runner.page_size))
     scored = job._replace(scores=ScoredTokens([0] * chunk, 1))
     yield lambda: prefills.unpadded(scored).run()
-    if packed := prefills.limits.packed // chunk:
-        yield lambda: prefills.packed([job] * packed).run()
+    for shape in prefills.uncaptured_shapes:
+        yield partial(prefills.run_empty, *shape)
     for part in captured_parts(options, config, runner.max_num_seqs, runner.trees.nodes if runner.trees else 0):
         if part.mode == Mode.GREEDY or part.rows <= SAMPLED_ROWS:
             yield partial(runner.run_part, part)

@@ -110,12 +110,12 @@ class Proposer:
 
     def write_packed_context(self, features: Tensor, rows: Rows, counts: Tensor, sizes: Sequence[int]) -> None:
         """Writes the context of chunks of `sizes` tokens, which are adjacent in `features`; see `write_context`."""
-        chunks = zip(features.split(list(sizes)), self._context_of(features).split(list(sizes)), strict=True)
-        for b, (taps, kv) in enumerate(chunks):
-            one = slice(b, b + 1)
-            own = replace(rows, lengths=rows.lengths[one], page_table=rows.page_table[one])
-            self._keep(taps, own, counts[one])
-            self._write(kv, own, counts[one])
+        chunks = features.split(list(sizes)), self._context_of(features).split(list(sizes))
+        places = torch.stack([rows.lengths, counts], dim=1).repeat_interleave(4, dim=1)  # each at 16 bytes, for kernels
+        for taps, kv, place, table in zip(*chunks, places, rows.page_table, strict=True):
+            own, count = replace(rows, lengths=place[:1], page_table=table[None]), place[4:5]
+            self._keep(taps, own, count)
+            self._write(kv, own, count)
 
     def _keep(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
         if self.taps is not None:

@@ -279,7 +279,8 @@ class StepRunner:
         Args:
             blocks: lengths of steps over blocks.
             trees: returns the shapes of steps over trees, of a batch.
-            everything: also batches of more than CAPTURED_AT_START requests, and trees of more than TREES_AT_START.
+            everything: also batches of more than CAPTURED_AT_START requests, and trees of more than TREES_AT_START;
+                and loads the kernels of passes over prompts.
         """
         if self.device.type != "cuda":
             return False
@@ -291,7 +292,7 @@ class StepRunner:
         missing = next((part for part in parts if part not in self.graphs.captured), None)
         if missing is None:
             self.graphs.started = True
-            return False
+            return everything and self.prefills.load_next()
         self.graph(missing)
         return True
 

@@ -25,6 +25,11 @@ from .prefill_pass import PrefillPass, operations_of
 PREFILL_SIZES = tuple(range(64, 513, 64))
 PREFILL_LIMITS = PrefillLimits(most=8, sizes=(64, 128, 256), rows=1024)
 PREFILL_COUNTS = (2, 4, 8)  # batches of chunks are padded to these counts
+# passes without a graph that launch all kernels of others: tokens of a chunk alone; chunks of a pass, and their tokens
+ALONE = (513, 768, 1024, 1536, 2048, 3072)
+PACKED_COUNTS = (2, PREFILL_LIMITS.most + 1, *(1 << n for n in range(5, 11)))
+PACKED_SIZES = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
+COLUMNS = 16  # page tables have a multiple of so many, as kernels are compiled once more for others
 
 
 class PrefillPrograms:
@@ -63,6 +68,7 @@ class PrefillPrograms:
         *self._starts_counts_slots, tables = self._batch_places.split(kinds)
         self._tables = tables.view(PREFILL_LIMITS.most, -1)
         self.captured_batches: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._not_run = self.uncaptured_shapes
 
     def capture_next(self) -> bool:
         """Captures one prefill that has no graph yet; returns False if there is none."""
@@ -75,6 +81,13 @@ class PrefillPrograms:
                 self._capture_batch(*shape)
                 return True
         return False
+
+    def load_next(self) -> bool:
+        """Runs a pass that loads kernels which passes without a graph may need; returns False if all are loaded."""
+        if not self._not_run:
+            return False
+        self.run_empty(*self._not_run.pop())
+        return True
 
     def start(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
         """Returns a pass of these chunks. Nothing of it is launched yet.
@@ -122,13 +135,12 @@ class PrefillPrograms:
         """Returns a pass of one chunk without a graph."""
         device = self._context.device
         tokens = to_device(job.ids, torch.int64, device)
-        table = to_device(job.pages, torch.int32, device)[None]
-        place = to_device([job.start, len(job.ids), job.state], torch.int32, device)
-        wanted = None if job.scores else place[1:2].long() - 1
-        rows = Rows(place[:1], table, self._page_size, states=self._states(place[2:3], place[1:2]), wanted=wanted)
+        start, count, state, pages = aligned([[job.start], [len(job.ids)], [job.state], table_of([job])], device)
+        wanted = None if job.scores else count.long() - 1
+        rows = Rows(start, pages[None], self._page_size, states=self._states(state, count), wanted=wanted)
 
         def slices() -> Slices[Tensor | None]:
-            hidden = yield from self._slices(tokens, rows, place[1:2])
+            hidden = yield from self._slices(tokens, rows, count)
             self.last_hidden = hidden[-1:]
             return self._score(hidden, job.scores)
 
@@ -199,16 +211,27 @@ class PrefillPrograms:
         """Tokens of a chunk and number of chunks of the batches that are captured."""
         return batch_shapes(len(self._context.modes), self._reach)
 
+    @property
+    def uncaptured_shapes(self) -> list[tuple[int, int]]:
+        """Returns the chunks, and the tokens of each, of passes without a graph that together launch all kernels."""
+        counts = [count for count in PACKED_COUNTS if count <= len(self._context.modes)]
+        packed = [(n, size) for n, size in itertools.product(counts, PACKED_SIZES) if n * size <= self.limits.packed]
+        return [(n, size) for n, size in [(1, size) for size in ALONE] + packed if size <= self._reach]
+
+    @torch.inference_mode()
+    def run_empty(self, count: int, size: int) -> None:
+        """Runs a pass without a graph that writes to the null block."""
+        job = PrefillJob([0] * size, 0, [0] * -(-size // self._page_size))
+        (self.packed([job] * count) if count > 1 else self.unpadded(job)).run()
+
     def packed(self, jobs: Sequence[PrefillJob]) -> PrefillPass:
         """Returns a pass of chunks of any lengths without padding and without a graph; not for recurrent layers."""
         counts, starts = [len(job.ids) for job in jobs], [job.start for job in jobs]
-        firsts, wide = list(itertools.accumulate(counts, initial=0)), max(len(job.pages) for job in jobs)
+        firsts = list(itertools.accumulate(counts, initial=0))
         device, batch, m = self._context.device, len(jobs), sum(counts)
-        pages = [page for job in jobs for page in (*job.pages, *[0] * (wide - len(job.pages)))]
         tokens = to_device([token for job in jobs for token in job.ids], torch.int64, device)
-        numbers = to_device([*firsts, *starts, *counts, *pages], torch.int32, device)
-        first, lengths, count, table = numbers.split([batch + 1, batch, batch, len(pages)])
-        table = table.view(batch, wide)
+        first, lengths, count, pages = aligned([firsts, starts, counts, table_of(jobs)], device)
+        table = pages.view(batch, -1)
         requests = torch.repeat_interleave(count, output_size=m)
         at = torch.arange(m, dtype=torch.int32, device=device)
         depths = at - first[requests]
@@ -285,6 +308,21 @@ class PrefillPrograms:
     def _capture_batch(self, size: int, count: int) -> None:
         self._place_empty_batch()
         self.captured_batches[size, count] = self._capture(lambda: self.padded_batch(size, count))
+
+
+def table_of(jobs: Sequence[PrefillJob]) -> list[int]:
+    """Returns the pages of chunks, each in as many columns, a multiple of COLUMNS."""
+    wide = -(-max(len(job.pages) for job in jobs) // COLUMNS) * COLUMNS
+    return [page for job in jobs for page in (*job.pages, *[0] * (wide - len(job.pages)))]
+
+
+def aligned(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Returns vectors in int32, in one copy to the device. Each begins at a multiple of 16 bytes, as kernels are
+    compiled once more for each pointer that does not."""
+    sizes = [-(-len(part) // 4) * 4 for part in parts]
+    padded = [value for part, size in zip(parts, sizes, strict=True) for value in (*part, *[0] * (size - len(part)))]
+    every = to_device(padded, torch.int32, device).split(sizes)
+    return [one[: len(part)] for one, part in zip(every, parts, strict=True)]
 
 
 def _last_of(hidden: Tensor, count: Tensor) -> Tensor:
