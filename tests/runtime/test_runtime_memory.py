@@ -459,7 +459,7 @@ def test_garbage_does_not_hide_the_memory_of_a_pass(monkeypatch: pytest.MonkeyPa
         pages_per_request=4, page_size=64, fp8_cache=False, max_num_seqs=1, max_block=16, trees=None
     )
     probe.prefills = SimpleNamespace(batch_shapes=[], unpadded=Pass, packed=Pass)
-    probe.prefill_limits = PrefillLimits()
+    probe.prefill_limits, probe.state = PrefillLimits(), SimpleNamespace(recurrent=False)
     monkeypatch.setattr(memory, "run_all_parts", takes(60))
     gc.collect()
     Block(1000)
@@ -467,6 +467,8 @@ def test_garbage_does_not_hide_the_memory_of_a_pass(monkeypatch: pytest.MonkeyPa
     probe.prefills.batch_shapes = [(64, 2), (64, 8), (256, 4)]
     probe.prefills.run_empty_batch = lambda size, count: takes(70 if (size, count) == (64, 8) else 50)()
     assert memory.workspace_of(probe, 512) == Workspace(step=70, prefill=20, held=20), "graphs share their memory"
+    probe.state.recurrent, probe.copy_states = True, takes(75)
+    assert memory.workspace_of(probe, 512).step == 75
     gc.collect()
     assert held == 0
 
