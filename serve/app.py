@@ -45,6 +45,7 @@ def create_app(
     per_request_spec_decode_metrics: str = "none",
     strict_parameters: bool = False,
     admin_keys: Sequence[str] = (),
+    store: bool = True,
 ) -> FastAPI:
     """Creates the application that serves `engine` as `model`.
 
@@ -63,6 +64,7 @@ def create_app(
         per_request_spec_decode_metrics: "summary" or "detailed" adds draft statistics to an answer.
         strict_parameters: refuse unknown fields of bodies (400) instead of ignoring them.
         admin_keys: keys that may replace the weights; empty: there is no such route.
+        store: whether a trainer may learn from requests that do not say.
     """
     service = Service(
         engine,
@@ -76,6 +78,7 @@ def create_app(
         prefix_cache_per_key=prefix_cache_per_key,
         draft_metrics=per_request_spec_decode_metrics,
         strict_parameters=strict_parameters,
+        store=store,
     )
 
     def key_number(request: Request, keys: Sequence[str], kind: str) -> int | None:

@@ -98,6 +98,7 @@ def _run(config: ServeConfig) -> int:
             files.callback(Path(config.uds).unlink, missing_ok=True)
         folder = Path(files.enter_context(_socket_folder()))
         pair = f"target {config.target}" + (f", drafter {config.drafter}" if config.drafter else "")
+        pair += ", and trains its drafter" * config.adaptation.adapt
         where = f"on {config.device}" if config.device != "auto" else "on the GPU, if there is one"
         address = url_of(bound, https=config.ssl_certfile is not None)
         notice(f"loads {pair} {where}; will listen on {address}", config)

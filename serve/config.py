@@ -47,6 +47,38 @@ class ExternalOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptOptions:
+    """How the drafter learns from the requests that are served.
+
+    Raises:
+        ValueError: a value outside its range, or one without --adapt.
+    """
+
+    adapt: bool = option(
+        False,
+        "train the drafter on the requests that are served; answers do not change (without --drafter: from random "
+        "weights)",
+        common=True,
+    )
+    adapt_share: float = option(0.1, "share of the time in which the trainer works while requests run")
+    adapt_device: str | None = option(None, "device of the trainer (default: the engine's)")
+    adapt_memory_gib: float = option(4.0, "host memory for captured requests, in GiB")
+    adapt_output: str | None = option(
+        None, "directory that each new drafter is saved to (default: nothing is written)", metavar="PATH"
+    )
+    adapt_opt_in: bool = option(False, 'learn only from requests with "store": true')
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.adapt_share <= 1.0:
+            raise ValueError(f"adapt_share is {self.adapt_share}; it must be in (0, 1]")
+        if not self.adapt_memory_gib > 0:
+            raise ValueError(f"adapt_memory_gib is {self.adapt_memory_gib}; it must be > 0")
+        for name in ("adapt_device", "adapt_output"):
+            if getattr(self, name) is not None and not self.adapt:
+                raise ValueError(f"{name} is given, but not adapt; add --adapt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServeConfig(ModelOptions):
     """Holds the options of `dflash-serve`."""
 
@@ -65,6 +97,7 @@ class ServeConfig(ModelOptions):
     port: int = option(8000, "port to listen on; 0 takes a free one", common=True)
     external: ExternalOptions = options(ExternalOptions, flat=True)
     runtime: EngineOptions = options(EngineOptions, flat=True)
+    adaptation: AdaptOptions = options(AdaptOptions, flat=True)
     api_server_count: int | None = option(
         None, "number of HTTP front-end processes (default: chosen from the cores and --max-num-seqs)"
     )
@@ -163,7 +196,10 @@ class ServeConfig(ModelOptions):
                 f"kv_cache_tokens is {runtime.kv_cache_tokens}, less than max_model_len, {runtime.max_model_len}; "
                 f"raise the one or lower the other"
             )
-        if runtime.num_speculative_tokens and self.drafter is None and self.external.engine == OWN:
+        if self.adaptation.adapt and self.external.engine != OWN:
+            raise ValueError(f"adapt needs --engine {OWN}, not {self.external.engine}")
+        drafts = self.drafter is not None or self.adaptation.adapt
+        if runtime.num_speculative_tokens and not drafts and self.external.engine == OWN:
             raise ValueError(f"num_speculative_tokens is {runtime.num_speculative_tokens}, but there is no drafter")
         if self.per_request_spec_decode_metrics != "none" and self.drafter is None:
             raise ValueError("per_request_spec_decode_metrics needs a drafter")

@@ -76,6 +76,7 @@ class Front:
             per_request_spec_decode_metrics=config.per_request_spec_decode_metrics,
             strict_parameters=config.strict_parameters,
             admin_keys=self._admin_keys,
+            store=not config.adaptation.adapt_opt_in,
         )
         Connection.limit = min(config.max_connections or MAX_CONNECTIONS, raise_open_files())
         Connection.client_timeout_s = config.client_timeout

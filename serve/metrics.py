@@ -118,6 +118,7 @@ class _EngineCollector:
             counter = CounterMetricFamily(name, text, labels=named)
             counter.add_metric([self._model], count)
             yield counter
+        yield from _of_drafter(stats)
         for name, text, label, chosen in (
             (
                 "dflash:steps_by_draft_length",
@@ -175,6 +176,33 @@ class _Counts:
         yield "spec_decode_num_drafts", "Drafts verified", self.drafts
         yield "spec_decode_num_draft_tokens", "Tokens drafted", self.drafted
         yield "spec_decode_num_accepted_tokens", "Drafted tokens accepted", self.accepted
+
+
+def _of_drafter(stats: Stats) -> Iterator[Metric]:
+    """Yields the drafter's version and, if it is trained, the state of its trainer."""
+    target, drafter = stats.versions
+    values: dict[str, tuple[str, float]] = {
+        "target_version": ("How often the weights of the target were replaced", target),
+        "drafter_version": ("How often the weights of the drafter were replaced", drafter),
+    }
+    counts: dict[str, tuple[str, float]] = {}
+    if (state := stats.adaptation) is not None:
+        values["adapt_running"] = "1 while the drafter is trained, 0 if its trainer has ended", state.error is None
+        values["adapt_requests"] = "Requests that the trainer keeps in memory", state.requests
+        values["adapt_bytes"] = "Bytes of them", state.bytes
+        counts["adapt_steps"] = "Training steps of the drafter", state.steps
+        counts["adapt_promotions"] = "Versions that were better on held-out requests", state.promotions
+        counts["adapt_rollbacks"] = "Versions that were withdrawn", state.rollbacks
+        if (length := state.held_out_acceptance_length) is not None:
+            gauge = GaugeMetricFamily(
+                "dflash:adapt_held_out_acceptance_length", "Tokens per step on held-out requests", labels=["version"]
+            )
+            gauge.add_metric([str(drafter)], length)
+            yield gauge
+    for name, (text, value) in values.items():
+        yield GaugeMetricFamily(f"dflash:{name}", text, value=value)
+    for name, (text, value) in counts.items():
+        yield CounterMetricFamily(f"dflash:{name}", text, value=value)
 
 
 class _StepCollector:

@@ -1,6 +1,7 @@
 """Runs the engine and the other front-end processes; the engine's interpreter lock is then free of HTTP and text."""
 
 import contextlib
+import copy
 import gc
 import logging
 import multiprocessing
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,15 +267,22 @@ def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
 
     use_threads(config.threads)
     transformers.utils.logging.disable_progress_bar()  # errors are one line
-    model = config.target, config.drafter, config.device, config.dtype
-    engine, _ = load_engine(*model, config.runtime, config.chat_template)
+    drafter: Any = config.drafter
+    runtime = config.runtime
+    if config.adaptation.adapt:
+        from .adapt import Adapting, first_drafter  # imports the trainer
+
+        drafter, runtime = first_drafter(config), replace(runtime, keep_taps=True)
+    own = copy.deepcopy(drafter)  # the engine moves a module to its device and dtype
+    engine, _ = load_engine(config.target, own, config.device, config.dtype, runtime, config.chat_template)
     if config.from_report is not None:
         weights = engine.runner.target
         dtype = str(weights.embedding.dtype).removeprefix("torch.")
         check_target(config.from_report, weights.parameter_views(stacked=True).items(), dtype)
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
     _capture(engine)
-    loop = EngineLoop(engine, path, channel.socket)
+    background = Adapting(engine, drafter, config) if config.adaptation.adapt else None
+    loop = EngineLoop(engine, path, channel.socket, background)
     gc.collect()
     gc.freeze()  # these objects stay; collecting them repeatedly would pause every answer
     channel.send(info_of(engine))

@@ -98,7 +98,6 @@ class GenerationRequest(Structured):
             "safety_identifier",
             "service_tier",
             "session_id",
-            "store",
             "user",
             "verbosity",
         }
@@ -157,6 +156,7 @@ class GenerationRequest(Structured):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_LENGTH)  # as in vLLM
     truncate_prompt_tokens: Int64 | None = Field(None, ge=-1)  # tokens to keep; -1: as many as fit next to the answer
     truncation_side: Literal["left", "right"] | None = None
+    store: bool | None = None  # whether --adapt may learn from the request; the default is that of the server
     request_id: str | None = Field(None, pattern=r"^[\w.:-]{1,128}$")
     speculative: Speculative | None = None
     stop: List[str] | None = Field(None, max_length=MAX_STOPS)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from .wire import (
     Pong,
     Replaced,
     ReplaceWeights,
+    RollBack,
     Stats,
     Update,
 )  # fmt: skip
@@ -103,6 +104,7 @@ class PreparedRequest:
     key: str = ""
     priority: int = 0
     cache_salt: str = ""
+    store: bool = True
 
     def with_seed(self, seed: int) -> "PreparedRequest":
         """Returns a request for another answer to the same prompt."""
@@ -211,6 +213,7 @@ class _Connection:
                     one.priority,
                     request_name.get(),
                     one.cache_salt,
+                    one.store,
                 )
             )
         return numbers[0]
@@ -227,11 +230,11 @@ class _Connection:
             if self.compiling.pop(number, None) is not None and not self.channel.gone:
                 self.write(Cancel([number]))
 
-    def replace(self, folder: str, part: Literal["target", "drafter"]) -> "asyncio.Future[Replaced]":
-        """Asks for the weights of a directory."""
+    def replace(self, message: Callable[[int], ReplaceWeights | RollBack]) -> "asyncio.Future[Replaced]":
+        """Asks for other weights; `message` makes the message with a number."""
         number = next(self._next)
         self.replacing[number] = self.loop.create_future()
-        self.write(ReplaceWeights(number, folder, part))
+        self.write(message(number))
         return self.replacing[number]
 
     def cancel(self, numbers: list[int]) -> None:
@@ -354,7 +357,13 @@ class EngineClient:
         return self._broken
 
     def request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, key: str = "", priority: int = 0, cache_salt: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        key: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        store: bool = True,
     ) -> PreparedRequest:
         """Returns a checked request for `decode`.
 
@@ -365,7 +374,7 @@ class EngineClient:
         self._check()
         prompt = list(prompt_ids)
         self.info.capacity.check(prompt, params)
-        return PreparedRequest(prompt, params, params.seed, key, priority, cache_salt)
+        return PreparedRequest(prompt, params, params.seed, key, priority, cache_salt, store)
 
     def decode(self, requests: Sequence[PreparedRequest]) -> Responses:
         """Sends requests: `with engine.decode(requests) as responses: async for ... in responses`.
@@ -431,7 +440,13 @@ class EngineClient:
         """Replaces the weights of the engine by those of a directory. Raises EngineClosedError."""
         self._check()
         connection = self._connection()
-        return await self._reply(connection, connection.replace(folder, part))
+        return await self._reply(connection, connection.replace(lambda number: ReplaceWeights(number, folder, part)))
+
+    async def roll_back(self) -> str | None:
+        """Serves the drafter before the current one; returns why that is impossible, or raises EngineClosedError."""
+        self._check()
+        connection = self._connection()
+        return (await self._reply(connection, connection.replace(RollBack))).error
 
     async def check(self, timeout_s: float) -> None:
         """Raises EngineClosedError unless the engine replies within `timeout_s` seconds."""

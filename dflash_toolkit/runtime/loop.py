@@ -12,7 +12,7 @@ import selectors
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,9 +22,26 @@ from .compile_queue import CompileQueue
 from .engine import Engine
 from .request import Request
 from .weight_reader import WeightReader
-from .wire import Ask, Cancel, Channel, Compile, Info, Item, Lost, Ping, Pong, ReplaceWeights, Stats, Update
+from .wire import (
+    Adaptation,
+    Ask,
+    Cancel,
+    Channel,
+    Compile,
+    Info,
+    Item,
+    Lost,
+    Ping,
+    Pong,
+    Replaced,
+    ReplaceWeights,
+    RollBack,
+    Stats,
+    Update,
+)
 
 IDLE_S = 1.0  # time without requests after which more steps are captured
+BACKGROUND_S = 0.05  # between two polls of the background while the engine is idle
 FAILED = "the request could not be computed; see the server's log"
 log = logging.getLogger(__name__)
 
@@ -47,19 +64,34 @@ class _Front:
         self.items: list[Item] = []  # results of the current step
 
 
+class Background(Protocol):
+    """Work next to the engine, in short pieces between two steps."""
+
+    def poll(self) -> None: ...
+
+    def roll_back(self) -> str | None: ...
+
+    def report(self) -> Adaptation: ...
+
+    def close(self) -> None: ...
+
+
 class EngineLoop:
     """Serves an engine on a Unix socket until the other end of `control` closes, or the device fails.
 
     Args:
         path: the socket's path; the socket is created here.
         control: a connected socket; the loop ends when it closes.
+        background: what trains the drafter; None trains nothing.
 
     Attributes:
         failure: the error that ended the loop, if any.
     """
 
-    def __init__(self, engine: Engine, path: Path, control: socket.socket) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: Engine, path: Path, control: socket.socket, background: Background | None = None
+    ) -> None:
+        self.engine, self._background = engine, background
         self.failure: Exception | None = None
         self._control = control
         self._listener = socket.socket(socket.AF_UNIX)
@@ -94,7 +126,11 @@ class EngineLoop:
                 except Exception as error:
                     self._break(error)
                 self._send()
+                if self._background is not None:
+                    self._background.poll()
         finally:
+            if self._background is not None:
+                self._background.close()
             for front in list(self._fronts.values()):
                 self._discard(front)
             self.compiling.close()
@@ -107,9 +143,14 @@ class EngineLoop:
 
     def _wait(self) -> None:
         """Waits for messages and handles them. If none comes for IDLE_S, captures steps that have no graph."""
-        timeout_s = IDLE_S if self._captures else None
+        pause = None if self._background is None else BACKGROUND_S
+        more = self._captures
+        timeout_s = IDLE_S if more else pause
         while not self._closed and not self._poll(timeout_s):
-            timeout_s = 0.0 if self._capture() else None
+            more = more and self._capture()
+            if self._background is not None:
+                self._background.poll()
+            timeout_s = 0.0 if more else pause
 
     def _capture(self) -> bool:
         """Captures a step that has no graph yet; returns False if there is none."""
@@ -151,6 +192,10 @@ class EngineLoop:
                         self.compiling.remove(front, number)
                 case Compile(number=number, params=params, key=key):
                     self.compiling.add(front, number, params, key)
+                case RollBack(number=number):
+                    nothing = "no drafter is trained; start the server with --adapt"
+                    error = self._background.roll_back() if self._background else nothing
+                    self._send_message(front, Replaced(number, error, self.engine.versions))
                 case ReplaceWeights():
                     self._weights.add(front, message)
                 case Ping():
@@ -174,6 +219,7 @@ class EngineLoop:
                     group=group,
                     priority=ask.priority,
                     cache_salt=ask.cache_salt,
+                    store=ask.store,
                 )
             except UserError as error:  # the front end did not check it against `Info`
                 front.items.append(_ended(number, str(error)))
@@ -251,6 +297,8 @@ class EngineLoop:
             tree_rows=dict(engine.runner.tree_rows),
             tree_nodes=list(engine.stats.tree_nodes),
             tree_nodes_accepted=list(engine.stats.tree_nodes_accepted),
+            versions=engine.versions,
+            adaptation=self._background.report() if self._background else None,
         )
 
     # ---- failures --------------------------------------------------------------------------------------

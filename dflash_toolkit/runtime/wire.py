@@ -29,6 +29,7 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     priority: int = 0  # lower is earlier
     name: str = ""  # for the log
     cache_salt: str = ""  # separates cached prefixes
+    store: bool = True  # whether a trainer may keep the tokens
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
@@ -80,6 +81,12 @@ class Replaced(msgspec.Struct, tag="replaced", array_like=True):
     versions: tuple[int, int]  # of target and drafter, see `Engine.versions`
 
 
+class RollBack(msgspec.Struct, tag="roll_back", array_like=True):
+    """Asks for the drafter before the current one; `Replaced` is the reply."""
+
+    number: int
+
+
 class Item(msgspec.Struct, array_like=True):
     """The tokens that one step added to one answer."""
 
@@ -101,6 +108,20 @@ class Update(msgspec.Struct, tag="update", array_like=True):
     items: list[Item]
 
 
+class Adaptation(msgspec.Struct):
+    """The state of a trainer that follows the traffic."""
+
+    steps: int = 0
+    requests: int = 0  # in its memory
+    bytes: int = 0
+    learnt_from: int = 0  # requests until the served version
+    held_out_acceptance_length: float | None = None
+    live_acceptance_length: float | None = None
+    promotions: int = 0
+    rollbacks: int = 0
+    error: str | None = None  # why it has ended
+
+
 class Stats(msgspec.Struct):
     """The engine's counts, and how full it is now."""
 
@@ -115,6 +136,8 @@ class Stats(msgspec.Struct):
     tree_rows: dict[int, int] = {}  # the same for steps over draft trees only
     tree_nodes: list[int] = []  # verified nodes of draft trees, by depth
     tree_nodes_accepted: list[int] = []
+    versions: tuple[int, int] = (0, 0)  # of target and drafter
+    adaptation: Adaptation | None = None  # None: nothing is trained
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True):
@@ -145,7 +168,10 @@ class Lost(msgspec.Struct, tag="lost", array_like=True):
     gpus: int = 0
 
 
-Message = Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiling | Compiled | ReplaceWeights | Replaced
+Message = (
+    Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiling | Compiled
+    | ReplaceWeights | Replaced | RollBack
+)  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -4,7 +4,7 @@ An endpoint is a module: the bodies that it accepts and returns, its routes, and
 Its function `routes` is listed here.
 """
 
-from . import chat, completions, health, messages, models, responses, tokens, weights
+from . import chat, completions, drafter, health, messages, models, responses, tokens, weights
 
 KEYED = (
     chat.routes,
@@ -13,6 +13,7 @@ KEYED = (
     messages.routes,
     models.routes,
     tokens.routes,
+    drafter.routes,
 )  # ask for an API key
 OPEN = (health.routes,)
-ADMIN = (weights.routes,)  # ask for an admin key
+ADMIN = (weights.routes, drafter.admin_routes)  # ask for an admin key

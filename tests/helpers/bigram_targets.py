@@ -6,9 +6,9 @@ from conftest import make_target
 from dflash_toolkit import Target
 
 
-def bigram_target(seed: int = 0) -> Target:
+def bigram_target(seed: int = 0, layers: int = 6) -> Target:
     """Returns a target without effective layers: its greedy answers end in one of a few cycles, those of the seed."""
-    target = make_target(tied=False)
+    target = make_target(tied=False, layers=layers)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in target.layers:

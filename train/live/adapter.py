@@ -131,10 +131,13 @@ class Adapter:
             self.promotions += 1
 
     def _may_roll_back(self) -> None:
-        if len(self.versions) < 2:
-            return
-        old, new = self.versions
-        if self._rollback.judge(new.live, old.live):
+        if len(self.versions) == 2 and self._rollback.judge(self.versions[1].live, self.versions[0].live):
+            self.roll_back()
+
+    def roll_back(self) -> None:
+        """Serves the version before the current one again, if it is kept, and trains on from there."""
+        if len(self.versions) == 2:
+            old, _ = self.versions
             self._engine.load_drafter(old.drafter)
             self._trainer.load_state_dict(copy.deepcopy(old.state))
             old.number, self.versions = self._engine.drafter_version, [old]

@@ -16,12 +16,16 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
+        self._places, self._kept = dict[int, int](), list[Tensor]()  # a tensor that comes twice is sent once
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return None
-        self.tensors.append(obj.detach().cpu().contiguous())
-        return obj.dtype, tuple(obj.shape)
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.tensors)
+            self._kept.append(obj)
+            self.tensors.append(obj.detach().cpu().contiguous())
+        return self._places[id(obj)], obj.dtype, tuple(obj.shape)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -30,9 +34,10 @@ class _Unpickler(pickle.Unpickler):
         self.tensors: list[Tensor] = []
 
     def persistent_load(self, pid: Any) -> Tensor:
-        dtype, shape = pid
-        self.tensors.append(torch.empty(shape, dtype=dtype))
-        return self.tensors[-1]
+        place, dtype, shape = pid
+        if place == len(self.tensors):
+            self.tensors.append(torch.empty(shape, dtype=dtype))
+        return self.tensors[place]
 
 
 def send(connection: "Connection[Any, Any]", message: Any) -> None:

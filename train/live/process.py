@@ -9,10 +9,11 @@ import logging
 import multiprocessing
 import os
 import queue
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..online import OnlineTrainer, Record
 from .adapter import Adapter
 from .pipe import receive, send
 
+ROLL_BACK = "roll back"
 IN_FLIGHT = 16  # served requests on their way to the trainer
 NICE = 10  # lower priority of the trainer on the processor
 IDLE_S = 0.05  # pause of a trainer without enough records
@@ -49,6 +51,7 @@ class Status:
     live: float | None = None  # its tokens per step on live requests
     promotions: int = 0
     rollbacks: int = 0
+    versions: int = 1  # that are kept; 2: the current one can be rolled back
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class TrainerProcess:
         share: share of the time in which the trainer works while requests run; without requests it always does.
         memory: bytes of captured records, in host memory.
         anchors, batch, every: see `Adapter`.
+        on_swap: called with the weights of each new version when the engine has them.
 
     Attributes:
         status: the newest state that the trainer has sent.
@@ -86,15 +90,19 @@ class TrainerProcess:
         self, engine: Engine, head: HeadWeights, drafter: Drafter, config: TrainConfig | None = None, *,
         device: torch.device | str | None = None, share: float = 1.0, memory: int = 1 << 30, batch: int = 8,
         every: int = 20, anchors: Sequence[Record] = (),
+        on_swap: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
     ) -> None:  # fmt: skip
         if not 0.0 < share <= 1.0:
             raise UserError(f"the trainer's share is {share}; it must be in (0, 1]")
         self.status = Status()
         self.error: str | None = None
+        self._on_swap = on_swap
         self._engine, self._capture = engine, engine.start_capture(memory // 4)
         options = {"memory": memory, "batch": batch, "every": every, "anchors": list(anchors)}
         place = torch.device(device) if device is not None else head.device
-        work = Work(head, drafter.config, drafter.state_dict(), config, place, share, options)
+        host = torch.device("cpu")  # copied now: a copy from a GPU in a thread would disturb the capture of a graph
+        weights = {name: tensor.detach().to(host) for name, tensor in drafter.state_dict().items()}
+        work = Work(head.to(host), drafter.config, weights, config, place, share, options)
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
         self._busy = context.Value("b", 0, lock=False)
@@ -129,18 +137,33 @@ class TrainerProcess:
                 continue
             try:
                 self._engine.update_drafter(message)
+                self._on_swap(message)
             except UserError as mistake:
                 log.error("a new drafter was not used: %s", mistake)
             self._going_later(self._engine.drafter_version)
 
+    def roll_back(self) -> str | None:
+        """Asks for the version before the served one; returns why that is impossible, if it is."""
+        if self.error is not None:
+            return self.error
+        if self.status.versions < 2:
+            return "there is no drafter before the served one"
+        try:
+            self._going.put_nowait(ROLL_BACK)
+        except queue.Full:
+            return "the trainer is busy; try again"
+        return None
+
     def close(self) -> None:
         """Ends the process."""
         self._closing = True
-        self._connection.close()
+        with contextlib.suppress(OSError):  # a thread waits for the connection, and would keep it open
+            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
         self._process.join(END_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        self._connection.close()
 
     def _going_later(self, version: int) -> None:
         try:
@@ -186,6 +209,10 @@ class _Link:
             if isinstance(message, Served):
                 found.append(message)
                 continue
+            if message == ROLL_BACK:
+                if self.adapter is not None:
+                    self.adapter.roll_back()
+                continue
             self.drafter_version = message
             if self.adapter is not None:
                 self.adapter.served.number = message
@@ -205,6 +232,8 @@ def _main(connection: Any, busy: Any) -> None:
 def _train(work: Work, connection: Any, busy: Any) -> None:
     if work.device.type == "cpu":
         torch.set_num_threads(1)
+    elif work.device.index is not None:
+        torch.cuda.set_device(work.device)
     drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
     trainer = OnlineTrainer(work.head.to(work.device), drafter, work.config)
     link = _Link(connection)
@@ -218,6 +247,7 @@ def _train(work: Work, connection: Any, busy: Any) -> None:
         status = Status(
             trainer.steps, len(adapter.buffer), adapter.buffer.nbytes, adapter.served.learnt_from,
             adapter.served.held_out, live.tau if live.requests else None, adapter.promotions, adapter.rollbacks,
+            len(adapter.versions),
         )  # fmt: skip
         send(connection, status)
         ends = began + (taken / work.share if worked else IDLE_S)

@@ -1,0 +1,110 @@
+"""The server's side of a drafter that learns from its traffic. No other module of `serve` imports `train`."""
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_toolkit.config import UserError
+from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
+from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.target import load_config, load_tokenizer
+from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.wire import Adaptation
+from dflash_toolkit.train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.live.process import TrainerProcess
+from dflash_toolkit.train.objective.target_head import HeadWeights
+from dflash_toolkit.train.online import AVERAGE
+from dflash_toolkit.train.optim.optimizers import peak_rate
+from dflash_toolkit.train.run.prepare import drafter_config
+
+if TYPE_CHECKING:
+    from .config import ServeConfig
+
+log = logging.getLogger("dflash_toolkit.serve")
+PACK_TOKENS = 4096  # of a training batch on a GPU
+ANCHORS = 64  # blocks of a request and step on a CPU
+
+
+def first_drafter(config: "ServeConfig") -> Drafter:
+    """Returns the drafter to start from, in fp32: the given one, or random weights of the default shape.
+
+    Raises:
+        UserError: it cannot be loaded, or the target has no unused token for the mask.
+    """
+    if config.drafter is not None:
+        return load_drafter(config.drafter, dtype=torch.float32)
+    target, tokenizer = load_config(config.target), load_tokenizer(config.target)
+    return Drafter.fresh(drafter_config(TrainConfig(target=config.target), target, tokenizer), 0)
+
+
+def _training(device: torch.device, *, fresh: bool) -> TrainConfig:
+    """Returns the options of training: a low rate for a trained drafter, and the usual one for random weights."""
+    on_gpu = device.type == "cuda"
+    optim = OptimOptions(ema=AVERAGE, pack_tokens=PACK_TOKENS if on_gpu else None)
+    optim = replace(optim, learning_rate=peak_rate(optim, on_gpu, warm=not fresh))
+    # the step is not compiled: that takes a minute, in which a day-0 drafter learns much
+    return TrainConfig(target="", optim=optim, loss=LossOptions(anchors=ANCHORS), run=RunOptions(compile="off"))
+
+
+class Adapting:
+    """Trains the drafter of an engine in another process. An `EngineLoop` calls it between two steps.
+
+    Args:
+        drafter: that of the engine.
+    """
+
+    def __init__(self, engine: Engine, drafter: Drafter, config: "ServeConfig") -> None:
+        target, options = engine.runner.target, config.adaptation
+        head = HeadWeights(target.embedding, target.head, None, load_config(config.target))
+        device = torch.device(options.adapt_device) if options.adapt_device else target.embedding.device
+        self._output = Path(options.adapt_output) if options.adapt_output else None
+        self._engine, self._shape = engine, drafter.config
+        self._trainer = TrainerProcess(
+            engine, head, drafter, _training(device, fresh=config.drafter is None), device=device,
+            share=options.adapt_share, memory=int(options.adapt_memory_gib * 2**30), on_swap=self._save,
+        )  # fmt: skip
+
+    def poll(self) -> None:
+        """See `TrainerProcess.poll`."""
+        self._trainer.poll()
+
+    def roll_back(self) -> str | None:
+        """Serves the version before the current one again; returns why that is impossible, if it is."""
+        return self._trainer.roll_back()
+
+    def report(self) -> Adaptation:
+        """Returns the trainer's state, for metrics and /v1/drafter."""
+        status = self._trainer.status
+        return Adaptation(
+            steps=status.steps,
+            requests=status.records,
+            bytes=status.nbytes,
+            learnt_from=status.learnt_from,
+            held_out_acceptance_length=status.held_out,
+            live_acceptance_length=status.live,
+            promotions=status.promotions,
+            rollbacks=status.rollbacks,
+            error=self._trainer.error,
+        )
+
+    def close(self) -> None:
+        self._trainer.close()
+
+    def _save(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Writes a new version to --adapt-output, in a thread."""
+        if self._output is None:
+            return
+        folder = self._output / f"version-{self._engine.drafter_version}"
+        drafter = Drafter.of_tensors(self._shape, tensors)
+
+        def work() -> None:
+            try:
+                save_drafter(drafter, folder)
+            except (OSError, UserError) as error:
+                log.error("%s: the drafter was not saved (%s)", folder, error)
+
+        threading.Thread(target=work, name="save drafter", daemon=True).start()
