@@ -81,6 +81,10 @@ TABLE = {  # modules and their tests, fastest first; none of them starts program
         "models/test_drafter_shape.py", "models/test_dflash2.py", "models/test_draft_architecture.py",
         "models/test_checkpoint.py",
     ],
+    "dflash_toolkit/models/dspine/codes.py": ["models/test_dspine.py"],
+    "dflash_toolkit/models/dspine/injection.py": ["models/test_dspine.py"],
+    "dflash_toolkit/models/dspine/proposer.py": ["runtime/test_runtime_dspine.py"],
+    "dflash_toolkit/models/dspine/refinement.py": ["models/test_dspine.py"],
     "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
     "train/objective/loss.py": [
         "train/objective/test_train_losses.py", "train/objective/test_train_selector.py",

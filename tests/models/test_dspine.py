@@ -287,6 +287,14 @@ def test_broken_configurations_of_dspine_are_refused(saved: Path) -> None:
         assert said in drafter_refusal(saved)
 
 
+def test_a_domino_drafter_is_refused_by_who_serves_it(target: Target, tmp_path: Path) -> None:
+    save_drafter(make_drafter(target), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["dflash_config"] |= {"projector_type": "domino", "emb_dim": 256, "gru_hidden_dim": 512}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert "'emb_dim' belongs to an unsupported variant of DFlash; start sglang 0.5.23" in drafter_refusal(tmp_path)
+
+
 def test_a_plain_drafter_gets_injections_without_effect(target: Target) -> None:
     plain = make_drafter(target, is_causal=True)
     grown = Drafter.fresh(plain.config.resized(transfer_rank=8, message_size=4, refine_top_k=16), 0)

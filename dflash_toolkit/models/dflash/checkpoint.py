@@ -333,7 +333,8 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
     # that library writes the keys of every variant into all configurations
     for key in ("markov_rank", "use_swa", "attention_sink_bias", *(() if plain else ("emb_dim",))):
         if find(key) not in (None, 0, False):
-            raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash")
+            where = served_elsewhere(str(projector))
+            raise UserError(f"drafter {path}: {key!r} belongs to an unsupported variant of DFlash{where}")
     owners = {each.stored_in: group(raw, each.stored_in) for each in architectures()}
 
     def find_size(owner: DraftArchitecture, name: str) -> Any:

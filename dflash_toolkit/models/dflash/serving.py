@@ -42,12 +42,13 @@ SERVED = {
     "Olmo3ForCausalLM": ("vllm",),
 }
 
-# architectures of drafters that other engines implement and this project does not: names in their model registries
+# drafters that other engines implement and this project does not: architectures in their model registries, projectors
 BOTH = ("vllm", "sglang")
 ELSEWHERE = {
     "DFlash2BeamDraftModel": BOTH,
     "DFlashLagunaForCausalLM": BOTH,
     "DSparkDraftModel": BOTH,
+    "domino": ("sglang",),  # a `projector_type`
     "Gemma4DSparkModel": ("vllm",),
     "K3DSparkModel": ("vllm",),
     "LiLiCorrDraftModel": BOTH,
