@@ -180,7 +180,7 @@ def draft_loss(
         scale: the drafter's factor on the logits, and `target_scale` the target's.
         bias: [V], the head's.
         selector: chooses among the candidates of the slots; None drafts each slot's largest logit.
-        alignment: weight of the last column of `hidden`, relative to the mean cross-entropy; 0 without such a column.
+        alignment: weight of the last column of `hidden`, relative to this pass's mean cross-entropy; 0 without one.
 
     Raises:
         ValueError: no slot of the batch is supervised, or a distribution loss has no `final`.
