@@ -174,6 +174,21 @@ def test_pair_table_equals_sequential_refinement(target: Target) -> None:
     assert torch.equal(candidates.gather(1, scores[0].argmax(1, keepdim=True))[:, 0], walked)
 
 
+def test_pair_losses_need_the_label_or_the_targets_mass(target: Target) -> None:
+    chooser = make_dspine(target).config.architecture.chooser(make_dspine(target), None)
+    assert chooser
+    scores = torch.tensor([[2.0, 1.0, 0.0]]).expand(4, 3)
+    true = torch.tensor([[0, 1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0]]).bool()
+    share = torch.tensor([0.2, 0.3, 0.5])
+    mass = torch.tensor([0.9, 0.9, 9e-5, 9e-5])  # of the target's probabilities
+    teacher = (mass[:, None] * share).log()
+    cross = -scores[0].log_softmax(0)[1]
+    apart = (scores[0].softmax(0) - share).abs().sum()
+    expected = torch.stack([0.1 * cross + 0.9 * apart, 0.9 * apart, 0.1 * cross, torch.tensor(0.0)])
+    torch.testing.assert_close(chooser.losses(scores, true, teacher), expected)
+    torch.testing.assert_close(chooser.losses(scores, true, None), cross * true.any(1))
+
+
 @torch.inference_mode()
 def test_outputs_are_the_targets_own(target: Target) -> None:
     drafter, steps = make_dspine(target), 0
