@@ -9,6 +9,7 @@
 | post-attention of a dense layer, with convolutions | one persistent launch (Gluon, Hopper, bf16) | the rows above |
 | messages and pairs of slots | Triton | Triton; sums do not depend on the row count |
 | experts | Triton: up to 32 rows all with every expert, more gathered by expert | the same, partial sums rounded |
+| experts in fp8 | the same up to 16 rows; more sorted by expert and streamed (Gluon, Hopper) | the same |
 | attention, also of trees | Gluon on Hopper, else Triton | the same; FlashAttention, if installed, for one chunk |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 
@@ -38,6 +39,7 @@ from .hopper import prefill as hopper_prefill
 from .hopper import tree_attention as hopper_tree_attention
 from .hopper.conv_layer import conv_layer_fits as fuses_conv_post_attention
 from .hopper.conv_layer import launch_conv_layer as fused_conv_post_attention
+from .hopper.experts import experts_fit, launch_experts
 from .hopper.head import launch_head
 from .hopper.layer import launch_layer as fused_post_attention
 from .hopper.pipeline import fits
@@ -48,11 +50,11 @@ from .paged import PagedKV
 from .tree import TreeRows
 from .triton import attention, delta, fp8_blocks
 from .triton import delta_chunk as chunked
+from .triton import experts as grouped
 from .triton import linear as gemm
 from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
 from .triton.delta import delta_inputs, delta_rule, fold_, gated_rms_norm, gated_rms_norm_quantized
-from .triton.experts import experts_mlp, top_experts
 from .triton.fp8 import multiplies, multiply_quantized, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm, add_rms_norm_quantized
@@ -211,6 +213,12 @@ def _logits(rows: Tensor | RowScaledFp8, weight: Weight, dtype: torch.dtype) -> 
     return F.linear(rows, dequantized(weight, dtype))
 
 
+def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
+    """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
+    launch = launch_experts if experts_fit(x, gate_up, down) else grouped.experts_mlp
+    return launch(x, gate_up, down, weights, experts)
+
+
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     """Returns whether the persistent kernel supports the stream x [M, D] and these matrices of a layer."""
     return all(weight is None or _kernels(weight)[0] is gemm for weight in weights) and fits(x, weights)
@@ -291,7 +299,7 @@ class Gpu(Reference):
     fused_post_attention = staticmethod(fused_post_attention)
     fuses_conv_post_attention = staticmethod(fuses_conv_post_attention)
     fused_conv_post_attention = staticmethod(fused_conv_post_attention)
-    top_experts = staticmethod(top_experts)
+    top_experts = staticmethod(grouped.top_experts)
     experts_mlp = staticmethod(experts_mlp)
     rope_write = staticmethod(rope_write)
     gate_heads = staticmethod(gate_heads)

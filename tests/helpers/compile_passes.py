@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_toolkit.kernels.formats import FP8_BLOCK
 from dflash_toolkit.kernels.gpu import Gpu
 from dflash_toolkit.kernels.loss_terms import LossMix, RowTerms
 from dflash_toolkit.kernels.paged import PagedKV
@@ -107,6 +108,7 @@ def passes(models: Mapping[str, Model]) -> Iterator[Pass]:
     for name, model in models.items():
         for label, run in _of_engine(model.runner()):
             yield f"{name}: {label}", run
+    yield "experts of many rows", lambda: _experts_of(4096)
     yield from _of_training()
 
 
@@ -129,6 +131,14 @@ def _of_engine(runner: StepRunner) -> Iterator[Pass]:
         yield "pages of a cache in FP8", lambda: pages.read_pages(kv)
     size, count = prefills.batch_shapes[-1]
     yield f"prefill of {count} times {size}", lambda: prefills.run_empty_batch(size, count)
+
+
+def _experts_of(rows: int) -> Tensor:
+    """Multiplies more rows than the kernels of Hopper stream with the experts of 35B-A3B in FP8."""
+    with META:
+        gate_up, down = (FP8_BLOCK.empty(257, *sides, new=torch.empty) for sides in ((1024, 2048), (2048, 512)))
+        routing = torch.empty(rows, 9), torch.empty(rows, 9, dtype=torch.int32)
+    return Gpu.experts_mlp(_bf16(rows, 2048), gate_up, down, *routing)
 
 
 def _of_training() -> Iterator[Pass]:

@@ -251,7 +251,7 @@ GL: dict[str, Any] = {  # values that do not depend on the worker
     "minimum": lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
     "fma": lambda a, b, c: (a.double() * b + c.double()).float(),
     "max": torch.amax, "min": torch.amin, "sum": torch.sum,
-    "exp": torch.exp, "exp2": torch.exp2, "rsqrt": torch.rsqrt, "abs": torch.abs,
+    "exp": torch.exp, "exp2": torch.exp2, "rsqrt": torch.rsqrt, "abs": torch.abs, "div_rn": torch.div,
 }  # fmt: skip
 
 

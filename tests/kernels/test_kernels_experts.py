@@ -14,7 +14,8 @@ from kernel_inputs import fp8_type as fp8_type
 from kernel_pages import _interpretable as _interpretable
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.formats import BlockScaledFp8, QuantizedRows
+from dflash_toolkit.kernels.formats import BlockScaledFp8, Operand, QuantizedRows
+from dflash_toolkit.kernels.hopper import experts as hopper
 from dflash_toolkit.kernels.triton import experts as kernels
 from dflash_toolkit.kernels.triton import fp8_blocks
 from dflash_toolkit.kernels.triton.norm import add_rms_norm
@@ -103,6 +104,35 @@ def test_row_bits_do_not_depend_on_batch_size(shape: tuple[int, int, int, int], 
         found = kernels.experts_mlp(x[rows], *weights, *(t[rows] for t in routing))
         assert torch.equal(found, whole[:, rows]), rows
         assert torch.equal(add_rms_norm(x[rows], found, norm, 1e-6)[0], total[rows]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("m", [17, 40, 128, 129, 256, 1024, 2048])
+@pytest.mark.parametrize("shape", [(257, 9, 2048, 512), (128, 8, 2048, 768), (5, 3, 256, 128)], ids=str)
+def test_streamed_experts_have_the_bits_of_gathered_ones(shape: tuple[int, int, int, int], m: int) -> None:
+    x, *matrices = operands(m, shape, torch.bfloat16)
+    gate_up, down = (in_fp8(matrix) for matrix in matrices)
+    weights, chosen = routed(m, *shape[:2], torch.bfloat16, shared=shape[0] == 257)
+    assert hopper.experts_fit(x, gate_up, down)
+    expected = kernels.experts_mlp(x, gate_up, down, weights, chosen)
+    operand: Operand
+    for operand in (x, QuantizedRows(x, *fp8_blocks.quantize_groups(x))):
+        for cut in (None, hopper.Cut(16, 4), hopper.Cut(64, 6)):
+            assert torch.equal(hopper.launch_experts(operand, gate_up, down, weights, chosen, cut), expected), cut
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_streamed_experts_may_have_all_rows_or_none() -> None:
+    x, *matrices = operands(300, (6, 2, 256, 128), torch.bfloat16)
+    gate_up, down = (in_fp8(matrix) for matrix in matrices)
+    chosen = torch.tensor([[4, 1]], dtype=torch.int32, device=DEVICE).repeat(300, 1)
+    chosen[150:] = torch.tensor([1, 5], device=DEVICE)
+    weights = torch.rand(300, 2, device=DEVICE)
+    expected = kernels.experts_mlp(x, gate_up, down, weights, chosen)
+    for _ in range(20):
+        assert torch.equal(hopper.launch_experts(x, gate_up, down, weights, chosen), expected)
 
 
 ROUTERS = [(5, 3, 1), (128, 8, 4), (256, 10, 2), (3, 3, 1)]  # E, k, partial sums
