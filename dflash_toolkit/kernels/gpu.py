@@ -100,7 +100,7 @@ def linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Multiplies x [M, K] with weight [N, K] transposed and adds bias [N]; returns [M, N] in x's dtype."""
     values = values_of(x)
     if by_cublas(values, weight):
-        return _cublas_linear(values, weight, bias)
+        return _cublas_linear(x, weight, bias)
     kernels, form = _kernels(weight)
     return kernels.linear(form.operand(x), weight, bias)
 
@@ -109,7 +109,7 @@ def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Te
     """Returns `linear` as split-K partial sums, fp32 [P, M, N]; above MAX_ROWS rows as one, in x's dtype."""
     values = values_of(x)
     if by_cublas(values, weight):
-        return _cublas_linear(values, weight, bias)[None]
+        return _cublas_linear(x, weight, bias)[None]
     kernels, form = _kernels(weight)
     return kernels.linear_split_k(form.operand(x), weight, bias)
 
@@ -121,7 +121,7 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
     """
     values = values_of(x)
     if by_cublas(values, weight):
-        return gemm.swiglu(_cublas_linear(values, weight), halves=format_of(weight).halves)
+        return gemm.swiglu(_cublas_linear(x, weight), halves=format_of(weight).halves)
     kernels, form = _kernels(weight)
     return kernels.linear_swiglu(form.operand(x), weight)
 
@@ -133,12 +133,13 @@ def by_cublas(x: Tensor, weight: Weight) -> bool:
     return not format_of(weight).quantizes_rows or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
 
 
-def _cublas_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    if multiplies(x, weight):
-        return scaled_linear(x, weight, bias)
-    if fp8_blocks.multiplies(x, weight):
+def _cublas_linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    values = values_of(x)
+    if multiplies(values, weight):
+        return scaled_linear(values, weight, bias)
+    if fp8_blocks.multiplies(values, weight):
         return fp8_blocks.scaled_linear(x, weight, bias)
-    return F.linear(x, dequantized(weight, x.dtype), bias)
+    return F.linear(values, dequantized(weight, values.dtype), bias)
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:

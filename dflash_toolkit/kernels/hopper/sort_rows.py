@@ -26,7 +26,7 @@ class SortedRows(NamedTuple):
 
 @triton.jit(do_not_specialize=["M"])
 def _sort_rows_kernel(
-    x_p, x_scale_p, expert_p, data_p, scale_p, pair_p, tile_p, count_p, M, E,
+    x_p, x_scale_p, expert_p, data_p, scale_p, pair_p, tile_p, count_p, M, E, SCALE_M, SCALE_G,
     K: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr,
     BINS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def _sort_rows_kernel(
     p_data = data_p + b_at[:, None].to(tl.int64) * K + o_x[None, :]
     tl.store(p_data, tl.broadcast_to(b_x[None, :], (SIDE, BLOCK_K)), mask=exists[:, None] & (o_x < K)[None, :])
     o_g = tl.arange(0, BLOCK_G)
-    b_scale = tl.load(x_scale_p + i * GROUPS + o_g, mask=(o_g < GROUPS) & (i < M), other=0.0)
+    b_scale = tl.load(x_scale_p + i * SCALE_M + o_g * SCALE_G, mask=(o_g < GROUPS) & (i < M), other=0.0)
     p_scale = scale_p + b_at[:, None] * GROUPS + o_g[None, :]
     tl.store(
         p_scale, tl.broadcast_to(b_scale[None, :], (SIDE, BLOCK_G)), mask=exists[:, None] & (o_g < GROUPS)[None, :]
@@ -89,7 +89,7 @@ def sort_rows(data: Tensor, scale: Tensor, experts: Tensor, count: int, tile: in
     )
     bytes_of, bytes_to = data.view(torch.uint8), found.data.view(torch.uint8)
     _sort_rows_kernel[(max(rows, count),)](
-        bytes_of, scale, experts, bytes_to, *found[1:], rows, count,
+        bytes_of, scale, experts, bytes_to, *found[1:], rows, count, *scale.stride(),
         K=k, GROUPS=groups, TOP=top, T=tile, SIDE=next_power_of_two(top), BINS=next_power_of_two(count + 1),
         BLOCK_K=next_power_of_two(k), BLOCK_G=next_power_of_two(groups), CHUNK=CHUNK, **pdl(data),
     )  # fmt: skip

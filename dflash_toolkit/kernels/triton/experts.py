@@ -271,7 +271,7 @@ def multiply(
         quantized = quantize_rows(values)
         given, given_scale = quantized.data, quantized.scale
     elif scale is not None and isinstance(x, QuantizedRows):
-        given, given_scale, in_loop = x.data, x.scale, False
+        given, given_scale, in_loop = x.data, x.scale.contiguous(), False
     elif scale is not None and not in_loop:
         given, given_scale = quantize_groups(values)
     by_pair = groups is None and rows * top <= count

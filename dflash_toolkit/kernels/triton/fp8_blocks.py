@@ -160,16 +160,36 @@ def _leaves_few(programs: int, rows: int, stages: int, card: Features) -> bool:
     return programs > at_once and 0 < programs % at_once < card.multiprocessors
 
 
+def empty_rows(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns buffers for rows [M, K] that are quantized in groups, and for their scales, [M, K / 128].
+
+    They are in the order of cuBLAS if it multiplies so many rows.
+    """
+    if m > MAX_ROWS and features_of(device).cublas_fp8_blocks and k % (SIDE * BLOCK) == 0:
+        return _empty_cublas_rows(m, k, device)
+    scale = torch.empty(m, k // BLOCK, dtype=torch.float32, device=device)
+    return torch.empty(m, k, dtype=rows_dtype(device), device=device), scale
+
+
+def _empty_cublas_rows(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns buffers of a multiple of SIDE rows, with the scales column by column.
+
+    From the cuBLAS 13.0 documentation, "Scaling factors layouts".
+    """
+    m = -(-m // SIDE) * SIDE
+    scale = torch.empty(k // BLOCK, m, dtype=torch.float32, device=device).T
+    return torch.empty(m, k, dtype=rows_dtype(device), device=device), scale
+
+
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes `formats.fp8_block.quantize_groups` in one pass over memory."""
-    m, k = x.shape
-    return _quantize(x, x.new_empty(m, k // BLOCK, dtype=torch.float32))
+    data = torch.empty_like(x, dtype=rows_dtype(x.device))
+    return _quantize(x, data, x.new_empty(len(x), x.shape[1] // BLOCK, dtype=torch.float32))
 
 
-def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `quantize_groups` of x [M, K] with buffers for the scales of at least M rows."""
+def _quantize(x: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `quantize_groups` of x [M, K] into buffers of at least M rows."""
     m, k = x.shape
-    data = torch.empty(len(scale), k, dtype=rows_dtype(x.device), device=x.device)
     _group_round_kernel[(m, -(-k // (GROUPS * BLOCK)))](
         x, data, scale, m, k, *scale.stride(),
         GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
@@ -184,19 +204,22 @@ def multiplies(x: Tensor, weight: Weight) -> bool:
     return x.dtype == torch.bfloat16 and aligned and known
 
 
-def scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Computes `linear` with cuBLAS; its sums depend on the number of rows.
+def scaled_linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Computes `linear` of more than MAX_ROWS rows with cuBLAS; its sums depend on the number of rows.
 
-    Scales of rows are stored column by column, for a multiple of SIDE rows, and those of weights block row by block row
-    (cuBLAS 13.0 documentation, "Scaling factors layouts").
+    Scales of weights are stored block row by block row.
     """
-    data, scales = parts(weight)
+    values, (data, scales) = values_of(x), parts(weight)
     assert scales is not None, "which `multiplies`"
-    rows, scale = _quantize(x, x.new_empty(x.shape[1] // BLOCK, -(-len(x) // SIDE) * SIDE, dtype=torch.float32).T)
+    if isinstance(x, QuantizedRows) and x.scale.stride(0) == 1 and len(x.scale) % SIDE == 0:  # see `empty_rows`
+        rows, scale = x.data, x.scale
+    else:
+        m, k = values.shape
+        rows, scale = _quantize(values, *_empty_cublas_rows(m, k, values.device))
     out = F.scaled_mm(
         rows, data.t(), scale, F.ScalingType.BlockWise1x128, scales.t(), F.ScalingType.BlockWise128x128,
-        output_dtype=x.dtype,
-    )[: len(x)]  # fmt: skip
+        output_dtype=values.dtype,
+    )[: len(values)]  # fmt: skip
     return out if bias is None else out.add_(bias)
 
 
@@ -213,7 +236,7 @@ def launch_linear(
         quantized = quantize_rows(x)
         rows, scale = quantized.data, quantized.scale
     elif isinstance(operand, QuantizedRows):
-        rows, scale, in_loop = operand.data, operand.scale, False
+        rows, scale, in_loop = operand.data, operand.scale.contiguous(), False
     elif not in_loop:
         rows, scale = quantize_groups(x)
     side = rows_of_tile(m, features_of(x.device))

@@ -7,15 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
-from ..launch import MAX_ROWS, next_power_of_two, pdl
-from .fp8 import rows_dtype
-from .fp8_blocks import quantize
+from ..launch import next_power_of_two, pdl
+from .fp8_blocks import empty_rows, quantize
 from .pdl import start_next, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["M", "stride_tap"])
 def _add_rms_norm_kernel(
-    x_p, part_p, w_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap,
+    x_p, part_p, w_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap, SCALE_M, SCALE_D,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, QUANTIZE: tl.constexpr,
     GROUP: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +44,7 @@ def _add_rms_norm_kernel(
         o_in = o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         b_y, b_scale = quantize(tl.reshape(b_h, (BLOCK // GROUP, GROUP)), 1, data_p.dtype.element_ty, FP8_MAX, LEAST)
         tl.store(data_p + i_m * D + o_in, b_y, mask=o_in < D)
-        tl.store(scale_p + i_m * (D // GROUP) + o_g, b_scale, mask=o_g < D // GROUP)
+        tl.store(scale_p + i_m * SCALE_M + o_g * SCALE_D, b_scale, mask=o_g < D // GROUP)
 
 
 def add_rms_norm(
@@ -58,14 +57,13 @@ def add_rms_norm(
 def add_rms_norm_quantized(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
 ) -> tuple[Tensor, Operand]:
-    """Computes `add_rms_norm`; also quantizes up to MAX_ROWS rows for GEMMs with block-scaled fp8 weights."""
+    """Computes `add_rms_norm`; also quantizes the rows for GEMMs with block-scaled fp8 weights."""
     m, d = x.shape
-    if m > MAX_ROWS or d % BLOCK:  # cuBLAS needs scales in another order
+    if d % BLOCK:
         return _launch(x, partial_sums, weight, eps, tap, None)
-    data = torch.empty_like(x, dtype=rows_dtype(x.device))
-    scale = torch.empty(m, d // BLOCK, dtype=torch.float32, device=x.device)
-    total, normed = _launch(x, partial_sums, weight, eps, tap, (data, scale))
-    return total, QuantizedRows(normed, data, scale)
+    quantized = empty_rows(m, d, x.device)
+    total, normed = _launch(x, partial_sums, weight, eps, tap, quantized)
+    return total, QuantizedRows(normed, *quantized)
 
 
 def _launch(
@@ -77,7 +75,7 @@ def _launch(
     normed = torch.empty_like(x)
     _add_rms_norm_kernel[(m,)](
         x, x if partial_sums is None else partial_sums, weight, total, normed, x if tap is None else tap,
-        *(quantized or (x, x)), m, d, eps, 0 if tap is None else tap.stride(0),
+        *(quantized or (x, x)), m, d, eps, 0 if tap is None else tap.stride(0), *(quantized or (x, x))[1].stride(),
         PARTS=0 if partial_sums is None else len(partial_sums), BLOCK=next_power_of_two(d),
         ADD=partial_sums is not None, TAP=tap is not None, QUANTIZE=quantized is not None, GROUP=BLOCK, FP8_MAX=FP8_MAX,
         LEAST=LEAST, num_warps=4 if d <= 2048 else 8,
