@@ -24,7 +24,7 @@ class SortedRows(NamedTuple):
     total: Tensor  # int32 [1]: number of tiles
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "SCALE_M", "SCALE_G"])
 def _sort_rows_kernel(
     x_p, x_scale_p, expert_p, data_p, scale_p, pair_p, tile_p, count_p, M, E, SCALE_M, SCALE_G,
     K: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, T: tl.constexpr, SIDE: tl.constexpr,

@@ -15,11 +15,10 @@ from torch import Tensor
 from ..delta import DeltaMemory
 from ..features import features_of
 from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows
-from ..launch import MAX_ROWS, next_power_of_two, pdl
+from ..launch import next_power_of_two, pdl
 from ..tree import TreeRows
 from .delta_row import delta_row, key_parts, load_parts, load_state, output_of, store_state, updated
-from .fp8 import rows_dtype
-from .fp8_blocks import quantize
+from .fp8_blocks import empty_rows, quantize
 from .pdl import start_next, wait_for_previous
 
 CHANNELS = 128  # channels of a program of the convolution
@@ -203,9 +202,9 @@ def _delta_rule_kernel(
             tl.store(p_out + row * N * H_V + o_v, b_none, mask=m_v)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "SCALE_M", "SCALE_N"])
 def _gated_rms_norm_kernel(
-    x_p, gate_p, w_p, out_p, data_p, scale_p, M, N, H, stride_gate, eps,
+    x_p, gate_p, w_p, out_p, data_p, scale_p, M, N, H, stride_gate, SCALE_M, SCALE_N, eps,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +225,7 @@ def _gated_rms_norm_kernel(
     if QUANTIZE:  # a head is a group
         b_q, b_scale = quantize(b_out, 1, data_p.dtype.element_ty, FP8_MAX, LEAST)
         tl.store(data_p + i_m * N * H + o_x, b_q, mask=mask)
-        tl.store(scale_p + i_m * N + o_n, b_scale, mask=o_n < N)
+        tl.store(scale_p + i_m * SCALE_M + o_n * SCALE_N, b_scale, mask=o_n < N)
 
 
 def delta_inputs(
@@ -361,12 +360,12 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def gated_rms_norm_quantized(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Operand:
-    """Computes `gated_rms_norm`; also quantizes up to MAX_ROWS rows of heads as wide as a group, for the next GEMM."""
-    if len(x) > MAX_ROWS or len(weight) != BLOCK:
+    """Computes `gated_rms_norm`; also quantizes rows of heads as wide as a group, for the next GEMM."""
+    if len(weight) != BLOCK:
         return _launch_gated(x, gate, weight, eps, None)
-    data = torch.empty_like(x, dtype=rows_dtype(x.device))
-    scale = torch.empty(len(x), x.shape[1] // BLOCK, dtype=torch.float32, device=x.device)
-    return QuantizedRows(_launch_gated(x, gate, weight, eps, (data, scale)), data, scale)
+    m, k = x.shape
+    quantized = empty_rows(m, k, x.device)
+    return QuantizedRows(_launch_gated(x, gate, weight, eps, quantized), *quantized)
 
 
 def _launch_gated(
@@ -376,7 +375,8 @@ def _launch_gated(
     out, heads, block = torch.empty_like(x), n // width, next_power_of_two(width)
     tile = max(1, min(1024 // block, next_power_of_two(heads)))
     _gated_rms_norm_kernel[(m, -(-heads // tile))](
-        x, gate, weight, out, *(quantized or (x, x)), m, heads, width, gate.stride(0), eps,
+        x, gate, weight, out, *(quantized or (x, x)), m, heads, width, gate.stride(0),
+        *(quantized or (x, x))[1].stride(), eps,
         HEADS=tile, BLOCK=block, QUANTIZE=quantized is not None, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(x),
     )  # fmt: skip
     return out

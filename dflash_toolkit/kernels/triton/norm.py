@@ -12,7 +12,7 @@ from .fp8_blocks import empty_rows, quantize
 from .pdl import start_next, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["M", "stride_tap"])
+@triton.jit(do_not_specialize=["M", "stride_tap", "SCALE_M", "SCALE_D"])
 def _add_rms_norm_kernel(
     x_p, part_p, w_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap, SCALE_M, SCALE_D,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, QUANTIZE: tl.constexpr,
