@@ -126,6 +126,13 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
     return kernels.linear_swiglu(form.operand(x), weight)
 
 
+def linear_swiglu_quantized(x: Operand, weight: Weight) -> Operand:
+    """Computes `linear_swiglu`; also quantizes more rows than MAX_ROWS for the next GEMM of a target in fp8 blocks."""
+    if by_cublas(values_of(x), weight) and fp8_blocks.multiplies(values_of(x), weight):
+        return fp8_blocks.scaled_swiglu(x, weight)
+    return linear_swiglu(x, weight)
+
+
 def by_cublas(x: Tensor, weight: Weight) -> bool:
     """Returns whether cuBLAS multiplies these; its choice of an algorithm depends on the number of rows."""
     if len(x) <= MAX_ROWS:
@@ -280,6 +287,7 @@ class Gpu(Reference):
     linear = staticmethod(linear)
     linear_split_k = staticmethod(linear_split_k)
     linear_swiglu = staticmethod(linear_swiglu)
+    linear_swiglu_quantized = staticmethod(linear_swiglu_quantized)
     linear_argmax = staticmethod(linear_argmax)
     linear_top = staticmethod(linear_top)
     linear_top_lse = staticmethod(linear_top_lse)

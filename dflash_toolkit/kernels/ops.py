@@ -16,6 +16,7 @@ class Reference:
     linear = staticmethod(definitions.linear)
     linear_split_k = staticmethod(definitions.linear_split_k)
     linear_swiglu = staticmethod(definitions.linear_swiglu)
+    linear_swiglu_quantized = staticmethod(definitions.linear_swiglu_quantized)
     linear_argmax = staticmethod(definitions.linear_argmax)
     linear_top = staticmethod(definitions.linear_top)
     linear_top_lse = staticmethod(definitions.linear_top_lse)

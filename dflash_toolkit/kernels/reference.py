@@ -241,6 +241,11 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
     return F.silu(product[:, 0::2]) * product[:, 1::2]
 
 
+def linear_swiglu_quantized(x: Operand, weight: Weight) -> Operand:
+    """Computes `linear_swiglu`; a kernel may also quantize the result for the next GEMM, of a target in fp8 blocks."""
+    return linear_swiglu(x, weight)
+
+
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
     """Returns the column with the largest logit of every row, int64 [M]; the lowest of tied columns."""
     return linear(x, weight).argmax(-1)

@@ -188,7 +188,9 @@ class Mlp:
 
     def __call__(self, h: Operand) -> Tensor:
         """Returns partial sums [P, M, D] of normed rows h [M, D]."""
-        return self.ops.linear_split_k(self.ops.linear_swiglu(h, self.weights.gate_up), self.weights.down)
+        w, ops = self.weights, self.ops
+        swiglu = ops.linear_swiglu_quantized if format_of(w.down).groups_rows else ops.linear_swiglu
+        return ops.linear_split_k(swiglu(h, w.gate_up), w.down)
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,15 +302,21 @@ def test_cublas_gets_scales_as_it_reads_them(m: int, monkeypatch: pytest.MonkeyP
     added = gpu.linear_split_k(x, weight, bias)
     assert added.shape == (1, m, n) and torch.equal(added[0], found + bias)
     expected = F.silu(found[:, : n // 2]) * found[:, n // 2 :]
-    torch.testing.assert_close(gpu.linear_swiglu(x, weight), expected, rtol=2.0**-6, atol=1e-30)
+    active = gpu.linear_swiglu(x, weight)
+    torch.testing.assert_close(active, expected, rtol=2.0**-6, atol=1e-30)
     assert torch.equal(gpu.linear_argmax(x, weight), found.argmax(-1)) and calls == 4
+    quantized = gpu.linear_swiglu_quantized(x, weight)
+    assert isinstance(quantized, QuantizedRows) and torch.equal(quantized.values, active) and calls == 5
+    data, scale = fp8_blocks.quantize_groups(quantized.values)
+    assert torch.equal(quantized.data[:m].view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(quantized.scale[:m], scale)
     rows = QuantizedRows(x, *fp8_blocks._quantize(x, *fp8_blocks._empty_cublas_rows(m, k, x.device)))
     copied = QuantizedRows(x, rows.data[:m], rows.scale[:m].contiguous())
     assert torch.equal(gpu.linear(copied, weight), found), "scales in another order"
     gpu.linear(x[:128], weight)
-    assert calls == 5, "few rows are multiplied here"
+    assert calls == 6, "few rows are multiplied here"
     monkeypatch.setattr(fp8_blocks, "_quantize", None)
-    assert torch.equal(gpu.linear(rows, weight), found) and calls == 6, "quantized once"
+    assert torch.equal(gpu.linear(rows, weight), found) and calls == 7, "quantized once"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,29 @@ def _group_round_kernel(
     tl.store(scale_p + i_m * SCALE_M + o_g * SCALE_K, b_scale, mask=mask)
 
 
+@triton.jit(do_not_specialize=["SCALE_M", "SCALE_K"])
+def _swiglu_round_kernel(
+    x_p, out_p, data_p, scale_p, width, SCALE_M, SCALE_K,
+    GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Computes out [M, width] of x [M, 2 * width] with all gates first, and quantizes it."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    o_k = o_g[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    mask = o_g < width // BLOCK_K
+    p_x = x_p + i_m * 2 * width + o_k
+    wait_for_previous(PDL)
+    b_gate = tl.load(p_x, mask=mask[:, None], other=0.0).to(tl.float32)
+    b_up = tl.load(p_x + width, mask=mask[:, None], other=0.0).to(tl.float32)
+    start_next(PDL)
+    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(out_p.dtype.element_ty).to(tl.float32)
+    b_out = (b_silu * b_up).to(out_p.dtype.element_ty)
+    b_y, b_scale = quantize(b_out, 1, data_p.dtype.element_ty, FP8_MAX, LEAST)
+    tl.store(out_p + i_m * width + o_k, b_out, mask=mask[:, None])
+    tl.store(data_p + i_m * width + o_k, b_y, mask=mask[:, None])
+    tl.store(scale_p + i_m * SCALE_M + o_g * SCALE_K, b_scale, mask=mask)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _block_linear_kernel(
     x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
@@ -275,3 +298,15 @@ def linear_swiglu(x: Operand, weight: BlockScaledFp8) -> Tensor:
     out = values_of(x).new_empty(len(x), len(weight) // 2)
     launch_linear(x, weight, None, out, _tile(x, weight), swiglu=True)
     return out
+
+
+def scaled_swiglu(x: Operand, weight: Weight) -> QuantizedRows:
+    """Computes `linear_swiglu` of more than MAX_ROWS rows with cuBLAS, and quantizes it for the next GEMM."""
+    product = scaled_linear(x, weight)
+    m, width = len(product), product.shape[1] // 2
+    out, (data, scale) = product.new_empty(m, width), empty_rows(m, width, product.device)
+    _swiglu_round_kernel[(m, -(-width // (GROUPS * BLOCK)))](
+        product, out, data, scale, width, *scale.stride(),
+        GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(product),
+    )  # fmt: skip
+    return QuantizedRows(out, data, scale)
