@@ -108,7 +108,7 @@ def passes(models: Mapping[str, Model]) -> Iterator[Pass]:
     for name, model in models.items():
         for label, run in _of_engine(model.runner()):
             yield f"{name}: {label}", run
-    yield "experts of many rows", lambda: _experts_of(4096)
+    yield from _of_fp8_blocks()
     yield from _of_training()
 
 
@@ -133,12 +133,14 @@ def _of_engine(runner: StepRunner) -> Iterator[Pass]:
     yield f"prefill of {count} times {size}", lambda: prefills.run_empty_batch(size, count)
 
 
-def _experts_of(rows: int) -> Tensor:
-    """Multiplies more rows than the kernels of Hopper stream with the experts of 35B-A3B in FP8."""
+def _of_fp8_blocks() -> Iterator[Pass]:
+    """Yields GEMMs of targets in FP8 blocks whose sizes no model above has."""
     with META:
         gate_up, down = (FP8_BLOCK.empty(257, *sides, new=torch.empty) for sides in ((1024, 2048), (2048, 512)))
-        routing = torch.empty(rows, 9), torch.empty(rows, 9, dtype=torch.int32)
-    return Gpu.experts_mlp(_bf16(rows, 2048), gate_up, down, *routing)
+        many = _bf16(4096, 2048), gate_up, down, torch.empty(4096, 9), torch.empty(4096, 9, dtype=torch.int32)
+        dense = FP8_BLOCK.empty(1024, 2048, new=torch.empty)
+    yield "experts of more rows than Hopper's kernel streams", lambda: Gpu.experts_mlp(*many)
+    yield "an FFN of more rows than MAX_ROWS", lambda: Gpu.linear_swiglu_quantized(many[0][:256], dense)
 
 
 def _of_training() -> Iterator[Pass]:
