@@ -42,7 +42,7 @@ def experts_in_fp8(count: int, n: int, k: int) -> BlockScaledFp8:
     return BlockScaledFp8(torch.stack([w.data for w in each]), torch.stack([w.scale for w in each]))
 
 
-@pytest.mark.parametrize(("rows", "tile", "slots"), [(5, 16, 2), (23, 16, 4), (140, 32, 6)])
+@pytest.mark.parametrize(("rows", "tile", "slots"), [(5, 16, 1), (23, 16, 3), (140, 32, 4)])
 def test_experts_equal_their_definition(rows: int, tile: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Interpreted(hopper.hopper_experts_kernel, seed=rows)
     monkeypatch.setattr(hopper, "hopper_experts_kernel", kernel)

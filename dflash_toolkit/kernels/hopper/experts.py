@@ -24,28 +24,27 @@ from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, for
 from ..launch import MAX_ROWS, padded
 from ..triton.fp8_blocks import QUANTIZED_IN_LOOP, quantize_groups
 from .grid import async_sees_memory, grid_launch, grid_wait
-from .pipeline import WARPS, make_rings, programs_of
+from .pipeline import WARPS, programs_of
 from .sort_rows import SortedRows, sort_rows
 
 SIDE = gl.constexpr(BLOCK)  # rows and columns of a block of weights, which share a scale
 LARGEST, SMALLEST = gl.constexpr(FP8_MAX), gl.constexpr(LEAST)
 MOST_ROWS = 2048  # maximum rows, as every program of `sort_rows` reads the experts of all rows
-SHARED_BYTES = 196 * 1024  # bytes of the rings; the rest is for transposing a tile
-ROW_SLOTS = 6
+SHARED_BYTES = 200 * 1024  # bytes of the ring buffer; the rest is for transposing a tile
 
 
 class Cut(NamedTuple):
     """How the work is cut; results do not depend on it."""
 
     rows: int  # of a tile
-    slots: int  # blocks of weights in shared memory
+    slots: int  # of the ring buffer
     per_multiprocessor: int = 1  # programs
 
 
 def cut_for(rows: int, top: int, experts: int) -> Cut:
     """Returns tiles of twice the rows of an expert when all are chosen equally often."""
     tile = min(64, padded(-(-2 * rows * top // experts)))
-    return Cut(tile, (SHARED_BYTES // SIDE.value - ROW_SLOTS * tile) // SIDE.value // 2 * 2)
+    return Cut(tile, SHARED_BYTES // (BLOCK * (2 * BLOCK + tile)))
 
 
 def experts_fit(x: Operand, gate_up: Weight, down: Weight) -> bool:
@@ -69,53 +68,57 @@ def _item(tile_p, item, ITEMS: gl.constexpr):
 
 
 @gluon.jit
+def _make_ring(w_d, x_d, T: gl.constexpr, SLOTS: gl.constexpr):
+    """Allocates a ring buffer; a slot has two blocks of weights and one of rows. Returns them and their barriers."""
+    w_s = gl.allocate_shared_memory(w_d.dtype, [2 * SLOTS, SIDE, SIDE], w_d.layout)
+    x_s = gl.allocate_shared_memory(x_d.dtype, [SLOTS, T, SIDE], x_d.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=2)  # the warps that load weights and rows
+        mbarrier.init(free.index(i), count=1)
+    return w_s, x_s, full, free
+
+
+@gluon.jit
 def _stream_weights(
-    w_d, rings, tile_p, count_p, N: gl.constexpr, K: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
+    w_d, ring, tile_p, count_p, N: gl.constexpr, K: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
     ITEMS: gl.constexpr, SLOTS: gl.constexpr, SWIGLU: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads weights. The second GEMM's begins before the first GEMM has ended."""
-    ring, full, free = rings[0], rings[1], rings[2]
+    w_s, full, free = ring[0], ring[2], ring[3]
     if SWIGLU:  # the previous launch writes the tiles
         grid_wait()
     done = gl.to_tensor(0)
     for item in range(gl.program_id(0), gl.load(count_p) * ITEMS, gl.num_programs(0)):
         expert, _first, _rows, i_n = _item(tile_p, item, ITEMS)
         row = expert * N + i_n * FIRST
-        for step in range(0, 2 * (K // SIDE)):
+        for step in range(0, K // SIDE):
             slot = done % SLOTS
             mbarrier.wait(free.index(slot), (done // SLOTS + 1) % 2)
-            mbarrier.expect(full.index(slot), SIDE * SIDE)
-            at = [row + (step % 2) * OTHER, (step // 2) * SIDE]
-            tma.async_copy_global_to_shared(w_d, at, full.index(slot), ring.index(slot))
+            mbarrier.expect(full.index(slot), 2 * SIDE * SIDE)
+            tma.async_copy_global_to_shared(w_d, [row, step * SIDE], full.index(slot), w_s.index(2 * slot))
+            tma.async_copy_global_to_shared(w_d, [row + OTHER, step * SIDE], full.index(slot), w_s.index(2 * slot + 1))
             done += 1
 
 
 @gluon.jit
 def _stream_rows(
-    x_d, rings, tile_p, count_p, K: gl.constexpr, T: gl.constexpr, ITEMS: gl.constexpr, ROW_SLOTS: gl.constexpr,
+    x_d, ring, tile_p, count_p, K: gl.constexpr, T: gl.constexpr, ITEMS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads rows. Rows after the last one of a tile are other experts', and their products unused."""
-    ring, full, free = rings[3], rings[4], rings[5]
+    x_s, full, free = ring[1], ring[2], ring[3]
     grid_wait()
     async_sees_memory()
     done = gl.to_tensor(0)
     for item in range(gl.program_id(0), gl.load(count_p) * ITEMS, gl.num_programs(0)):
         _expert, first, _rows, _i_n = _item(tile_p, item, ITEMS)
         for step in range(0, K // SIDE):
-            slot = done % ROW_SLOTS
-            mbarrier.wait(free.index(slot), (done // ROW_SLOTS + 1) % 2)
+            slot = done % SLOTS
+            mbarrier.wait(free.index(slot), (done // SLOTS + 1) % 2)
             mbarrier.expect(full.index(slot), T * SIDE)
-            tma.async_copy_global_to_shared(x_d, [first, step * SIDE], full.index(slot), ring.index(slot))
+            tma.async_copy_global_to_shared(x_d, [first, step * SIDE], full.index(slot), x_s.index(slot))
             done += 1
-
-
-@gluon.jit
-def _multiply(rings, b_x, at, T: gl.constexpr, SLOTS: gl.constexpr):
-    """Starts the product of block `at` of the ring of weights with b_x."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, T, 32])
-    mbarrier.wait(rings[1].index(at % SLOTS), at // SLOTS % 2)
-    zeros = gl.zeros([SIDE, T], gl.float32, layout)
-    return warpgroup_mma(rings[0].index(at % SLOTS), b_x, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -155,15 +158,15 @@ def _store_weighted(
 
 @gluon.jit
 def _compute(
-    rings, tile_p, count_p, x_scale_p, w_scale_p, pair_p, weight_p, out_p, out_scale_p, M,
+    ring, tile_p, count_p, x_scale_p, w_scale_p, pair_p, weight_p, out_p, out_scale_p, M,
     N: gl.constexpr, K: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, ITEMS: gl.constexpr,
-    TOP: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, ROW_SLOTS: gl.constexpr, SWIGLU: gl.constexpr,
+    TOP: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, SWIGLU: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute. Scales are loaded a step before they are needed."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, T, 32])
     steps: gl.constexpr = K // SIDE
     o_t = gl.arange(0, T, gl.SliceLayout(0, layout))
-    x_s, x_full, x_free = rings[3], rings[4], rings[5]
+    w_s, x_s, full, free = ring
     grid_wait()
     grid_launch()
     done = gl.to_tensor(0)
@@ -177,22 +180,20 @@ def _compute(
         p_0 = w_scale_p + (expert * (N // SIDE) + i_n * (FIRST // SIDE)) * steps
         p_1 = p_0 + OTHER // SIDE * steps
         now, now_0, now_1 = gl.load(p_scale, mask=m_t, other=0.0), gl.load(p_0), gl.load(p_1)
-        b_0 = gl.zeros([SIDE, T], gl.float32, layout)
-        b_1 = gl.zeros([SIDE, T], gl.float32, layout)
+        zeros = gl.zeros([SIDE, T], gl.float32, layout)
+        b_0, b_1 = zeros, zeros
         for step in range(0, steps):
             at = gl.minimum(step + 1, steps - 1)
             then, then_0, then_1 = gl.load(p_scale + at, mask=m_t, other=0.0), gl.load(p_0 + at), gl.load(p_1 + at)
-            slot = done % ROW_SLOTS
-            mbarrier.wait(x_full.index(slot), done // ROW_SLOTS % 2)
+            slot = done % SLOTS
+            mbarrier.wait(full.index(slot), done // SLOTS % 2)
             b_x = x_s.index(slot).permute((1, 0))
-            d_0 = _multiply(rings, b_x, 2 * done, T, SLOTS)
-            d_1 = _multiply(rings, b_x, 2 * done + 1, T, SLOTS)
+            d_0 = warpgroup_mma(w_s.index(2 * slot), b_x, zeros, use_acc=False, is_async=True)
+            d_1 = warpgroup_mma(w_s.index(2 * slot + 1), b_x, zeros, use_acc=False, is_async=True)
             d_0, d_1 = warpgroup_mma_wait(0, [d_0, d_1])
-            mbarrier.arrive(rings[2].index(2 * done % SLOTS), count=1)
-            mbarrier.arrive(rings[2].index((2 * done + 1) % SLOTS), count=1)
-            mbarrier.arrive(x_free.index(slot), count=1)
-            b_0 += d_0 * (now * now_0)[None, :]
-            b_1 += d_1 * (now * now_1)[None, :]
+            mbarrier.arrive(free.index(slot), count=1)
+            b_0 = b_0 + d_0 * (now * now_0)[None, :]
+            b_1 = b_1 + d_1 * (now * now_1)[None, :]
             now, now_0, now_1 = then, then_0, then_1
             done += 1
         if SWIGLU:
@@ -205,8 +206,7 @@ def _compute(
 @gluon.jit(do_not_specialize=["M"])
 def hopper_experts_kernel(
     w_d, x_d, tile_p, count_p, x_scale_p, w_scale_p, pair_p, weight_p, out_p, out_scale_p, M,
-    N: gl.constexpr, K: gl.constexpr, TOP: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr,
-    ROW_SLOTS: gl.constexpr, SWIGLU: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, TOP: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, SWIGLU: gl.constexpr,
 ):  # fmt: skip
     """Multiplies sorted rows x [P, K] with w [E, N, K].
 
@@ -216,15 +216,15 @@ def hopper_experts_kernel(
     first: gl.constexpr = SIDE if SWIGLU else 2 * SIDE  # rows between the first blocks of items
     other: gl.constexpr = N // 2 if SWIGLU else SIDE  # rows between the two blocks of an item
     items: gl.constexpr = N // (2 * SIDE)
-    rings = make_rings(w_d, x_d, T, SLOTS, ROW_SLOTS, SIDE, SIDE)
+    ring = _make_ring(w_d, x_d, T, SLOTS)
     gl.warp_specialize(
         [
             (_compute, (
-                rings, tile_p, count_p, x_scale_p, w_scale_p, pair_p, weight_p, out_p, out_scale_p, M,
-                N, K, first, other, items, TOP, T, SLOTS, ROW_SLOTS, SWIGLU,
+                ring, tile_p, count_p, x_scale_p, w_scale_p, pair_p, weight_p, out_p, out_scale_p, M,
+                N, K, first, other, items, TOP, T, SLOTS, SWIGLU,
             )),
-            (_stream_weights, (w_d, rings, tile_p, count_p, N, K, first, other, items, SLOTS, SWIGLU)),
-            (_stream_rows, (x_d, rings, tile_p, count_p, K, T, items, ROW_SLOTS)),
+            (_stream_weights, (w_d, ring, tile_p, count_p, N, K, first, other, items, SLOTS, SWIGLU)),
+            (_stream_rows, (x_d, ring, tile_p, count_p, K, T, items, SLOTS)),
         ],
         [1, 1],
         [40, 40],
@@ -247,7 +247,7 @@ def _multiply_tiles(
     hopper_experts_kernel[(cut.per_multiprocessor * programs_of(data.device.index),)](
         _blocks(data.flatten(0, 1), BLOCK), _blocks(rows.data, cut.rows), rows.tiles, rows.total,
         rows.scale, scale, rows.pairs, weights, out, out_scale, len(weights),
-        N=n, K=k, TOP=top, T=cut.rows, SLOTS=cut.slots, ROW_SLOTS=ROW_SLOTS, SWIGLU=swiglu,
+        N=n, K=k, TOP=top, T=cut.rows, SLOTS=cut.slots, SWIGLU=swiglu,
         num_warps=WARPS, launch_pdl=True, **limit,
     )  # fmt: skip
 
