@@ -14,7 +14,7 @@ from dflash_toolkit.kernels.formats import FP8_BLOCK
 from dflash_toolkit.kernels.gpu import Gpu
 from dflash_toolkit.kernels.loss_terms import LossMix, RowTerms
 from dflash_toolkit.kernels.paged import PagedKV
-from dflash_toolkit.kernels.triton import convolution, pages
+from dflash_toolkit.kernels.triton import convolution, fp8_blocks, pages
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.quantized import FORM, GROUP
@@ -140,7 +140,7 @@ def _of_fp8_blocks() -> Iterator[Pass]:
         many = _bf16(4096, 2048), gate_up, down, torch.empty(4096, 9), torch.empty(4096, 9, dtype=torch.int32)
         dense = FP8_BLOCK.empty(1024, 2048, new=torch.empty)
     yield "experts of more rows than Hopper's kernel streams", lambda: Gpu.experts_mlp(*many)
-    yield "an FFN of more rows than MAX_ROWS", lambda: Gpu.linear_swiglu_quantized(many[0][:256], dense)
+    yield "an FFN of more rows than MAX_ROWS", lambda: fp8_blocks.scaled_swiglu(many[0][:256], dense)
 
 
 def _of_training() -> Iterator[Pass]:
