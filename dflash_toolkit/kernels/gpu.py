@@ -129,7 +129,7 @@ def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
 def linear_swiglu_quantized(x: Operand, weight: Weight) -> Operand:
     """Computes `linear_swiglu`; also quantizes more rows than MAX_ROWS for the next GEMM of a target in fp8 blocks."""
     if by_cublas(values_of(x), weight) and fp8_blocks.multiplies(values_of(x), weight):
-        return fp8_blocks.scaled_swiglu(x, weight)
+        return fp8_blocks.swiglu(_cublas_linear(x, weight))
     return linear_swiglu(x, weight)
 
 

@@ -300,9 +300,8 @@ def linear_swiglu(x: Operand, weight: BlockScaledFp8) -> Tensor:
     return out
 
 
-def scaled_swiglu(x: Operand, weight: Weight) -> QuantizedRows:
-    """Computes `linear_swiglu` of more than MAX_ROWS rows with cuBLAS, and quantizes it for the next GEMM."""
-    product = scaled_linear(x, weight)
+def swiglu(product: Tensor) -> QuantizedRows:
+    """Returns silu(gate) * up, [M, I], of a product [M, 2 * I] with all gates first, quantized for the next GEMM."""
     m, width = len(product), product.shape[1] // 2
     out, (data, scale) = product.new_empty(m, width), empty_rows(m, width, product.device)
     _swiglu_round_kernel[(m, -(-width // (GROUPS * BLOCK)))](
