@@ -208,7 +208,7 @@ class Moe:
     def __call__(self, h: Operand) -> Tensor:
         """Returns partial sums [k, M, D] of normed rows h [M, D], one for every expert of a row."""
         spec, w, ops = self.weights.spec, self.weights, self.ops
-        logits = ops.linear_split_k(h, w.router)
+        logits = ops.linear_split_k(h, w.router)[:, :, : spec.experts]
         routing = ops.top_experts(
             logits, values_of(h).dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared
         )

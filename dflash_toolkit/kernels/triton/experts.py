@@ -28,9 +28,9 @@ STEP_ROWS = 256  # maximum rows of a step; more are a prompt's
 LONG = 2048  # maximum rows of an expert per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_part"])
 def _top_experts_kernel(
-    part_p, weight_p, expert_p, M, E,
+    part_p, weight_p, expert_p, E, stride_part, stride_row,
     PARTS: tl.constexpr, TOP: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     NORMALIZED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _top_experts_kernel(
     gate = tl.full((), 0.0, tl.float32)
     wait_for_previous(PDL)
     for i in tl.static_range(PARTS):  # in order, as everywhere
-        p_row = part_p + (i * M + i_m) * (E + SHARED)
+        p_row = part_p + i * stride_part + i_m * stride_row
         b_logits += tl.load(p_row + o_e, mask=o_e < E, other=0.0).to(tl.float32)
         if SHARED:
             gate += tl.load(p_row + E).to(tl.float32)
@@ -189,15 +189,15 @@ def _experts_kernel(
 def top_experts(
     partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns weights fp32 [M, top_k + shared] and experts int32 for partial sums [P, M, E + shared]."""
+    """Returns weights fp32 [M, top_k + shared] and experts int32 for partial sums [P, M, E + shared], maybe a view."""
     count, rows, width = partial_sums.shape
     side, block = next_power_of_two(top_k + shared), next_power_of_two(width)
     weights = torch.empty(rows, top_k + shared, dtype=torch.float32, device=partial_sums.device)
     experts = torch.empty(rows, top_k + shared, dtype=torch.int32, device=partial_sums.device)
     _top_experts_kernel[(rows,)](
-        partial_sums, weights, experts, rows, width - shared, PARTS=count, TOP=top_k, SIDE=side, BLOCK=block,
-        FORMAT=FORMATS[dtype], NORMALIZED=normalized, SHARED=shared, num_warps=max(1, min(4, block // 128)),
-        **pdl(partial_sums),
+        partial_sums, weights, experts, width - shared, *partial_sums.stride()[:2], PARTS=count, TOP=top_k, SIDE=side,
+        BLOCK=block, FORMAT=FORMATS[dtype], NORMALIZED=normalized, SHARED=shared,
+        num_warps=max(1, min(4, block // 128)), **pdl(partial_sums),
     )  # fmt: skip
     return weights, experts
 
