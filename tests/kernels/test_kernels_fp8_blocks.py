@@ -145,8 +145,10 @@ def test_block_scaled_gemm_is_batch_invariant(kind: str, n: int, k: int) -> None
 
 @pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 384), (130, 256), (131, 512)])
-def test_norms_quantize_for_the_next_gemm(m: int, k: int) -> None:
-    """A norm quantizes rows bit for bit like the GEMM would."""
+def test_norms_quantize_for_the_next_gemm(m: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm quantizes rows bit for bit like the GEMM would; many rows in the order of cuBLAS if it has these GEMMs."""
+    card = replace(features.features_of(torch.device(DEVICE)), cublas_fp8_blocks=k == 512)
+    monkeypatch.setattr(fp8_blocks, "features_of", lambda _: card)
     dtype = DTYPE if DEVICE == "cuda" else torch.float16  # the interpreter multiplies bf16 wrongly
     x, gate = (torch.randn(m, k, device=DEVICE).to(dtype) for _ in range(2))
     parts, weight = torch.randn(2, m, k, device=DEVICE), torch.randn(k, device=DEVICE).to(dtype)
@@ -154,8 +156,12 @@ def test_norms_quantize_for_the_next_gemm(m: int, k: int) -> None:
 
     def check(expected: Tensor, found: Operand) -> None:
         assert isinstance(found, QuantizedRows) and torch.equal(found.values, expected)
-        data, scale = fp8_blocks.quantize_groups(expected)  # cuBLAS has padding after many rows
+        data, scale = fp8_blocks.quantize_groups(expected)
         assert torch.equal(found.data[:m].float(), data.float()) and torch.equal(found.scale[:m], scale)
+        if m == 131:
+            assert found.scale.shape == (132, 4) and found.scale.stride(0) == 1
+        else:
+            assert found.scale.is_contiguous() and len(found.scale) == m
 
     for given in (None, parts):
         total, h = gpu.add_rms_norm(x, given, weight, 1e-6)

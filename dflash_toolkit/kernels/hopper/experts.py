@@ -31,7 +31,7 @@ SIDE = gl.constexpr(BLOCK)  # rows and columns of a block of weights, which shar
 LARGEST, SMALLEST = gl.constexpr(FP8_MAX), gl.constexpr(LEAST)
 MOST_ROWS = 2048  # maximum rows, as every program of `sort_rows` reads the experts of all rows
 SHARED_BYTES = 225 * 1024  # bytes of the ring buffer and of a tile that is transposed
-LEAST_ROWS = 9  # with 8, the kernel of few rows takes as long
+LEAST_ROWS = 16  # with 8, the kernel for few rows took as long
 
 
 class Cut(NamedTuple):
