@@ -1,7 +1,7 @@
 """Compiles the kernels of an engine with all processors, before its first pass needs them.
 
 On a new machine an engine needs some two hundred kernels, and one process compiles them for a minute. `precompile`
-starts `python -m dflash_toolkit.runtime.precompile`, which runs the passes of the engine on the device "meta". Their
+starts another process (`precompile_process.py`), which runs the passes of the engine on the device "meta". Their
 launches only record what they would launch. Its processes compile that into Triton's cache, where the engine finds it.
 """
 
@@ -14,7 +14,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -29,6 +28,7 @@ from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.spec import ModelSpec
 from .options import EngineOptions
 from .plan import captured_parts, runner_arguments
+from .precompile_process import framed
 from .prefill_job import PrefillJob, ScoredTokens
 from .programs.prefill import PREFILL_SIZES
 from .prompts import chunk_size
@@ -75,15 +75,14 @@ def start(
     done = Path(knobs.cache.dir) / f"dflash-{digest_of([place_of(device), torch.__version__, str(job)])}"
     if done.exists() or done in _running:
         return done if done in _running else None
-    # a session of its own: it ends all its processes when its input closes, so at the latest with this process
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(processes), str(done)],
+        [sys.executable, "-m", f"{__package__}.precompile_process", str(processes), str(done)],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     _running[done] = process
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended; `precompile` reports why
-        pickle.dump(job, process.stdin)
+        process.stdin.write(framed(pickle.dumps(job)))
         process.stdin.flush()
     return done
 
@@ -103,22 +102,22 @@ def precompile(
     for other in _running.values():  # for other options, before the memory was known
         _end(other)
     _running.clear()
-    assert process.stdin is not None and process.stderr is not None
-    with process.stderr, process.stdin:
-        try:
-            code = process.wait(LONGEST_S)
-            *_, reason = f"exit code {code}", *process.stderr.read().decode(errors="replace").split("\n")[:-1]
-        except subprocess.TimeoutExpired:
-            code, reason = 1, f"it took more than {LONGEST_S:.0f} s"
-    _end(process)
+    try:
+        code, reason = process.wait(LONGEST_S), ""
+    except subprocess.TimeoutExpired:
+        code, reason = 1, f"it took more than {LONGEST_S:.0f} s"
+    finally:
+        said = _end(process)
     if code:
+        reason = reason or (said.splitlines() or [f"exit code {code}"])[-1]
         log.warning("steps compile their kernels, as compiling them ahead failed: %s", reason)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    process.wait()
+def _end(process: "subprocess.Popen[bytes]") -> str:
+    """Kills a process with those that it has started, if it runs. Returns what it wrote to stderr."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()[1].decode(errors="replace").strip()
 
 
 # ---- in the process --------------------------------------------------------------------------------------------------
@@ -248,20 +247,15 @@ def _compile(each: Specialisation) -> None:
         log.debug("%s does not compile", each.name, exc_info=True)  # the engine reports it, if it needs this one
 
 
-def _end_with_input() -> None:
-    os.read(sys.stdin.fileno(), 1)
-    os.killpg(0, signal.SIGKILL)
-
-
-def main(processes: int, done: Path) -> None:
-    spec, config, dtype, options, card = pickle.load(sys.stdin.buffer)
+def compile_all(job: bytes, processes: int, done: Path) -> None:
+    """Compiles the kernels of an engine and creates the file `done`."""
+    spec, config, dtype, options, card = pickle.loads(job)
     launch_on_meta(card)
     runner = meta_runner(spec, config, dtype, options)
     _passes.extend(passes_of(runner, config, options))
     count = processes * SHARES
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         recorded = [pool.submit(_record, slice(i, None, count)) for i in range(count)]
-        threading.Thread(target=_end_with_input, daemon=True).start()  # after the processes, which may have no threads
         known, compiled = set[str](), []
         for share in as_completed(recorded):
             found = share.result()
@@ -271,7 +265,3 @@ def main(processes: int, done: Path) -> None:
             each.result()
     done.parent.mkdir(parents=True, exist_ok=True)
     done.touch()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -81,7 +82,15 @@ def test_other_options_are_compiled_again(job: tuple[Any, ...]) -> None:
     other = precompiling.start(spec, shape, dtype, replace(options, max_num_seqs=2), device)
     assert other is not None and other != first
     for done in (first, other):
-        precompiling._end(precompiling._running.pop(done))  # it ends with its input
+        precompiling._end(precompiling._running.pop(done))
+
+
+def test_the_process_ends_with_its_input(job: tuple[Any, ...]) -> None:
+    done = precompiling.start(*job)
+    assert done is not None
+    process = precompiling._running.pop(done)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and not done.exists()
 
 
 def test_a_failure_is_one_line(job: tuple[Any, ...], caplog: pytest.LogCaptureFixture) -> None:
