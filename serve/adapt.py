@@ -12,7 +12,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.target import load_config, load_tokenizer
-from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.wire import Adaptation
 from dflash_toolkit.train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.live.process import TrainerProcess
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dflash_toolkit.serve")
 PACK_TOKENS = 4096  # of a training batch on a GPU
+BYTES_PER_PARAMETER = 28  # fp32: weights, gradients, two moments, average, and two served versions
+WORKSPACE = 8 << 30  # bytes of a training step, of the head and of CUDA
+LEAST_SHARE = 0.2  # of the GPU's memory that the engine keeps
 ANCHORS = 64  # blocks of a request and step on a CPU
 
 
@@ -44,10 +47,24 @@ def first_drafter(config: "ServeConfig") -> Drafter:
 def _training(device: torch.device, *, fresh: bool) -> TrainConfig:
     """Returns the options of training: a low rate for a trained drafter, and the usual one for random weights."""
     on_gpu = device.type == "cuda"
-    optim = OptimOptions(ema=AVERAGE, pack_tokens=PACK_TOKENS if on_gpu else None)
+    optim = OptimOptions(ema=AVERAGE, pack_tokens=PACK_TOKENS if on_gpu else None, recompute=on_gpu)
     optim = replace(optim, learning_rate=peak_rate(optim, on_gpu, warm=not fresh))
     # the step is not compiled: that takes a minute, in which a day-0 drafter learns much
     return TrainConfig(target="", optim=optim, loss=LossOptions(anchors=ANCHORS), run=RunOptions(compile="off"))
+
+
+def with_room(runtime: EngineOptions, drafter: Drafter, trainer: str | None) -> EngineOptions:
+    """Returns the engine's options with memory of its GPU left for a trainer on the same one, unless they name a share.
+
+    Args:
+        trainer: device of the trainer; None is the engine's.
+    """
+    given = runtime.gpu_memory_utilization is not None or runtime.kv_cache_tokens is not None
+    if given or trainer is not None or not torch.cuda.is_available():
+        return runtime
+    total = torch.cuda.mem_get_info()[1]
+    needed = BYTES_PER_PARAMETER * sum(p.numel() for p in drafter.parameters()) + WORKSPACE
+    return replace(runtime, gpu_memory_utilization=max(runtime.memory_share(total) - needed / total, LEAST_SHARE))
 
 
 class Adapting:

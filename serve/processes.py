@@ -270,9 +270,10 @@ def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
     drafter: Any = config.drafter
     runtime = config.runtime
     if config.adaptation.adapt:
-        from .adapt import Adapting, first_drafter  # imports the trainer
+        from .adapt import Adapting, first_drafter, with_room  # imports the trainer
 
-        drafter, runtime = first_drafter(config), replace(runtime, keep_taps=True)
+        drafter = first_drafter(config)
+        runtime = replace(with_room(runtime, drafter, config.adaptation.adapt_device), keep_taps=True)
     own = copy.deepcopy(drafter)  # the engine moves a module to its device and dtype
     engine, _ = load_engine(config.target, own, config.device, config.dtype, runtime, config.chat_template)
     if config.from_report is not None:

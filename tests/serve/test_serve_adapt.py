@@ -8,12 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from bigram_targets import bigram_target
 from conftest import make_drafter
 from forked import Command, free_port
 
 from dflash_toolkit import UserError, load_drafter, save_drafter
 from dflash_toolkit.config import from_mapping
+from dflash_toolkit.runtime import EngineOptions
+from dflash_toolkit.serve.adapt import with_room
 from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.keys import ADMIN_VARIABLE
 
@@ -127,6 +130,20 @@ def test_a_request_may_opt_out_or_in(serve: Callable[..., Client], opt_in: bool)
     client.wait(lambda state: state["training"]["requests"] == expected)
     time.sleep(0.5)
     assert client.drafter()["training"]["requests"] == expected
+
+
+def test_the_engine_leaves_memory_for_a_trainer_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_drafter(bigram_target(layers=8))
+    needed = 28 * sum(p.numel() for p in drafter.parameters()) + (8 << 30)
+    assert with_room(EngineOptions(), drafter, None).gpu_memory_utilization is None, "there is no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 100 << 30))
+    share = with_room(EngineOptions(), drafter, None).gpu_memory_utilization
+    assert share == pytest.approx(0.9 - needed / (100 << 30))
+    assert with_room(EngineOptions(), drafter, "cuda:1").gpu_memory_utilization is None
+    assert with_room(EngineOptions(gpu_memory_utilization=0.7), drafter, None).gpu_memory_utilization == 0.7
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 8 << 30))
+    assert with_room(EngineOptions(), drafter, None).gpu_memory_utilization == 0.2
 
 
 @pytest.mark.parametrize(
