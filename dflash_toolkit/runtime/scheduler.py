@@ -135,6 +135,8 @@ class Scheduler:
         decoding = False
         if not all(request.surely_ends for request in table.running):
             decoding = table.launch(self.choose_shape(table.running))
+        else:
+            table.states.snapshot(table.running)
         # results are read late, but not later than the next result of requests that wait for nothing else
         while table.launches and (len(table.launches) > depth or not decoding):
             decoding |= table.read()

@@ -176,3 +176,15 @@ def test_a_full_batch_keeps_the_ends_of_prompts_and_answers() -> None:
         turns = [prompt + answer[:told] + [5, 6] for prompt, answer in zip(prompts, answers, strict=True)]
         engine.generate(turns, SamplingParams(max_tokens=1))
         assert engine.stats.cached_prompt_tokens - before == cached
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_last_token_of_an_answer_may_end_a_page_with_states(depth: int) -> None:
+    device, pool, request = TableDevice(depth), PagePool(99, SIZE, [2, 3]), request_of([1, 2, 3], 14)
+    device.recurrent = True
+    scheduler = scheduled(device, request, pool=pool, max_num_seqs=1, prefix_cache=True, recurrent=True)
+    drain(scheduler)
+    again = request_of([1, 2, 3, *truth([1, 2, 3], 14), 5], 2)
+    scheduler.add(again)
+    drain(scheduler)
+    assert again.cached_tokens == 16 == ANSWER_PAGES * SIZE and not device.mistakes
