@@ -12,6 +12,8 @@ from .features import features_of
 MAX_ROWS = 128  # maximum rows of this project's GEMM kernels; cuBLAS computes larger ones
 MOST_SPLIT = 8  # maximum requests with split keys; more fill the device without splitting
 LONGEST_SPLIT = 64  # maximum slots with split keys; a prefill fills the device without splitting
+# splits of up to FAR_REQUESTS requests above MOST_SPLIT have FAR keys, or more, so that there are at most MOST_FAR
+FAR, MOST_FAR, FAR_REQUESTS = 2048, 16, 64
 LOG2_E = 1.4426950408889634
 
 
@@ -50,6 +52,17 @@ def keys_are_split(rows: int, batch: int) -> bool:
     This depends on the batch and not on the work, so that sums have the same order with and without a drafter.
     """
     return batch <= MOST_SPLIT and rows <= LONGEST_SPLIT * batch
+
+
+def far_keys(batch: int, reach: int) -> int:
+    """Returns the keys of a split of more than MOST_SPLIT requests with contexts of up to `reach`; 0: one split.
+
+    With a single split, one long context would take a step as long as if all were that long.
+    """
+    far = FAR
+    while reach > MOST_FAR * far:
+        far *= 2
+    return far if MOST_SPLIT < batch <= FAR_REQUESTS and far < reach else 0
 
 
 @functools.cache

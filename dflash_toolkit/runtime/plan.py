@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.formats import DENSE, FP8_BLOCK, RowScaledFp8
-from ..kernels.launch import LONGEST_SPLIT, MAX_ROWS, MOST_SPLIT
+from ..kernels.launch import FAR_REQUESTS, LONGEST_SPLIT, MAX_ROWS, MOST_SPLIT, far_keys
 from ..kernels.ops import Reference
 from ..models.dflash.network import Drafter, DrafterConfig
-from ..models.spec import MlpSpec, ModelSpec, MoeSpec
+from ..models.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from .allocations import CountBytes
 from .draft_length import block_sizes
 from .graphs import buckets_up_to
@@ -189,6 +189,9 @@ class Planner:
         elif batches:
             split = max(split, LONGEST_SPLIT * PREFILL_LIMITS.most)
         parts = split * max(mixer.width for mixer in self.spec.attention) * 4 * (16 + reach // 1024)
+        parts = max(
+            parts, *(_far_states(mixer, min(most, FAR_REQUESTS), block, reach) for mixer in self.spec.attention)
+        )
         return max(logits + self._layers(max(most * block, tree_rows)), self._layers(rows) + parts)
 
     def _prefill(self, rows: int) -> int:
@@ -229,6 +232,13 @@ class Planner:
         large = len(parts) - small + sum(s <= reach for s in PREFILL_SIZES) + len(batch_shapes(most, reach))
         layers = sum(len(spec.layers) for spec in self._specs)
         return large * layers * GRAPH_BYTES_PER_LAYER + small * SMALL_GRAPH_BYTES
+
+
+def _far_states(mixer: AttentionSpec, requests: int, block: int, reach: int) -> int:
+    """Returns the bytes of the states of the splits of many requests, in whole tiles of 64 query heads."""
+    far = far_keys(requests, reach)
+    tiles = mixer.num_kv_heads * -(-block * mixer.num_heads // (64 * mixer.num_kv_heads))
+    return requests * tiles * 64 * mixer.head_dim * 4 * -(-reach // far) if far else 0
 
 
 def block_lengths(options: EngineOptions, config: DrafterConfig | None) -> tuple[int, ...]:

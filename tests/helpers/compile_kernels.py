@@ -48,7 +48,7 @@ class Launch:
 
     def kind(self, *, with_flags: bool) -> tuple[Any, ...]:
         """Returns the kernel, whether it reads or writes FP8, and `with_flags` also its flags."""
-        eight = bool({"*fp8e4nv", "*u8"} & set(self.signature.values()))
+        eight = bool(re.search(r"\bfp8e4nv|\bu8\b", " ".join(map(str, self.signature.values()))))
         with_flags &= not (eight and "scales_p" in self.kernel.arg_names)  # of an fp8 cache: few
         flags = [(name, value) for name, value in self.arguments.items() if isinstance(value, bool)]
         return (self.kernel.__name__, eight, *(flags if with_flags else ()))

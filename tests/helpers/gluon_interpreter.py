@@ -230,15 +230,20 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(value).as_subclass(Tensor)
 
 
+def _poisoned(values: Tensor) -> Tensor:
+    """Fills with NaN, which in bits of fp8 is 127."""
+    return values.fill_(127 if values.dtype == torch.uint8 else math.nan)
+
+
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], _layout: object) -> Any:
     if dtype != torch.int64:
-        return Shared(torch.full(shape, math.nan, dtype=dtype))
+        return Shared(_poisoned(torch.empty(shape, dtype=dtype)))
     barriers = [Barrier() for _ in range(shape[0])]
     return Shared(barriers) if len(shape) == 2 else barriers[0]
 
 
 GL: dict[str, Any] = {  # values that do not depend on the worker
-    **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64")},
+    **{name: getattr(torch, name) for name in ("float32", "bfloat16", "int32", "int64", "uint8")},
     **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *_: None),
     "NVMMASharedLayout": SimpleNamespace(get_default_for=lambda *_: None),
     "arange": lambda first, stop, _layout: torch.arange(first, stop, dtype=torch.int32).as_subclass(Block),
@@ -319,7 +324,7 @@ class Machine:
         default(*default_args)
         self.pause(lambda: not any(worker in workers for worker in started), "its other partitions")
 
-    def inline_assembly(self, code: str, _constraints: str, args: list[Any], **_kwargs: object) -> int:
+    def inline_assembly(self, code: str, _constraints: str, args: list[Any], **_kwargs: object) -> Any:
         if "red.release.gpu.global.add" in code:  # `join`
             counter, programs, threads = args
             memory, at = counter.memory.numpy(), counter.offsets
@@ -327,6 +332,10 @@ class Machine:
             self.pause()
             memory[at] += 1
             self.pause(lambda: memory[at] >= programs, f"{programs} programs at counter {at} of the grid")
+        elif "lop3" in code:  # `in_bf16`
+            bits, scales = args
+            half = (bits.to(torch.int16) & 0x7F) << 4 | (bits.to(torch.int8).to(torch.int16) & -0x8000)
+            return torch.where(bits == 127, math.nan, half.view(torch.bfloat16) * scales)
         elif not any(known in code for known in ("fence.proxy.async", "globaltimer", "griddepcontrol", "prefetch")):
             raise NotImplementedError(code)
         return self.turns.steps
@@ -350,7 +359,7 @@ class Machine:
         if pred:
             if list(target.data.shape) != source.block_shape or min(at) < 0:
                 raise Fault(f"a box {source.block_shape} from {at} into {list(target.data.shape)}")
-            target.data.fill_(math.nan)
+            _poisoned(target.data)
             self.turns.later(partial(self._bring, source.base, [int(i) for i in at], barrier, target.data))
 
     def _bring(self, source: Tensor, at: list[int], barrier: Barrier, target: Tensor) -> None:

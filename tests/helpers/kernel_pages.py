@@ -101,9 +101,9 @@ def make_pages(
     return Pages(integers(contexts), table, cache, size)
 
 
-def attend(q: Tensor, pages: Pages, *, causal: bool, window: int = 0, counts: Any = None, **passes: bool) -> Tensor:
-    """`passes`: `whole` for one pass over the keys, `pairs` for two splits a program."""
-    kv, ways = pages.kv(window), {"whole": False, "pairs": False} | passes
+def attend(q: Tensor, pages: Pages, *, causal: bool, window: int = 0, counts: Any = None, **passes: int) -> Tensor:
+    """`passes`: `whole` for one pass over the keys, `pairs` for two splits a program, `far` for keys of all splits."""
+    kv, ways = pages.kv(window), {"whole": False, "pairs": False, "far": 0} | passes
     hopper = attention_hopper.launch if attention_hopper.fits(q, kv) else None
     return attention._attention(q, kv, causal, *ways.values(), counts, hopper)
 

@@ -5,6 +5,7 @@ no request can reach are NaN.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,25 @@ def test_paged_attention_is_batch_invariant(
     q = asked(pages, len(CONTEXTS) * 8, group)
     together = check_invariant(q, pages, CONTEXTS, 8, causal=causal, whole=whole)
     assert whole or torch.equal(attend(q, pages, causal=causal, pairs=True).unflatten(0, (-1, 8)), together)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("block", [1, 8, 40])
+@pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
+def test_fp8_caches_have_the_bits_of_their_values_in_bf16(
+    groups: int, group: int, width: int, size: int, block: int, window: int
+) -> None:
+    pages = make_pages(CONTEXTS, block, size, groups, width, BF16)
+    pages = replace(
+        pages, cache=pages.cache * torch.logspace(-3, 3, pages.cache.shape[1])[:, None, None].to(pages.cache)
+    )
+    pages = pages.in_fp8()
+    q = asked(pages, len(CONTEXTS) * block, group)
+    for causal, whole, pairs in ((True, False, False), (False, False, True), (True, True, False)):
+        how: dict[str, Any] = {"causal": causal, "window": window, "whole": whole, "pairs": pairs}
+        found = attend(q, pages, **how)
+        assert found.isfinite().all() and torch.equal(found, attend(q, pages.read(), **how))
 
 
 def test_tokens_do_not_attend_to_padding() -> None:

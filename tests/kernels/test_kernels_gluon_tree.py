@@ -1,5 +1,6 @@
 """The Gluon kernels of draft trees, as test_kernels_gluon.py has the others; test_kernels_tree.py has a GPU."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def test_a_node_is_that_token_decoded_plainly(
     forest = plant(*shape, dtype=BF16)
     check(forest, forest.attend(window), window)
     assert prefix.launches[-1]["PAIRS"] == (short == 128)
+
+
+@pytest.mark.parametrize(("contexts", "short"), [((126, 60, 210), 64), ((191, 300, 902), 128)], ids=str)
+@pytest.mark.parametrize("children", [3, 1])
+def test_nodes_over_fp8_caches_have_the_bits_of_their_values_in_bf16(
+    contexts: tuple[int, ...], short: int, children: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret(monkeypatch, short)
+    forest = plant(contexts, 5, 8, 18, 64, 2, 2, 64, BF16, children)
+    forest = replace(forest, pages=forest.pages.in_fp8())
+    read = replace(forest, pages=forest.pages.read())
+    found = forest.attend()
+    assert found.isfinite().all() and torch.equal(found, read.attend())
+    assert torch.equal(found[2], forest.plain(2))
+    assert children == 3 or torch.equal(found, forest.attend_chains())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +167,7 @@ MISTAKES = {
     "another's path": (TAIL, {"(i_m - gl.load(starts_p + i_b)) * P": "0"}),
     "the whole tiles twice": (PREFIX, {"length // KEYS * KEYS": "length"}),
     "values that are not there": (TAIL, {
-        "gl.load(p_head + o_v, mask=m_t[:, None], other=0.0)": "gl.load(p_head + o_v)",
+        "gl.load(p_head + o_v, mask=m_t[:, None], other=0)": "gl.load(p_head + o_v)",
     }),
     "a path's split joined": (PREFIX, {"end >= after": "True"}),
     "no splits joined": (PREFIX, {"end >= after": "False"}),

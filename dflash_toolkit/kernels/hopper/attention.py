@@ -1,4 +1,7 @@
-"""The attention kernel of `attention.py` in Gluon for sm_90, for bf16 heads of 64 or 128 and pages of whole tiles.
+"""The attention kernel of `attention.py` in Gluon for sm_90, for heads of 64 or 128 and pages of whole tiles.
+
+Queries are in bf16, keys and values in bf16 or fp8. Tiles in fp8 are converted to bf16 in shared memory when they are
+used, so attention has the bits that it has over a cache which holds the converted values.
 
 It has the same tiles, cuts along the keys and states of the splits. TMA loads keys and values into shared memory,
 STAGES tiles ahead. While the softmax of a tile runs, the matrix units score the next tile and add up the values of the
@@ -19,22 +22,34 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
 from ..features import features_of
 from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
+from ..triton.merge import MARGIN
 from .grid import grid_launch, grid_wait
-
-ROWS = gl.constexpr(64)  # rows of a tile and of the matrix instruction
-KEYS = gl.constexpr(64)
-STAGES = gl.constexpr(3)  # tiles of keys and of values in shared memory: two programs still fit a multiprocessor
+from .tiles import (
+    KEYS,
+    ROWS,
+    SHIFT,
+    STAGES,
+    _expect,
+    _expect_first,
+    _load,
+    _load_first,
+    _load_second,
+    _ring,
+    _slot,
+    _tile,
+    _tiles,
+    _wait,
+    boxes,
+)
 
 
 @gluon.jit
@@ -49,36 +64,6 @@ def _prefetch_descriptor():
         "prefetch.param.tensormap [hopper_attention_kernel_param_0]; mov.u32 $0, 0;",
         "=r", [], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def _expect(bar, i, wanted, HEAD: gl.constexpr):
-    mbarrier.expect(bar.index(i % STAGES), KEYS * HEAD * 2, pred=wanted)
-
-
-@gluon.jit
-def _load(cache_d, ring, bar, i, slot, column, wanted):
-    """Starts the load of the program's tile i of keys or of values: KEYS slots of a KV head."""
-    tma.async_copy_global_to_shared(cache_d, [slot, column], bar.index(i % STAGES), ring.index(i % STAGES), pred=wanted)
-
-
-@gluon.jit
-def _wait(bar, before, i, tiles):
-    """Waits for tile i of a split, or for its last tile if i is larger. `before`: tiles of earlier splits."""
-    i = before + gl.minimum(i, tiles - 1)
-    mbarrier.wait(bar.index(i % STAGES), i // STAGES % 2)
-
-
-@gluon.jit
-def _slot(p_pages, position, columns, PAGE: gl.constexpr):
-    """Returns the cache slot of a position, or any slot if the position is after the end of the page table."""
-    return gl.load(p_pages + gl.minimum(position // PAGE, columns - 1)) * PAGE + position % PAGE
-
-
-@gluon.jit
-def _tiles(start, stop, end):
-    """Returns the number of tiles of the split start..stop before `end`; 0 if it begins after `end`."""
-    return gl.maximum(gl.minimum(stop, end) - start + KEYS - 1, 0) // KEYS
 
 
 @gluon.jit
@@ -111,28 +96,10 @@ def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.con
 
 
 @gluon.jit
-def _expect_first(k_bar, v_bar, tiles, HEAD: gl.constexpr):
-    """Announces the bytes of the first of `tiles` tiles to their barriers, before their loads start."""
-    for i in gl.static_range(STAGES):
-        _expect(k_bar, i, i < tiles, HEAD)
-        _expect(v_bar, i, i < tiles, HEAD)
-    debug_barrier()
-
-
-@gluon.jit
-def _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, first, tiles):
-    """Starts the loads of tiles first..tiles - 1 that are among the STAGES first ones, which are at `places`."""
-    for i in gl.static_range(STAGES):
-        wanted = (first <= i) & (i < tiles)
-        _load(cache_d, k_s, k_bar, i, places[i], column, wanted)
-        _load(cache_d, v_s, v_bar, i, slots + places[i], column, wanted)
-
-
-@gluon.jit
 def _state(
     cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
     start, before, tiles, loads, values, slot, next_slot, o_pos, tree, end, full, scale,
-    HEAD: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    HEAD: gl.constexpr, PAGE: gl.constexpr, BYTES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Returns the softmax state of a tile's rows over a split's keys, and the places of the three tiles after its
     second one. The loads of its first three tiles have started.
@@ -141,6 +108,7 @@ def _state(
         before: tiles of the program's split before it.
         loads: tiles to load, those of the program's second split included.
         values, slot, next_slot: places of the tiles 2, 3 and 4, if they are loaded.
+        BYTES: of a key, and its scale.
         tree: as in `triton/attention.py`.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -153,20 +121,21 @@ def _state(
     b_out = gl.zeros([ROWS, HEAD], gl.float32, o_layout)
     b_p = gl.zeros([ROWS, KEYS], gl.bfloat16, p_layout)
     _wait(k_bar, before, 0, tiles)
-    b_k = k_s.index(before % STAGES)
+    b_k = _tile(k_s, before, start, end, HEAD, BYTES, False)
     b_s = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(0, [b_s])
     debug_barrier()  # all warps have read the keys of tile 0
-    _expect(k_bar, before + 3, loads > 3, HEAD)
+    _expect(k_bar, before + 3, loads > 3, BYTES)
     debug_barrier()
     _load(cache_d, k_s, k_bar, before + 3, slot, column, loads > 3)
     _wait(k_bar, before, 1, tiles)
     for i in range(0, tiles - 1):
-        b_k = k_s.index((before + i + 1) % STAGES)
-        b_next = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         done = gl.maximum(i - 1, 0)  # the probabilities of tile -1 are zero
         _wait(v_bar, before, done, tiles)
-        b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
+        b_v = _tile(v_s, before + done, start, end, HEAD, BYTES, False)
+        b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
+        b_k = _tile(k_s, before + i + 1, start, end, HEAD, BYTES, False)
+        b_next = warpgroup_mma(q_s, b_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         b_new, b_m, b_l, old = _softmax(
             b_s, b_m, b_l, o_pos, tree, start + i * KEYS, end, full, scale, CAUSAL, WINDOW
         )  # fmt: skip
@@ -176,43 +145,37 @@ def _state(
         b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
         debug_barrier()  # all warps have read keys i + 1 and values i - 1
         k_wanted, v_wanted = i + 4 < loads, (i > 0) & (i + 2 < loads)
-        _expect(k_bar, before + i + 4, k_wanted, HEAD)
-        _expect(v_bar, before + i + 2, v_wanted, HEAD)
+        _expect(k_bar, before + i + 4, k_wanted, BYTES)
+        _expect(v_bar, before + i + 2, v_wanted, BYTES)
         debug_barrier()
         _load(cache_d, k_s, k_bar, before + i + 4, next_slot, column, k_wanted)
         _load(cache_d, v_s, v_bar, before + i + 2, slots + values, column, v_wanted)
         values, slot, next_slot = slot, next_slot, _slot(p_pages, start + (i + 5) * KEYS, columns, PAGE)
     i = tiles - 1
-    b_v = v_s.index((before + i) % STAGES)
-    _wait(v_bar, before, i, tiles)
-    if start + tiles * KEYS > end:  # unwritten slots may hold NaN, which a probability of zero does not hide
-        o_t = start + i * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
-        b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))
-        fence_async_shared()
-        debug_barrier()
+    if BYTES == 2 * HEAD:
+        b_v = v_s[0].index((before + i) % STAGES)
+        _wait(v_bar, before, i, tiles)
+        if start + tiles * KEYS > end:  # unwritten slots may hold NaN, which a probability of zero does not hide
+            o_t = start + i * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, wide))
+            b_v.store(gl.where((o_t < end)[:, None], b_v.load(wide), 0.0))
+            fence_async_shared()
+            debug_barrier()
     done = gl.maximum(i - 1, 0)
     _wait(v_bar, before, done, tiles)  # loads may arrive in another order
-    b_acc = warpgroup_mma(b_p, v_s.index((before + done) % STAGES), b_out, is_async=True)
+    b_acc = warpgroup_mma(
+        b_p, _tile(v_s, before + done, start + done * KEYS, end, HEAD, BYTES, True), b_out, is_async=True
+    )
     b_new, b_m, b_l, old = _softmax(b_s, b_m, b_l, o_pos, tree, start + i * KEYS, end, full, scale, CAUSAL, WINDOW)
     _wait(v_bar, before, i, tiles)  # also for the compiler
     b_out = warpgroup_mma_wait(0, [b_acc]) * gl.convert_layout(old, gl.SliceLayout(1, o_layout))[:, None]
     b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
-    b_acc = warpgroup_mma(b_p, b_v, b_out, is_async=True)
-    return b_m, b_l, warpgroup_mma_wait(0, [b_acc]), values, slot, next_slot
-
-
-@gluon.jit
-def _load_second(cache_d, v_s, v_bar, tiles, second, slots, values, slot, column, HEAD: gl.constexpr):
-    """Starts the loads of the values of tiles 1 and 2 of a program's second split, from the places `values` and `slot`.
-
-    The first split, of `tiles` tiles, has started the other loads that `_state` expects.
-    """
-    debug_barrier()  # all warps have read the values of the first split
-    _expect(v_bar, tiles + 1, second > 1, HEAD)
-    _expect(v_bar, tiles + 2, second > 2, HEAD)
-    debug_barrier()
-    _load(cache_d, v_s, v_bar, tiles + 1, slots + values, column, second > 1)
-    _load(cache_d, v_s, v_bar, tiles + 2, slots + slot, column, second > 2)
+    if BYTES != 2 * HEAD:
+        debug_barrier()  # all warps have read the converted values of the tile before
+    b_acc = warpgroup_mma(b_p, _tile(v_s, before + i, start + i * KEYS, end, HEAD, BYTES, True), b_out, is_async=True)
+    b_out = warpgroup_mma_wait(0, [b_acc])
+    if BYTES != 2 * HEAD:
+        b_out = b_out * SHIFT
+    return b_m, b_l, b_out, values, slot, next_slot
 
 
 @gluon.jit
@@ -248,9 +211,20 @@ def _pad(
             gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], zeros, mask=m_row[:, None])
 
 
+@gluon.jit
+def _parts(i_r, i_x, i_s, row, o_tile, SPLITS, G: gl.constexpr, GROUP: gl.constexpr, RAGGED: gl.constexpr):
+    """Returns the places of the states of a tile's rows."""
+    if RAGGED:
+        o_row = i_r * ROWS + o_tile
+        o_part = (((row.to(gl.int64) + o_row // GROUP) * G + i_x % G) * SPLITS + i_s) * GROUP + o_row % GROUP
+    else:
+        o_part = ((i_x * gl.num_programs(0) + i_r) * SPLITS + i_s).to(gl.int64) * ROWS + o_tile
+    return o_part
+
+
 @gluon.jit(do_not_specialize=["S", "columns", "SPLITS"])
 def hopper_attention_kernel(
-    cache_d, q_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
+    cache_d, scales_d, q_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
     S, columns, stride_pages, slots, scale, SPLITS,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, PAIRS: gl.constexpr,
@@ -259,11 +233,14 @@ def hopper_attention_kernel(
     """Computes program (tile, request * G + KV head, split); the rest is as in `_attention_kernel`.
 
     PAIRS: a program has two splits; their merged state is stored as that of the first.
-    cache_d: boxes [KEYS, HEAD] of the cache viewed as [2 slots, G HEAD]: all keys, then all values.
+    cache_d: boxes [KEYS, HEAD] of the cache viewed as [2 slots, G HEAD]: all keys, then all values; fp8 as uint8.
+    scales_d: None, or boxes [1, KEYS] of the scales of an fp8 cache viewed as [1, 2 G slots].
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD], gl.bfloat16)
+    BYTES: gl.constexpr = 2 * HEAD if scales_d is None else HEAD + 2
     i_r, i_x, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     i_b, i_g = (i_x // G).to(gl.int64), i_x % G
     if RAGGED:
@@ -271,15 +248,19 @@ def hopper_attention_kernel(
             if i_s == 0:
                 grid_launch()
                 grid_wait()
-                _pad(out_p, m_p, l_p, acc_p, gl.load(starts_p + i_b), S, i_r, i_g, SPLITS, G, GROUP, HEAD, WHOLE)
+                first = gl.load(starts_p + i_b)
+                _pad(out_p, m_p, l_p, acc_p, first, S, i_r, i_g, SPLITS, G, GROUP, HEAD, WHOLE or SHORT == LONG)
             return
         if i_r > 0:  # every request has a first row
             heads = (gl.load(starts_p + i_b + 1) - gl.load(starts_p + i_b)) * GROUP
             if i_r * ROWS >= heads:
                 return
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], cache_d.layout)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
+    if SHORT == LONG and i_s * LONG >= gl.load(lengths_p + i_b) + MARGIN:  # as most of these programs
+        return
+    cache_d = cache_d, scales_d
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], queries)
+    k_s = _ring(cache_d, i_g * slots, HEAD)
+    v_s = _ring(cache_d, (i_g + G - 1) * slots, HEAD)  # a value's slot is `slots` after its key's
     k_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -327,7 +308,7 @@ def hopper_attention_kernel(
     if TREE:
         full = gl.minimum(end, length + 1)
     old = gl.minimum(gl.maximum(length - start, 0) // KEYS, loads)  # tiles of the context alone
-    _expect_first(k_bar, v_bar, loads, HEAD)
+    _expect_first(k_bar, v_bar, loads, BYTES)
     places = (slot_0, slot_1, slot_2)
     _load_first(cache_d, k_s, v_s, k_bar, v_bar, places, slots, column, 0, old)
     grid_wait()
@@ -337,7 +318,8 @@ def hopper_attention_kernel(
     o_slot = o_row // GROUP
     o_q = ((row.to(gl.int64) + o_slot) * G + i_g) * GROUP + o_row % GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
-    q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < count)[:, None], other=0.0))
+    b_q = gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < count)[:, None], other=0.0)
+    q_s.store(b_q if scales_d is None else (b_q * SHIFT).to(gl.bfloat16))
     fence_async_shared()
     debug_barrier()
 
@@ -354,40 +336,46 @@ def hopper_attention_kernel(
     m_row = o_slot < count
     b_m, b_l, b_out, slot_2, slot_3, slot_4 = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-        start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale, HEAD, PAGE, CAUSAL, WINDOW,
+        start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, tree, end, full, scale,
+        HEAD, PAGE, BYTES, CAUSAL, WINDOW,
     )  # fmt: skip
     if PAIRS and second > 0:  # PAIRS: Triton 3.6 fails on a branch that is never taken, unless it is a constexpr
-        _load_second(cache_d, v_s, v_bar, tiles, second, slots, slot_2, slot_3, column, HEAD)
+        _load_second(cache_d, v_s, v_bar, tiles, second, slots, slot_2, slot_3, column, BYTES)
         slot_5 = _slot(p_pages, stop + 4 * KEYS, columns, PAGE)
+        if scales_d is not None:  # conversions need its registers
+            o_part = _parts(i_r, i_x, i_s, row, o_tile, SPLITS, G, GROUP, RAGGED)
+            gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_row[:, None])
         m_1, l_1, b_1, _2, _3, _4 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
             stop, tiles, second, second, slot_3, slot_4, slot_5, o_pos, tree, end, full, scale,
-            HEAD, PAGE, CAUSAL, WINDOW,
+            HEAD, PAGE, BYTES, CAUSAL, WINDOW,
         )  # fmt: skip
+        if scales_d is not None:
+            o_part = _parts(i_r, i_x, i_s, row, o_tile, SPLITS, G, GROUP, RAGGED)
+            b_out = gl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_row[:, None], other=0.0)
         e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
         e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
         b_out = gl.fma(b_1, e_1, b_out * e_0)
     b_m, b_l = gl.convert_layout(b_m, rows), gl.convert_layout(b_l, rows)
-    o_head, o_x = (i_r * ROWS + o_tile) % GROUP, (row.to(gl.int64) + o_slot) * G + i_g
-    if WHOLE:
-        o_q = o_x * GROUP + o_head
+    if not WHOLE:
+        o_part = _parts(i_r, i_x, i_s, row, o_tile, SPLITS, G, GROUP, RAGGED)
+        m_part = m_row
+        if SHORT == LONG:  # a request with one split is stored at once
+            m_part, m_row = m_row & (length + MARGIN > LONG), m_row & (length + MARGIN <= LONG)
+        gl.store(m_p + o_part, b_m, mask=m_part)
+        gl.store(l_p + o_part, b_l, mask=m_part)
+        gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_part[:, None])
+    if WHOLE or SHORT == LONG:
+        o_q = ((row.to(gl.int64) + o_slot) * G + i_g) * GROUP + (i_r * ROWS + o_tile) % GROUP
         b_out = b_out / gl.where(m_row, b_l, 1.0)[:, None]
         gl.store(out_p + o_q[:, None] * HEAD + o_h[None, :], b_out.to(gl.bfloat16), mask=m_row[:, None])
-    else:
-        if RAGGED:
-            o_part = (o_x * SPLITS + i_s) * GROUP + o_head
-        else:
-            o_part = ((i_x * gl.num_programs(0) + i_r) * SPLITS + i_s).to(gl.int64) * ROWS + o_tile
-        gl.store(m_p + o_part, b_m, mask=m_row)
-        gl.store(l_p + o_part, b_l, mask=m_row)
-        gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_row[:, None])
 
 
 def fits(q: Tensor, kv: PagedKV) -> bool:
     """Returns whether the kernel can run this: a Hopper GPU, bf16, heads of 64 or 128, pages of whole tiles."""
     return (
         features_of(q.device).hopper
-        and q.dtype == kv.cache.dtype == torch.bfloat16
+        and q.dtype == (kv.cache if kv.scales is None else kv.scales).dtype == torch.bfloat16
         and q.shape[2] in (64, 128)
         and kv.size % KEYS.value == 0
         and q.is_contiguous()
@@ -426,11 +414,8 @@ def launch(
     of_rows = (lengths,) * 3 if rows is None else (rows.starts, rows.depths, rows.ancestors)
     assert cuts["SHORT_SPLITS"] % 2 == 0, "the splits of a pair are of one kind"
     programs = -(-splits // 2) if pairs else splits
-    box = [KEYS.value, width]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     hopper_attention_kernel[(-(-block * group // ROWS.value), requests * groups, programs)](
-        TensorDescriptor.from_tensor(kv.cache.view(2 * slots, groups * width), box, layout),
-        q, lengths, lengths if counts is None else counts, *of_rows, kv.table, out, *states,
+        *boxes(kv), q, lengths, lengths if counts is None else counts, *of_rows, kv.table, out, *states,
         block if rows is None else m, kv.table.shape[1], kv.table.stride(0), slots,
         width**-0.5 * LOG2_E, splits,
         G=groups, GROUP=group, HEAD=width, PAGE=kv.size, WHOLE=whole, PAIRS=pairs, RAGGED=rows is not None,

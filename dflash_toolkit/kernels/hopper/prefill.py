@@ -30,7 +30,7 @@ from triton.language import debug_barrier
 from ..launch import LOG2_E, multiprocessors, next_power_of_two
 from ..paged import PagedKV
 from . import attention
-from .attention import KEYS, ROWS, _slot
+from .tiles import KEYS, ROWS, _slot
 
 SIDES = gl.constexpr(2)  # warpgroups that compute
 STAGES = gl.constexpr(3)  # pairs of tiles of keys and of values in shared memory

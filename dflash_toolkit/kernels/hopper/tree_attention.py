@@ -6,6 +6,7 @@ the places of a plain step, and multiplied by the same instructions; so a row ha
 
 # mypy: disable-error-code="no-untyped-def"
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,27 +16,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 
 from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
-from .attention import (
+from .attention import _fold, _softmax, _split_start, _state
+from .grid import grid_launch, grid_wait
+from .tiles import (
     KEYS,
     ROWS,
+    SHIFT,
     STAGES,
     _expect_first,
-    _fold,
     _load_first,
     _load_second,
+    _ring,
     _slot,
-    _softmax,
-    _split_start,
-    _state,
     _tiles,
+    boxes,
+    in_bf16,
 )
-from .grid import grid_launch, grid_wait
 
 
 @gluon.jit
@@ -49,7 +50,7 @@ def _prefetch_descriptor():
 
 @gluon.jit(do_not_specialize=["columns", "SPLITS"])
 def hopper_prefix_kernel(
-    cache_d, q_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
+    cache_d, scales_d, q_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
     columns, stride_pages, slots, scale, SPLITS,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, PAIRS: gl.constexpr, WINDOW: gl.constexpr,
@@ -64,9 +65,14 @@ def hopper_prefix_kernel(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], cache_d.layout)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, HEAD], cache_d.layout)
+    queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD], gl.bfloat16)
+    BYTES: gl.constexpr = 2 * HEAD if scales_d is None else HEAD + 2
+    i_r, i_x, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    i_b, i_g = (i_x // G).to(gl.int64), i_x % G
+    cache_d = cache_d, scales_d
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEAD], queries)
+    k_s = _ring(cache_d, i_g * slots, HEAD)
+    v_s = _ring(cache_d, (i_g + G - 1) * slots, HEAD)
     k_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_bar = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -76,8 +82,6 @@ def hopper_prefix_kernel(
     debug_barrier()
     _prefetch_descriptor()
 
-    i_r, i_x, i_s = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    i_b, i_g = (i_x // G).to(gl.int64), i_x % G
     column = i_g * HEAD
     p_pages = pages_p + i_b * stride_pages
     if PAIRS:
@@ -102,14 +106,15 @@ def hopper_prefix_kernel(
         after = _split_start(i_s + 2, SHORT, SHORT_SPLITS, LONG)
         second = _tiles(stop, after, end)
     loads = tiles + second
-    _expect_first(k_bar, v_bar, loads, HEAD)
+    _expect_first(k_bar, v_bar, loads, BYTES)
     _load_first(cache_d, k_s, v_s, k_bar, v_bar, (slot_0, slot_1, slot_2), slots, column, 0, loads)
     grid_wait()
 
     o_row = i_r * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))  # the heads of a row are adjacent
     o_q = ((row + o_row // GROUP).to(gl.int64) * G + i_g) * GROUP + o_row % GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
-    q_s.store(gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_row < heads)[:, None], other=0.0))
+    b_q = gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_row < heads)[:, None], other=0.0)
+    q_s.store(b_q if scales_d is None else (b_q * SHIFT).to(gl.bfloat16))
     fence_async_shared()
     debug_barrier()
 
@@ -117,20 +122,26 @@ def hopper_prefix_kernel(
     o_pos = length + gl.load(depths_p + row + o_row // GROUP, mask=o_row < heads, other=0)
     b_m, b_l, b_out, slot_2, slot_3, slot_4 = _state(
         cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
-        start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, None, end, end, scale, HEAD, PAGE, False, WINDOW,
+        start, 0, tiles, loads, slot_2, slot_3, slot_4, o_pos, None, end, end, scale,
+        HEAD, PAGE, BYTES, False, WINDOW,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_row = i_r * ROWS + gl.arange(0, ROWS, rows)
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))
     o_part = (((row + o_row // GROUP).to(gl.int64) * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
     if PAIRS and second > 0:  # PAIRS: Triton 3.6 fails on a branch that is never taken, unless it is a constexpr
-        _load_second(cache_d, v_s, v_bar, tiles, second, slots, slot_2, slot_3, column, HEAD)
+        _load_second(cache_d, v_s, v_bar, tiles, second, slots, slot_2, slot_3, column, BYTES)
         slot_5 = _slot(p_pages, stop + 4 * KEYS, columns, PAGE)
+        if scales_d is not None:  # conversions need its registers
+            gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=(o_row < heads)[:, None])
         m_1, l_1, b_1, _2, _3, _4 = _state(
             cache_d, q_s, k_s, v_s, k_bar, v_bar, p_pages, columns, slots, column,
             stop, tiles, second, second, slot_3, slot_4, slot_5, o_pos, None, end, end, scale,
-            HEAD, PAGE, False, WINDOW,
+            HEAD, PAGE, BYTES, False, WINDOW,
         )  # fmt: skip
+        if scales_d is not None:
+            p_acc = acc_p + o_part[:, None] * HEAD + o_h[None, :]
+            b_out = gl.load(p_acc, mask=(o_row < heads)[:, None], other=0.0)
         if end >= after:
             e_0, e_1, b_m, b_l = _fold(b_m, b_l, m_1, l_1)
             e_0, e_1 = gl.convert_layout(e_0, rows)[:, None], gl.convert_layout(e_1, rows)[:, None]
@@ -152,7 +163,7 @@ def _split_of(position, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: g
 
 @gluon.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
 def hopper_tail_kernel(
-    q_p, cache_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, m_p, l_p, acc_p,
+    q_p, cache_p, scales_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, m_p, l_p, acc_p,
     stride_pages, slots, scale, SPLITS, stride_paths, P,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WINDOW: gl.constexpr,
@@ -190,7 +201,8 @@ def hopper_tail_kernel(
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, wide))
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
     o_q = (i_x.to(gl.int64) * GROUP + o_row)[:, None] * HEAD + o_h[None, :]
-    q_s.store(gl.load(q_p + o_q, mask=(o_row < GROUP)[:, None], other=0.0))
+    b_q = gl.load(q_p + o_q, mask=(o_row < GROUP)[:, None], other=0.0)
+    q_s.store(b_q if scales_p is None else (b_q * SHIFT).to(gl.bfloat16))
 
     p_head = cache_p + i_g * HEAD
     part = (i_x.to(gl.int64) * SPLITS + i_s) * GROUP
@@ -204,6 +216,8 @@ def hopper_tail_kernel(
     m_row = o_row < GROUP
     o_out = o_row[:, None] * HEAD + gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))[None, :]
     b_out = gl.load(acc_p + part * HEAD + o_out, mask=(m_row & before)[:, None], other=0.0)
+    if scales_p is not None:
+        b_out = b_out * (1.0 / SHIFT)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
     for i in range(0, tiles):
         at = start + i * KEYS
@@ -212,11 +226,16 @@ def hopper_tail_kernel(
         places = gl.load(p_path + (o_t - length), mask=m_t & (o_t >= length), other=0)
         o_at = gl.where(o_t < length, o_t, length + places)
         pages = gl.load(p_pages + o_at // PAGE, mask=m_t, other=0)
-        o_k = pages * PAGE + o_at % PAGE
-        o_v = (o_k + slots).to(gl.int64)[:, None] * (G * HEAD) + o_h[None, :]
-        o_k = o_k.to(gl.int64)[:, None] * (G * HEAD) + o_h[None, :]
-        b_k = gl.load(p_head + o_k, mask=m_t[:, None], other=0.0)
-        b_v = gl.load(p_head + o_v, mask=m_t[:, None], other=0.0)
+        o_place = pages * PAGE + o_at % PAGE
+        o_v = (o_place + slots).to(gl.int64)[:, None] * (G * HEAD) + o_h[None, :]
+        o_k = o_place.to(gl.int64)[:, None] * (G * HEAD) + o_h[None, :]
+        b_k = gl.load(p_head + o_k, mask=m_t[:, None], other=0)
+        b_v = gl.load(p_head + o_v, mask=m_t[:, None], other=0)
+        if scales_p is not None:
+            o_scale = i_g.to(gl.int64) * slots + o_place
+            b_k = in_bf16(b_k, gl.load(scales_p + o_scale, mask=m_t, other=0.0)[:, None])
+            o_scale = (i_g + G).to(gl.int64) * slots + o_place
+            b_v = in_bf16(b_v, gl.load(scales_p + o_scale, mask=m_t, other=0.0)[:, None])
         debug_barrier()  # all warps have read the previous tile
         k_s.store(b_k)
         v_s.store(b_v)
@@ -229,6 +248,8 @@ def hopper_tail_kernel(
         b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
         b_acc = warpgroup_mma(b_p, v_s, b_out, is_async=True)
         b_out = warpgroup_mma_wait(0, [b_acc])
+    if scales_p is not None:
+        b_out = b_out * SHIFT
     b_m, b_l = gl.where(real, gl.convert_layout(b_m, rows), 0.0), gl.where(real, gl.convert_layout(b_l, rows), 1.0)
     gl.store(m_p + part + o_row, b_m, mask=m_row)
     gl.store(l_p + part + o_row, b_l, mask=m_row)
@@ -260,18 +281,16 @@ def launch(
     programs = -(-splits // 2) if pairs else splits
     (_, slots, groups, width), batch = kv.cache.shape, len(kv.lengths)
     group = q.shape[1] // groups
-    box = [KEYS.value, width]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     scale = width**-0.5 * LOG2_E
     shape = {"G": groups, "GROUP": group, "HEAD": width, "PAGE": kv.size, "WINDOW": kv.window, **cuts}
     hopper_prefix_kernel[(tiles, batch * groups, programs)](
-        TensorDescriptor.from_tensor(kv.cache.view(2 * slots, groups * width), box, layout),
-        q, kv.lengths, rows.starts, rows.depths, kv.table, *states,
+        *boxes(kv), q, kv.lengths, rows.starts, rows.depths, kv.table, *states,
         kv.table.shape[1], kv.table.stride(0), slots, scale, splits,
         **shape, PAIRS=pairs, num_warps=4, launch_pdl=True,
     )  # fmt: skip
+    cache = kv.cache if kv.scales is None else kv.cache.view(torch.uint8)
     hopper_tail_kernel[(len(q) * groups, tails)](
-        q, kv.cache, kv.lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, *states,
+        q, cache, kv.scales, kv.lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, *states,
         kv.table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
         **shape, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..features import features_of
-from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
+from ..launch import LOG2_E, LONGEST_SPLIT, far_keys, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
+from .merge import MARGIN, MERGE_SPLITS, _end, _merge_kernel, _split_start, merge_far, merge_rows
 from .pages import load_heads, stored_heads
 from .tile import SHARED_BYTES
 
@@ -29,7 +30,6 @@ CUTS = ((64, 3), (64, 2), (32, 2))
 LEAST_CUTS = ((16, 2), (16, 1))  # for wide heads
 # the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
-MERGE_SPLITS = 16  # splits that are merged at a time
 FEW = 4  # splits of every tile; if these fill the device, a program computes two
 
 
@@ -68,11 +68,6 @@ def splits_of(reach: int) -> int:
     """Returns the number of splits that cover `reach` positions."""
     short, count, long = SHORT.value, SHORT_SPLITS.value, LONG.value
     return min(-(-reach // short), count) + max(0, -(-(reach - short * count) // long))
-
-
-@triton.jit
-def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
-    return tl.where(i_s < SHORT_SPLITS, i_s * SHORT, SHORT_SPLITS * SHORT + (i_s - SHORT_SPLITS) * LONG)
 
 
 @triton.jit
@@ -122,15 +117,6 @@ def _split_state(
 
 
 @triton.jit
-def _end(length, count, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the end of the keys that any row of the tile may see; `count`: number of rows that are tokens."""
-    end = length + count
-    if CAUSAL:
-        end = tl.minimum(end, length + ((i_r + 1) * ROWS - 1) // GROUP + 1)
-    return end
-
-
-@triton.jit
 def _pad(
     out_p, m_p, l_p, acc_p, first, M, i_r, i_g, G, H, GROUP, TILES, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
@@ -165,6 +151,7 @@ def _attention_kernel(
 ):  # fmt: skip
     """Computes a tile over all its keys if WHOLE, else over split i_s, for `_merge_kernel`.
 
+    SHORT == LONG: a request whose only split ends MARGIN before the first cut is stored like WHOLE.
     RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together. Padding follows, which the programs of
     one more request fill. The state of head h of KV head g of row r over split s is at
     ((r * G + g) * SPLITS + s) * GROUP + h. TREE: the rows are those of trees.
@@ -182,7 +169,10 @@ def _attention_kernel(
         first = tl.load(starts_p + i_b)
         if (i_b + 1) * G * TILES == tl.num_programs(0):
             if i_s == 0:
-                _pad(out_p, m_p, l_p, acc_p, first, S, i_r, i_g, G, H, GROUP, TILES, SPLITS, HEAD, ROWS, WHOLE)
+                _pad(
+                    out_p, m_p, l_p, acc_p, first, S, i_r, i_g, G, H, GROUP, TILES, SPLITS, HEAD, ROWS,
+                    WHOLE or SHORT == LONG,
+                )  # fmt: skip
             return
         rows = tl.load(starts_p + i_b + 1) - first
     else:
@@ -219,6 +209,11 @@ def _attention_kernel(
             b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
             end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
+        if SHORT == LONG:  # a request with one split is stored at once
+            m_one = m_row & (length + MARGIN <= LONG)
+            b_out = b_acc / tl.where(m_one, b_l, 1.0)[:, None]
+            tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out & m_one[:, None])
+            m_row = m_row & (length + MARGIN > LONG)
         if RAGGED:
             o_part = ((o_m * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
         else:
@@ -226,74 +221,6 @@ def _attention_kernel(
         tl.store(m_p + o_part, b_m, mask=m_row)
         tl.store(l_p + o_part, b_l, mask=m_row)
         tl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_acc, mask=m_row[:, None])
-
-
-@triton.jit
-def _load_state(m_p, l_p, acc_p, o_part, o_h, m_part, HEAD: tl.constexpr):
-    """Loads the state of some splits; a missing one is loaded as the neutral state."""
-    part_m = tl.load(m_p + o_part, mask=m_part, other=-float("inf"))
-    part_l = tl.load(l_p + o_part, mask=m_part, other=0.0)
-    return part_m, part_l, tl.load(acc_p + o_part[:, None] * HEAD + o_h[None, :], mask=m_part[:, None], other=0.0)
-
-
-@triton.jit(do_not_specialize=["S", "TILES", "SPLITS", "paired"])
-def _merge_kernel(
-    m_p, l_p, acc_p, lengths_p, counts_p, depths_p, out_p, S, G, H, GROUP, TILES, SPLITS, paired,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
-    MERGE_SPLITS: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, PATHS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merges the splits of one row of a tile, first in pairs, then MERGE_SPLITS at a time.
-
-    paired: the first of two splits already has the state of both. With PATHS, a tile's keys, only if both end before
-    the last whole tile of the context, which is `depths` before the row.
-    """
-    i_x, i_row = tl.program_id(0), tl.program_id(1)
-    i_r, i_g = i_x % TILES, (i_x // TILES) % G
-    i_b = (i_x // TILES // G).to(tl.int64)
-    slot = (i_r * ROWS + i_row) // GROUP
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    o_h, o_s = tl.arange(0, HEAD), 2 * tl.arange(0, MERGE_SPLITS // 2)
-    count = S
-    if COUNTED:  # this and the lengths are older than the pass: see `pdl`
-        count = tl.load(counts_p + i_b)
-    end = _end(tl.load(lengths_p + i_b), count, i_r, GROUP, ROWS, CAUSAL)
-    if PATHS > 0:
-        joined = (end - 1 - tl.load(depths_p + i_b)) // PATHS * PATHS
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if slot >= S:
-        return
-    top = -float("inf")
-    b_l = 0.0
-    b_acc = tl.zeros([HEAD], dtype=tl.float32)
-    first = 0
-    while _split_start(first, SHORT, SHORT_SPLITS, LONG) < end:
-        m_0 = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
-        m_1 = _split_start(first + o_s + 1, SHORT, SHORT_SPLITS, LONG) < end
-        if paired:
-            apart = o_s < 0
-            if PATHS > 0:
-                apart = _split_start(first + o_s + 2, SHORT, SHORT_SPLITS, LONG) > joined
-            m_1 = m_1 & apart
-        o_part = (i_x * SPLITS + first + o_s).to(tl.int64) * ROWS + i_row
-        top_0, l_0, acc_0 = _load_state(m_p, l_p, acc_p, o_part, o_h, m_0, HEAD)
-        top_1, l_1, acc_1 = _load_state(m_p, l_p, acc_p, o_part + ROWS, o_h, m_1, HEAD)
-        part_m = tl.maximum(top_0, top_1)
-        base = tl.where(part_m == -float("inf"), 0.0, part_m)
-        e_0, e_1 = tl.exp2(top_0 - base), tl.exp2(top_1 - base)
-        part_l = tl.fma(l_1, e_1, l_0 * e_0)  # written out, so that a program with both splits rounds the same way
-        part_acc = tl.fma(acc_1, tl.broadcast_to(e_1[:, None], acc_1.shape), acc_0 * e_0[:, None])
-        higher = tl.maximum(top, tl.max(part_m, axis=0))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        old, new = tl.exp2(top - base), tl.exp2(part_m - base)
-        b_l = b_l * old + tl.sum(part_l * new, axis=0)
-        b_acc = b_acc * old + tl.sum(part_acc * new[:, None], axis=0)
-        top = higher
-        first += MERGE_SPLITS
-    head = i_g * GROUP + (i_r * ROWS + i_row) % GROUP
-    p_out = out_p + ((i_b * S + slot) * G * GROUP + head) * H + o_h
-    tl.store(p_out, (b_acc / b_l).to(out_p.dtype.element_ty), mask=o_h < H)
 
 
 def block_attention(
@@ -309,9 +236,7 @@ def block_attention(
     `hopper` replaces the first kernel. On a GPU, `lengths`, `counts`, `page_table` and the context in the pages are
     read while the previous launch still runs.
     """
-    whole = not keys_are_split(len(q), len(kv.lengths))
-    pairs = FEW * _tiles(q, kv) > multiprocessors(q.device.index)
-    return _attention(q, kv, causal, whole, pairs, counts, hopper)
+    return _attention(q, kv, causal, *_form(q, kv, len(q)), counts, hopper)
 
 
 def chain_attention(
@@ -325,10 +250,9 @@ def chain_attention(
 
     On a GPU, `rows` and the inputs that `block_attention` reads early are read while the previous launch runs.
     """
-    whole = not keys_are_split(longest * len(kv.lengths), len(kv.lengths))  # packed prompts are long
-    pairs = FEW * _tiles(q, kv) > multiprocessors(q.device.index)
     ragged = rows, min(longest, len(q) - len(kv.lengths) + 1)
-    return _attention(q, kv, True, whole, pairs, None, hopper, ragged)
+    # packed prompts are long
+    return _attention(q, kv, True, *_form(q, kv, longest * len(kv.lengths)), None, hopper, ragged)
 
 
 def masked_attention(
@@ -344,7 +268,15 @@ def masked_attention(
     Rows do not depend on other requests.
     """
     ragged = rows, min(longest, len(q) - len(kv.lengths) + 1)
-    return _attention(q, kv, False, True, False, None, hopper, ragged)
+    return _attention(q, kv, False, *_form(q, kv, longest), None, hopper, ragged)
+
+
+def _form(q: Tensor, kv: PagedKV, rows: int) -> tuple[bool, bool, int]:
+    """Returns `whole`, `pairs` and `far` of attention of up to `rows` rows."""
+    batch = len(kv.lengths)
+    far = far_keys(batch, kv.table.shape[1] * kv.size) if rows <= LONGEST_SPLIT * batch else 0
+    whole = not far and not keys_are_split(rows, batch)
+    return whole, FEW * _tiles(q, kv) > multiprocessors(q.device.index), far
 
 
 def _tiles(q: Tensor, kv: PagedKV) -> int:
@@ -359,21 +291,24 @@ def _attention(
     causal: bool,
     whole: bool,
     pairs: bool = False,
+    far: int = 0,
     counts: Tensor | None = None,
     hopper: Callable[..., None] | None = None,
     ragged: tuple[TreeRows, int] | None = None,
 ) -> Tensor:
     """Launches attention. `whole`: one program computes all keys of a tile; else one per split, and a kernel merges.
 
-    `pairs`, with `hopper` and unless `whole`: a program merges two short splits before it stores them, with the same
-    bits. `ragged`: the rows, and the maximum of a request; unless `causal` they are rows of trees, and `whole`.
+    `pairs`, with `hopper` and unless `whole` or `far`: a program merges two short splits before it stores them, with
+    the same bits. `far`: if not 0, all splits have so many keys. `ragged`: the rows, and the maximum of a request;
+    unless `causal` they are rows of trees, and `whole` or `far`.
     """
     (m, heads, width), (_, slots, groups, _) = q.shape, kv.cache.shape
     lengths, batch, group = kv.lengths, len(kv.lengths), heads // groups
     rows, block = ragged or (None, m // batch)
     tiles = -(-block * group // ROWS)
     programs = (batch if rows is None else batch + 1) * groups * tiles
-    splits = 1 if whole else splits_of(kv.table.shape[1] * kv.size)
+    reach = kv.table.shape[1] * kv.size
+    splits = 1 if whole else -(-reach // far) if far else splits_of(reach)
     head = padded(width)
     out = torch.empty(m, heads * width, dtype=q.dtype, device=q.device)
 
@@ -382,11 +317,11 @@ def _attention(
 
     parts = (programs, splits, ROWS) if rows is None else (m * groups, splits, group)
     b_m, b_l, b_acc = scratch(*parts), scratch(*parts), scratch(*parts, head)
-    cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
+    cuts = {"SHORT": far or SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": far or LONG.value}
     shared = {"HEAD": head, **cuts}
     given = lengths if counts is None else counts
     of_rows = (lengths,) * 3 if rows is None else (rows.starts, rows.depths, rows.ancestors)
-    pairs = pairs and hopper is not None and not whole
+    pairs = pairs and hopper is not None and not whole and not far
     if hopper is not None:
         hopper(
             q, kv, out, (b_m, b_l, b_acc), splits, cuts,
@@ -404,35 +339,16 @@ def _attention(
         )  # fmt: skip
     if whole:
         return out
+    if far:
+        merge_far(
+            (b_m, b_l, b_acc), kv, out, far, rows=block, causal=causal, counts=counts, ragged=rows
+        )  # fmt: skip
+        return out
     if rows is not None:
         return merge_rows((b_m, b_l, b_acc), kv, rows, out, pairs, cuts)
     _merge_kernel[(programs, min(ROWS, block * group))](
         b_m, b_l, b_acc, lengths, given, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
         ROWS=ROWS, MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, PATHS=0, num_warps=1,
         **shared, **pdl(q),
-    )  # fmt: skip
-    return out
-
-
-def merge_rows(
-    states: tuple[Tensor, Tensor, Tensor],
-    kv: PagedKV,
-    rows: TreeRows,
-    out: Tensor,
-    pairs: bool,
-    cuts: dict[str, int],
-    paths: int = 0,
-) -> Tensor:
-    """Merges the splits of every row, as of a request of one token, into `out` [M, N H].
-
-    Args:
-        states: m and l [M * G, splits, N / G], acc [M * G, splits, N / G, padded H].
-        paths: as `PATHS` of the kernel.
-    """
-    (programs, splits, group, head), at, width = states[2].shape, rows.positions, kv.cache.shape[3]
-    _merge_kernel[(programs, group)](
-        *states, at, at, rows.depths, out, 1, programs // len(out), width, group, 1, splits, int(pairs),
-        HEAD=head, ROWS=group, MERGE_SPLITS=MERGE_SPLITS, COUNTED=False, CAUSAL=False, PATHS=paths, num_warps=1,
-        **cuts, **pdl(out),
     )  # fmt: skip
     return out
