@@ -13,7 +13,7 @@ MAX_ROWS = 128  # maximum rows of this project's GEMM kernels; cuBLAS computes l
 MOST_SPLIT = 8  # maximum requests with split keys; more fill the device without splitting
 LONGEST_SPLIT = 64  # maximum slots with split keys; a prefill fills the device without splitting
 # splits of up to FAR_REQUESTS requests above MOST_SPLIT have FAR keys, or more, so that there are at most MOST_FAR
-FAR, MOST_FAR, FAR_REQUESTS = 2048, 16, 64
+FAR, MOST_FAR, FAR_REQUESTS = 2048, 8, 64
 LOG2_E = 1.4426950408889634
 
 

@@ -12,6 +12,7 @@ from kernel_inputs import randn
 from kernel_pages import attend, check_attention, check_padding, check_slots, make_pages
 
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
+from dflash_toolkit.kernels.triton import attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
 
@@ -45,6 +46,15 @@ def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
         found = attend(q, pages, causal=causal, window=window, whole=whole, pairs=pairs)
         check_attention(q, pages, found, causal=causal, window=window)
         assert (kernel.launches[-1]["WHOLE"], kernel.launches[-1]["PAIRS"]) == (whole, pairs)
+
+
+def test_middle_splits_are_summed_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_attention(monkeypatch)
+    monkeypatch.setattr(attention, "SHORT_SPLITS", type(attention.SHORT)(4))  # 256 keys, then one split of 256
+    pages, q = make_pages((250, 300, 511, 900), 2, 64, 1, 64, BF16), randn(8, 3, 64, dtype=BF16)
+    found = attend(q, pages, causal=True)
+    check_attention(q, pages, found, causal=True)
+    assert torch.equal(attend(q, pages, causal=True, pairs=True), found)
 
 
 @pytest.mark.parametrize(

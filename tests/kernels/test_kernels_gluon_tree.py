@@ -60,6 +60,13 @@ def test_a_node_is_that_token_decoded_plainly(
     assert prefix.launches[-1]["PAIRS"] == (short == 128)
 
 
+def test_nodes_after_middle_splits_are_tokens_decoded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    monkeypatch.setattr(attention, "SHORT_SPLITS", type(attention.SHORT)(4))
+    forest = plant((252, 300, 509, 830), 5, 8, 24, 64, 1, 2, 64, BF16)
+    check(forest, forest.attend())
+
+
 @pytest.mark.parametrize(("contexts", "short"), [((126, 60, 210), 64), ((191, 300, 902), 128)], ids=str)
 @pytest.mark.parametrize("children", [3, 1])
 def test_nodes_over_fp8_caches_have_the_bits_of_their_values_in_bf16(

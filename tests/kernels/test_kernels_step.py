@@ -1,5 +1,6 @@
 """The step's Triton kernels against their definitions, on the GPU or, where there is none, in Triton's interpreter."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, check_attention, check_invariant, check_padding, check_slots, make_pages
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.triton import accept, attention, norm
+from dflash_toolkit.kernels.triton import accept, attention, merge, norm
 
 # ---- attention -------------------------------------------------------------------------------------
 
@@ -117,7 +118,8 @@ def test_slots_of_a_free_block_do_not_feel_each_others_queries() -> None:
 
 def test_attention_splits_cover_every_position_once() -> None:
     short, count, long = (getattr(attention, name).value for name in ("SHORT", "SHORT_SPLITS", "LONG"))
-    ends = [short * i for i in range(count + 1)] + [short * count + long * i for i in range(1, 4)]
+    middle = merge.MIDDLE.value
+    ends = [0, *itertools.accumulate([short] * count + [middle * short] * (count // middle) + [long] * 3)]
     for reach in range(1, ends[-1] + 1):
         assert attention.splits_of(reach) == sum(end < reach for end in ends)
 

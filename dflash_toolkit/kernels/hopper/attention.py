@@ -31,7 +31,7 @@ from ..features import features_of
 from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
-from ..triton.merge import MARGIN
+from ..triton.merge import MARGIN, MIDDLE
 from .grid import grid_launch, grid_wait
 from .tiles import (
     KEYS,
@@ -54,7 +54,9 @@ from .tiles import (
 
 @gluon.jit
 def _split_start(i_s, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr):
-    return gl.where(i_s < SHORT_SPLITS, i_s * SHORT, SHORT_SPLITS * SHORT + (i_s - SHORT_SPLITS) * LONG)
+    short = gl.minimum(i_s, SHORT_SPLITS)
+    middle = gl.minimum(i_s - short, SHORT_SPLITS // MIDDLE)
+    return (short + middle * MIDDLE) * SHORT + (i_s - short - middle) * LONG
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from triton.language import debug_barrier
 from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
+from ..triton.merge import MIDDLE
 from .attention import _fold, _softmax, _split_start, _state
 from .grid import grid_launch, grid_wait
 from .tiles import (
@@ -157,8 +158,11 @@ def hopper_prefix_kernel(
 
 @gluon.jit
 def _split_of(position, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr):
-    past = position - SHORT * SHORT_SPLITS
-    return gl.where(past < 0, position // SHORT, SHORT_SPLITS + past // LONG)
+    count: gl.constexpr = SHORT_SPLITS // MIDDLE
+    short = gl.minimum(position // SHORT, SHORT_SPLITS)
+    past = gl.maximum(position - SHORT * SHORT_SPLITS, 0)
+    middle = gl.minimum(past // (MIDDLE * SHORT), count)
+    return short + middle + gl.maximum(past - count * MIDDLE * SHORT, 0) // LONG
 
 
 @gluon.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])

@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..features import features_of
-from ..launch import LOG2_E, LONGEST_SPLIT, far_keys, keys_are_split, multiprocessors, padded, pdl
+from ..launch import LOG2_E, LONGEST_SPLIT, MOST_FAR, far_keys, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
-from .merge import MARGIN, MERGE_SPLITS, _end, _merge_kernel, _split_start, merge_far, merge_rows
+from .merge import MARGIN, MERGE_SPLITS, MIDDLE, _end, _merge_kernel, _split_start, merge_far, merge_rows
 from .pages import load_heads, stored_heads
 from .tile import SHARED_BYTES
 
@@ -28,7 +28,8 @@ ROWS = 64  # rows of a tile: the smallest number that the Hopper instructions ac
 # keys loaded at a time (or a page if that is shorter: a load touches one page only) and loads ahead, the best first
 CUTS = ((64, 3), (64, 2), (32, 2))
 LEAST_CUTS = ((16, 2), (16, 1))  # for wide heads
-# the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap
+# the first splits are short, so that a short context fills the device; later ones long, so that merging stays cheap;
+# in between, MIDDLE short ones long
 SHORT, SHORT_SPLITS, LONG = tl.constexpr(128), tl.constexpr(16), tl.constexpr(1024)
 FEW = 4  # splits of every tile; if these fill the device, a program computes two
 
@@ -67,7 +68,11 @@ def warps_for(head: int) -> int:
 def splits_of(reach: int) -> int:
     """Returns the number of splits that cover `reach` positions."""
     short, count, long = SHORT.value, SHORT_SPLITS.value, LONG.value
-    return min(-(-reach // short), count) + max(0, -(-(reach - short * count) // long))
+    found, start = 0, 0
+    for keys, most in ((short, count), (MIDDLE.value * short, count // MIDDLE.value), (long, reach)):
+        found += min(max(0, -(-(reach - start) // keys)), most)
+        start += keys * most
+    return found
 
 
 @triton.jit
@@ -317,7 +322,9 @@ def _attention(
 
     parts = (programs, splits, ROWS) if rows is None else (m * groups, splits, group)
     b_m, b_l, b_acc = scratch(*parts), scratch(*parts), scratch(*parts, head)
-    cuts = {"SHORT": far or SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": far or LONG.value}
+    cuts = {"SHORT": SHORT.value, "SHORT_SPLITS": SHORT_SPLITS.value, "LONG": LONG.value}
+    if far:
+        cuts = {"SHORT": far, "SHORT_SPLITS": 2 * MOST_FAR, "LONG": far}  # no middle ones
     shared = {"HEAD": head, **cuts}
     given = lengths if counts is None else counts
     of_rows = (lengths,) * 3 if rows is None else (rows.starts, rows.depths, rows.ancestors)

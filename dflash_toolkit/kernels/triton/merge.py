@@ -11,12 +11,15 @@ from ..tree import TreeRows
 from .pdl import start_next, wait_for_previous
 
 MARGIN = tl.constexpr(128)  # a request whose context ends so many positions before the first cut has one split
+MIDDLE = tl.constexpr(4)  # short splits that a middle one is as long as; they cover as many keys as the short ones
 MERGE_SPLITS = 16  # splits that are merged at a time
 
 
 @triton.jit
 def _split_start(i_s, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
-    return tl.where(i_s < SHORT_SPLITS, i_s * SHORT, SHORT_SPLITS * SHORT + (i_s - SHORT_SPLITS) * LONG)
+    short = tl.minimum(i_s, SHORT_SPLITS)
+    middle = tl.minimum(i_s - short, SHORT_SPLITS // MIDDLE)
+    return (short + middle * MIDDLE) * SHORT + (i_s - short - middle) * LONG
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
 from . import attention
-from .attention import _split_start, _split_state
+from .attention import _split_state
+from .merge import MIDDLE, _split_start, merge_rows
 from .pages import load_heads, stored_heads
 
 
@@ -73,8 +74,11 @@ def _prefix_kernel(
 @triton.jit
 def _split_of(position, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
     """Returns the split of a position."""
-    past = position - SHORT * SHORT_SPLITS
-    return tl.where(past < 0, position // SHORT, SHORT_SPLITS + past // LONG)
+    count: tl.constexpr = SHORT_SPLITS // MIDDLE
+    short = tl.minimum(position // SHORT, SHORT_SPLITS)
+    past = tl.maximum(position - SHORT * SHORT_SPLITS, 0)
+    middle = tl.minimum(past // (MIDDLE * SHORT), count)
+    return short + middle + tl.maximum(past - count * MIDDLE * SHORT, 0) // LONG
 
 
 @triton.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
@@ -193,4 +197,4 @@ def tree_attention(
             # without the asynchronous products of Hopper, operands that are not stored first would spill
             num_stages=1 if features.hopper else min(stages, 2), **shared,
         )  # fmt: skip
-    return attention.merge_rows((b_m, b_l, b_acc), kv, rows, out, pairs, cuts, min(keys, kv.size))
+    return merge_rows((b_m, b_l, b_acc), kv, rows, out, pairs, cuts, min(keys, kv.size))
