@@ -54,15 +54,16 @@ def keys_are_split(rows: int, batch: int) -> bool:
     return batch <= MOST_SPLIT and rows <= LONGEST_SPLIT * batch
 
 
-def far_keys(batch: int, reach: int) -> int:
+def far_keys(batch: int, reach: int, width: int) -> int:
     """Returns the keys of a split of more than MOST_SPLIT requests with contexts of up to `reach`; 0: one split.
 
-    With a single split, one long context would take a step as long as if all were that long.
+    With a single split, one long context would take a step as long as if all were that long. Heads of `width` above 128
+    have one, as trees would spill registers.
     """
     far = FAR
     while reach > MOST_FAR * far:
         far *= 2
-    return far if MOST_SPLIT < batch <= FAR_REQUESTS and far < reach else 0
+    return far if MOST_SPLIT < batch <= FAR_REQUESTS and far < reach and width <= 128 else 0
 
 
 @functools.cache

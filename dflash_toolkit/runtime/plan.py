@@ -236,7 +236,7 @@ class Planner:
 
 def _far_states(mixer: AttentionSpec, requests: int, block: int, reach: int) -> int:
     """Returns the bytes of the states of the splits of many requests, in whole tiles of 64 query heads."""
-    far = far_keys(requests, reach)
+    far = far_keys(requests, reach, mixer.head_dim)
     tiles = mixer.num_kv_heads * -(-block * mixer.num_heads // (64 * mixer.num_kv_heads))
     return requests * tiles * 64 * mixer.head_dim * 4 * -(-reach // far) if far else 0
 

@@ -61,7 +61,8 @@ def test_trees_and_chains_of_many_requests_have_far_splits(children: int, fp8: b
 
 
 def test_splits_follow_the_page_table_and_the_number_of_requests() -> None:
-    assert [launch.far_keys(9, reach) for reach in (2048, 4096, 2048 * launch.MOST_FAR)] == [0, 2048, 2048]
-    assert launch.far_keys(9, 2048 * launch.MOST_FAR + 64) == 4096
+    assert [launch.far_keys(9, reach, 128) for reach in (2048, 4096, 2048 * launch.MOST_FAR)] == [0, 2048, 2048]
+    assert launch.far_keys(9, 2048 * launch.MOST_FAR + 64, 64) == 4096
     requests = (launch.MOST_SPLIT, launch.MOST_SPLIT + 1, launch.FAR_REQUESTS, launch.FAR_REQUESTS + 1)
-    assert [launch.far_keys(each, 8192) for each in requests] == [0, 2048, 2048, 0]
+    assert [launch.far_keys(each, 8192, 128) for each in requests] == [0, 2048, 2048, 0]
+    assert launch.far_keys(9, 8192, 256) == 0

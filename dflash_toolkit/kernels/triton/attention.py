@@ -279,7 +279,7 @@ def masked_attention(
 def _form(q: Tensor, kv: PagedKV, rows: int) -> tuple[bool, bool, int]:
     """Returns `whole`, `pairs` and `far` of attention of up to `rows` rows."""
     batch = len(kv.lengths)
-    far = far_keys(batch, kv.table.shape[1] * kv.size) if rows <= LONGEST_SPLIT * batch else 0
+    far = far_keys(batch, kv.table.shape[1] * kv.size, q.shape[2]) if rows <= LONGEST_SPLIT * batch else 0
     whole = not far and not keys_are_split(rows, batch)
     return whole, FEW * _tiles(q, kv) > multiprocessors(q.device.index), far
 
