@@ -32,6 +32,7 @@ from dflash_toolkit.runtime.client import RequestFailedError
 from dflash_toolkit.runtime.wire import Channel
 from dflash_toolkit.serve import processes
 from dflash_toolkit.serve.app import create_app
+from dflash_toolkit.serve.config import AdaptOptions
 from dflash_toolkit.serve.service import EventResponse
 
 
@@ -491,7 +492,7 @@ def test_imported_objects_are_frozen_for_garbage_collection(
     found: list[int] = []
     options = EngineOptions(page_size=4, max_num_seqs=2, kv_cache_tokens=64)
     config: Any = Namespace(target=target, drafter=None, device="cpu", dtype="float32", runtime=options, threads=1,
-                            chat_template=None, from_report=None)  # fmt: skip
+                            chat_template=None, from_report=None, adaptation=AdaptOptions())  # fmt: skip
 
     def run(loop: loop_module.EngineLoop) -> None:
         found.append(len(gc.get_objects()))
