@@ -27,6 +27,7 @@ SPILLS = {
     "_cut_kernel": 64,  # sm_120
     "_experts_kernel": 64,  # sm_120
     "_linear_kernel": 64,  # sm_100 and sm_120
+    "_many_rows_kernel": 64,  # sm_120
     "_prefix_kernel": 352,  # a cache in FP8 on sm_80
     "_sample_kernel": 256,  # an odd vocabulary on sm_100 and sm_120
     "_tail_kernel": 160,  # heads of 256 on sm_80
