@@ -105,8 +105,8 @@ def create_app(
 
     routers = [(page(), False), *((make(service), False) for make in OPEN), *((make(service), True) for make in KEYED)]
     routers.append((description, True))
-    administration = [(make(service), True) for make in ADMIN] if admin_keys else []
-    described = document([*routers, *administration], service.names, bool(api_keys), root_path, strict_parameters)
+    administration = [make(service) for make in ADMIN] if admin_keys else []
+    described = document(routers, service.names, bool(api_keys), root_path, strict_parameters, administration)
 
     async def refuse(request: Request, error: Any) -> Response:
         service.metrics.refused(error.status)
@@ -132,7 +132,7 @@ def create_app(
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.root_path = root_path  # uvicorn would add its own to every path, even if the proxy has kept it
     app.state.metrics = service.metrics
-    for router, _ in administration:
+    for router in administration:
         app.include_router(router, dependencies=[Depends(authorise_admin)])
     for router, asks in routers:
         for route in router.routes:

@@ -137,6 +137,7 @@ def document(
     keyed: bool = False,
     root_path: str = "",
     strict: bool = False,
+    administration: Iterable[APIRouter] = (),
 ) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 description of a server.
 
@@ -146,17 +147,22 @@ def document(
         keyed: the server has API keys.
         root_path: path under which a proxy exposes the routes.
         strict: unknown fields of bodies are refused.
+        administration: routes that always ask for a key, an admin key.
     """
+    every = [
+        *((router, asks, keyed and asks) for router, asks in routers),
+        *((each, True, True) for each in administration),
+    ]
     paths: dict[str, dict[str, Any]] = {}
     bodies, replies = dict[str, Body](), dict[str, Body]({"Error": Error})
-    for router, asks in routers:
+    for router, asks, asked in every:
         for route in router.routes:
             assert isinstance(route, APIRoute) and route.openapi_extra is not None, route
             given = route.openapi_extra
             bodies |= {each.__name__: each for each in (given["body"],) if each is not None}
             answered = (given["reply"], given["events"], given["error"])
             replies |= {each.__name__: each for each in answered if isinstance(each, type)}
-            described = _operation(keyed=keyed and asks, key=asks, **given)
+            described = _operation(keyed=asked, key=asks, **given)
             if "{" in route.path_format:  # a route with a parameter has one, a served name
                 described["parameters"] = [
                     {"name": "name", "in": "path", "required": True, "schema": {"enum": [*models]}}

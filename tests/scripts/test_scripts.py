@@ -32,6 +32,7 @@ def test_every_script_prints_help(tmp_path: Path) -> None:
     others = {"zlab.py", "vllm_bench.py", "vllm_routing.py"}  # for other environments
     others |= {
         "decode_sets.py",
+        "faults.py",
         "fuzz_cases.py",
         "fuzz_values.py",
         "hooks.py",
