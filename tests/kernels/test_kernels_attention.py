@@ -99,10 +99,8 @@ def test_fp8_caches_have_the_bits_of_their_values_in_bf16(
     q = asked(pages, len(CONTEXTS) * block, group)
     for causal, whole, pairs in ((True, False, False), (False, False, True), (True, True, False)):
         how: dict[str, Any] = {"causal": causal, "window": window, "whole": whole, "pairs": pairs}
-        found, read = attend(q, pages, **how), attend(q, pages.read(), **how)
-        # sums are divided by SHIFT on the way: where the most probable value is zero, the rest may underflow
-        found, read = (torch.where(each.abs() < 2.0**-60, 0.0, each) for each in (found, read))
-        assert found.isfinite().all() and torch.equal(found, read)
+        found = attend(q, pages, **how)
+        assert found.isfinite().all() and torch.equal(found, attend(q, pages.read(), **how))
 
 
 def test_tokens_do_not_attend_to_padding() -> None:
