@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 1024  # rows whose candidates' rows of the head are copied at a time
+ROWS = 1024  # rows of states at a time: the head's rows of their candidates are copied
 
 
 def candidate_logits(hidden: Tensor, head: Tensor, candidates: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Capture:
         self.nbytes += size
 
     def take(self, most: int | None = None) -> list[Served]:
-        """Returns the requests whose taps have arrived, oldest first, and forgets them; at most `most` of them."""
+        """Returns at most `most` requests with taps that have arrived, oldest first, and forgets them."""
         found: list[Served] = []
         while self._waiting and len(found) != most and ((done := self._waiting[0][1]) is None or done.query()):
             served, _ = self._waiting.popleft()

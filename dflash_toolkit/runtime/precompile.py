@@ -142,7 +142,7 @@ class Driver:
 
 
 class Unlaunched:
-    """A kernel whose launches do nothing."""
+    """A kernel that is never launched."""
 
     function = packed_metadata = None
 

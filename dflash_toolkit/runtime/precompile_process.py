@@ -20,7 +20,7 @@ def framed(job: bytes) -> bytes:
 
 def _follow_input(jobs: "queue.SimpleQueue[bytes]") -> None:
     """Reads the job, and kills this process and those that it has started when the input closes."""
-    given = sys.stdin.fileno()  # not `sys.stdin`, whose lock would be held when Python ends
+    given = sys.stdin.fileno()  # not `sys.stdin`: its lock would be held when Python ends
     size, job = int.from_bytes(os.read(given, SIZE), "big"), b""
     while len(job) < size and (part := os.read(given, size - len(job))):
         job += part

@@ -74,7 +74,7 @@ class Rows:
     paths: Tensor | None = None  # int32 [B, N + 1, K + 1], see `Trees`; given with `tree`
     last: Tensor | None = None  # int64 [B], anchor tokens, for a stack with a module between its layers
     chains: bool = False  # whether no node of `tree` has a sibling
-    wanted: Tensor | None = None  # int64 [W], rows whose states the pass returns. None: all
+    wanted: Tensor | None = None  # int64 [W], the pass returns the states of these rows. None: of all
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class StepCosts:
     every row. Until steps are observed, reading a token takes the time of reading as many bytes of weights. Each
     observed step corrects both parts (normalized least mean squares).
 
-    Rows of a mixture of experts choose experts independently when times are measured. Rows of real text are alike and
+    Rows of a mixture of experts choose experts independently when times are measured. Rows of real text are similar and
     read fewer experts. So an observed step also corrects those steps of its batch that were not observed: the nearest
     observed number of rows gives the factor.
 

@@ -46,7 +46,7 @@ def update_target(weights: TargetWeights, tensors: Mapping[str, Tensor]) -> None
     """Copies tensors of a target, some or all, by their names in a Hugging Face checkpoint.
 
     Raises:
-        UnsupportedModel: a target with recurrent layers, whose weights the engine holds in other forms too.
+        UnsupportedModel: a target with recurrent layers: the engine holds their weights in other forms too.
         UserError: a tensor is unknown, or has another shape or format; nothing is written then.
     """
     if any(isinstance(layer.mixer, GatedDeltaNetSpec) for layer in weights.spec.layers):

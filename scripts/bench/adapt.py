@@ -1,4 +1,4 @@
-"""Measures an engine whose drafter learns from its traffic: tokens per step and tokens per second against time.
+"""Measures a drafter that learns from an engine's traffic: tokens per step and per second against time.
 
     python scripts/bench/adapt.py --target MODEL --drafter OUT/mine --prompts mbpp=mbpp.jsonl --requests 8 \
         --seconds 300 --ways plain frozen adapted --output adapt.json

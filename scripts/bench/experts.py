@@ -4,7 +4,7 @@
 
 Times are microseconds of all launches of a layer's experts, the median of 5 graphs of ten. `share` is the share of the
 read bandwidth that reading the weights of the chosen experts once takes. Rows choose their experts independently
-(`--skew 0`), or a few experts are popular and the rows of a block of 8 are alike: their logits have terms of the expert
+(`--skew 0`), or a few experts are popular and rows of a block of 8 are similar: their logits have terms of the expert
 and of the block, normal with this standard deviation and twice it, next to each row's own term with 2.
 """
 
@@ -37,15 +37,15 @@ from scripts.shapes import named_shape
 
 TIMES = 10  # in a graph
 OWN = 2.0  # standard deviation of a row's own part of its logits
-BLOCK = 8  # rows that are alike
+BLOCK = 8  # similar rows
 
 
 def routing(spec: MoeSpec, rows: int, skew: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns weights and experts [rows, top] of random logits."""
     count = spec.num_experts
     logits = OWN * torch.randn(rows, count, device=device) + skew * torch.randn(count, device=device)
-    alike = torch.randn(-(-rows // BLOCK), count, device=device).repeat_interleave(BLOCK, 0)[:rows]
-    logits += 2 * skew * alike
+    shared = torch.randn(-(-rows // BLOCK), count, device=device).repeat_interleave(BLOCK, 0)[:rows]
+    logits += 2 * skew * shared
     shared = torch.zeros(rows, 1 if spec.shared else 0, device=device)
     every = torch.cat([logits, shared], dim=1)[None]
     return reference.top_experts(every, torch.bfloat16, spec.top_k, normalized=True, shared=spec.shared)

@@ -1,4 +1,4 @@
-"""First tokens of requests whose prompts were computed in one pass."""
+"""First tokens of requests after one pass for all their prompts."""
 
 from typing import Any
 

@@ -136,7 +136,7 @@ def seconds_of_experts(rows: float) -> float:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_observed_steps_correct_other_rows_of_experts(batch: int) -> None:
-    """Real rows of a block are alike: they read as many experts as half as many independent rows."""
+    """Real rows of a block are similar: they read as many experts as half as many independent rows."""
     times: Times = {(batch, size): seconds_of_experts(batch * size) for size in BLOCKS}
     times |= {(2 * batch, 1): 5.0}
     costs, dense = StepCosts(times, routes=True), StepCosts(times)

@@ -1,4 +1,4 @@
-"""An engine whose drafter learns from its traffic: it gets faster, its answers stay, and faults change nothing."""
+"""A drafter learns from an engine's traffic: the engine gets faster, its answers stay, and faults change nothing."""
 
 import copy
 from dataclasses import replace

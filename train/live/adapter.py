@@ -86,7 +86,7 @@ class Adapter:
     def work(self) -> bool:
         """Does a piece of work: takes what was served, may roll back, trains one step, may promote.
 
-        A step whose gradient is not a number is undone, and training continues from the served version.
+        A step is undone if its gradient is not a number, and training continues from the served version.
 
         Returns:
             False if there are too few records for a step.

@@ -191,7 +191,7 @@ class TrainerProcess:
 
 
 class _Link:
-    """The trainer's side: stands for the engine in an `Adapter`."""
+    """The trainer's side: an `Adapter` uses it as the engine."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection

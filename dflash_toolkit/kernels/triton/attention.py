@@ -156,7 +156,7 @@ def _attention_kernel(
 ):  # fmt: skip
     """Computes a tile over all its keys if WHOLE, else over split i_s, for `_merge_kernel`.
 
-    SHORT == LONG: a request whose only split ends MARGIN before the first cut is stored like WHOLE.
+    SHORT == LONG: a request with one split, which ends MARGIN before the first cut, is stored like WHOLE.
     RAGGED: request b has the rows starts[b] to starts[b + 1] - 1, of S together. Padding follows, which the programs of
     one more request fill. The state of head h of KV head g of row r over split s is at
     ((r * G + g) * SPLITS + s) * GROUP + h. TREE: the rows are those of trees.

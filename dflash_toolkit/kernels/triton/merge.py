@@ -10,7 +10,7 @@ from ..paged import PagedKV
 from ..tree import TreeRows
 from .pdl import start_next, wait_for_previous
 
-MARGIN = tl.constexpr(128)  # a request whose context ends so many positions before the first cut has one split
+MARGIN = tl.constexpr(128)  # a request has one split if its context ends so many positions before the first cut
 MIDDLE = tl.constexpr(4)  # short splits that a middle one is as long as; they cover as many keys as the short ones
 MERGE_SPLITS = 16  # splits that are merged at a time
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Group:
-    """Greedy requests whose tokens are chosen together."""
+    """Greedy requests; their tokens are chosen together."""
 
     rows: list[int | None]  # None: it has left the batch
     states: list[Tensor]  # [1, D] each
