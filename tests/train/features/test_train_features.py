@@ -101,10 +101,11 @@ def test_a_gpu_reads_stored_features_through_pinned_memory(dtype: str, tmp_path:
 
 
 @pytest.mark.gpu
-def test_every_feature_store_gives_the_same_run_on_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "float8"])
+def test_every_feature_store_gives_the_same_run_on_a_gpu(dtype: str, tmp_path: Path) -> None:
     target, curves = on_gpu(), {}
     for mode in ("online", "memory", "disk", "hybrid"):
-        asked = config(features=mode, attention="sdpa", compile="off")
+        asked = config(features=mode, feature_dtype=dtype, attention="sdpa", compile="off")
         asked = replace(asked, optim=replace(asked.optim, pack_tokens=128, pack_blocks=12))
         train(run_of(asked, target, rows(10), tmp_path / mode))
         curves[mode] = losses(tmp_path / mode / "metrics.jsonl")
