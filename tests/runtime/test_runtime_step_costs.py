@@ -7,19 +7,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from gpu_engines import make_engine, pair, prompts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit import SamplingParams
+from dflash_toolkit.models.spec import ModelSpec, MoeSpec
 from dflash_toolkit.runtime.draft_length import BlockChooser, block_sizes, expected_tokens
 from dflash_toolkit.runtime.graphs import CAPTURED_AT_START
 from dflash_toolkit.runtime.request import RollingAcceptance, StepShape
 from dflash_toolkit.runtime.step_costs import Explorer, StepCosts, rows_per_request
 from dflash_toolkit.runtime.timing import Shape, Times
 from dflash_toolkit.runtime.trees.budget import BudgetChooser, Promise, key_of, row_buckets
+from scripts.bench.experts import routing
+from scripts.shapes import named_shape
 
 BLOCKS = block_sizes(16)
+QWEN = ModelSpec.of_target(named_shape("qwen3.6-35b-a3b")).layers[0].ffn
+assert isinstance(QWEN, MoeSpec)
 
 
 class Truth:
@@ -86,6 +92,37 @@ def test_chosen_lengths_are_as_fast_as_plain_decoding(
     dice = random.Random(seed)
     truth = Truth(dice, batch, wrong)
     assert run(truth, StepCosts(truth.measured, 1e5), rate, lengths, 1000, dice) >= 0.98
+
+
+class MixtureTruth(Truth):
+    """A mixture of experts, 40 layers of 256 experts: measured with rows that choose independently.
+
+    A few experts are popular, and rows of a block are similar, as in `scripts/bench/experts.py`: synthetic statistics.
+    """
+
+    def __init__(self, batch: int, skew: float) -> None:
+        super().__init__(random.Random(0), batch, 1.0)
+        torch.manual_seed(0)
+        for size in BLOCKS:
+            rows = batch * size
+            independent, true = (
+                4e-3 + 8e-6 * rows + 40e-6 * len(routing(QWEN, rows, each, torch.device("cpu"))[1].unique())
+                for each in (0.0, skew)
+            )
+            self.measured[batch, size], self._empty[batch, size] = independent, true
+
+
+@pytest.mark.parametrize("skew", [1.0, 3.0])
+@pytest.mark.parametrize("batch", [32, 64, 128])
+def test_lengths_for_skewed_experts_are_as_fast_as_plain(batch: int, skew: float) -> None:
+    truth, faster = MixtureTruth(batch, skew), 0
+    for rate in (0.0, 0.3, 0.6, 0.865):
+        dice = random.Random(0)
+        found = run(truth, StepCosts(truth.measured, 1e6, routes=True), rate, range(500, 1000), 400, dice)
+        best = max(expected_tokens([rate], 16)[size - 1] / truth.seconds(size, batch * 750) for size in BLOCKS)
+        faster += found > 1.2
+        assert found >= max(0.98, 0.96 * best * truth.seconds(1, batch * 750)), rate
+    assert faster, "drafts pay at some rate"
 
 
 def test_a_token_takes_the_time_of_as_many_weights() -> None:
