@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from ..models.dflash.architecture import architectures
-from ..models.dflash.shape import logit_scale
+from ..models.spec import logit_scale
 from ..models.target import RESERVED_WORDS
 from ..progress import Progress
 from .conversions import conversions
@@ -127,7 +127,8 @@ def logit_scales(case: Case, now: Setting) -> Iterator[Way]:
     if case.config is None or not case.config.has_selector:
         return
     present = (now.output_multiplier, now.final_logit_softcapping)
-    for multiplier, cap in dict.fromkeys([logit_scale(case.target), (1.0, None), (1.0, present[1])]):
+    own = logit_scale(case.target)
+    for multiplier, cap in dict.fromkeys([(own.multiplier, own.cap), (1.0, None), (1.0, present[1])]):
         if (multiplier, cap) != present:
             setting = replace(now, output_multiplier=multiplier, final_logit_softcapping=cap)
             yield Way(scale_words(multiplier, cap), setting, scale_remedy(multiplier, cap))

@@ -30,7 +30,7 @@ from torch import Tensor
 from . import flash
 from .delta import DeltaMemory
 from .features import features_of
-from .formats import Format, Operand, RowScaledFp8, Weight, dequantized, format_of, parts, values_of
+from .formats import Activation, Format, Operand, RowScaledFp8, Weight, dequantized, format_of, parts, values_of
 from .formats.dense import Dense
 from .formats.fp8_block import Fp8Block
 from .formats.fp8_row import Fp8Row
@@ -85,7 +85,7 @@ class Gemms(Protocol):
 
     def linear_split_k(self, x: Any, weight: Any, bias: Tensor | None = None) -> Tensor: ...
 
-    def linear_swiglu(self, x: Any, weight: Any) -> Tensor: ...
+    def linear_swiglu(self, x: Any, weight: Any, activation: Activation = "silu") -> Tensor: ...
 
 
 GEMMS: dict[type[Format], Gemms] = {Dense: gemm, Fp8Row: gemm, Fp8Block: fp8_blocks}
@@ -114,23 +114,23 @@ def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Te
     return kernels.linear_split_k(form.operand(x), weight, bias)
 
 
-def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
-    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
+def linear_swiglu(x: Operand, weight: Weight, activation: Activation = "silu") -> Tensor:
+    """Returns activation(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
 
     A block-scaled weight holds all gates, then all ups.
     """
     values = values_of(x)
     if by_cublas(values, weight):
-        return gemm.swiglu(_cublas_linear(x, weight), halves=format_of(weight).halves)
+        return gemm.swiglu(_cublas_linear(x, weight), activation, halves=format_of(weight).halves)
     kernels, form = _kernels(weight)
-    return kernels.linear_swiglu(form.operand(x), weight)
+    return kernels.linear_swiglu(form.operand(x), weight, activation)
 
 
-def linear_swiglu_quantized(x: Operand, weight: Weight) -> Operand:
+def linear_swiglu_quantized(x: Operand, weight: Weight, activation: Activation = "silu") -> Operand:
     """Computes `linear_swiglu`; also quantizes more rows than MAX_ROWS for the next GEMM of a target in fp8 blocks."""
     if by_cublas(values_of(x), weight) and fp8_blocks.multiplies(values_of(x), weight):
-        return fp8_blocks.swiglu(_cublas_linear(x, weight))
-    return linear_swiglu(x, weight)
+        return fp8_blocks.swiglu(_cublas_linear(x, weight), activation)
+    return linear_swiglu(x, weight, activation)
 
 
 def by_cublas(x: Tensor, weight: Weight) -> bool:

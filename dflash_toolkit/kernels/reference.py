@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import (
+    Activation,
     Operand,
     RowScaledFp8,
     Weight,
@@ -229,21 +230,19 @@ def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Te
     return linear(x, weight, bias)[None]
 
 
-def linear_swiglu(x: Operand, weight: Weight) -> Tensor:
-    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
+def linear_swiglu(x: Operand, weight: Weight, activation: Activation = "silu") -> Tensor:
+    """Returns activation(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
 
     A block-scaled weight holds all gates, then all ups, as a block must not mix them.
     """
     product = linear(x, weight)
-    if format_of(weight).halves:
-        gate, up = product.chunk(2, 1)
-        return F.silu(gate) * up
-    return F.silu(product[:, 0::2]) * product[:, 1::2]
+    gate, up = product.chunk(2, 1) if format_of(weight).halves else (product[:, 0::2], product[:, 1::2])
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def linear_swiglu_quantized(x: Operand, weight: Weight) -> Operand:
+def linear_swiglu_quantized(x: Operand, weight: Weight, activation: Activation = "silu") -> Operand:
     """Computes `linear_swiglu`; a kernel may also quantize the result for the next GEMM, of a target in fp8 blocks."""
-    return linear_swiglu(x, weight)
+    return linear_swiglu(x, weight, activation)
 
 
 def linear_argmax(x: Tensor, weight: Weight) -> Tensor:
@@ -375,7 +374,12 @@ def block_conv(x: Tensor, dynamic: Tensor, base: Tensor, block: int) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    x: Tensor,
+    partial_sums: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    tap: Tensor | None = None,
+    output_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Adds a sub-layer's output to the residual stream and norms it for the next sub-layer.
 
@@ -383,24 +387,33 @@ def add_rms_norm(
         x: the residual stream [M, D].
         partial_sums: the sub-layer's output, split along K, [P, M, D]; None adds nothing.
         weight: [D], of the RMSNorm (Zhang and Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * weight, multiplied in
-            the dtype of `weight`, which is x's dtype or fp32.
+            the dtype of `weight`, which is x's dtype or fp32. None: the next sub-layer has no norm before it.
         tap: a view [M, D] that receives the new residual stream.
+        output_norm: [D], of an RMSNorm of the sub-layer's output, rounded to x's dtype, before it is added.
 
     Returns:
-        The new residual stream and its norm, both [M, D] in x's dtype.
+        The new residual stream and its norm, both [M, D] in x's dtype; without a `weight` it twice.
     """
     if partial_sums is not None:
-        x = (x.float() + partial_sums.float().sum(0)).to(x.dtype)
+        added = partial_sums.float().sum(0)
+        if output_norm is not None:
+            added = _rms_norm(added.to(x.dtype), output_norm, eps).float()
+        x = (x.float() + added).to(x.dtype)
     if tap is not None:
         tap.copy_(x)
-    return x, _rms_norm(x, weight, eps)
+    return x, x if weight is None else _rms_norm(x, weight, eps)
 
 
 def add_rms_norm_quantized(
-    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    x: Tensor,
+    partial_sums: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    tap: Tensor | None = None,
+    output_norm: Tensor | None = None,
 ) -> tuple[Tensor, Operand]:
     """`add_rms_norm` for a GEMM that quantizes rows in groups; a kernel may return quantized rows."""
-    return add_rms_norm(x, partial_sums, weight, eps, tap)
+    return add_rms_norm(x, partial_sums, weight, eps, tap, output_norm)
 
 
 def conv_add_rms_norm(

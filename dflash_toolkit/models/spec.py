@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..config import UnsupportedModel, UserError
-from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, Format
+from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, Activation, Format
+from ..kernels.loss_terms import PLAIN, LogitScale
 from .quantized import QuantizedModules
 from .rope import ROPE_TYPES, full_rope, scaled_frequencies
 
@@ -83,10 +84,11 @@ class GatedDeltaNetSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """down(silu(gate(h)) * up(h))."""
+    """down(activation(gate(h)) * up(h))."""
 
     intermediate_size: int  # I
     weight: Format = DENSE  # of its matrices
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,13 +120,24 @@ class ConvolutionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NormNames:
+    """Names in a checkpoint of the norms of a layer; None where the layer has no norm."""
+
+    mixer_input: str | None = "input_layernorm"
+    mixer_output: str | None = None  # norms the output before it is added to x
+    ffn_input: str | None = "post_attention_layernorm"
+    ffn_output: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x + mixer(norm(x)), then x + ffn(norm(x)); the norms are RMSNorms."""
+    """x + mixer(norm(x)), then x + ffn(norm(x)); the norms are RMSNorms. `norms` may place other ones."""
 
     mixer: AttentionSpec | GatedDeltaNetSpec
     ffn: MlpSpec | MoeSpec
     conv: ConvolutionSpec | None = None
     zero_centered: bool = False  # weights of its norms are stored less one, and multiply in fp32
+    norms: NormNames = NormNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +150,11 @@ class Architecture:
     experts: bool = False  # in layers that `decoder_sparse_step` and `mlp_only_layers` do not leave out
     hybrid: bool = False  # gated delta nets as `layer_types` says; gated attention with partial RoPE; centered norms
     by_key_heads: bool = False  # see `GatedDeltaNetSpec`
+    zero_centered: bool = False  # see `LayerSpec`
+    norms: NormNames = NormNames()
+    scaled_embedding: bool = (
+        False  # the embedding is multiplied with the root of the hidden size, in the weights' dtype
+    )
 
     def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
@@ -146,7 +164,7 @@ class Architecture:
         between = (layer + 1) % getattr(config, "decoder_sparse_step", 1)
         dense = between or layer in getattr(config, "mlp_only_layers", ())
         if not self.experts or dense or not config.num_experts:
-            return MlpSpec(config.intermediate_size)
+            return MlpSpec(config.intermediate_size, activation=_activation(config))
         return MoeSpec(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
@@ -156,6 +174,13 @@ class Architecture:
         )
 
 
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as configurations name them
+BOTH_SIDES = NormNames(
+    mixer_output="post_attention_layernorm",
+    ffn_input="pre_feedforward_layernorm",
+    ffn_output="post_feedforward_layernorm",
+)  # Gemma's
+
 # supported architectures by `model_type`
 ARCHITECTURES = {
     "llama": Architecture(),
@@ -164,10 +189,13 @@ ARCHITECTURES = {
     "qwen3": Architecture(qk_norm=True),
     "qwen3_moe": Architecture(qk_norm=True, experts=True),
     "qwen3_next": Architecture(
-        qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True, experts=True, by_key_heads=True
+        qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, hybrid=True, experts=True, by_key_heads=True
     ),
-    "qwen3_5_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True),
-    "qwen3_5_moe_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, hybrid=True, experts=True),
+    "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
+    "qwen3_5_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, hybrid=True),
+    "qwen3_5_moe_text": Architecture(
+        qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, hybrid=True, experts=True
+    ),
 }
 
 
@@ -183,6 +211,9 @@ class ModelSpec:
     context_limit: int  # prompt and answer, in tokens
     rope_frequencies: tuple[float, ...]  # [R / 2], radians per position; the first R of a head's H numbers turn
     rope_factor: float = 1.0  # on cosines and sines (yarn)
+    embedding_scale: float = 1.0  # the target's embeddings are multiplied with it
+    rounds_embedding_scale: bool = False  # to the dtype of the weights, before it is multiplied
+    logit_scale: LogitScale = PLAIN  # of the head's products
 
     @property
     def quantized(self) -> bool:
@@ -253,12 +284,10 @@ class ModelSpec:
         sliding = "sliding_attention" in kinds if kinds else getattr(c, "sliding_window", None) is not None
         if getattr(c, "use_sliding_window", False) or sliding:
             raise UnsupportedModel(f"target {name}: sliding-window attention is not supported by the runtime")
+        if getattr(c, "attn_logit_softcapping", None):
+            raise UnsupportedModel(f"target {name}: attn_logit_softcapping is not supported by the runtime")
         if getattr(c, "mlp_bias", False):
             raise UnsupportedModel(f"target {name}: mlp_bias is not supported by the runtime")
-        if getattr(c, "hidden_act", "silu") != "silu":
-            raise UnsupportedModel(
-                f"target {name}: hidden_act {c.hidden_act!r} is not supported by the runtime; only silu"
-            )
         kind = (c.rope_parameters or {}).get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise UnsupportedModel(
@@ -308,7 +337,7 @@ class ModelSpec:
             mixer = replace(mixer, weight=format_of(f"{part}.{kind}", mixer.matrices(d)))
             if mixer.weight == FP8_BLOCK and architecture.by_key_heads:
                 _check_heads_are_blocks(name, c)
-            return LayerSpec(mixer, ffn, zero_centered=architecture.hybrid)
+            return LayerSpec(mixer, ffn, zero_centered=architecture.zero_centered, norms=architecture.norms)
 
         return cls(
             hidden_size=c.hidden_size,
@@ -319,6 +348,9 @@ class ModelSpec:
             context_limit=context_limit(c),
             rope_frequencies=frequencies,
             rope_factor=factor,
+            embedding_scale=c.hidden_size**0.5 if architecture.scaled_embedding else 1.0,
+            rounds_embedding_scale=architecture.scaled_embedding,
+            logit_scale=logit_scale(c),
         )
 
     def rope_table(self, positions: int, device: torch.device) -> Tensor:
@@ -326,6 +358,18 @@ class ModelSpec:
         frequencies = torch.tensor(self.rope_frequencies, dtype=torch.float32, device=device)
         angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
         return torch.stack([angles.cos(), angles.sin()]) * self.rope_factor
+
+
+def _activation(config: Any) -> Activation:
+    """Returns the activation of an FFN's gates. Raises UnsupportedModel."""
+    given = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+    if given not in ACTIVATIONS:
+        name = config.name_or_path or config.model_type
+        raise UnsupportedModel(
+            f"target {name}: hidden_act {given!r} is not supported by the runtime, but vLLM may serve it "
+            f"(dflash-serve --engine vllm)"
+        )
+    return ACTIVATIONS[given]
 
 
 def _gated_delta_net(config: Any, by_key_heads: bool) -> GatedDeltaNetSpec:
@@ -359,6 +403,14 @@ def _check_hybrid(name: str, config: Any) -> None:
             raise UnsupportedModel(f"target {name}: {key} {value!r} is not supported by the runtime")
     if "full_attention" not in config.layer_types:
         raise UnsupportedModel(f"target {name}: no layer of full attention is not supported by the runtime")
+
+
+def logit_scale(config: Any) -> LogitScale:
+    """Returns the multiplier on the products of a model's head, and their soft cap (Gemma 2 and 4)."""
+    multiplier = getattr(config, "output_multiplier", None) or getattr(config, "logit_scale", None)  # Muse; Cohere
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
+        multiplier = 1 / divisor
+    return LogitScale(float(multiplier or 1.0), getattr(config, "final_logit_softcapping", None) or None)
 
 
 def context_limit(config: "PreTrainedConfig") -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..generation import PromptLogprobs
 from ..kernels.formats import Weight
+from ..kernels.loss_terms import LogitScale
 from ..kernels.ops import Ops
 from ..kernels.reference import scored_tokens
 
@@ -14,12 +15,14 @@ ROWS = 128  # rows with logits in memory at a time; the head's sums of a row do 
 SCORED_ROWS = 16  # rows that are scored at a time, which takes 8 bytes for a logit
 
 
-def score(hidden: Tensor, head: Weight, tokens: Tensor, best: int, ops: Ops) -> Tensor:
+def score(hidden: Tensor, head: Weight, tokens: Tensor, best: int, ops: Ops, scale: LogitScale) -> Tensor:
     """Scores the tokens int64 [M] after normed states [M, D], see `scored_tokens`."""
     found = []
     for states, following in zip(hidden.split(ROWS), tokens.split(ROWS), strict=True):
-        rows = zip(ops.linear(states, head).split(SCORED_ROWS), following.split(SCORED_ROWS), strict=True)
-        found += [scored_tokens(logits, each, best) for logits, each in rows]
+        logits = ops.linear(states, head)
+        scale.apply_(logits)
+        rows = zip(logits.split(SCORED_ROWS), following.split(SCORED_ROWS), strict=True)
+        found += [scored_tokens(each, tokens, best) for each, tokens in rows]
     return torch.cat(found)
 
 

@@ -104,7 +104,7 @@ class StepRunner:
         self.reach = max_context + (self.depth + 1) * max_block + self.max_places
         self.pages_per_request = -(-self.reach // page_size)
         spec = target.spec
-        sampler = Sampler(max_num_seqs, spec.vocab_size, self.device, ops)
+        sampler = Sampler(max_num_seqs, spec.vocab_size, self.device, ops, spec.logit_scale)
         self.state = BatchState.empty(
             max_num_seqs, self.pages_per_request, page_size, self.device, sampler, spec.recurrent
         )

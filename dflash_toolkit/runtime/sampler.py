@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..generation import TokenLogprobs
+from ..kernels.loss_terms import PLAIN, LogitScale
 from ..kernels.ops import Ops
 from ..kernels.reference import ACCEPTANCE_STREAM, DRAFT_STREAM, penalized, position_uniform
 from ..sampling import MAX_LOGPROBS, SamplingParams, int64_seed
@@ -58,11 +59,11 @@ class Sampler:
     position). So its answer depends neither on the batch nor on the block length.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, ops: Ops, scale: LogitScale = PLAIN) -> None:
         def new(dtype: torch.dtype) -> Tensor:
             return torch.zeros(rows, dtype=dtype, device=device)
 
-        self._ops, self._rows, self._vocab, self._device = ops, rows, vocab_size, device
+        self._ops, self._rows, self._vocab, self._device, self._scale = ops, rows, vocab_size, device, scale
         self.temperature, self.top_p, self.min_p = new(torch.float32), new(torch.float32), new(torch.float32)
         self.top_k, self.seed = new(torch.int64).fill_(1), new(torch.int64)  # rows without a request are also computed
         self.penalties = torch.zeros(rows, 3, dtype=torch.float32, device=device)  # repetition, presence, frequency
@@ -124,8 +125,13 @@ class Sampler:
             field[target].copy_(field[source])
 
     def greedy(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Returns the most probable token of every state [M, D], int64 [M]."""
+        """Returns the most probable token of every state [M, D], int64 [M]; a scale does not change it."""
         return self._ops.linear_argmax(hidden, head)
+
+    def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        logits = self._ops.linear(hidden, head)
+        self._scale.apply_(logits)
+        return logits
 
     def choose(
         self,
@@ -153,7 +159,7 @@ class Sampler:
         batch, block = len(lengths), draft.tokens.shape[1] + 1
         if mode == Mode.GREEDY:
             return self.greedy(hidden, head).view(batch, block), None
-        raw = self._ops.linear(hidden, head)
+        raw = self._logits(hidden, head)
         if not mode.full:
             return self._choose(raw, rows, draft, lengths, mode, masks)
         some, found = max(1, EDITED_ROWS // block), []
@@ -206,7 +212,7 @@ class Sampler:
         Args:
             path: int64 [M, K], drafted tokens on the path to each row, where `inside`, bool [M, K].
         """
-        raw, sampled = self._ops.linear(hidden, head), list[Tensor]()
+        raw, sampled = self._logits(hidden, head), list[Tensor]()
         at = positions.long()[:, None] + 1
         how = (
             *(field[requests] for field in (self.temperature, self.top_p, self.top_k, self.min_p)),

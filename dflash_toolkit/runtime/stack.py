@@ -176,7 +176,7 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """An FFN with SwiGLU."""
+    """An FFN with gates."""
 
     weights: MlpWeights
     ops: Ops
@@ -190,7 +190,7 @@ class Mlp:
         """Returns partial sums [P, M, D] of normed rows h [M, D]."""
         w, ops = self.weights, self.ops
         swiglu = ops.linear_swiglu_quantized if format_of(w.down).groups_rows else ops.linear_swiglu
-        return ops.linear_split_k(swiglu(h, w.gate_up), w.down)
+        return ops.linear_split_k(swiglu(h, w.gate_up, w.activation), w.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +239,18 @@ class SublayerConvolutions:
         partial_sums: Tensor,
         after: Tensor | None,
         block: int,
-        norm: Tensor,
+        norm: Tensor | None,
         eps: float,
         tap: Tensor | None = None,
         *,
         quantized: bool = False,
+        output_norm: Tensor | None = None,
     ) -> tuple[Tensor, Operand]:
         """Returns the residual stream [M, D] plus the sub-layer's output, and its norm, in groups if `quantized`."""
         if self.weights is None or after is None:
             normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
-            return normed(x, partial_sums, norm, eps, tap)
+            return normed(x, partial_sums, norm, eps, tap, output_norm)
+        assert norm is not None, "a drafter's"
         return self.ops.conv_add_rms_norm(x, partial_sums, after, self.weights.base[1], block, norm, eps, tap)
 
 
@@ -410,8 +412,9 @@ class Stack:
             del mixed
             if self.between is not None and i + 1 < len(self._mixers):
                 assert anchors is not None
-                norm = self.layers[i + 1].input_norm, self.spec.rms_norm_eps
-                x, h = self.between.inject(i, x, anchors, *norm, self.ops)
+                norm = self.layers[i + 1].input_norm
+                assert norm is not None, "a drafter's"
+                x, h = self.between.inject(i, x, anchors, norm, self.spec.rms_norm_eps, self.ops)
                 begun = self._begin(i + 1, h, block)
             yield
         return values_of(h) if self.between is None else x
@@ -431,6 +434,7 @@ class Stack:
         if layer.fuses(following, x, ops) and (matrices := layer.fusible(following)):
             o, gate_up, down, qkv = matrices
             assert isinstance(mixed, Tensor), "weights scaled in blocks are not fused"
+            assert norm is not None and layer.post_norm is not None
             h: Operand
             projected: Tensor | None
             if layer.mixer_conv is None or layer.ffn_conv is None or after is None:
@@ -445,9 +449,13 @@ class Stack:
                 )  # fmt: skip
             return x, h, None if projected is None else (projected, after)
         x, h = self._around_mixers[i].leave(
-            x, self._mixers[i].output(mixed), after, block, layer.post_norm, eps, quantized=self._ffns[i].groups_input
-        )
+            x, self._mixers[i].output(mixed), after, block, layer.post_norm, eps,
+            quantized=self._ffns[i].groups_input, output_norm=layer.mixer_output_norm,
+        )  # fmt: skip
         inside, after = self._around_ffns[i].enter(h, block)
         quantized = following is not None and self._mixers[i + 1].groups_input
-        x, h = self._around_ffns[i].leave(x, self._ffns[i](inside), after, block, norm, eps, tap, quantized=quantized)
+        x, h = self._around_ffns[i].leave(
+            x, self._ffns[i](inside), after, block, norm, eps, tap,
+            quantized=quantized, output_norm=layer.ffn_output_norm,
+        )  # fmt: skip
         return x, h, self._begin(i + 1, h, block) if following else None

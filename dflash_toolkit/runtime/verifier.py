@@ -35,6 +35,8 @@ class Verifier:
         self, weights: TargetWeights, stack: Stack, taps: tuple[int, ...] = (), forced: Tensor | None = None
     ) -> None:
         self.weights, self.stack, self._taps, self.forced = weights, stack, taps, forced
+        scale, rounds = weights.spec.embedding_scale, weights.spec.rounds_embedding_scale
+        self._embedding_scale = float(torch.tensor(scale, dtype=self.dtype)) if rounds else scale
         self.steps = torch.zeros(
             1, dtype=torch.int64, device=weights.embedding.device
         )  # steps of `forced` that were used
@@ -51,7 +53,10 @@ class Verifier:
             width = self.weights.spec.hidden_size
             features = torch.empty(len(ids), len(self._taps) * width, dtype=self.dtype, device=ids.device)
             taps = dict(zip(self._taps, features.split(width, dim=1), strict=True))
-        return self.stack.slices(F.embedding(ids, self.weights.embedding), rows, taps), features
+        embedded = F.embedding(ids, self.weights.embedding)
+        if self._embedding_scale != 1.0:
+            embedded *= self._embedding_scale
+        return self.stack.slices(embedded, rows, taps), features
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
-from ..kernels.formats import RowScaledFp8, Weight, format_of, parts
+from ..kernels.formats import Activation, RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.drafting import BetweenWeights, SelectorWeights
@@ -129,12 +129,13 @@ class MlpWeights:
 
     gate_up: Weight  # [2 I, D], as `linear_swiglu` takes it
     down: Weight  # [D, I]
+    activation: Activation = "silu"
 
     @classmethod
     def empty(cls, spec: MlpSpec, d: int, new: Callable[..., Tensor]) -> "MlpWeights":
         i = spec.intermediate_size
         matrix = functools.partial(spec.weight.empty, new=new)
-        return cls(gate_up=matrix(2 * i, d), down=matrix(d, i))
+        return cls(gate_up=matrix(2 * i, d), down=matrix(d, i), activation=spec.activation)
 
     def parameter_views(self) -> dict[str, Tensor]:
         form = format_of(self.gate_up)
@@ -205,12 +206,14 @@ class ConvolutionWeights(NamedTuple):
 class LayerWeights:
     """One decoder layer."""
 
-    input_norm: Tensor  # [D]; in fp32 if it is stored minus one
+    input_norm: Tensor | None  # [D], before the mixer; norms are in fp32 if they are stored minus one
     mixer: AttentionWeights | GatedDeltaNetWeights
-    post_norm: Tensor  # [D]
+    post_norm: Tensor | None  # [D], before the FFN
     ffn: MlpWeights | MoeWeights
     mixer_conv: ConvolutionWeights | None = None
     ffn_conv: ConvolutionWeights | None = None
+    mixer_output_norm: Tensor | None = None  # [D], of the mixer's output
+    ffn_output_norm: Tensor | None = None  # [D], of the FFN's output
 
     @classmethod
     def empty(cls, spec: LayerSpec, d: int, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
@@ -222,7 +225,12 @@ class LayerWeights:
             mixer = GatedDeltaNetWeights.empty(spec.mixer, d, new)
         else:
             mixer = AttentionWeights.empty(spec.mixer, d, new, norm)
-        return cls(norm(d), mixer, norm(d), _ffn_weights(spec.ffn, d, new), *convs)
+        names = spec.norms
+        inputs = [norm(d) if name else None for name in (names.mixer_input, names.ffn_input)]
+        outputs = [norm(d) if name else None for name in (names.mixer_output, names.ffn_output)]
+        layer = cls(inputs[0], mixer, inputs[1], _ffn_weights(spec.ffn, d, new), *convs)
+        layer.mixer_output_norm, layer.ffn_output_norm = outputs
+        return layer
 
     @property
     def in_fp8(self) -> bool:
@@ -238,8 +246,9 @@ class LayerWeights:
         """
 
         def after_norm(
-            norm: Tensor, matrix: Weight, conv: ConvolutionWeights | None
-        ) -> tuple[Tensor, RowScaledFp8, ConvolutionWeights | None]:
+            norm: Tensor | None, matrix: Weight, conv: ConvolutionWeights | None
+        ) -> tuple[Tensor | None, RowScaledFp8, ConvolutionWeights | None]:
+            assert norm is not None, "a drafter's"
             size = norm.float().pow(2).mean().sqrt().clamp(min=1e-6).log2().round().exp2()
 
             def narrow(matrix: Weight) -> RowScaledFp8:
@@ -265,10 +274,13 @@ class LayerWeights:
     def fusible(self, following: "LayerWeights | None") -> tuple[Weight, Weight, Weight, Weight | None] | None:
         """Returns the matrices of a fused post-attention: output projection, FFN, and the next queries, keys, values.
 
-        Returns None if one of them has a bias, the FFN has experts, or the next mixer is not attention.
+        Returns None if one of them has a bias, the FFN has experts, the next mixer is not attention, or the norms or
+        the activation are not those of Llama.
         """
         mixer, following_mixer = self.mixer, following.mixer if following else None
         if isinstance(self.ffn, MoeWeights) or not isinstance(mixer, AttentionWeights) or mixer.o_bias is not None:
+            return None
+        if self.ffn.activation != "silu" or self.post_norm is None or self.mixer_output_norm is not None:
             return None
         if isinstance(following_mixer, GatedDeltaNetWeights):
             return None
@@ -277,7 +289,7 @@ class LayerWeights:
     def fuses(self, following: "LayerWeights | None", x: Tensor, ops: Ops) -> bool:
         """Returns whether everything after the attention of rows x [M, D] is one operation."""
         matrices = self.fusible(following)
-        if matrices is None or self.post_norm.dtype != x.dtype:
+        if matrices is None or self.post_norm is None or self.post_norm.dtype != x.dtype:
             return False
         if self.ffn_conv is None:
             return ops.fuses_post_attention(x, matrices)
@@ -287,8 +299,10 @@ class LayerWeights:
     def parameter_views(self, spec: LayerSpec, stacked: bool = False) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
         ffn = self.ffn.parameter_views(stacked) if isinstance(self.ffn, MoeWeights) else self.ffn.parameter_views()
-        # random weights are sampled in this order
-        found = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.post_norm}
+        names = spec.norms  # random weights are sampled in this order
+        norms = {names.mixer_input: self.input_norm, names.mixer_output: self.mixer_output_norm}
+        norms |= {names.ffn_input: self.post_norm, names.ffn_output: self.ffn_output_norm}
+        found = {f"{name}.weight": norm for name, norm in norms.items() if norm is not None}
         if isinstance(self.mixer, GatedDeltaNetWeights):
             assert isinstance(spec.mixer, GatedDeltaNetSpec)
             found |= self.mixer.parameter_views(spec.mixer) | ffn

@@ -85,11 +85,12 @@ def test_split_k_sums_cover_whole_blocks_and_the_first_has_the_bias(n: int, k: i
 def test_linear_swiglu_is_as_good_as_torch_s(shape: tuple[int, int], m: int, dtype: torch.dtype) -> None:
     x, weight, _ = operands(m, *shape, dtype)
     (gate, up), (gate_terms, up_terms) = ((t[:, 0::2], t[:, 1::2]) for t in terms_of(x, weight))
-    # silu has slope at most 1.1 and magnitude at most its argument's
-    spread = 1.1 * gate_terms * up.abs() + gate.abs() * up_terms
-    found = kernels.linear_swiglu(x, weight)
-    assert found.dtype == dtype
-    assert_as_good_as_torch(found, reference.linear_swiglu(x, weight), F.silu(gate) * up, spread)
+    # both activations have slopes of at most 1.13 and magnitudes of at most their argument's
+    spread = 1.13 * gate_terms * up.abs() + gate.abs() * up_terms
+    for activation, exact in (("silu", F.silu(gate)), ("gelu_tanh", F.gelu(gate, approximate="tanh"))):
+        found = kernels.linear_swiglu(x, weight, activation)
+        assert found.dtype == dtype
+        assert_as_good_as_torch(found, reference.linear_swiglu(x, weight, activation), exact * up, spread)
 
 
 @pytest.mark.parametrize(("shape", "m", "dtype"), each([(300, 300), (256, 128), (10, 24), (1, 16)]))

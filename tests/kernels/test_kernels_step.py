@@ -15,6 +15,7 @@ from kernel_pages import _interpretable as _interpretable
 from kernel_pages import attend, check_attention, check_invariant, check_padding, check_slots, make_pages
 
 from dflash_toolkit.kernels import reference
+from dflash_toolkit.kernels.formats import values_of
 from dflash_toolkit.kernels.triton import accept, attention, merge, norm
 
 # ---- attention -------------------------------------------------------------------------------------
@@ -147,6 +148,25 @@ def test_the_norm_is_that_of_the_rounded_sum_and_batch_invariant(
     assert torch.equal(taps[:, 1], total) and (taps[:, ::2] == 7).all()
     alone = norm.add_rms_norm(x[-1:], None if partials is None else partials[:, -1:].contiguous(), weight, EPS)
     assert torch.equal(alone[0], total[-1:]) and torch.equal(alone[1], normed[-1:])
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "not normed"])
+@pytest.mark.parametrize(("rows", "width", "dtype"), in_turn([(3, 40), (2, 1000)]), ids=str)
+def test_outputs_of_sublayers_are_normed_before_they_are_added(
+    rows: int, width: int, dtype: torch.dtype, normed: bool
+) -> None:
+    x, partials, own = randn(rows, width, dtype=dtype), randn(3, rows, width), randn(width, dtype=dtype)
+    weight = randn(width) if normed else None
+    total, after = norm.add_rms_norm(x, partials, weight, EPS, None, own)
+    expected = reference.add_rms_norm(x, partials, weight, EPS, None, own)
+    exact = x.double() + exact_norm(partials.double().sum(0), own)
+    assert_as_exact_as_torch(total, expected[0], exact)
+    if weight is None:
+        assert after is total and norm.add_rms_norm(x, None, None, EPS) == (x, x)
+    else:
+        assert_as_exact_as_torch(after, expected[1], exact_norm(exact, weight))
+    quantized = norm.add_rms_norm_quantized(x, partials, weight, EPS, None, own)
+    assert torch.equal(quantized[0], total) and torch.equal(values_of(quantized[1]), after)
 
 
 @pytest.mark.parametrize(("parts", "total"), [((1e8, -1e8, 1.0), 1), ((1.0, -1e8, 1e8), 0)])

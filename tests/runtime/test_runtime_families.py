@@ -8,27 +8,43 @@ import torch
 from architectures import ARCHITECTURES
 from conftest import make_dflash2, make_drafter
 from damage import damage
-from engines import check_drafts, knowing, make_engine, prompts_of
+from engines import SAMPLINGS, alone, check_drafts, knowing, make_engine, prompts_of, same
 from fp8_targets import CHANGES, SIZES, in_fp8, in_modules
 from recurrent_engines import LONG_RUN
 from small_vocabulary import hf_greedy
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter, save_drafter
+from dflash_toolkit.kernels.loss_terms import PLAIN
+from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.runtime import EngineOptions, load_engine
 
-FAMILIES = ["Qwen3.5-MoE", "Qwen3-Next"]  # between them they have every kind of layer
+FP8_FAMILIES = ["Qwen3.5-MoE", "Qwen3-Next"]  # between them they have every kind of layer
 if LONG_RUN:
-    FAMILIES += ["Qwen3", "Qwen3-MoE", "Qwen3.5"]
+    FP8_FAMILIES += ["Qwen3", "Qwen3-MoE", "Qwen3.5"]
+FULL_GEMMA = {"layer_types": ["full_attention"] * 6, "attn_logit_softcapping": None}
+FAMILIES = {"Gemma 2": FULL_GEMMA, **{name: {} for name in FP8_FAMILIES}}
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_equal_transformers_under_random_events(name: str) -> None:
-    assert check_whatever_happens(ARCHITECTURES[name].target()) == 0
+    assert check_whatever_happens(ARCHITECTURES[name].target(**FAMILIES[name])) == 0
 
 
-@pytest.mark.parametrize("name", FAMILIES if LONG_RUN else ["Qwen3.5"])
+@pytest.mark.parametrize("name", ["Gemma 2"])
+def test_sampling_and_logprobs_use_scaled_logits(name: str) -> None:
+    target, (prompt,) = ARCHITECTURES[name].target(**FAMILIES[name]), prompts_of(9)
+    assert ModelSpec.of_target(target.config).logit_scale != PLAIN
+    params = [*SAMPLINGS[:5], SamplingParams(max_tokens=2, prompt_logprobs=3)]
+    for got, each in zip(make_engine(target, None).generate([prompt] * 6, params), params, strict=True):
+        expected = alone(target, None, prompt, each)
+        assert same(got, expected)
+        assert got.prompt_logprobs is None or each.prompt_logprobs
+        assert [t.chosen for t in got.logprobs] == pytest.approx([t.chosen for t in expected.logprobs], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", FP8_FAMILIES if LONG_RUN else ["Qwen3.5"])
 def test_fp8_answers_equal_transformers_under_load(name: str, tmp_path: Path) -> None:
     in_fp8(ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {})), tmp_path)
     with in_modules(tmp_path) as target:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.loss_terms import PLAIN, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
-from dflash_toolkit.models.dflash.shape import logit_scale
+from dflash_toolkit.models.spec import logit_scale
 
 from ..config import LossOptions, TrainConfig
 from .alignment import alignment_weight, slot_tokens
@@ -119,7 +119,7 @@ def compute_loss(
             drafter, features.hidden.to(target.dtype), features.positions, embedded, blocks.positions.flatten(1), masks,
             *between,
         )  # fmt: skip
-        scales = LogitScale(*logit_scale(drafter.config)), LogitScale(*logit_scale(target.config))
+        scales = logit_scale(drafter.config), logit_scale(target.config)
         head = drafter.config.architecture.chooser(drafter, target.head_weight)
         selector = None if head is None else Selector(head, drafter.config.draft_candidates, ramp(done))
         return draft_loss(

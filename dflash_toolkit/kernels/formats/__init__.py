@@ -5,7 +5,19 @@
 
 from torch import Tensor
 
-from .base import FP8_MAX, LEAST, Format, Operand, Quantized, QuantizedRows, Weight, dequantized, parts, values_of
+from .base import (
+    FP8_MAX,
+    LEAST,
+    Activation,
+    Format,
+    Operand,
+    Quantized,
+    QuantizedRows,
+    Weight,
+    dequantized,
+    parts,
+    values_of,
+)
 from .dense import DENSE
 from .fp8_block import BLOCK, FP8_BLOCK, FP8_CHANNEL, BlockScaledFp8, quantize_groups
 from .fp8_row import FP8_ROW, RowScaledFp8, cast_fp8, is_row_scaled
@@ -18,6 +30,7 @@ __all__ = [
     "FP8_MAX",
     "FP8_ROW",
     "LEAST",
+    "Activation",
     "BlockScaledFp8",
     "Format",
     "Operand",

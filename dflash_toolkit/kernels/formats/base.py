@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 FP8_MAX = 448.0  # largest float8_e4m3fn
+Activation = Literal["silu", "gelu_tanh"]  # of gates: x * sigmoid(x), or the tanh form of gelu
 LEAST = 1e-12  # lower bound of the largest value of a scaled group, so that no scale is zero
 
 

@@ -19,6 +19,7 @@ from ..formats import (
     BLOCK,
     FP8_MAX,
     LEAST,
+    Activation,
     BlockScaledFp8,
     Operand,
     QuantizedRows,
@@ -30,7 +31,7 @@ from ..formats import (
 from ..launch import MAX_ROWS, padded, pdl
 from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts, to_fp8
 from .pdl import start_next, wait_for_previous
-from .tile import MULTIPROCESSORS, RESERVED_BYTES, Tile, fitted, store_tile
+from .tile import MULTIPROCESSORS, RESERVED_BYTES, Tile, activate, fitted, store_tile
 
 # maximum rows that every program quantizes itself; with 32, this took longer than a separate launch for 64
 # (results/step_qwen3_8_27b_fp8_h100.json)
@@ -71,7 +72,8 @@ def _group_round_kernel(
 @triton.jit(do_not_specialize=["SCALE_M", "SCALE_K"])
 def _swiglu_round_kernel(
     x_p, out_p, data_p, scale_p, width, SCALE_M, SCALE_K,
-    GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_K: tl.constexpr, GELU: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes out [M, width] of x [M, 2 * width] with all gates first, and quantizes it."""
     i_m = tl.program_id(0).to(tl.int64)
@@ -83,8 +85,8 @@ def _swiglu_round_kernel(
     b_gate = tl.load(p_x, mask=mask[:, None], other=0.0).to(tl.float32)
     b_up = tl.load(p_x + width, mask=mask[:, None], other=0.0).to(tl.float32)
     start_next(PDL)
-    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(out_p.dtype.element_ty).to(tl.float32)
-    b_out = (b_silu * b_up).to(out_p.dtype.element_ty)
+    b_active = activate(b_gate, GELU).to(out_p.dtype.element_ty).to(tl.float32)
+    b_out = (b_active * b_up).to(out_p.dtype.element_ty)
     b_y, b_scale = quantize(b_out, 1, data_p.dtype.element_ty, FP8_MAX, LEAST)
     tl.store(out_p + i_m * width + o_k, b_out, mask=mask[:, None])
     tl.store(data_p + i_m * width + o_k, b_y, mask=mask[:, None])
@@ -96,7 +98,7 @@ def _block_linear_kernel(
     x_p, x_scale_p, w_p, w_scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, QUANTIZE: tl.constexpr,
     BY_ROWS: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr,
-    BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i begins at column i * SPAN.
 
@@ -143,7 +145,7 @@ def _block_linear_kernel(
     if BY_ROWS:
         b_acc *= tl.load(x_scale_p + o_m, mask=m_m, other=0.0)[None, :] * tl.load(w_scale_p + o_w)[:, None]
     start_next(PDL)
-    store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
+    store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU, GELU)
 
 
 def tile_for(n: int, k: int, rows: int, split: bool = False, card: Features = MEASURED) -> Tile:
@@ -247,9 +249,10 @@ def scaled_linear(x: Operand, weight: Weight, bias: Tensor | None = None) -> Ten
 
 
 def launch_linear(
-    operand: Operand, weight: BlockScaledFp8, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
-) -> None:
-    """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    operand: Operand, weight: BlockScaledFp8, bias: Tensor | None, out: Tensor, tile: Tile,
+    activation: Activation | None = None,
+) -> None:  # fmt: skip
+    """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] with an activation of gates."""
     x = values_of(operand)
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * BLOCK)) * BLOCK
@@ -266,8 +269,8 @@ def launch_linear(
     _block_linear_kernel[(-(-m // side), n // tile.block_n, tile.splits)](
         rows, scale, data, weight.scale, x if bias is None else bias, out, m, n, k, span,
         T=side, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, QUANTIZE=in_loop, BY_ROWS=weight.by_rows,
-        FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=swiglu,
-        num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
+        FP8_MAX=FP8_MAX, LEAST=LEAST, BIAS=bias is not None, SWIGLU=activation is not None,
+        GELU=activation == "gelu_tanh", num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
 
 
@@ -293,19 +296,20 @@ def linear_split_k(x: Operand, weight: BlockScaledFp8, bias: Tensor | None = Non
     return out
 
 
-def linear_swiglu(x: Operand, weight: BlockScaledFp8) -> Tensor:
-    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds all gates, then all ups."""
+def linear_swiglu(x: Operand, weight: BlockScaledFp8, activation: Activation = "silu") -> Tensor:
+    """Returns activation(gate) * up, [M, I], where weight [2 * I, K] holds all gates, then all ups."""
     out = values_of(x).new_empty(len(x), len(weight) // 2)
-    launch_linear(x, weight, None, out, _tile(x, weight), swiglu=True)
+    launch_linear(x, weight, None, out, _tile(x, weight), activation)
     return out
 
 
-def swiglu(product: Tensor) -> QuantizedRows:
-    """Returns silu(gate) * up, [M, I], of a product [M, 2 * I] with all gates first, quantized for the next GEMM."""
+def swiglu(product: Tensor, activation: Activation = "silu") -> QuantizedRows:
+    """Returns activation(gate) * up, [M, I], of a product [M, 2 * I] with all gates first, quantized for the next
+    GEMM."""
     m, width = len(product), product.shape[1] // 2
     out, (data, scale) = product.new_empty(m, width), empty_rows(m, width, product.device)
     _swiglu_round_kernel[(m, -(-width // (GROUPS * BLOCK)))](
         product, out, data, scale, width, *scale.stride(),
-        GROUPS=GROUPS, BLOCK_K=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(product),
+        GROUPS=GROUPS, BLOCK_K=BLOCK, GELU=activation == "gelu_tanh", FP8_MAX=FP8_MAX, LEAST=LEAST, **pdl(product),
     )  # fmt: skip
     return QuantizedRows(out, data, scale)

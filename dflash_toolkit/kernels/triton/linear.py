@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..features import features_of
-from ..formats import Weight, is_row_scaled
+from ..formats import Activation, Weight, is_row_scaled
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from ..loss_terms import PLAIN, LogitScale
 from .argmax import merge_lse, merge_top, ordered, reduce_argmax, scale_logits, tile_key
 from .fp8 import stored_parts
 from .pdl import start_next, wait_for_previous
-from .tile import FORMATS, MULTIPROCESSORS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
+from .tile import FORMATS, MULTIPROCESSORS, SHARED_BYTES, Tile, accumulate, activate, fitted, store_tile
 
 LSE_WARPS = 8  # warps of the widest tiles, which hold the logits' exponentials next to the sums
 SWIGLU_BLOCK = 1024  # columns per program of SwiGLU after cuBLAS; with 512, 256 rows of 12288 take 3 us longer
@@ -61,7 +61,7 @@ def _linear_kernel(
     x_p, w_p, scale_p, bias_p, out_p, M, N, K, SPAN,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr,
-    BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes out [splits, M, N] (SWIGLU: [M, N / 2]) of x [M, K] and w [N, K]; split i begins at column i * SPAN."""
     i_n, i_s = tl.program_id(0), tl.program_id(1)
@@ -75,7 +75,7 @@ def _linear_kernel(
     start_next(PDL)
     if SCALED:
         b_acc *= tl.load(scale_p + o_n, mask=o_n < N, other=0.0)[:, None]
-    store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU)
+    store_tile(b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s, T, BLOCK_N, BIAS, SWIGLU, GELU)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -173,7 +173,7 @@ def _top_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Computes out [M, width] of x [M, 2 * width], with alternating gates and ups or all gates first, after cuBLAS."""
     i_m = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -187,22 +187,22 @@ def _swiglu_kernel(x_p, out_p, width, HALVES: tl.constexpr, BLOCK: tl.constexpr,
         o_both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
         gate, up = tl.split(tl.reshape(tl.load(p_x + o_both, mask=o_both < 2 * width, other=0.0), (BLOCK, 2)))
     start_next(PDL)
-    gate = gate.to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32)
-    tl.store(out_p + i_m * width + o_n, (silu * up.to(tl.float32)).to(out_p.dtype.element_ty), mask=mask)
+    active = activate(gate.to(tl.float32), GELU).to(out_p.dtype.element_ty).to(tl.float32)
+    tl.store(out_p + i_m * width + o_n, (active * up.to(tl.float32)).to(out_p.dtype.element_ty), mask=mask)
 
 
 def launch_linear(
-    x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, tile: Tile, swiglu: bool = False
+    x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor, tile: Tile, activation: Activation | None = None
 ) -> None:
-    """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] for SwiGLU."""
+    """Runs the kernel with a given tile; `out` is [splits, M, N], or [M, N / 2] with an activation of gates."""
     (m, k), n = x.shape, len(weight)
     span = -(-k // (tile.splits * tile.block_k)) * tile.block_k
     data, scale = stored_parts(weight)
     _linear_kernel[(-(-n // tile.block_n), tile.splits)](
         x, data, data if scale is None else scale, x if bias is None else bias, out, m, n, k, span,
         T=padded(m), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_N=n % tile.block_n == 0,
-        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, BIAS=bias is not None, SWIGLU=swiglu,
+        EVEN_K=k % tile.block_k == 0, SCALED=scale is not None, BIAS=bias is not None,
+        SWIGLU=activation is not None, GELU=activation == "gelu_tanh",
         num_warps=tile.warps, num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
 
@@ -227,22 +227,23 @@ def linear_split_k(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Ten
     return out
 
 
-def linear_swiglu(x: Tensor, weight: Weight) -> Tensor:
-    """Returns silu(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
+def linear_swiglu(x: Tensor, weight: Weight, activation: Activation = "silu") -> Tensor:
+    """Returns activation(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ..."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    launch_linear(x, weight, None, out, _tile("swiglu", x, weight), swiglu=True)
+    launch_linear(x, weight, None, out, _tile("swiglu", x, weight), activation)
     return out
 
 
-def swiglu(product: Tensor, halves: bool = False) -> Tensor:
-    """Returns silu(gate) * up, [M, I], of a contiguous product [M, 2 * I] with columns gate 0, up 0, gate 1, up 1, ...
+def swiglu(product: Tensor, activation: Activation = "silu", halves: bool = False) -> Tensor:
+    """Returns activation(gate) * up, [M, I], of a contiguous product [M, 2 * I].
 
-    `halves`: all gates, then all ups.
+    Its columns are gate 0, up 0, gate 1, up 1, ...; `halves`: all gates, then all ups.
     """
     rows, width = len(product), product.shape[1] // 2
     out = torch.empty(rows, width, dtype=product.dtype, device=product.device)
     grid = rows, -(-width // SWIGLU_BLOCK)
-    _swiglu_kernel[grid](product, out, width, HALVES=halves, BLOCK=SWIGLU_BLOCK, **pdl(product))
+    gelu = activation == "gelu_tanh"
+    _swiglu_kernel[grid](product, out, width, HALVES=halves, GELU=gelu, BLOCK=SWIGLU_BLOCK, **pdl(product))
     return out
 
 

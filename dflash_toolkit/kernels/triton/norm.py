@@ -12,16 +12,28 @@ from .fp8_blocks import empty_rows, quantize
 from .pdl import start_next, wait_for_previous
 
 
+@triton.jit
+def _rms_norm(b_x, b_w, D, eps):
+    """Returns the RMSNorm of a row [BLOCK] of D numbers, rounded as in the reference."""
+    b_wide = b_x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=0) / D + eps)
+    return ((b_wide * scale).to(b_w.dtype) * b_w).to(b_x.dtype)
+
+
 @triton.jit(do_not_specialize=["M", "stride_tap", "SCALE_M", "SCALE_D"])
 def _add_rms_norm_kernel(
-    x_p, part_p, w_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap, SCALE_M, SCALE_D,
+    x_p, part_p, w_p, output_w_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap, SCALE_M, SCALE_D,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, QUANTIZE: tl.constexpr,
+    NORM: tl.constexpr, OUTPUT_NORM: tl.constexpr,
     GROUP: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     mask = o_d < D
-    b_w = tl.load(w_p + o_d, mask=mask, other=0.0)  # weights do not depend on other kernels
+    if NORM:  # weights do not depend on other kernels
+        b_w = tl.load(w_p + o_d, mask=mask, other=0.0)
+    if OUTPUT_NORM:
+        b_output_w = tl.load(output_w_p + o_d, mask=mask, other=0.0)
     wait_for_previous(PDL)
     b_x = tl.load(x_p + i_m * D + o_d, mask=mask, other=0.0)
     if ADD:
@@ -29,16 +41,18 @@ def _add_rms_norm_kernel(
         # in order, so that the result does not depend on scheduling; unrolled, so that a row's loads overlap
         for i in tl.static_range(PARTS):
             b_sum += tl.load(part_p + (i * M + i_m) * D + o_d, mask=mask, other=0.0).to(tl.float32)
+        if OUTPUT_NORM:
+            b_sum = _rms_norm(b_sum.to(b_x.dtype), b_output_w, D, eps).to(tl.float32)
         b_x = (b_x.to(tl.float32) + b_sum).to(b_x.dtype)
     start_next(PDL)
     if ADD:
         tl.store(sum_p + i_m * D + o_d, b_x, mask=mask)
     if TAP:
         tl.store(tap_p + i_m * stride_tap + o_d, b_x, mask=mask)
-    b_wide = b_x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=0) / D + eps)
-    b_h = ((b_wide * scale).to(b_w.dtype) * b_w).to(b_x.dtype)
-    tl.store(h_p + i_m * D + o_d, b_h, mask=mask)
+    b_h = b_x
+    if NORM:
+        b_h = _rms_norm(b_x, b_w, D, eps)
+        tl.store(h_p + i_m * D + o_d, b_h, mask=mask)
     if QUANTIZE:
         o_g = tl.arange(0, BLOCK // GROUP)
         o_in = o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -48,37 +62,51 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm(
-    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    x: Tensor,
+    partial_sums: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    tap: Tensor | None = None,
+    output_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Adds partial_sums [P, M, D] to x [M, D], also into `tap` [M, D]; returns the sum and its RMSNorm."""
-    return _launch(x, partial_sums, weight, eps, tap, None)
+    """Adds partial_sums [P, M, D], or their norm, to x [M, D], also into `tap`; returns the sum and its RMSNorm."""
+    return _launch(x, partial_sums, weight, eps, tap, output_norm, None)
 
 
 def add_rms_norm_quantized(
-    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None = None
+    x: Tensor,
+    partial_sums: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    tap: Tensor | None = None,
+    output_norm: Tensor | None = None,
 ) -> tuple[Tensor, Operand]:
     """Computes `add_rms_norm`; also quantizes the rows for GEMMs with block-scaled fp8 weights."""
     m, d = x.shape
     if d % BLOCK:
-        return _launch(x, partial_sums, weight, eps, tap, None)
+        return _launch(x, partial_sums, weight, eps, tap, output_norm, None)
     quantized = empty_rows(m, d, x.device)
-    total, normed = _launch(x, partial_sums, weight, eps, tap, quantized)
+    total, normed = _launch(x, partial_sums, weight, eps, tap, output_norm, quantized)
     return total, QuantizedRows(normed, *quantized)
 
 
 def _launch(
-    x: Tensor, partial_sums: Tensor | None, weight: Tensor, eps: float, tap: Tensor | None,
-    quantized: tuple[Tensor, Tensor] | None,
+    x: Tensor, partial_sums: Tensor | None, weight: Tensor | None, eps: float, tap: Tensor | None,
+    output_norm: Tensor | None, quantized: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     m, d = x.shape
     total = x if partial_sums is None else torch.empty_like(x)
-    normed = torch.empty_like(x)
+    if weight is None and tap is None and partial_sums is None and quantized is None:
+        return x, x
+    normed = total if weight is None else torch.empty_like(x)
     _add_rms_norm_kernel[(m,)](
-        x, x if partial_sums is None else partial_sums, weight, total, normed, x if tap is None else tap,
+        x, x if partial_sums is None else partial_sums, x if weight is None else weight,
+        x if output_norm is None else output_norm, total, normed, x if tap is None else tap,
         *(quantized or (x, x)), m, d, eps, 0 if tap is None else tap.stride(0), *(quantized or (x, x))[1].stride(),
         PARTS=0 if partial_sums is None else len(partial_sums), BLOCK=next_power_of_two(d),
-        ADD=partial_sums is not None, TAP=tap is not None, QUANTIZE=quantized is not None, GROUP=BLOCK, FP8_MAX=FP8_MAX,
-        LEAST=LEAST, num_warps=4 if d <= 2048 else 8,
+        ADD=partial_sums is not None, TAP=tap is not None, QUANTIZE=quantized is not None,
+        NORM=weight is not None, OUTPUT_NORM=output_norm is not None, GROUP=BLOCK, FP8_MAX=FP8_MAX, LEAST=LEAST,
+        num_warps=4 if d <= 2048 else 8,
         **pdl(x),
     )  # fmt: skip
     return total, normed

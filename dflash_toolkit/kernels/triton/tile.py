@@ -83,9 +83,17 @@ def accumulate(
 
 
 @triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """Returns silu of fp32 gates, or with GELU the tanh form of gelu."""
+    # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u), with u = sqrt(2 / pi) * (x + 0.044715 * x^3)
+    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    return gate / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
 def store_tile(
     b_acc, bias_p, out_p, o_n, o_m, m_m, M, N, i_n, i_s,
-    T: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr,
+    T: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, GELU: tl.constexpr = False,
 ):  # fmt: skip
     """Stores the sums [BLOCK_N, T] of tile i_n and split i_s to out [splits, M, N] (SWIGLU: [M, N / 2])."""
     if SWIGLU:
@@ -93,7 +101,7 @@ def store_tile(
         # casts like separate GEMMs would
         gate = gate.to(out_p.dtype.element_ty).to(tl.float32)
         up = up.to(out_p.dtype.element_ty).to(tl.float32)
-        b_out = (gate / (1.0 + tl.exp(-gate))).to(out_p.dtype.element_ty).to(tl.float32) * up
+        b_out = activate(gate, GELU).to(out_p.dtype.element_ty).to(tl.float32) * up
         o_h = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         p_out = out_p + o_m[None, :].to(tl.int64) * (N // 2) + o_h[:, None]
         tl.store(p_out, b_out.to(out_p.dtype.element_ty), mask=m_m[None, :] & (o_h < N // 2)[:, None])

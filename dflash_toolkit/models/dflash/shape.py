@@ -64,6 +64,7 @@ def drafter_shape(
         ValueError: a combination that cannot work.
     """
     from ..rope import full_rope
+    from ..spec import logit_scale
 
     def given(value: int | None, default: Any) -> int:
         return int(default if value is None else value)
@@ -80,7 +81,7 @@ def drafter_shape(
             taps = max(1, min(TAPS_FOR_EXPERTS, depth - 3))
         kinds = getattr(target, "layer_types", None) or ()
         target_layer_ids = default_target_layer_ids(depth, TAPS if taps is None else taps, kinds)
-    multiplier, cap = logit_scale(target)
+    scale = logit_scale(target)
     architecture = of_kind(kind) if kind else asked_by(sizes) or of_kind(default_kind(target))
     shape = architecture.config()(
         hidden_size=width,
@@ -97,8 +98,8 @@ def drafter_shape(
         rms_norm_eps=next((getattr(target, name) for name in EPSILONS if getattr(target, name, None)), 1e-6),
         rope_theta=float(full_rope(target).get("rope_theta", 1e6)),
         max_position_embeddings=target.max_position_embeddings,
-        output_multiplier=multiplier,
-        final_logit_softcapping=cap,
+        output_multiplier=scale.multiplier,
+        final_logit_softcapping=scale.cap,
         **architecture.sizes_of(sizes, width),
     )
     return with_attention(shape, layer_types, sliding_window, is_causal)
@@ -145,14 +146,6 @@ def has_experts(target: "PreTrainedConfig") -> bool:
 def _ffn(target: "PreTrainedConfig") -> int:
     size = getattr(target, "intermediate_size", None) or 4 * target.hidden_size  # GPT-2's default
     return max(size) if isinstance(size, list) else size  # Gemma 3n gives one for each layer
-
-
-def logit_scale(config: "PreTrainedConfig | DrafterConfig") -> tuple[float, float | None]:
-    """Returns a model's multiplier on the logits of its head, and their soft cap (Gemma 2 and 4)."""
-    multiplier = getattr(config, "output_multiplier", None) or getattr(config, "logit_scale", None)  # Muse; Cohere
-    if divisor := getattr(config, "logits_scaling", None):  # Granite
-        multiplier = 1 / divisor
-    return float(multiplier or 1.0), getattr(config, "final_logit_softcapping", None) or None
 
 
 def default_target_layer_ids(

@@ -201,7 +201,9 @@ class PrefillPrograms:
             return None
         context = self._context
         tokens = to_device(scores.ids, torch.int64, context.device)
-        found = score(hidden[: len(tokens)], context.target.head, tokens, scores.top, context.ops)
+        found = score(
+            hidden[: len(tokens)], context.target.head, tokens, scores.top, context.ops, context.target.spec.logit_scale
+        )
         return download(found) if context.device.type == "cuda" else found
 
     # ---- several chunks --------------------------------------------------------------------------------
