@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import flash
+from .clamped import ClampedExperts
 from .delta import DeltaMemory
 from .features import features_of
 from .formats import Activation, Format, Operand, RowScaledFp8, Weight, dequantized, format_of, parts, values_of
@@ -221,10 +222,18 @@ def _logits(rows: Tensor | RowScaledFp8, weight: Weight, dtype: torch.dtype) -> 
     return F.linear(rows, dequantized(weight, dtype))
 
 
-def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(
+    x: Operand,
+    gate_up: Weight,
+    down: Weight,
+    weights: Tensor,
+    experts: Tensor,
+    clamped: ClampedExperts | None = None,
+) -> Tensor:
     """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
-    launch = launch_experts if experts_fit(x, gate_up, down) else grouped.experts_mlp
-    return launch(x, gate_up, down, weights, experts)
+    if clamped is None and experts_fit(x, gate_up, down):
+        return launch_experts(x, gate_up, down, weights, experts)
+    return grouped.experts_mlp(x, gate_up, down, weights, experts, clamped)
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .clamped import ClampedExperts
 from .formats import (
     Activation,
     Operand,
@@ -566,7 +567,14 @@ def top_experts(
     return weights, experts.int()
 
 
-def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(
+    x: Operand,
+    gate_up: Weight,
+    down: Weight,
+    weights: Tensor,
+    experts: Tensor,
+    clamped: ClampedExperts | None = None,
+) -> Tensor:
     """Returns the outputs of each row's experts times their weights.
 
     Args:
@@ -574,6 +582,7 @@ def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, expe
         gate_up: [E, 2 * I, D], the gates of an expert, then its ups.
         down: [E, D, I].
         weights, experts: [M, k], see `top_experts`.
+        clamped: biases and the activation, if it is not silu(gate) * up; then gates and ups alternate.
 
     Returns:
         Partial sums [k, M, D], in the order of each row's experts, for `add_rms_norm`.
@@ -582,8 +591,11 @@ def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, expe
     found = x.new_empty(experts.shape[1], *x.shape)
     for expert in experts.unique().tolist():
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
-        found[ranks, rows] = linear(F.silu(gate) * up, down[expert]) * weights[rows, ranks, None].to(x.dtype)
+        product = linear(x[rows], gate_up[expert], clamped and clamped.gate_up_bias[expert])
+        gate, up = product.chunk(2, dim=-1)
+        active = clamped.activate(product) if clamped else F.silu(gate) * up
+        output = linear(active, down[expert], clamped and clamped.down_bias[expert])
+        found[ranks, rows] = output * weights[rows, ranks, None].to(x.dtype)
     return found
 
 

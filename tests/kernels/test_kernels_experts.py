@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from kernel_inputs import fp8_type as fp8_type
 from kernel_pages import _interpretable as _interpretable
 
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.formats import BlockScaledFp8, Operand, QuantizedRows
+from dflash_toolkit.kernels.clamped import ClampedExperts
+from dflash_toolkit.kernels.formats import BlockScaledFp8, Mxfp4Weight, Operand, QuantizedRows
 from dflash_toolkit.kernels.hopper import experts as hopper
 from dflash_toolkit.kernels.triton import experts as kernels
 from dflash_toolkit.kernels.triton import fp8_blocks
@@ -50,6 +52,28 @@ def test_every_expert_of_a_row_is_as_good_as_torch_s(
     # sums in one piece of up to 2,048 terms in fp32 are off by more than torch's, which are made of parts
     slack = 16 * torch.finfo(torch.float32).eps * exact.abs().max().item()
     assert_as_exact_as_torch(found.to(dtype), reference.experts_mlp(*inputs, *routing), exact, slack)
+
+
+CLAMPED = [(5, 3, 96, 64), (4, 2, 160, 32), *([(32, 4, 2880, 2880)] if DEVICE == "cuda" else [])]  # gpt-oss-20b
+KINDS = [(m, shape, mxfp4) for m, shape in itertools.product(ROWS, CLAMPED) for mxfp4 in (False, True)]
+
+
+@pytest.mark.parametrize(("m", "shape", "mxfp4", "dtype"), in_turn(KINDS))
+def test_clamped_experts_with_biases_are_as_good_as_torch_s(
+    m: int, shape: tuple[int, int, int, int], mxfp4: bool, dtype: torch.dtype
+) -> None:
+    count, top, d, width = shape
+    x, *matrices = operands(m, shape, dtype)
+    weights = [Mxfp4Weight.of(matrix) if mxfp4 else matrix for matrix in matrices]
+    clamped = ClampedExperts(*(randn(count, n, dtype=dtype) for n in (2 * width, d)), alpha=1.702, limit=1.5)
+    routing = routed(m, count, top, dtype)
+    found = kernels.experts_mlp(x, *weights, *routing, clamped)
+    exact_biases = replace(clamped, gate_up_bias=clamped.gate_up_bias.double(), down_bias=clamped.down_bias.double())
+    values = [weight.dense(torch.float64) if mxfp4 else weight.double() for weight in weights]
+    exact = reference.experts_mlp(x.double(), *values, *routing, exact_biases)
+    slack = 16 * torch.finfo(torch.float32).eps * exact.abs().max().item()
+    expected = reference.experts_mlp(x, *weights, *routing, clamped)
+    assert_as_exact_as_torch(found.to(dtype), expected, exact, slack)
 
 
 def in_fp8(matrices: Tensor, by_rows: bool = False) -> BlockScaledFp8:

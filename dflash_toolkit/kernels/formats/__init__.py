@@ -21,6 +21,7 @@ from .base import (
 from .dense import DENSE
 from .fp8_block import BLOCK, FP8_BLOCK, FP8_CHANNEL, BlockScaledFp8, quantize_groups
 from .fp8_row import FP8_ROW, RowScaledFp8, cast_fp8, is_row_scaled
+from .mxfp4 import MXFP4, Mxfp4Weight
 
 __all__ = [
     "BLOCK",
@@ -30,9 +31,11 @@ __all__ = [
     "FP8_MAX",
     "FP8_ROW",
     "LEAST",
+    "MXFP4",
     "Activation",
     "BlockScaledFp8",
     "Format",
+    "Mxfp4Weight",
     "Operand",
     "Quantized",
     "QuantizedRows",

@@ -66,6 +66,11 @@ class Quantized(ABC):
     @abstractmethod
     def format(self) -> Format: ...
 
+    @property
+    def shape(self) -> torch.Size:
+        """Returns [N, K] or [E, N, K]."""
+        return self.data.shape
+
     @abstractmethod
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns the values [N, K] in another dtype."""

@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..clamped import ClampedExperts
 from ..features import features_of
-from ..formats import BLOCK, FP8_MAX, LEAST, Operand, QuantizedRows, Weight, format_of, parts, values_of
+from ..formats import BLOCK, FP8_MAX, LEAST, MXFP4, Operand, QuantizedRows, Weight, format_of, parts, values_of
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
+from .mxfp4 import accumulate_mxfp4
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
@@ -124,19 +126,31 @@ def _accumulate_blocks(
     return b_acc
 
 
+@triton.jit
+def _clamped_swiglu(
+    b_acc, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Returns `ClampedExperts.activate` [BLOCK_N / 2, T] of sums [BLOCK_N, T]."""
+    gate, up = tl.split(tl.permute(tl.reshape(b_acc.to(DTYPE).to(tl.float32), (BLOCK_N // 2, 2, T)), (0, 2, 1)))
+    gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
+
+
 @triton.jit(do_not_specialize=["M"])
 def _experts_kernel(
-    x_p, x_scale_p, w_p, w_scale_p, expert_p, weight_p, pair_p, count_p, out_p, M, N, K,
+    x_p, x_scale_p, w_p, w_scale_p, bias_p, expert_p, weight_p, pair_p, count_p, out_p, M, N, K,
     TOP: tl.constexpr, SIDE: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATHERED: tl.constexpr, BY_PAIR: tl.constexpr, SWIGLU: tl.constexpr,
-    SCALED: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr,
-    FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr, IN_MXFP4: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiplies x [M, K] with w [E, N, K] to out [M * TOP, N / 2] if SWIGLU; else x [M * TOP, K] to out [TOP, M, N].
 
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: it has a pair's expert, if that pair is the expert's
     first. GATHERED: the last expert starts first, as it may have all rows and then takes longest.
     SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
+    IN_MXFP4: w is words [E, N, K / 4] with scales [E, N, K / 32]. LIMIT: 0, or that of `ClampedExperts`.
     """
     i_n, i_e = tl.program_id(0), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -159,9 +173,11 @@ def _experts_kernel(
         if BY_PAIR:
             count = tl.where(tl.min(tl.where(b_mine, o_pair, M * TOP)) == i_e, M, 0)
     o_w = o_n  # gates and ups alternate, so that a thread has both of a pair
-    if SWIGLU:
+    if SWIGLU and not LIMIT:
         o_w = (o_n % 2) * (N // 2) + o_n // 2
-    p_w = w_p + expert.to(tl.int64) * N * K
+    p_w = w_p + expert.to(tl.int64) * N * (K // 4 if IN_MXFP4 else K)
+    if LIMIT:
+        b_bias = tl.load(bias_p + expert * N + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     for start in range(tl.program_id(1) * T, count, tl.num_programs(1) * T):
         if GATHERED:
             m_t = start + o_t < count
@@ -171,7 +187,10 @@ def _experts_kernel(
         o_x = b_pair
         if SWIGLU:
             o_x = b_pair // TOP
-        if SCALED:
+        if IN_MXFP4:
+            p_scale = w_scale_p + expert.to(tl.int64) * N * (K // 32)
+            b_acc = accumulate_mxfp4(x_p, p_w, p_scale, o_w, o_x, m_t, N, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
+        elif SCALED:
             scales = N if BY_ROWS else (N // BLOCK_K) * (K // BLOCK_K)
             b_acc = _accumulate_blocks(
                 x_p, x_scale_p, p_w, w_scale_p + expert.to(tl.int64) * scales, o_w, o_x, m_t, K,
@@ -179,11 +198,18 @@ def _experts_kernel(
             )  # fmt: skip
         else:
             b_acc = accumulate(x_p, p_w, o_w, o_x, m_t, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, False)
-        o_out = b_pair
-        if not SWIGLU:
-            b_acc *= tl.load(weight_p + b_pair, mask=m_t, other=0.0)[None, :]
-            o_out = b_pair % TOP * M + b_pair // TOP
-        store_tile(b_acc, out_p, out_p, o_n, o_out, m_t, M, N, i_n, tl.full((), 0, tl.int32), T, BLOCK_N, False, SWIGLU)
+        o_out, first = b_pair, tl.full((), 0, tl.int32)
+        if LIMIT:
+            b_acc += b_bias[:, None]
+        if SWIGLU and LIMIT:
+            b_out = _clamped_swiglu(b_acc, ALPHA, LIMIT, BLOCK_N, T, out_p.dtype.element_ty)
+            o_h = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            store_tile(b_out, out_p, out_p, o_h, o_out, m_t, M, N // 2, i_n, first, T, BLOCK_N // 2, False, False)
+        else:
+            if not SWIGLU:
+                b_acc *= tl.load(weight_p + b_pair, mask=m_t, other=0.0)[None, :]
+                o_out = b_pair % TOP * M + b_pair // TOP
+            store_tile(b_acc, out_p, out_p, o_n, o_out, m_t, M, N, i_n, first, T, BLOCK_N, False, SWIGLU)
 
 
 def top_experts(
@@ -209,7 +235,7 @@ def gathers(rows: int, fp8: bool) -> bool:
 
 def experts_tile(
     rows: int, top: int, experts: int, k: int, *,
-    fp32: bool = False, fp8: bool = False, shared: int = SHARED_BYTES, row_bytes: int = 1,
+    fp32: bool = False, fp8: bool = False, mxfp4: bool = False, shared: int = SHARED_BYTES, row_bytes: int = 1,
 ) -> tuple[Tile, int]:  # fmt: skip
     """Returns the tile of the experts' GEMMs with K columns, and the rows of an expert that it multiplies at a time.
 
@@ -224,8 +250,11 @@ def experts_tile(
         # a block's sums are held next to the total: a wide tile of 128 rows would not stay in registers
         tile, taken = Tile(128, BLOCK, 4, 8) if wide else Tile(64, BLOCK, 4, 4), min(taken, 64)
         return fitted(tile, taken, 1, 2 if rows <= QUANTIZED_IN_LOOP else row_bytes, shared, most_rows=64), taken
-    tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     size = 4 if fp32 else 2
+    if mxfp4:
+        tile = Tile(128, 128, 3, 8) if wide else Tile(64, 128, 4, 4)
+        return fitted(tile, taken, 1, size, shared), taken
+    tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     return fitted(tile, taken, size, size, shared), taken
 
 
@@ -249,6 +278,7 @@ def multiply(
     groups: tuple[Tensor, Tensor] | None,
     out: Tensor,
     cut: tuple[Tile, int],
+    clamped: ClampedExperts | None = None,
     *,
     swiglu: bool,
 ) -> Tensor:
@@ -262,14 +292,16 @@ def multiply(
         cut: result of `experts_tile`.
     """
     (rows, top), (tile, taken), values = experts.shape, cut, values_of(x)
-    data, scale = stored_parts(matrices)
-    count, n, k = data.shape
+    (data, scale), (count, n, k), mxfp4 = stored_parts(matrices), matrices.shape, format_of(matrices) == MXFP4
+    bias = values if clamped is None else clamped.gate_up_bias if swiglu else clamped.down_bias
     by_rows = format_of(matrices).row_scales
     in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
     given = given_scale = values
     if by_rows:
         quantized = quantize_rows(values)
         given, given_scale = quantized.data, quantized.scale
+    elif mxfp4:
+        data = data.view(torch.int16)
     elif scale is not None and isinstance(x, QuantizedRows):
         given, given_scale, in_loop = x.data, x.scale.contiguous(), False
     elif scale is not None and not in_loop:
@@ -278,26 +310,36 @@ def multiply(
     pairs, counts = groups or (experts, experts)
     grid = (-(-n // tile.block_n), max(1, rows // LONG), rows * top if by_pair else count)
     _experts_kernel[grid](
-        given, given_scale, data, data if scale is None else scale, experts, weights, pairs, counts, out,
+        given, given_scale, data, data if scale is None else scale, bias, experts, weights, pairs, counts, out,
         rows, n, k, TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=groups is not None, BY_PAIR=by_pair,
-        SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, FP8_MAX=FP8_MAX, LEAST=LEAST,
+        SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, IN_MXFP4=mxfp4,
+        ALPHA=clamped.alpha if clamped else 0.0, LIMIT=clamped.limit if clamped else 0.0, FP8_MAX=FP8_MAX, LEAST=LEAST,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(values),
     )  # fmt: skip
     return out
 
 
-def experts_mlp(x: Operand, gate_up: Weight, down: Weight, weights: Tensor, experts: Tensor) -> Tensor:
+def experts_mlp(
+    x: Operand,
+    gate_up: Weight,
+    down: Weight,
+    weights: Tensor,
+    experts: Tensor,
+    clamped: ClampedExperts | None = None,
+) -> Tensor:
     """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
-    (rows, top), (count, d, width), values = experts.shape, parts(down)[0].shape, values_of(x)
+    (rows, top), (count, d, width), values = experts.shape, down.shape, values_of(x)
     shared, row_bytes = features_of(values.device).shared_memory, rows_dtype(values.device).itemsize
-    fp32, fp8 = values.dtype == torch.float32, parts(gate_up)[1] is not None
+    fp32, mxfp4 = values.dtype == torch.float32, format_of(gate_up) == MXFP4
+    fp8 = parts(gate_up)[1] is not None and not mxfp4
     groups = group_rows(experts, count) if gathers(rows, fp8) else None
     first, second = (
-        experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, shared=shared, row_bytes=row_bytes)
+        experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, mxfp4=mxfp4, shared=shared, row_bytes=row_bytes)
         for k in (values.shape[1], width)
     )
     routing = weights, experts, groups
-    active = multiply(x, gate_up, *routing, values.new_empty(rows * top, width), first, swiglu=True)
+    active = multiply(x, gate_up, *routing, values.new_empty(rows * top, width), first, clamped, swiglu=True)
     wide = torch.float32 if rows <= MAX_ROWS else values.dtype
-    return multiply(active, down, *routing, values.new_empty(top, rows, d, dtype=wide), second, swiglu=False)
+    out = values.new_empty(top, rows, d, dtype=wide)
+    return multiply(active, down, *routing, out, second, clamped, swiglu=False)
