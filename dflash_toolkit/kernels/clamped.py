@@ -17,6 +17,9 @@ class ClampedExperts:
     alpha: float
     limit: float
 
+    def biases(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.gate_up_bias[expert], self.down_bias[expert]
+
     def activate(self, product: Tensor) -> Tensor:
         """Returns [M, I] of a product [M, 2 I] with its bias."""
         gate, up = product[:, 0::2].clamp(max=self.limit), product[:, 1::2].clamp(-self.limit, self.limit)

@@ -591,10 +591,11 @@ def experts_mlp(
     found = x.new_empty(experts.shape[1], *x.shape)
     for expert in experts.unique().tolist():
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
-        product = linear(x[rows], gate_up[expert], clamped and clamped.gate_up_bias[expert])
+        first_bias, second_bias = (None, None) if clamped is None else clamped.biases(expert)
+        product = linear(x[rows], gate_up[expert], first_bias)
         gate, up = product.chunk(2, dim=-1)
         active = clamped.activate(product) if clamped else F.silu(gate) * up
-        output = linear(active, down[expert], clamped and clamped.down_bias[expert])
+        output = linear(active, down[expert], second_bias)
         found[ranks, rows] = output * weights[rows, ranks, None].to(x.dtype)
     return found
 

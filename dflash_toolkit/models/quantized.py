@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import UnsupportedModel
-from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, FP8_CHANNEL, Format
+from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, FP8_CHANNEL, MXFP4, Format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -17,6 +17,7 @@ FORM |= {"fmt": "e4m3", "scale_fmt": "float"}
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 GROUP = {"weights": {**EIGHT, "strategy": "channel", "dynamic": False}}
 GROUP |= {"input_activations": {**EIGHT, "strategy": "token", "dynamic": True}}
+NO_EXPERTS = r"(?!.*\.experts\.).*"  # in MXFP4 only experts are quantized
 # in a model that also reads images the language model is a module of its own; in patterns a dot may be escaped
 LANGUAGE_MODEL = r"(model\\?\.)language_model\\?\."
 
@@ -64,6 +65,8 @@ class QuantizedModules:
             ignored = stated.get("ignore") or ()
             patterns = (key[3:] if key.startswith("re:") else re.escape(key) for key in ignored)
             return cls(name, tuple(re.sub(LANGUAGE_MODEL, r"\1", key) for key in patterns), format=FP8_CHANNEL)
+        if stated.get("quant_method") == "mxfp4" and config.model_type == "gpt_oss":
+            return cls(name, (NO_EXPERTS,), format=MXFP4)
         for key, value in FORM.items():
             found = stated.get(key, None if key in ("quant_method", "weight_block_size") else value)
             found = list(found) if isinstance(found, list | tuple) else found
@@ -85,7 +88,7 @@ class QuantizedModules:
         """The format of modules, given with the shapes [N, K] of their weights.
 
         Raises:
-            UnsupportedModel: only some are quantized, or a side is not a multiple of 128.
+            UnsupportedModel: only some are quantized, or a side is not a multiple of what the format needs.
         """
         held = [module for module in modules if module in self]
         if not held:
@@ -94,8 +97,8 @@ class QuantizedModules:
             raise UnsupportedModel(
                 f"target {self.target}: {held[0]!r} is in fp8 and {other!r} is not; this engine needs both or neither"
             )
-        for module, shape in modules.items():
-            if any(side % BLOCK for side in shape):
+        for module, shape in modules.items():  # in MXFP4 all are multiples: checkpoints store groups of columns
+            if self.format != MXFP4 and any(side % BLOCK for side in shape):
                 raise UnsupportedModel(
                     f"target {self.target}: '{module}.weight' of {shape} is in fp8, but not a multiple of {BLOCK} on "
                     "both sides, which this engine needs"

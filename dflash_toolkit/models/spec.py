@@ -103,6 +103,7 @@ class MoeSpec:
     intermediate_size: int  # I of an expert
     normalized: bool  # the weights of a row's own experts add up to 1
     shared: bool = False  # one more expert, which all rows take, times the sigmoid of the last row of the router
+    clamp: tuple[float, float] | None = None  # alpha and limit of `ClampedExperts`; then the router also has a bias
     weight: Format = DENSE  # format of the matrices of the experts
 
     @property
@@ -155,6 +156,7 @@ class Architecture:
     scaled_embedding: bool = (
         False  # the embedding is multiplied with the root of the hidden size, in the weights' dtype
     )
+    clamped: bool = False  # see `ClampedExperts`
 
     def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
@@ -168,7 +170,8 @@ class Architecture:
         return MoeSpec(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
+            intermediate_size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+            clamp=(getattr(config, "swiglu_alpha", 1.702), config.swiglu_limit) if self.clamped else None,
             normalized=getattr(config, "norm_topk_prob", True),
             shared=bool(getattr(config, "shared_expert_intermediate_size", 0)),
         )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
-from ..kernels.formats import Activation, RowScaledFp8, Weight, format_of, parts
+from ..kernels.clamped import ClampedExperts
+from ..kernels.formats import Activation, Mxfp4Weight, RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.drafting import BetweenWeights, SelectorWeights
@@ -152,6 +153,8 @@ class MoeWeights:
     router: Tensor  # [E, D], and zeros up to a multiple of EVEN rows
     gate_up: Weight  # [E, 2 I, D], the gates of an expert, then its ups, as transformers stacks them
     down: Weight  # [E, D, I]
+    router_bias: Tensor | None = None  # as many as rows
+    clamped: ClampedExperts | None = None
 
     @classmethod
     def empty(cls, spec: MoeSpec, d: int, new: Callable[..., Tensor]) -> "MoeWeights":
@@ -159,11 +162,17 @@ class MoeWeights:
         matrix = functools.partial(spec.weight.empty, count, new=new)
         router = new(-(-count // EVEN) * EVEN, d)
         router[count:].zero_()
-        return cls(spec, router, gate_up=matrix(2 * i, d), down=matrix(d, i))
+        found = cls(spec, router, gate_up=matrix(2 * i, d), down=matrix(d, i))
+        if spec.clamp:
+            found.clamped = ClampedExperts(new(count, 2 * i), new(count, d), *spec.clamp)
+            found.router_bias = new(len(router)).zero_()
+        return found
 
     def parameter_views(self, stacked: bool) -> dict[str, Tensor]:
         """Returns views by name. `stacked`: all experts are one tensor, as in modules, not one each."""
         count, i, tensors = self.spec.num_experts, self.spec.intermediate_size, self.spec.weight.tensors
+        if self.clamped and self.router_bias is not None:
+            return self._clamped_views(self.clamped, self.router_bias)
         found = {"mlp.gate.weight": self.router[:count]}
         if stacked:
             for part, whole in (("gate_up", self.gate_up), ("down", self.down)):
@@ -177,6 +186,24 @@ class MoeWeights:
             for part, view in (("gate", gate), ("up", up), ("down", self.down[at])):
                 found |= tensors(f"mlp.{name}.{part}_proj.weight", view)
         return found
+
+    def _clamped_views(self, clamped: ClampedExperts, router_bias: Tensor) -> dict[str, Tensor]:
+        """Returns views by the names of gpt-oss, which stacks all experts and transposes matrices in 16 bits."""
+        found = {"mlp.router.weight": self.router[: self.spec.num_experts]}
+        found["mlp.router.bias"] = router_bias[: self.spec.num_experts]
+        for name, matrix, bias in (
+            ("mlp.experts.gate_up_proj", self.gate_up, clamped.gate_up_bias),
+            ("mlp.experts.down_proj", self.down, clamped.down_bias),
+        ):
+            found |= self.spec.weight.tensors(name, matrix.mT if isinstance(matrix, Tensor) else matrix)
+            found[f"{name}_bias"] = bias
+        return found
+
+    def sort(self) -> None:
+        """Changes the order of MXFP4 values, after they were read from a checkpoint."""
+        for matrix in (self.gate_up, self.down):
+            if isinstance(matrix, Mxfp4Weight):
+                matrix.sort_()
 
 
 def _norm_dtype(spec: LayerSpec, dtype: torch.dtype) -> torch.dtype:
@@ -370,8 +397,10 @@ class TargetWeights:
         return weights._as_computed()
 
     def _as_computed(self) -> "TargetWeights":
-        """Adds one to norms that are stored minus one, and sorts rows. Returns these weights."""
+        """Adds one to norms that are stored minus one, and sorts rows and values. Returns these weights."""
         for kind, layer in zip(self.spec.layers, self.layers, strict=True):
+            if isinstance(layer.ffn, MoeWeights):
+                layer.ffn.sort()
             if isinstance(kind.mixer, GatedDeltaNetSpec) and kind.mixer.by_key_heads:
                 assert isinstance(layer.mixer, GatedDeltaNetWeights)
                 layer.mixer.sort(kind.mixer)

@@ -9,7 +9,8 @@ from conftest import make_target
 from engines import make_engine, pair
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -31,6 +32,10 @@ BLOCKS = {
         Qwen3_5MoeSparseMoeBlock,
         Qwen3_5MoeTextConfig(**SIZES, shared_expert_intermediate_size=24),
     ),
+    "clamped experts with biases": (
+        GptOssMLP,
+        GptOssConfig(hidden_size=32, intermediate_size=24, num_local_experts=7, num_experts_per_tok=3),
+    ),
 }
 
 
@@ -42,7 +47,8 @@ def test_experts_equal_those_of_transformers(kind: str) -> None:
         parameter.data.normal_()
     shared = kind == "a shared expert"
     normalized = getattr(config, "norm_topk_prob", True)
-    spec = MoeSpec(num_experts=7, top_k=3, intermediate_size=24, normalized=normalized, shared=shared)
+    clamp = (config.swiglu_alpha, config.swiglu_limit) if isinstance(config, GptOssConfig) else None
+    spec = MoeSpec(num_experts=7, top_k=3, intermediate_size=24, normalized=normalized, shared=shared, clamp=clamp)
     weights = MoeWeights.empty(spec, 32, torch.empty)
     state = {f"mlp.{name}": tensor for name, tensor in theirs.state_dict().items()}
     load_weights("block", weights.parameter_views(stacked=True), state)
@@ -50,7 +56,8 @@ def test_experts_equal_those_of_transformers(kind: str) -> None:
     found = Moe(weights, reference)(h)
     assert found.shape == (3 + shared, 9, 32)
     with torch.no_grad():
-        torch.testing.assert_close(found.sum(0), theirs(h[None])[0], rtol=1e-4, atol=1e-3)
+        expected = theirs(h[None])[0].reshape(9, 32)
+        torch.testing.assert_close(found.sum(0), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_dense_layers_are_those_of_transformers() -> None:

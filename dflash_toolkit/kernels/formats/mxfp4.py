@@ -4,6 +4,7 @@ In memory a 32-bit word of a GPU register has eight values whose bits a kernel m
 `Mxfp4Weight.sort_` puts the values of a checkpoint into another order, in place.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,8 +41,8 @@ class Mxfp4Weight(Quantized):
     """uint8 [N, K / 2] and the scales' exponents, uint8 [N, K / 32].
 
     Two bytes hold four values of one group, 8 columns apart. Their bits, from the highest, are those of the values
-    a, b, c and d: a's sign; d's sign and mantissa; b's sign; d's exponent (2 bits); c's sign; the exponents and mantissas
-    of a, b and c.
+    a, b, c and d: a's sign; d's sign and mantissa; b's sign; d's exponent (2 bits); c's sign; exponent and mantissa of
+    a, then of b and of c.
     """
 
     @property
@@ -58,7 +59,7 @@ class Mxfp4Weight(Quantized):
         groups = matrix.float().unflatten(-1, (-1, GROUP))
         exponent = groups.abs().amax(-1).clamp(min=2.0**-60).log2().floor() - 2
         steps = (groups / exponent.exp2()[..., None]).abs()
-        bounds = torch.tensor([(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)], device=matrix.device)
+        bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(VALUES)], device=matrix.device)
         codes = torch.bucketize(steps, bounds) | (groups < 0).int() << 3
         blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
         found = cls(blocks.flatten(-2), (exponent + BIAS).to(torch.uint8))

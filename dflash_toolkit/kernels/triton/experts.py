@@ -173,10 +173,10 @@ def _experts_kernel(
         if BY_PAIR:
             count = tl.where(tl.min(tl.where(b_mine, o_pair, M * TOP)) == i_e, M, 0)
     o_w = o_n  # gates and ups alternate, so that a thread has both of a pair
-    if SWIGLU and not LIMIT:
+    if SWIGLU and LIMIT == 0:
         o_w = (o_n % 2) * (N // 2) + o_n // 2
-    p_w = w_p + expert.to(tl.int64) * N * (K // 4 if IN_MXFP4 else K)
-    if LIMIT:
+    p_w = w_p + expert.to(tl.int64) * N * (K // 32 * 8 if IN_MXFP4 else K)
+    if LIMIT > 0:
         b_bias = tl.load(bias_p + expert * N + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     for start in range(tl.program_id(1) * T, count, tl.num_programs(1) * T):
         if GATHERED:
@@ -199,9 +199,9 @@ def _experts_kernel(
         else:
             b_acc = accumulate(x_p, p_w, o_w, o_x, m_t, N, K, 0, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, False)
         o_out, first = b_pair, tl.full((), 0, tl.int32)
-        if LIMIT:
+        if LIMIT > 0:
             b_acc += b_bias[:, None]
-        if SWIGLU and LIMIT:
+        if SWIGLU and LIMIT > 0:
             b_out = _clamped_swiglu(b_acc, ALPHA, LIMIT, BLOCK_N, T, out_p.dtype.element_ty)
             o_h = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             store_tile(b_out, out_p, out_p, o_h, o_out, m_t, M, N // 2, i_n, first, T, BLOCK_N // 2, False, False)

@@ -71,7 +71,7 @@ def accumulate_mxfp4(
     """Returns the product [BLOCK_N, T] over all K columns of words w [N, K / 4] with scales [N, K / 32]."""
     o_i, o_g = tl.arange(0, BLOCK_K // 4), tl.arange(0, BLOCK_K // GROUP)
     o_k = o_i // 8 * GROUP + o_i % 8  # columns of the first values of the words
-    p_w = w_p + o_n[:, None].to(tl.int64) * (K // 4) + o_i[None, :]
+    p_w = w_p + o_n[:, None].to(tl.int64) * (K // GROUP * 8) + o_i[None, :]
     p_scale = scale_p + o_n[:, None].to(tl.int64) * (K // GROUP) + o_g[None, :]
     p_x = x_p + o_m[None, :] * K + o_k[:, None]
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
@@ -81,9 +81,11 @@ def accumulate_mxfp4(
             b_w = tl.load(p_w, eviction_policy="evict_first")
             b_scale = tl.load(p_scale)
         else:
-            m_n, m_x = (o_n < N)[:, None], m_x & (o_k < K - k)[:, None]
-            b_w = tl.load(p_w, mask=m_n & (o_i < (K - k) // 4)[None, :], other=0, eviction_policy="evict_first")
-            b_scale = tl.load(p_scale, mask=m_n & (o_g < (K - k) // GROUP)[None, :], other=0)
+            m_n, left = (o_n < N)[:, None], (K - k) // GROUP
+            m_k = o_i // 8 < left
+            m_x = m_x & m_k[:, None]
+            b_w = tl.load(p_w, mask=m_n & m_k[None, :], other=0, eviction_policy="evict_first")
+            b_scale = tl.load(p_scale, mask=m_n & (o_g < left)[None, :], other=0)
         b_a, b_b, b_c, b_d = unpack(b_w, b_scale, BLOCK_N, BLOCK_K, x_p.dtype.element_ty)
         b_acc = tl.dot(b_a, tl.load(p_x, mask=m_x, other=0.0), b_acc, input_precision="ieee")
         b_acc = tl.dot(b_b, tl.load(p_x + 8, mask=m_x, other=0.0), b_acc, input_precision="ieee")
