@@ -177,11 +177,11 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 
 # how kernels are launched, what several are made of, and the choice among them
-SUPPORT = {"delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
+SUPPORT = {"clamped", "delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
 SUPPORT |= {"reference_delta", "reference_slots", "reference_tree", "tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "hopper.sort_rows", "hopper.tiles"}
 SUPPORT |= {"triton.attention", "triton.argmax", "triton.convolution", "triton.delta", "triton.delta_row", "triton.fp8"}
-SUPPORT |= {"triton.fp8_blocks", "triton.merge", "triton.pages", "triton.pdl", "triton.tile"}
+SUPPORT |= {"triton.fp8_blocks", "triton.merge", "triton.mxfp4", "triton.pages", "triton.pdl", "triton.tile"}
 # no kernel imports them
 DEFINITIONS = {"ops", "reference", "reference_attention", "reference_delta", "reference_slots", "reference_tree"}
 
