@@ -170,7 +170,7 @@ class Architecture:
         return MoeSpec(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
-            intermediate_size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+            intermediate_size=config.intermediate_size if self.clamped else config.moe_intermediate_size,
             clamp=(getattr(config, "swiglu_alpha", 1.702), config.swiglu_limit) if self.clamped else None,
             normalized=getattr(config, "norm_topk_prob", True),
             shared=bool(getattr(config, "shared_expert_intermediate_size", 0)),
