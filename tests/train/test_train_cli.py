@@ -46,7 +46,7 @@ def test_a_run_leaves_a_checkpoint_its_record_and_its_metrics(dflash_train: Prog
     assert len(record["data_hash"]) == len(record["template_hash"]) == 64
     assert record["argv"] and record["finished"] and record["result"]["steps"] == 12
     metrics = dflash_train.metrics()
-    asked = {"loss", "slot_accuracy", "recall_at_4", "estimated_acceptance_length", "tokens_per_second"}
+    asked = {"loss", "gpu_minutes", "slot_accuracy", "recall_at_4", "estimated_acceptance_length", "tokens_per_second"}
     assert asked <= metrics[0].keys()
     found = measured(metrics)
     assert len(found) == 2 and record["result"]["acceptance_length"] == pytest.approx(max(found), abs=1e-5)

@@ -31,8 +31,8 @@ from ..prompts.dataset import ROWS as DATASET_ROWS
 from .cost import drafter_step_flops, duration, resume_bytes
 from .definition import WORK
 from .memory import advice, fitted, memory_of, passes_of
+from .outlook import Line, outlook
 from .rates import (
-    ACCEPTANCE,
     ADAMW_MS_PER_BILLION,
     FIXED_S,
     H100,
@@ -73,7 +73,7 @@ class Estimate:
     disk: float  # bytes
     memory: float  # bytes of one GPU
     passes: str  # how a step is made to fit, in words; empty if it is whole
-    acceptance: str
+    outlook: list[Line]  # on acceptance length
     advice: str = ""  # on memory, if it is too small
     last_states: float = 0.0  # bytes of the target's last hidden states, for a loss with its distribution
 
@@ -88,7 +88,7 @@ class Estimate:
     def hours(self, *stages: str) -> float:
         return sum(self.seconds[stage] for stage in stages) / 3600
 
-    def table(self) -> list[tuple[str, str, str]]:
+    def table(self) -> list[Line]:
         """Returns rows of (what, how much, how it was found) for people."""
         lengths = "assumed" if self.assumed else "mean of the rows written so far"
         rows = [
@@ -113,7 +113,7 @@ class Estimate:
             ("disk", size(self.disk), "resume points, checkpoints, responses, features on disk"),
             (self.machine.memory_name, f"{size(self.memory)} of {self.machine.memory_gib:.0f} GiB"
              + ("" if self.fits else ": TOO MUCH"), ", ".join(filter(None, ("computed", self.passes)))),
-            ("tokens per step", self.acceptance, "see docs/train.md"),
+            *self.outlook,
         ]  # fmt: skip
         return rows
 
@@ -224,18 +224,12 @@ def estimate(
             "start and end": FIXED_S,
         },
         disk=disk, last_states=last_states, memory=needed, passes=passes_of(config),
-        acceptance=expected_acceptance(responses * answered),
+        outlook=outlook(
+            weights.dense + weights.embedding + weights.experts, shape.architecture.kind,
+            epochs * responses * answered, responses * answered, 3600 / per_token_s * answered / length, world, work,
+        ),
         advice="" if cpu or needed <= room else advice(config, memory, needed, room),
     )  # fmt: skip
-
-
-def expected_acceptance(tokens: float) -> str:
-    """Returns acceptance lengths of a small target with at most as many distinct response tokens, in words."""
-    reached = [each for each in ACCEPTANCE if each[0] <= tokens]
-    if not reached:
-        return f"below {ACCEPTANCE[0][1]:.1f} (chat) to {ACCEPTANCE[0][2]:.1f} (maths)"
-    _, low, high = reached[-1]
-    return f"{low:.1f} (chat) to {high:.1f} (maths)"
 
 
 def within_an_hour(config: TrainConfig, found: Estimate) -> list[str]:

@@ -75,7 +75,3 @@ PROMPT_TOKENS = 150
 RESPONSE_TOKENS = 600  # without thinking
 THINKING_TOKENS = 1800  # with thinking, before responses.max_tokens cuts it
 FIXED_S = 300.0  # loading, compiling, the last evaluation
-
-# Measured acceptance lengths by distinct response tokens: (tokens, mt_bench, gsm8k), Qwen2.5-Coder-0.5B, plain DFlash,
-# one GPU. 4470a42 train_responses_h100 (two minutes) and train_qwen05_h200 (eight minutes)
-ACCEPTANCE = ((0.62e6, 1.90, 4.75), (1.25e6, 2.09, 5.10), (2.5e6, 2.23, 5.23), (5.0e6, 2.83, 7.31))

@@ -33,6 +33,7 @@ class Report:
         self._lengths = np.minimum(lengths_of(run.rows), run.config.prompts.row_tokens)
         self._speed = Speed(run.target.device)
         self._cost_reported = False
+        self._trained_s = 0.0  # seconds of training so far
         self._seconds = max(1, round(budget.seconds)) if budget.seconds else 0  # for the bar of a run by the clock
         stage, total = ("training s", self._seconds) if self._seconds else ("training", budget.steps)
         self.bar = Progress(stage, total, unit="tok")
@@ -43,6 +44,7 @@ class Report:
 
     def begin(self, state: TrainState, clock: TrainingClock, group: int, features: int) -> None:
         """Reports the start of training, or of its continuation. Args: features: bytes of all rows' features."""
+        self._trained_s = clock.seconds
         run, budget, schedule = self._run, self._budget, self._schedule
         self._reach(state, 0)
         if self._processes.main:
@@ -72,6 +74,7 @@ class Report:
     ) -> None:
         """Reports a step. Args: rows: of the step. totals: of its loss, then its visible pairs; on the device."""
         tokens = int(self._lengths[rows].sum())
+        self._trained_s = clock.seconds
         self._speed.count(tokens, len(rows))
         if self.due(state):
             self._processes.rank_zero(self._log_step, state, totals, norm, rate, tokens)
@@ -87,7 +90,8 @@ class Report:
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Writes a line of metrics.jsonl."""
         if self._log:
-            self._log.write(step, values)
+            minutes = self._trained_s / 60 * self._processes.world
+            self._log.write(step, values | {"gpu_minutes": minutes})
 
     def summarise(self, **values: float) -> None:
         """Sets the run's summary in W&B."""
