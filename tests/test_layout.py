@@ -181,7 +181,8 @@ SUPPORT = {"clamped", "delta", "features", "formats", "launch", "loss_terms", "o
 SUPPORT |= {"reference_delta", "reference_slots", "reference_tree", "tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "hopper.sort_rows", "hopper.tiles"}
 SUPPORT |= {"triton.attention", "triton.argmax", "triton.convolution", "triton.delta", "triton.delta_row", "triton.fp8"}
-SUPPORT |= {"triton.fp8_blocks", "triton.merge", "triton.mxfp4", "triton.pages", "triton.pdl", "triton.tile"}
+SUPPORT |= {"triton.fp8_blocks", "triton.int4", "triton.linear", "triton.merge", "triton.mxfp4", "triton.pages"}
+SUPPORT |= {"triton.pdl", "triton.tile"}
 # no kernel imports them
 DEFINITIONS = {"ops", "reference", "reference_attention", "reference_delta", "reference_slots", "reference_tree"}
 

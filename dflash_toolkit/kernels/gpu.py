@@ -4,6 +4,7 @@
 |---|---|---|
 | linear, split-K, SwiGLU | Triton; sums do not depend on the row count | cuBLAS; fp8 weights quantize the rows |
 | the same, targets in fp8 | Triton, with rows in fp8 | cuBLAS if it has them (blocks: on Hopper), else Triton |
+| the same, targets in INT4 | Triton | cuBLAS, with the weight dequantized in slices |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
 | post-attention of a dense layer, with convolutions | one persistent launch (Gluon, Hopper, bf16) | the rows above |
@@ -35,6 +36,7 @@ from .formats import Activation, Format, Operand, RowScaledFp8, Weight, dequanti
 from .formats.dense import Dense
 from .formats.fp8_block import Fp8Block
 from .formats.fp8_row import Fp8Row
+from .formats.int4 import Int4
 from .hopper import attention as hopper_attention
 from .hopper import prefill as hopper_prefill
 from .hopper import tree_attention as hopper_tree_attention
@@ -49,7 +51,7 @@ from .loss_terms import LogitScale
 from .ops import Reference
 from .paged import PagedKV
 from .tree import TreeRows
-from .triton import attention, delta, fp8_blocks
+from .triton import attention, delta, fp8_blocks, int4
 from .triton import delta_chunk as chunked
 from .triton import experts as grouped
 from .triton import linear as gemm
@@ -89,7 +91,7 @@ class Gemms(Protocol):
     def linear_swiglu(self, x: Any, weight: Any, activation: Activation = "silu") -> Tensor: ...
 
 
-GEMMS: dict[type[Format], Gemms] = {Dense: gemm, Fp8Row: gemm, Fp8Block: fp8_blocks}
+GEMMS: dict[type[Format], Gemms] = {Dense: gemm, Fp8Row: gemm, Fp8Block: fp8_blocks, Int4: int4}
 
 
 def _kernels(weight: Weight) -> tuple[Gemms, Format]:
@@ -118,7 +120,7 @@ def linear_split_k(x: Operand, weight: Weight, bias: Tensor | None = None) -> Te
 def linear_swiglu(x: Operand, weight: Weight, activation: Activation = "silu") -> Tensor:
     """Returns activation(gate) * up, [M, I], where weight [2 * I, K] holds the rows gate 0, up 0, gate 1, up 1, ...
 
-    A block-scaled weight holds all gates, then all ups.
+    A format with `halves` holds all gates, then all ups.
     """
     values = values_of(x)
     if by_cublas(values, weight):
@@ -136,7 +138,7 @@ def linear_swiglu_quantized(x: Operand, weight: Weight, activation: Activation =
 
 def by_cublas(x: Tensor, weight: Weight) -> bool:
     """Returns whether cuBLAS multiplies these; its choice of an algorithm depends on the number of rows."""
-    if len(x) <= MAX_ROWS:
+    if len(x) <= MAX_ROWS or isinstance(format_of(weight), Int4):  # its kernels dequantize slices for cuBLAS
         return False
     return not format_of(weight).quantizes_rows or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
 

@@ -21,6 +21,7 @@ from .base import (
 from .dense import DENSE
 from .fp8_block import BLOCK, FP8_BLOCK, FP8_CHANNEL, BlockScaledFp8, quantize_groups
 from .fp8_row import FP8_ROW, RowScaledFp8, cast_fp8, is_row_scaled
+from .int4 import GroupedInt4, Int4
 from .mxfp4 import MXFP4, Mxfp4Weight
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "Activation",
     "BlockScaledFp8",
     "Format",
+    "GroupedInt4",
+    "Int4",
     "Mxfp4Weight",
     "Operand",
     "Quantized",
