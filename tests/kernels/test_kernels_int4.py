@@ -106,3 +106,18 @@ def test_int4_row_bits_do_not_depend_on_batch_size(kind: str, n: int, k: int) ->
     assert kind != "linear_split_k" or len(whole) > 1
     for rows in (1, 16, 40):
         assert torch.equal(function(x[-rows:], weight), whole.narrow(dim, 128 - rows, rows))
+
+
+@pytest.mark.parametrize(
+    ("group", "m", "dtype"), in_turn([*itertools.product((32, 128, 0), (1, 3, 17, 65, 130))])
+)  # a program by pair and by expert, one more row than are padded to 16, gathered, rounded
+def test_int4_experts_equal_their_definition(group: int, m: int, dtype: torch.dtype) -> None:
+    x = torch.randn(m, 256, device=DEVICE).to(dtype)
+    width = 64 if group == 32 else 128
+    gate_up, down = weight_of(5, 2 * width, 256, group=group), weight_of(5, 256, width, group=group)
+    routing = reference.top_experts(torch.randn(1, m, 5, device=DEVICE), dtype, 2, normalized=True, shared=m == 17)
+    found = gpu.experts_mlp(x, gate_up, down, *routing)
+    expected = reference.experts_mlp(x, gate_up, down, *routing)
+    assert found.dtype == (torch.float32 if m <= 128 else dtype)
+    assert (found.double() - expected.double()).norm() <= 8 * torch.finfo(dtype).eps * expected.double().norm()
+    assert m < 3 or torch.equal(gpu.experts_mlp(x[-2:], gate_up, down, *(part[-2:] for part in routing)), found[:, -2:])

@@ -15,10 +15,23 @@ from torch import Tensor
 
 from ..clamped import ClampedExperts
 from ..features import features_of
-from ..formats import BLOCK, FP8_MAX, LEAST, MXFP4, Operand, QuantizedRows, Weight, format_of, parts, values_of
+from ..formats import (
+    BLOCK,
+    FP8_MAX,
+    LEAST,
+    MXFP4,
+    GroupedInt4,
+    Operand,
+    QuantizedRows,
+    Weight,
+    format_of,
+    parts,
+    values_of,
+)
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
+from .int4 import accumulate_int4, fitted_tile, sizes_of
 from .mxfp4 import accumulate_mxfp4
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
@@ -143,6 +156,7 @@ def _experts_kernel(
     TOP: tl.constexpr, SIDE: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATHERED: tl.constexpr, BY_PAIR: tl.constexpr, SWIGLU: tl.constexpr,
     SCALED: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr, IN_MXFP4: tl.constexpr,
+    QUARTER: tl.constexpr, GROUP: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiplies x [M, K] with w [E, N, K] to out [M * TOP, N / 2] if SWIGLU; else x [M * TOP, K] to out [TOP, M, N].
@@ -150,7 +164,8 @@ def _experts_kernel(
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: it has a pair's expert, if that pair is the expert's
     first. GATHERED: the last expert starts first, as it may have all rows and then takes longest.
     SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
-    IN_MXFP4: w is words [E, N, K / 4] with scales [E, N, K / 32]. LIMIT: 0, or that of `ClampedExperts`.
+    IN_MXFP4: w is words [E, N, K / 4] with scales [E, N, K / 32]. QUARTER: 0, or w is in INT4, see `accumulate_int4`,
+    with scales [E, K / GROUP, N]. LIMIT: 0, or that of `ClampedExperts`.
     """
     i_n, i_e = tl.program_id(0), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -175,7 +190,8 @@ def _experts_kernel(
     o_w = o_n  # gates and ups alternate, so that a thread has both of a pair
     if SWIGLU and LIMIT == 0:
         o_w = (o_n % 2) * (N // 2) + o_n // 2
-    p_w = w_p + expert.to(tl.int64) * N * (K // 32 * 8 if IN_MXFP4 else K)
+    words = K // 64 * 16  # of four numbers in INT4; the compiler sees their alignment
+    p_w = w_p + expert.to(tl.int64) * N * (words if QUARTER > 0 else K // 32 * 8 if IN_MXFP4 else K)
     if LIMIT > 0:
         b_bias = tl.load(bias_p + expert * N + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     for start in range(tl.program_id(1) * T, count, tl.num_programs(1) * T):
@@ -190,6 +206,11 @@ def _experts_kernel(
         if IN_MXFP4:
             p_scale = w_scale_p + expert.to(tl.int64) * N * (K // 32)
             b_acc = accumulate_mxfp4(x_p, p_w, p_scale, o_w, o_x, m_t, N, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
+        elif QUARTER > 0:
+            p_scale = w_scale_p + expert.to(tl.int64) * N * (K // GROUP if GROUP > 0 else 1)
+            b_acc = accumulate_int4(
+                x_p, p_w, p_scale, o_w, o_n < N, o_x, m_t, words, N, 0, words, T, BLOCK_N, QUARTER, GROUP, EVEN_N
+            )
         elif SCALED:
             scales = N if BY_ROWS else (N // BLOCK_K) * (K // BLOCK_K)
             b_acc = _accumulate_blocks(
@@ -235,11 +256,13 @@ def gathers(rows: int, fp8: bool) -> bool:
 
 def experts_tile(
     rows: int, top: int, experts: int, k: int, *,
-    fp32: bool = False, fp8: bool = False, mxfp4: bool = False, shared: int = SHARED_BYTES, row_bytes: int = 1,
+    fp32: bool = False, fp8: bool = False, mxfp4: bool = False, quarter: int = 0, shared: int = SHARED_BYTES,
+    row_bytes: int = 1,
 ) -> tuple[Tile, int]:  # fmt: skip
     """Returns the tile of the experts' GEMMs with K columns, and the rows of an expert that it multiplies at a time.
 
     Args:
+        quarter: 0, or that of matrices in INT4.
         row_bytes: of a quantized number, see `rows_dtype`.
     """
     # if gathered, twice the rows of an expert when all are chosen equally often; once in a step's short loops
@@ -251,6 +274,8 @@ def experts_tile(
         tile, taken = Tile(128, BLOCK, 4, 8) if wide else Tile(64, BLOCK, 4, 4), min(taken, 64)
         return fitted(tile, taken, 1, 2 if rows <= QUANTIZED_IN_LOOP else row_bytes, shared, most_rows=64), taken
     size = 4 if fp32 else 2
+    if quarter:
+        return fitted_tile(taken, quarter, size, shared)
     if mxfp4:
         tile = Tile(128, 128, 3, 8) if wide else Tile(64, 128, 4, 4)
         return fitted(tile, taken, 1, size, shared), taken
@@ -293,6 +318,7 @@ def multiply(
     """
     (rows, top), (tile, taken), values = experts.shape, cut, values_of(x)
     (data, scale), (count, n, k), mxfp4 = stored_parts(matrices), matrices.shape, format_of(matrices) == MXFP4
+    numbers = {"QUARTER": 0, "GROUP": 0}
     bias = values if clamped is None else clamped.gate_up_bias if swiglu else clamped.down_bias
     by_rows = format_of(matrices).row_scales
     in_loop = rows <= QUANTIZED_IN_LOOP and not by_rows
@@ -302,6 +328,8 @@ def multiply(
         given, given_scale = quantized.data, quantized.scale
     elif mxfp4:
         data = data.view(torch.int16)
+    elif isinstance(matrices, GroupedInt4):
+        numbers = sizes_of(matrices)
     elif scale is not None and isinstance(x, QuantizedRows):
         given, given_scale, in_loop = x.data, x.scale.contiguous(), False
     elif scale is not None and not in_loop:
@@ -313,7 +341,7 @@ def multiply(
         given, given_scale, data, data if scale is None else scale, bias, experts, weights, pairs, counts, out,
         rows, n, k, TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=groups is not None, BY_PAIR=by_pair,
-        SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, IN_MXFP4=mxfp4,
+        SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, IN_MXFP4=mxfp4, **numbers,
         ALPHA=clamped.alpha if clamped else 0.0, LIMIT=clamped.limit if clamped else 0.0, FP8_MAX=FP8_MAX, LEAST=LEAST,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(values),
     )  # fmt: skip
@@ -332,11 +360,15 @@ def experts_mlp(
     (rows, top), (count, d, width), values = experts.shape, down.shape, values_of(x)
     shared, row_bytes = features_of(values.device).shared_memory, rows_dtype(values.device).itemsize
     fp32, mxfp4 = values.dtype == torch.float32, format_of(gate_up) == MXFP4
-    fp8 = parts(gate_up)[1] is not None and not mxfp4
+    fp8, quarters = parts(gate_up)[1] is not None and not mxfp4, (0, 0)
+    if isinstance(gate_up, GroupedInt4) and isinstance(down, GroupedInt4):
+        fp8, quarters = False, (gate_up.quarter, down.quarter)
     groups = group_rows(experts, count) if gathers(rows, fp8) else None
     first, second = (
-        experts_tile(rows, top, count, k, fp32=fp32, fp8=fp8, mxfp4=mxfp4, shared=shared, row_bytes=row_bytes)
-        for k in (values.shape[1], width)
+        experts_tile(
+            rows, top, count, k, fp32=fp32, fp8=fp8, mxfp4=mxfp4, quarter=quarter, shared=shared, row_bytes=row_bytes
+        )
+        for k, quarter in zip((values.shape[1], width), quarters, strict=True)
     )
     routing = weights, experts, groups
     active = multiply(x, gate_up, *routing, values.new_empty(rows * top, width), first, clamped, swiglu=True)

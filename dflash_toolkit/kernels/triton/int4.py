@@ -167,18 +167,9 @@ def _dequantize_kernel(
         tl.store(p_out + i * QUARTER, b_value.to(out_p.dtype.element_ty), mask=m_n[:, None])
 
 
-def tile_for(
-    n: int, k: int, rows: int, quarter: int, *, split: bool = False, row_bytes: int = 2, shared: int = SHARED_BYTES
-) -> tuple[Tile, int]:
-    """Returns the tile for [rows, K] times [N, K], and the rows that it multiplies at a time.
-
-    `split`: sums may be split. `shared`, the shared memory of a thread block in bytes, affects no sum.
-    """
-    splits, block = 1, 4 * quarter
-    if split:  # by (N, K) only: up to three programs for every multiprocessor, but no short split
-        while splits < 8 and 2 * splits * -(-n // BLOCK_N) <= 3 * MULTIPROCESSORS and k >= 8 * splits * block:
-            splits *= 2
-    side = min(padded(rows), MAX_ROWS)
+def fitted_tile(rows: int, quarter: int, row_bytes: int, shared: int, splits: int = 1) -> tuple[Tile, int]:
+    """Returns the tile for `rows` rows of `row_bytes` a number, and how many of them fit into it."""
+    side, block = rows, 4 * quarter
 
     def taken(side: int) -> int:
         return block * (BLOCK_N // 2 + side * row_bytes)
@@ -189,7 +180,21 @@ def tile_for(
     return Tile(BLOCK_N, block, stages, 4, splits), side
 
 
-def _sizes(weight: GroupedInt4) -> dict[str, int]:
+def tile_for(
+    n: int, k: int, rows: int, quarter: int, *, split: bool = False, row_bytes: int = 2, shared: int = SHARED_BYTES
+) -> tuple[Tile, int]:
+    """Returns the tile for [rows, K] times [N, K], and the rows that it multiplies at a time.
+
+    `split`: sums may be split. `shared`, the shared memory of a thread block in bytes, affects no sum.
+    """
+    splits = 1
+    if split:  # by (N, K) only: up to three programs for every multiprocessor, but no short split
+        while splits < 8 and 2 * splits * -(-n // BLOCK_N) <= 3 * MULTIPROCESSORS and k >= 32 * splits * quarter:
+            splits *= 2
+    return fitted_tile(min(padded(rows), MAX_ROWS), quarter, row_bytes, shared, splits)
+
+
+def sizes_of(weight: GroupedInt4) -> dict[str, int]:
     """Returns the block and the group of a weight as arguments of kernels."""
     return {"QUARTER": weight.quarter, "GROUP": 0 if weight.group == weight.shape[-1] else weight.group}
 
@@ -203,7 +208,7 @@ def launch_linear(
     span = -(-k // (tile.splits * tile.block_k)) * tile.block_k // 4
     _int4_linear_kernel[(-(-n // tile.block_n), tile.splits, -(-m // side))](
         x, weight.data, weight.scale, x if bias is None else bias, out, m, n, k // 4, weight.scale.stride(1), span,
-        T=side, BLOCK_N=tile.block_n, **_sizes(weight), EVEN=n % tile.block_n == 0, BIAS=bias is not None,
+        T=side, BLOCK_N=tile.block_n, **sizes_of(weight), EVEN=n % tile.block_n == 0, BIAS=bias is not None,
         SWIGLU=activation is not None, GELU=activation == "gelu_tanh", num_warps=tile.warps,
         num_stages=tile.stages, **pdl(x),
     )  # fmt: skip
@@ -245,7 +250,7 @@ def linear_swiglu(x: Tensor, weight: GroupedInt4, activation: Activation = "silu
 def dequantize(weight: GroupedInt4, out: Tensor) -> Tensor:
     """Writes the values of a weight to out [N, K]."""
     n, k = out.shape
-    sizes = _sizes(weight)
+    sizes = sizes_of(weight)
     _dequantize_kernel[(-(-n // DEQUANTIZED_ROWS), k // (4 * sizes["QUARTER"]))](
         weight.data, weight.scale, out, n, k // 4, weight.scale.stride(1),
         BLOCK_N=DEQUANTIZED_ROWS, **sizes, **pdl(out),
