@@ -1,7 +1,9 @@
 """The server's side of a drafter that learns from its traffic. No other module of `serve` imports `train`."""
 
 import logging
+import queue
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,15 +81,19 @@ class Adapting:
         head = HeadWeights(target.embedding, target.head, None, load_config(config.target))
         device = torch.device(options.adapt_device) if options.adapt_device else target.embedding.device
         self._output = Path(options.adapt_output) if options.adapt_output else None
-        self._engine, self._shape = engine, drafter.config
+        self._engine, self._drafter = engine, drafter  # in fp32
+        self._saved: queue.SimpleQueue[tuple[Callable[[str | None], object], str | None]] = queue.SimpleQueue()
         self._trainer = TrainerProcess(
             engine, head, drafter, _training(device, fresh=config.drafter is None), device=device,
-            share=options.adapt_share, memory=int(options.adapt_memory_gib * 2**30), on_swap=self._save,
+            share=options.adapt_share, memory=int(options.adapt_memory_gib * 2**30), on_swap=self._swapped,
         )  # fmt: skip
 
     def poll(self) -> None:
         """See `TrainerProcess.poll`."""
         self._trainer.poll()
+        while not self._saved.empty():
+            done, error = self._saved.get()
+            done(error)
 
     def roll_back(self) -> str | None:
         """Serves the version before the current one again; returns why that is impossible, if it is."""
@@ -105,23 +111,41 @@ class Adapting:
             live_acceptance_length=status.live,
             promotions=status.promotions,
             rollbacks=status.rollbacks,
+            busy_share=status.busy_share,
             error=self._trainer.error,
         )
 
     def close(self) -> None:
         self._trainer.close()
 
-    def _save(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Writes a new version to --adapt-output, in a thread."""
-        if self._output is None:
+    def save(self, folder: str | None, done: Callable[[str | None], object] = lambda error: None) -> None:
+        """Writes the served drafter to a directory, in a thread.
+
+        Args:
+            folder: None is a directory of --adapt-output, named by the version.
+            done: called by `poll` with what is wrong, or None.
+        """
+        if folder is not None:
+            place = Path(folder)
+        elif self._output is not None:
+            place = self._output / f"version-{self._engine.drafter_version}"
+        else:
+            done("give `path`, a directory on the server, or start it with --adapt-output")
             return
-        folder = self._output / f"version-{self._engine.drafter_version}"
-        drafter = Drafter.of_tensors(self._shape, tensors)
+        drafter = self._drafter  # a new one follows each swap, so this one stays as it is
 
         def work() -> None:
+            error = None
             try:
-                save_drafter(drafter, folder)
-            except (OSError, UserError) as error:
-                log.error("%s: the drafter was not saved (%s)", folder, error)
+                save_drafter(drafter, place)
+            except (OSError, UserError) as problem:
+                error = f"{place}: the drafter was not saved ({problem})"
+                log.error(error)
+            self._saved.put((done, error))
 
         threading.Thread(target=work, name="save drafter", daemon=True).start()
+
+    def _swapped(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._drafter = Drafter.of_tensors(self._drafter.config, tensors)
+        if self._output is not None:
+            self.save(None)

@@ -1,6 +1,6 @@
 """The HTTP application: the endpoints, API keys and errors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -46,6 +46,7 @@ def create_app(
     strict_parameters: bool = False,
     admin_keys: Sequence[str] = (),
     store: bool = True,
+    excluded: Collection[str] = (),
 ) -> FastAPI:
     """Creates the application that serves `engine` as `model`.
 
@@ -65,6 +66,7 @@ def create_app(
         strict_parameters: refuse unknown fields of bodies (400) instead of ignoring them.
         admin_keys: keys that may replace the weights; empty: there is no such route.
         store: whether a trainer may learn from requests that do not say.
+        excluded: numbers of API keys from whose requests it may not.
     """
     service = Service(
         engine,
@@ -79,6 +81,7 @@ def create_app(
         draft_metrics=per_request_spec_decode_metrics,
         strict_parameters=strict_parameters,
         store=store,
+        excluded=excluded,
     )
 
     def key_number(request: Request, keys: Sequence[str], kind: str) -> int | None:

@@ -23,7 +23,7 @@ from dflash_toolkit.threads import use_threads
 from .access import set_up_logs
 from .app import create_app
 from .defaults import sampling_defaults
-from .keys import read_admin_keys
+from .keys import excluded_keys, read_admin_keys
 from .metrics import serve_counts
 from .server import Connection, Server, raise_open_files
 from .state import ServerState
@@ -42,6 +42,7 @@ class Front:
         transformers.utils.logging.disable_progress_bar()  # errors are one line
         load_config(config.target)  # first, for its error if there is no such target
         self._config, self._keys, self._admin_keys = config, keys, read_admin_keys(config.admin_key_file)
+        self._excluded = excluded_keys(config.adaptation.adapt_exclude_key_file, keys)
         self._defaults = sampling_defaults(config.target) if config.sampling_defaults == "model" else {}
         self._tokenizer = load_tokenizer(config.target, chat_template=config.chat_template)
 
@@ -77,6 +78,7 @@ class Front:
             strict_parameters=config.strict_parameters,
             admin_keys=self._admin_keys,
             store=not config.adaptation.adapt_opt_in,
+            excluded=self._excluded,
         )
         Connection.limit = min(config.max_connections or MAX_CONNECTIONS, raise_open_files())
         Connection.client_timeout_s = config.client_timeout

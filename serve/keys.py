@@ -51,6 +51,23 @@ def matching(keys: Sequence[str], given: str) -> int | None:
     return found
 
 
+def excluded_keys(file: str | None, keys: Sequence[str]) -> frozenset[str]:
+    """Returns the numbers of the API keys in a file, as requests carry them.
+
+    Raises:
+        UserError: as `read_keys`, or for a key that is no API key of the server.
+    """
+    if file is None:
+        return frozenset()
+    listed = read_keys(file, "adapt_exclude_key_file", "")
+    if unknown := sum(key not in keys for key in listed):
+        raise UserError(
+            f"adapt_exclude_key_file {file}: {unknown} of {len(listed)} keys are no API keys of this server; add them "
+            f"to --api-key-file or ${VARIABLE}"
+        )
+    return frozenset(str(number) for number, key in enumerate(keys) if key in listed)
+
+
 def read_admin_keys(file: str | None) -> tuple[str, ...]:
     """Returns the admin keys, from a file and the environment. Raises UserError as `read_keys`."""
     return read_keys(file, "admin_key_file", ADMIN_VARIABLE)

@@ -190,6 +190,7 @@ def _of_drafter(stats: Stats) -> Iterator[Metric]:
         values["adapt_running"] = "1 while the drafter is trained, 0 if its trainer has ended", state.error is None
         values["adapt_requests"] = "Requests that the trainer keeps in memory", state.requests
         values["adapt_bytes"] = "Bytes of them", state.bytes
+        values["adapt_busy_share"] = "Share of the last minute in which the trainer worked", state.busy_share
         counts["adapt_steps"] = "Training steps of the drafter", state.steps
         counts["adapt_promotions"] = "Versions that were better on held-out requests", state.promotions
         counts["adapt_rollbacks"] = "Versions that were withdrawn", state.rollbacks
@@ -199,6 +200,14 @@ def _of_drafter(stats: Stats) -> Iterator[Metric]:
             )
             gauge.add_metric([str(drafter)], length)
             yield gauge
+    for name, text, place in (
+        ("version_steps", "Verifications by the drafter's version", 0),
+        ("version_tokens", "Tokens of them; divided by the steps they are the acceptance length", 1),
+    ):
+        counter = CounterMetricFamily(f"dflash:{name}", text, labels=["version"])
+        for version, both in sorted(stats.by_version.items()):
+            counter.add_metric([str(version)], both[place])
+        yield counter
     for name, (text, value) in values.items():
         yield GaugeMetricFamily(f"dflash:{name}", text, value=value)
     for name, (text, value) in counts.items():

@@ -172,8 +172,8 @@ def document(
     _, returned = models_json_schema([(each, "serialization") for each in replies.values()], ref_template=REF)
     schemas: dict[str, Any] = accepted["$defs"] | returned["$defs"]
     for name, body in bodies.items():
-        optional = not body.model_fields["model"].is_required()
-        schemas[name]["properties"]["model"] = {"enum": [*models, *[None] * optional]}
+        if (field := body.model_fields.get("model")) is not None and field.annotation in (str, str | None):
+            schemas[name]["properties"]["model"] = {"enum": [*models, *[None] * (not field.is_required())]}
         if issubclass(body, GenerationRequest):
             for elsewhere in body.elsewhere:
                 unset = [*dict.fromkeys((None, body.model_fields[elsewhere].default))]

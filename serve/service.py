@@ -55,6 +55,7 @@ class Service:
         draft_metrics: str,
         strict_parameters: bool,
         store: bool = True,
+        excluded: Collection[str] = (),
     ) -> None:
         self.engine, self.names, self.state, self.parsers = engine, names, state, parsers
         self.context_limit = engine.info.capacity.context_limit
@@ -64,7 +65,7 @@ class Service:
         self._defaults = defaults
         self._max_open = engine.info.max_num_seqs + max_queue
         self._timeout_s, self._priorities, self._draft_metrics = request_timeout_s, priorities, draft_metrics
-        self._prefix_cache_per_key, self._store = prefix_cache_per_key, store
+        self._prefix_cache_per_key, self._store, self._excluded = prefix_cache_per_key, store, frozenset(excluded)
         self._open = state.answers  # running or queued
         self._strings = TokenStrings(engine.tokenizer)
 
@@ -104,7 +105,7 @@ class Service:
             message = f"`priority` is {body.priority}, but the server was not started with --scheduling-policy priority"
             raise ApiError(400, message + "; omit it", param="priority", code="unsupported_parameter")
         limit, key = self.context_limit, request.state.key
-        store = self._store if body.store is None else body.store
+        store = (self._store if body.store is None else body.store) and key not in self._excluded
         # the number of a key has no colon, so two keys never have the same salt
         salt = f"{key}:{body.cache_salt or ''}" if self._prefix_cache_per_key else body.cache_salt or ""
         least = body.least(body.length(limit), grammar and grammar[0])

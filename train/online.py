@@ -22,7 +22,7 @@ from .distributed.parallel import Processes, Replicated
 from .features.batch import batch_of
 from .features.source import fitting
 from .gradients import add_gradients
-from .objective.blocks import TILE, Blocks, Features, sample_blocks
+from .objective.blocks import TILE, Features, sample_blocks
 from .objective.loss import DraftLoss, compute_loss, runner, use_flex
 from .objective.target_head import TargetHead
 from .optim.optimizers import peak_rate, uses_muon
@@ -32,7 +32,8 @@ from .run.held_out import Evaluation
 
 AVERAGE = 0.99  # decay per step of the average of the weights (default)
 WARMUP = 20  # steps in which the learning rate rises
-BLOCKS = 128  # blocks of a held-out record that are computed together
+TOGETHER = 8  # held-out records that are computed together
+BLOCKS, BLOCKS_ON_CPU = 128, 16  # blocks of each that are computed together; a dense mask is quadratic in them
 STREAM = 4  # of `rng_for`: anchors of online steps
 
 
@@ -189,7 +190,14 @@ class OnlineTrainer:
         Returns:
             `tau`, its `standard_error`, and `clearly_better_than` for two evaluations of the same records.
         """
-        counted = [self._walk(record.cut(self.longest), drafter or self.drafter) for record in records]
+        cuts = [record.cut(self.longest) for record in records]
+        usable = sorted((i for i, record in enumerate(cuts) if record.usable), key=lambda i: len(cuts[i].tokens))
+        counted = [(0, 0)] * len(cuts)
+        for at in range(0, len(usable), TOGETHER):  # of similar length
+            some = usable[at : at + TOGETHER]
+            accepted = self._accepted(drafter or self.drafter, [cuts[i] for i in some])
+            for i, found in zip(some, accepted, strict=True):
+                counted[i] = _walk(cuts[i].supervised, found)
         tokens, steps = (tuple(count[i] for count in counted) for i in (0, 1))
         return Evaluation(self._steps, tuple(record.source for record in records), tokens, steps)
 
@@ -223,28 +231,31 @@ class OnlineTrainer:
         packed = self._packed if packed is None else packed
         return batch_of(rows, hidden, width, self._head.device, packed, TILE if flex else 1)
 
-    def _walk(self, record: Record, drafter: Drafter) -> tuple[int, int]:
-        """Returns the tokens and steps of decoding the record's answers."""
-        if not record.usable:
-            return 0, 0
-        features = self._features([record], packed=0)
-        shape, random = drafter.config, rng_for(0, STREAM, 0)
-        everywhere = sample_blocks(features, len(record.tokens), shape.block_size, shape.mask_token_id, random)
-        accepted = dict[int, int]()
-        for part in everywhere.split(-(-everywhere.anchor.shape[1] // BLOCKS)):
-            if bool(part.supervised.any()):
-                accepted |= self._accepted(drafter, features, part)
-        tokens = steps = 0
-        for start, end in record.supervised:
-            at = start
-            while at in accepted:
-                committed = min(accepted[at] + 1, end - 1 - at)
-                at, tokens, steps = at + committed, tokens + committed, steps + 1
-        return tokens, steps
+    def _accepted(self, drafter: Drafter, records: Sequence[Record]) -> list[dict[int, int]]:
+        """Returns the accepted tokens by anchor of each record."""
+        features = self._features(records, packed=0)
+        shape, longest = drafter.config, max(len(record.tokens) for record in records)
+        everywhere = sample_blocks(features, longest, shape.block_size, shape.mask_token_id, rng_for(0, STREAM, 0))
+        found: list[dict[int, int]] = [{} for _ in records]
+        most = BLOCKS if self._head.device.type == "cuda" else BLOCKS_ON_CPU
+        for part in everywhere.split(-(-everywhere.anchor.shape[1] // most)):
+            if not bool(part.supervised.any()):
+                continue
+            loss = compute_loss(drafter, self._head, features, part, self._config, False, self._eager)
+            assert loss.accepted is not None
+            row, block = part.valid.nonzero(as_tuple=True)
+            counts = torch.stack([row, part.anchor[row, block], loss.accepted[row, block]], 1)
+            for i, anchor, count in counts.tolist():
+                found[i][anchor] = count
+        return found
 
-    def _accepted(self, drafter: Drafter, features: Features, blocks: Blocks) -> dict[int, int]:
-        """Returns the accepted tokens by anchor."""
-        found = compute_loss(drafter, self._head, features, blocks, self._config, False, self._eager).accepted
-        assert found is not None
-        triples = zip(blocks.anchor[0].tolist(), blocks.valid[0].tolist(), found[0].tolist(), strict=True)
-        return {anchor: count for anchor, valid, count in triples if valid}
+
+def _walk(spans: Sequence[Span], accepted: dict[int, int]) -> tuple[int, int]:
+    """Returns the tokens and steps of decoding the answers in `spans`, with the accepted tokens by anchor."""
+    tokens = steps = 0
+    for start, end in spans:
+        at = start
+        while at in accepted:
+            committed = min(accepted[at] + 1, end - 1 - at)
+            at, tokens, steps = at + committed, tokens + committed, steps + 1
+    return tokens, steps

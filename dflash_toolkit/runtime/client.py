@@ -35,6 +35,7 @@ from .wire import (
     Replaced,
     ReplaceWeights,
     RollBack,
+    SaveDrafter,
     Stats,
     Update,
 )  # fmt: skip
@@ -230,7 +231,7 @@ class _Connection:
             if self.compiling.pop(number, None) is not None and not self.channel.gone:
                 self.write(Cancel([number]))
 
-    def replace(self, message: Callable[[int], ReplaceWeights | RollBack]) -> "asyncio.Future[Replaced]":
+    def replace(self, message: Callable[[int], ReplaceWeights | RollBack | SaveDrafter]) -> "asyncio.Future[Replaced]":
         """Asks for other weights; `message` makes the message with a number."""
         number = next(self._next)
         self.replacing[number] = self.loop.create_future()
@@ -447,6 +448,12 @@ class EngineClient:
         self._check()
         connection = self._connection()
         return (await self._reply(connection, connection.replace(RollBack))).error
+
+    async def save_drafter(self, folder: str | None) -> str | None:
+        """Writes the served drafter to a directory; returns why that failed, or raises EngineClosedError."""
+        self._check()
+        connection = self._connection()
+        return (await self._reply(connection, connection.replace(lambda number: SaveDrafter(number, folder)))).error
 
     async def check(self, timeout_s: float) -> None:
         """Raises EngineClosedError unless the engine replies within `timeout_s` seconds."""

@@ -41,6 +41,7 @@ from .trees.result import TreeStepResult
 from .weight_updates import update_drafter, update_head, update_target
 from .weights import DrafterWeights, TargetWeights
 
+VERSIONS = 8  # of drafters whose steps are counted apart
 log = logging.getLogger(__name__)
 
 
@@ -56,8 +57,18 @@ class EngineStats:
     # drafted and accepted tokens
     preemptions: int = 0
     draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of the batch, by drafted tokens per row
+    by_version: dict[int, tuple[int, int]] = field(default_factory=dict)  # steps and their tokens, by the drafter's
+    # version: the first one and the newest
     tree_nodes: list[int] = field(default_factory=list)  # [S - 1] verified nodes of draft trees, by depth
     tree_nodes_accepted: list[int] = field(default_factory=list)  # [S - 1] accepted nodes, also after an answer's end
+
+    def add_step(self, step: Step, version: int) -> None:
+        """Counts a verification of one request."""
+        self.outcomes[step.drafted, step.accepted] += 1
+        steps, tokens = self.by_version.get(version, (0, 0))
+        self.by_version[version] = steps + 1, tokens + len(step.tokens)
+        if len(self.by_version) > VERSIONS:
+            del self.by_version[sorted(self.by_version)[1]]
 
     def add_trees(self, result: TreeStepResult) -> None:
         """Counts the nodes of a step over trees."""
@@ -141,7 +152,6 @@ class Engine:
         self._stop_ids, self._restrictions = frozenset(stop_ids), restrictions or Restrictions()
         self.grammars = Grammars(tokenizer, self.vocabulary, stop_ids)
         self._expected = expected_of_first_requests()
-        self._costs = StepCosts({})
         self._sizes = block_lengths(fitted, config)
         max_num_seqs, max_block = fitted.max_num_seqs or 1, self._sizes[-1]
         if drafter is not None and fitted.draft_dtype == "fp8":
@@ -177,6 +187,7 @@ class Engine:
         slots = range(1 + max_num_seqs, 1 + max_num_seqs + kept_states)  # after the slots of requests
         self.pool = PagePool(room.pages, options.page_size, slots)
         self.capacity = Capacity(self.context_limit, self.vocabulary)
+        self._costs = self._step_costs()
         own = weakref.proxy(self)  # no reference cycle: an unused engine frees its memory at once
         self.scheduler = Scheduler(
             self.runner,
@@ -209,7 +220,7 @@ class Engine:
 
         Requests go on, and captured steps and the prefix cache stay valid: drafts only propose, so answers do not
         change. Keys and values that the old drafter wrote for the context stay too; they cost some acceptance until
-        their pages are released.
+        their pages are released. Expected acceptance and the calibration of trees are those of a new engine again.
 
         Args:
             tensors: all of the drafter, on any device, in any dtype.
@@ -219,6 +230,7 @@ class Engine:
         """
         update_drafter(self._drafter(), tensors)
         self.drafter_version += 1
+        self._expect_as_new()
 
     def update_target(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies weights [named as in a Hugging Face checkpoint], some or all, over those of the target.
@@ -355,6 +367,11 @@ class Engine:
         """
         if not self.scheduler.idle:
             raise ValueError("reset_acceptance needs an idle engine")
+        self._costs = self._step_costs()
+        self._expect_as_new()
+
+    def _expect_as_new(self) -> None:
+        """Forgets the acceptance of drafts; observed step times stay."""
         self._expected = expected_of_first_requests()
         if self.runner.trees is not None:
             self.runner.trees.reset_calibration()
@@ -392,7 +409,7 @@ class Engine:
     def _report(self, request: Request, step: Step | None) -> None:
         stats = self.stats
         if step is not None:
-            stats.outcomes[step.drafted, step.accepted] += 1
+            stats.add_step(step, self.drafter_version)
             if step.drafted:
                 self._expected.observe(step.drafted, step.accepted)
         elif request.error is None:  # its prefill; a client may cancel it before it finishes
@@ -457,9 +474,16 @@ class Engine:
         return self._trees.shapes(batch) if self._trees is not None else []
 
     def _choose_drafted(self) -> Callable[[Sequence[Request]], int]:
-        sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs
+        sizes = self._sizes
         if len(sizes) == 1:
             return lambda requests: sizes[0]
+        return BlockChooser(sizes, self._costs, self.runner.bucket)
+
+    def _step_costs(self) -> StepCosts:
+        """Returns the times of steps, measured or read from the cache; without a choice of lengths there are none."""
+        sizes, runner, max_num_seqs = self._sizes, self.runner, self.runner.max_num_seqs
+        if len(sizes) == 1:
+            return StepCosts({})
         drafter = None
         if (weights := runner.drafter) is not None:
             architecture = weights.config.architecture
@@ -486,6 +510,6 @@ class Engine:
         if runner.device.type == "cuda":
             specs = [runner.target.spec, *([runner.drafter.spec] if runner.drafter else [])]
             unit = runner.target.spec.dense_parameters / sum(spec.kv_values_per_token for spec in specs)
-        self._costs = StepCosts(times, unit, runner.target.spec.routes)
-        runner.observe_time = self._costs.observe
-        return BlockChooser(sizes, self._costs, runner.bucket)
+        costs = StepCosts(times, unit, runner.target.spec.routes)
+        runner.observe_time = costs.observe
+        return costs

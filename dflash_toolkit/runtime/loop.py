@@ -10,6 +10,7 @@ import logging
 import os
 import selectors
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,12 +37,14 @@ from .wire import (
     Replaced,
     ReplaceWeights,
     RollBack,
+    SaveDrafter,
     Stats,
     Update,
 )
 
 IDLE_S = 1.0  # time without requests after which more steps are captured
 BACKGROUND_S = 0.05  # between two polls of the background while the engine is idle
+NOT_TRAINED = "no drafter is trained; start the server with --adapt"
 FAILED = "the request could not be computed; see the server's log"
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,8 @@ class Background(Protocol):
     def poll(self) -> None: ...
 
     def roll_back(self) -> str | None: ...
+
+    def save(self, folder: str | None, done: Callable[[str | None], object]) -> None: ...
 
     def report(self) -> Adaptation: ...
 
@@ -193,9 +198,10 @@ class EngineLoop:
                 case Compile(number=number, params=params, key=key):
                     self.compiling.add(front, number, params, key)
                 case RollBack(number=number):
-                    nothing = "no drafter is trained; start the server with --adapt"
-                    error = self._background.roll_back() if self._background else nothing
-                    self._send_message(front, Replaced(number, error, self.engine.versions))
+                    self._reply(front, number, self._background.roll_back() if self._background else NOT_TRAINED)
+                case SaveDrafter(number=number, folder=folder):
+                    reply = functools.partial(self._reply, front, number)
+                    self._background.save(folder, reply) if self._background else reply(NOT_TRAINED)
                 case ReplaceWeights():
                     self._weights.add(front, message)
                 case Ping():
@@ -268,6 +274,9 @@ class EngineLoop:
                 items, front.items = front.items, []
                 self._send_message(front, Update(items))
 
+    def _reply(self, front: _Front, number: int, error: str | None) -> None:
+        self._send_message(front, Replaced(number, error, self.engine.versions))
+
     def _send_message(self, front: _Front, message: Any | None) -> None:
         if front.channel.fileno() < 0:
             return  # it was discarded
@@ -298,6 +307,7 @@ class EngineLoop:
             tree_nodes=list(engine.stats.tree_nodes),
             tree_nodes_accepted=list(engine.stats.tree_nodes_accepted),
             versions=engine.versions,
+            by_version=dict(engine.stats.by_version),
             adaptation=self._background.report() if self._background else None,
         )
 

@@ -87,6 +87,13 @@ class RollBack(msgspec.Struct, tag="roll_back", array_like=True):
     number: int
 
 
+class SaveDrafter(msgspec.Struct, tag="save_drafter", array_like=True):
+    """Asks for the served drafter in a directory; `Replaced` is the reply."""
+
+    number: int
+    folder: str | None  # None: the one that the server was started with
+
+
 class Item(msgspec.Struct, array_like=True):
     """The tokens that one step added to one answer."""
 
@@ -119,6 +126,7 @@ class Adaptation(msgspec.Struct):
     live_acceptance_length: float | None = None
     promotions: int = 0
     rollbacks: int = 0
+    busy_share: float = 0.0  # share of the last minute in which it worked
     error: str | None = None  # why it has ended
 
 
@@ -137,6 +145,7 @@ class Stats(msgspec.Struct):
     tree_nodes: list[int] = []  # verified nodes of draft trees, by depth
     tree_nodes_accepted: list[int] = []
     versions: tuple[int, int] = (0, 0)  # of target and drafter
+    by_version: dict[int, tuple[int, int]] = {}  # steps and their tokens, by the drafter's version
     adaptation: Adaptation | None = None  # None: nothing is trained
 
 
@@ -170,7 +179,7 @@ class Lost(msgspec.Struct, tag="lost", array_like=True):
 
 Message = (
     Ask | Cancel | Ping | Update | Pong | Info | Lost | Compile | Compiling | Compiled
-    | ReplaceWeights | Replaced | RollBack
+    | ReplaceWeights | Replaced | RollBack | SaveDrafter
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

@@ -119,6 +119,15 @@ async function metrics() {
 }
 setInterval(metrics, 3000);
 
+async function learning() {
+  if (document.hidden || !hasDrafter) return;
+  const response = await request("v1/drafter").catch(() => null);
+  const state = response?.ok ? await response.json() : {};
+  $("learning").hidden = !state.training;
+  $("learning").textContent = state.training?.error ?? state.summary ?? "";
+}
+setInterval(learning, 3000);
+
 // ---- copying ------------------------------------------------------------------------------------------------------
 
 async function copy(text) {

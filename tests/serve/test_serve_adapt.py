@@ -1,8 +1,8 @@
 """dflash-serve --adapt: the drafter learns from the requests, and answers, metrics and routes show it."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from dflash_toolkit.config import from_mapping
 from dflash_toolkit.runtime import EngineOptions
 from dflash_toolkit.serve.adapt import with_room
 from dflash_toolkit.serve.config import ServeConfig
-from dflash_toolkit.serve.keys import ADMIN_VARIABLE
+from dflash_toolkit.serve.keys import ADMIN_VARIABLE, VARIABLE, excluded_keys
+from dflash_toolkit.train.live.replay import is_held_out
+from dflash_toolkit.train.online import Record
 
 LATE_S = 240
-ADMIN = {"Authorization": "Bearer admin"}
 
 
 @pytest.fixture
@@ -38,23 +39,28 @@ class Client:
     """Sends requests to a server."""
 
     def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LATE_S)
 
-    def complete(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+    def complete(self, prompt: list[int], key: str = "open", **more: Any) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True} | more
-        answer = httpx.post(f"{self._url}/v1/completions", json=body, timeout=LATE_S)
+        answer = self._http.post("/v1/completions", json=body, headers=bearer(key))
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def texts(self, prompts: list[list[int]], **more: Any) -> list[str]:
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda prompt: self.complete(prompt, **more), prompts)
+            return [answer["choices"][0]["text"] for answer in answers]
+
     def drafter(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self._url}/v1/drafter", timeout=LATE_S).json()
+        found: dict[str, Any] = self._http.get("/v1/drafter", headers=bearer("open")).json()
         return found
 
     def metrics(self) -> str:
-        return httpx.get(f"{self._url}/metrics", timeout=LATE_S).text
+        return self._http.get("/metrics", headers=bearer("open")).text
 
-    def roll_back(self) -> httpx.Response:
-        return httpx.post(f"{self._url}/v1/drafter/rollback", headers=ADMIN, timeout=LATE_S)
+    def change(self, how: str, **body: Any) -> httpx.Response:
+        return self._http.post(f"/v1/drafter/{how}", json=body, headers=bearer("admin"))
 
     def wait(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         ends = time.monotonic() + LATE_S
@@ -64,18 +70,21 @@ class Client:
         return state
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 @pytest.fixture
-def serve(
-    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Client]]:
-    monkeypatch.setenv(ADMIN_VARIABLE, "admin")
+def serve(models: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Client]]:
+    keys = {ADMIN_VARIABLE: "admin", VARIABLE: "open,secret"}
+    (tmp_path / "excluded").write_text("secret\n")
     servers = []
 
-    def start(*words: str, drafter: bool = True) -> Client:
+    def start(*words: str) -> Client:
         port = free_port()
         given = ["--target", str(models[0]), "--served-model-name", "tiny", "--port", str(port), "--device", "cpu"]
-        given += ["--drafter", str(models[1])] if drafter else []
-        servers.append(Command("dflash_toolkit.serve.cli", [*given, "--adapt", "--page-size", "4", *words], tmp_path))
+        given += ["--adapt", "--adapt-exclude-key-file", str(tmp_path / "excluded"), "--page-size", "4", *words]
+        servers.append(Command("dflash_toolkit.serve.cli", given, tmp_path, **keys))
         assert "serves tiny" in servers[-1].line()
         return Client(port)
 
@@ -84,53 +93,67 @@ def serve(
         server.kill()
 
 
+def prompts_to_learn() -> list[list[int]]:
+    """Returns few prompts, and as many for measuring as a promotion needs."""
+    sides: dict[bool, list[list[int]]] = {True: [], False: []}
+    for i in range(400):
+        prompt = [i % 250, 2 * i % 250, 7, 5 * i % 250]
+        sides[is_held_out(Record([*prompt, 0], torch.zeros(4, 1), [(4, 5)]))].append(prompt)
+    return sides[True][:20] + sides[False][:24]
+
+
 @pytest.mark.slow
-def test_a_server_learns_from_its_requests_and_rolls_back(serve: Callable[..., Client], tmp_path: Path) -> None:
+def test_a_server_without_a_drafter_trains_saves_and_rolls_back(serve: Callable[..., Client], tmp_path: Path) -> None:
     client = serve("--adapt-share", "1", "--adapt-output", str(tmp_path / "versions"))
-    prompts = [[i, 2 * i % 250, 7, 5 * i % 250] for i in range(200)]
-    before = [client.complete(prompt) for prompt in prompts]
-    assert client.roll_back().status_code in (200, 400)
+    prompts = prompts_to_learn()
+    before = client.texts(prompts)
+    assert client.change("rollback").status_code == 400, "there is one version"
     state = client.wait(lambda state: state["drafter_version"] > 0)
-    assert state["training"]["promotions"] >= 1 and state["training"]["error"] is None
-    after = [client.complete(prompt) for prompt in prompts[:20]]
-    assert [a["choices"][0]["text"] for a in after] == [b["choices"][0]["text"] for b in before[:20]]
-    assert after[0]["usage"]["dflash"]["drafter_version"] >= 1
+    training = state["training"]
+    assert training["promotions"] >= 1 and training["error"] is None and 0 < training["busy_share"] <= 1
+    assert client.texts(prompts[:20]) == before[:20] and state["num_speculative_tokens"] == 15
+    assert client.complete(prompts[0])["usage"]["dflash"]["drafter_version"] >= 1
+    state = client.drafter()
+    assert [each["drafter_version"] for each in state["versions"]][:1] == [0] and len(state["versions"]) > 1
+    assert (
+        f"drafter version {state['drafter_version']}, learnt from " in state["summary"] and " -> " in state["summary"]
+    )
     shown = client.metrics()
-    assert "dflash:drafter_version" in shown and "dflash:adapt_steps_total" in shown
+    for name in ("drafter_version", "adapt_steps_total", "adapt_busy_share", 'version_tokens_total{version="0"}'):
+        assert f"dflash:{name}" in shown
     # the first version has none: until the next promotion, if this one was withdrawn meanwhile
     client.wait(lambda _: "dflash:adapt_held_out_acceptance_length{" in client.metrics())
-    folder = tmp_path / "versions" / "version-1"
     ends = time.monotonic() + LATE_S
-    while not (folder / "model.safetensors").exists() and time.monotonic() < ends:
+    while not (tmp_path / "versions/version-1/model.safetensors").exists() and time.monotonic() < ends:
         time.sleep(0.1)
-    assert load_drafter(str(folder)).config.num_layers == 2
+    saved = tmp_path / "saved"
+    assert client.change("save", path=str(saved)).json()["success"] and load_drafter(str(saved)).config.num_layers == 5
+    (tmp_path / "file").write_text("")
+    refused = client.change("save", path=str(tmp_path / "file/below"))
+    assert refused.status_code == 400 and "was not saved" in refused.json()["error"]["message"]
     version = client.drafter()["drafter_version"]
-    assert client.roll_back().json()["success"]
+    assert client.change("rollback").json()["success"]
     client.wait(lambda state: state["training"]["rollbacks"] >= 1 and state["drafter_version"] > version)
 
 
 @pytest.mark.slow
-def test_a_server_without_a_drafter_trains_one(serve: Callable[..., Client]) -> None:
-    client = serve("--adapt-share", "1", drafter=False)
-    prompts = [[i, 2 * i % 250, 7, 5 * i % 250] for i in range(12)]
-    first = [client.complete(prompt) for prompt in prompts]
-    state = client.wait(lambda state: state["training"]["steps"] > 2)
-    assert state["num_speculative_tokens"] == 15 and state["training"]["requests"] == 12
-    assert [client.complete(p)["choices"][0]["text"] for p in prompts] == [a["choices"][0]["text"] for a in first]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("opt_in", [False, True])
-def test_a_request_may_opt_out_or_in(serve: Callable[..., Client], opt_in: bool) -> None:
-    client = serve(*["--adapt-opt-in"] * opt_in)
-    for store in (None, False, True):
-        more = {} if store is None else {"store": store}
-        for i in range(3):
-            client.complete([i, 3, len(json.dumps(more))], **more)
+def test_requests_and_keys_may_opt_out(serve: Callable[..., Client], models: tuple[Path, Path], opt_in: bool) -> None:
+    client = serve("--drafter", str(models[1]), *["--adapt-opt-in"] * opt_in)
+    for i, more in enumerate(({}, {"store": False}, {"store": True}, {"key": "secret", "store": True})):
+        client.texts([[j, 3, i] for j in range(3)], **more)
     expected = 3 if opt_in else 6
     client.wait(lambda state: state["training"]["requests"] == expected)
-    time.sleep(0.5)
-    assert client.drafter()["training"]["requests"] == expected
+    client.texts([[9, 3, 9]], store=True)  # later ones have come too
+    client.wait(lambda state: state["training"]["requests"] == expected + 1)
+
+
+def test_excluded_keys_are_keys_of_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "excluded"
+    file.write_text("b\na\n")
+    assert excluded_keys(str(file), ("a", "x", "b", "a")) == {"0", "2", "3"} and excluded_keys(None, ("a",)) == set()
+    with pytest.raises(UserError, match="1 of 2 keys are no API keys of this server"):
+        excluded_keys(str(file), ("a", "x"))
 
 
 def test_the_engine_leaves_memory_for_a_trainer_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,12 @@ from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.runtime.capture import Served
 
 from ..online import OnlineTrainer, Record
+from ..run.held_out import Evaluation
 from ..run.resume_point import host_copy
 from .promotion import LEAST, LiveAcceptance, Promotion, Rollback
 from .replay import ReplayBuffer
 
+LONGEST = 8
 LOOK = 64  # newest held-out records that versions are compared on
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Version:
     learnt_from: int  # requests in the buffer until then
     held_out: float | None  # tokens per step on the held-out records; None for the first version
     live: LiveAcceptance = field(default_factory=LiveAcceptance)
+    walked: dict[Record, tuple[int, int]] = field(default_factory=dict)  # tokens and steps of held-out records
 
 
 class Adapter:
@@ -59,7 +62,8 @@ class Adapter:
         trainer: of that drafter.
         memory: bytes of captured records, in host memory.
         batch: records of a step.
-        every: steps between two looks at the held-out records.
+        every: steps between two looks at the held-out records, at first: twice as many after a look without a
+            promotion, up to LONGEST times.
         anchors: records of the drafter's own training, see `ReplayBuffer`.
 
     Attributes:
@@ -72,6 +76,7 @@ class Adapter:
         anchors: Sequence[Record] = (), seed: int = 0,
     ) -> None:  # fmt: skip
         self._engine, self._trainer, self._batch, self._every = engine, trainer, batch, every
+        self._gap, self._looked = every, 0  # steps until the next look, and at the last one
         self._capture = engine.start_capture(memory // 4)
         self.buffer = ReplayBuffer(memory - memory // 4, anchors, seed=seed)
         self._promotion, self._rollback = Promotion(), Rollback()
@@ -101,8 +106,9 @@ class Adapter:
         except (UserError, ValueError) as error:
             log.error("the drafter's training continues from the served version: %s", error)
             self._trainer.load_state_dict(copy.deepcopy(self.served.state))
+            self._looked = self._trainer.steps
             return True
-        if self._trainer.steps % self._every == 0:
+        if self._trainer.steps >= self._looked + self._gap:
             self._may_promote()
         return True
 
@@ -121,14 +127,27 @@ class Adapter:
         held = self.buffer.held_out[-LOOK:]
         if len(held) < LEAST:
             return
-        candidate, now = (self._trainer.held_out(held, each) for each in (None, self.served.drafter))
+        candidate, now = self._trainer.held_out(held), self._served_on(held)
+        self._looked, self._gap = self._trainer.steps, min(2 * self._gap, LONGEST * self._every)
         if self._promotion.judge(candidate, now):
+            self._gap = self._every
             drafter, state = self._saved()
             self._engine.load_drafter(drafter)
             new = Version(self._engine.drafter_version, drafter, state, self.buffer.added, candidate.tau)
             self.versions = [self.served, new]
+            new.walked = dict(zip(held, zip(candidate.tokens, candidate.steps, strict=True), strict=True))
             self._rollback = Rollback()
             self.promotions += 1
+
+    def _served_on(self, held: Sequence[Record]) -> Evaluation:
+        """Evaluates the served drafter; records of the look before are not computed again."""
+        version = self.served
+        new = [record for record in held if record not in version.walked]
+        found = self._trainer.held_out(new, version.drafter)
+        walked = version.walked | dict(zip(new, zip(found.tokens, found.steps, strict=True), strict=True))
+        version.walked = {record: walked[record] for record in held}
+        tokens, steps = zip(*version.walked.values(), strict=True)
+        return Evaluation(found.step, tuple(record.source for record in held), tokens, steps)
 
     def _may_roll_back(self) -> None:
         if len(self.versions) == 2 and self._rollback.judge(self.versions[1].live, self.versions[0].live):
@@ -140,6 +159,7 @@ class Adapter:
             old, _ = self.versions
             self._engine.load_drafter(old.drafter)
             self._trainer.load_state_dict(copy.deepcopy(old.state))
+            self._looked, self._gap = self._trainer.steps, self._every
             old.number, self.versions = self._engine.drafter_version, [old]
             self.rollbacks += 1
 

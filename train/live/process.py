@@ -6,6 +6,7 @@ drafters.
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import queue
@@ -36,6 +37,7 @@ IN_FLIGHT = 16  # served requests on their way to the trainer
 NICE = 10  # lower priority of the trainer on the processor
 IDLE_S = 0.05  # pause of a trainer without enough records
 END_S = 5.0
+MINUTE_S = 60.0
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +54,7 @@ class Status:
     promotions: int = 0
     rollbacks: int = 0
     versions: int = 1  # that are kept; 2: the current one can be rolled back
+    busy_share: float = 0.0  # share of the last minute in which it worked
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,16 +241,20 @@ def _train(work: Work, connection: Any, busy: Any) -> None:
     trainer = OnlineTrainer(work.head.to(work.device), drafter, work.config)
     link = _Link(connection)
     link.adapter = adapter = Adapter(link, trainer, **work.options)
+    worked_s = passed_s = 0.0  # both decay, so that they are about those of the last minute
+    ended = time.perf_counter()
     while True:
         began = time.perf_counter()
         worked = adapter.work()
         if worked and work.device.type == "cuda":
             torch.cuda.synchronize(work.device)
-        taken, live = time.perf_counter() - began, adapter.served.live
+        now = time.perf_counter()
+        taken, live, decay = now - began, adapter.served.live, math.exp((ended - now) / MINUTE_S)
+        worked_s, passed_s, ended = decay * worked_s + taken * worked, decay * passed_s + now - ended, now
         status = Status(
             trainer.steps, len(adapter.buffer), adapter.buffer.nbytes, adapter.served.learnt_from,
             adapter.served.held_out, live.tau if live.requests else None, adapter.promotions, adapter.rollbacks,
-            len(adapter.versions),
+            len(adapter.versions), worked_s / passed_s,
         )  # fmt: skip
         send(connection, status)
         ends = began + (taken / work.share if worked else IDLE_S)
