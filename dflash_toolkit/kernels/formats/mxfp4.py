@@ -14,6 +14,7 @@ from torch import Tensor
 from .base import Format, Quantized, Weight
 
 GROUP = 32  # columns that share a scale
+ALIGNED = 16  # bytes; scales of a row begin at multiples, so that a kernel can copy them while it computes
 BIAS = 127  # a scale s is 2 ** (s - BIAS)
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits after the sign
 
@@ -25,12 +26,14 @@ class Mxfp4(Format):
     def empty(self, *shape: int, new: Callable[..., Tensor]) -> "Mxfp4Weight":
         """Returns an uninitialized matrix; K must be a multiple of 32."""
         *several, k = shape
-        return Mxfp4Weight(new(*several, k // 2, dtype=torch.uint8), new(*several, k // GROUP, dtype=torch.uint8))
+        scale = new(*several, -(-k // GROUP // ALIGNED) * ALIGNED, dtype=torch.uint8)
+        scale[..., k // GROUP :].zero_()
+        return Mxfp4Weight(new(*several, k // 2, dtype=torch.uint8), scale)
 
     def tensors(self, name: str, weight: Weight) -> dict[str, Tensor]:
         """Returns the checkpoint tensors of the matrix with this name; call `sort_` after they were read."""
         assert isinstance(weight, Mxfp4Weight)
-        return {f"{name}_blocks": weight.data.unflatten(-1, (-1, GROUP // 2)), f"{name}_scales": weight.scale}
+        return {f"{name}_blocks": weight.data.unflatten(-1, (-1, GROUP // 2)), f"{name}_scales": weight.exponents}
 
 
 MXFP4 = Mxfp4()
@@ -38,7 +41,7 @@ MXFP4 = Mxfp4()
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight(Quantized):
-    """uint8 [N, K / 2] and the scales' exponents, uint8 [N, K / 32].
+    """uint8 [N, K / 2] and the scales' exponents, uint8 [N, K / 32], and zeros up to a multiple of ALIGNED.
 
     Two bytes hold four values of one group, 8 columns apart. Their bits, from the highest, are those of the values
     a, b, c and d: a's sign; d's sign and mantissa; b's sign; d's exponent (2 bits); c's sign; exponent and mantissa of
@@ -53,6 +56,11 @@ class Mxfp4Weight(Quantized):
     def shape(self) -> torch.Size:
         return torch.Size((*self.data.shape[:-1], 2 * self.data.shape[-1]))
 
+    @property
+    def exponents(self) -> Tensor:
+        """Returns the scales without the zeros."""
+        return self.scale[..., : self.shape[-1] // GROUP]
+
     @classmethod
     def of(cls, matrix: Tensor) -> "Mxfp4Weight":
         """Quantizes a matrix [N, K]; the largest value of a group gets an exponent of the format, as in OCP's rule."""
@@ -62,7 +70,9 @@ class Mxfp4Weight(Quantized):
         bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(VALUES)], device=matrix.device)
         codes = torch.bucketize(steps, bounds) | (groups < 0).int() << 3
         blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        found = cls(blocks.flatten(-2), (exponent + BIAS).to(torch.uint8))
+        found = MXFP4.empty(*matrix.shape, new=matrix.new_empty)
+        found.data.copy_(blocks.flatten(-2))
+        found.exponents.copy_(exponent + BIAS)
         found.sort_()
         return found
 
@@ -81,4 +91,4 @@ class Mxfp4Weight(Quantized):
         last = (words >> 11 & 8) | (words >> 9 & 6) | (words >> 13 & 1)
         codes = [*((words >> 12 - i & 8) | (words >> 6 - i & 7) for i in (0, 3, 6)), last]
         values = torch.cat([table[code] for code in codes], -1)
-        return torch.ldexp(values, self.scale.int()[..., None] - BIAS).flatten(-2).to(dtype)
+        return torch.ldexp(values, self.exponents.int()[..., None] - BIAS).flatten(-2).to(dtype)

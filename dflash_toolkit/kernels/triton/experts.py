@@ -32,7 +32,7 @@ from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
 from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .int4 import accumulate_int4, fitted_tile, sizes_of
-from .mxfp4 import accumulate_mxfp4
+from .mxfp4 import accumulate_mxfp4, scales_of_row
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
@@ -164,8 +164,8 @@ def _experts_kernel(
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: it has a pair's expert, if that pair is the expert's
     first. GATHERED: the last expert starts first, as it may have all rows and then takes longest.
     SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
-    IN_MXFP4: w is words [E, N, K / 4] with scales [E, N, K / 32]. QUARTER: 0, or w is in INT4, see `accumulate_int4`,
-    with scales [E, K / GROUP, N]. LIMIT: 0, or that of `ClampedExperts`.
+    IN_MXFP4: w is words [E, N, K / 4], see `Mxfp4Weight`. QUARTER: 0, or w is in INT4, see `accumulate_int4`, with
+    scales [E, K / GROUP, N]. LIMIT: 0, or that of `ClampedExperts`.
     """
     i_n, i_e = tl.program_id(0), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -204,7 +204,7 @@ def _experts_kernel(
         if SWIGLU:
             o_x = b_pair // TOP
         if IN_MXFP4:
-            p_scale = w_scale_p + expert.to(tl.int64) * N * (K // 32)
+            p_scale = w_scale_p + expert.to(tl.int64) * N * scales_of_row(K)
             b_acc = accumulate_mxfp4(x_p, p_w, p_scale, o_w, o_x, m_t, N, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
         elif QUARTER > 0:
             p_scale = w_scale_p + expert.to(tl.int64) * N * (K // GROUP if GROUP > 0 else 1)

@@ -23,7 +23,7 @@ def _value(b_bits, b_scale):
 
 @triton.jit
 def unpack(b_w, b_scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the four values of words [BLOCK_N, BLOCK_K / 4], with exponents of scales [BLOCK_N, BLOCK_K / 32]."""
+    """Returns the four values of words [BLOCK_N, BLOCK_K / 4], with scales [BLOCK_N, BLOCK_K / 32]."""
     groups: tl.constexpr = BLOCK_K // GROUP
     b_scale = b_scale.to(tl.int32)
     if DTYPE.is_bf16():
@@ -64,15 +64,21 @@ def unpack(b_w, b_scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl
 
 
 @triton.jit
+def scales_of_row(K):
+    """Returns the number of scales of K columns, see `Mxfp4Weight`."""
+    return (K // GROUP + 15) // 16 * 16
+
+
+@triton.jit
 def accumulate_mxfp4(
     x_p, w_p, scale_p, o_n, o_m, m_m, N, K,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Returns the product [BLOCK_N, T] over all K columns of words w [N, K / 4] with scales [N, K / 32]."""
+    """Returns the product [BLOCK_N, T] over all K columns of words w [N, K / 4] with their scales."""
     o_i, o_g = tl.arange(0, BLOCK_K // 4), tl.arange(0, BLOCK_K // GROUP)
     o_k = o_i // 8 * GROUP + o_i % 8  # columns of the first values of the words
     p_w = w_p + o_n[:, None].to(tl.int64) * (K // GROUP * 8) + o_i[None, :]
-    p_scale = scale_p + o_n[:, None].to(tl.int64) * (K // GROUP) + o_g[None, :]
+    p_scale = scale_p + o_n[:, None].to(tl.int64) * scales_of_row(K) + o_g[None, :]
     p_x = x_p + o_m[None, :] * K + o_k[:, None]
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -81,11 +87,10 @@ def accumulate_mxfp4(
             b_w = tl.load(p_w, eviction_policy="evict_first")
             b_scale = tl.load(p_scale)
         else:
-            m_n, left = (o_n < N)[:, None], (K - k) // GROUP
-            m_k = o_i // 8 < left
+            m_n, m_k = (o_n < N)[:, None], o_i // 8 < (K - k) // GROUP
             m_x = m_x & m_k[:, None]
             b_w = tl.load(p_w, mask=m_n & m_k[None, :], other=0, eviction_policy="evict_first")
-            b_scale = tl.load(p_scale, mask=m_n & (o_g < left)[None, :], other=0)
+            b_scale = tl.load(p_scale, mask=m_n, other=0)  # zeros after the last one
         b_a, b_b, b_c, b_d = unpack(b_w, b_scale, BLOCK_N, BLOCK_K, x_p.dtype.element_ty)
         b_acc = tl.dot(b_a, tl.load(p_x, mask=m_x, other=0.0), b_acc, input_precision="ieee")
         b_acc = tl.dot(b_b, tl.load(p_x + 8, mask=m_x, other=0.0), b_acc, input_precision="ieee")
