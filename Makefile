@@ -36,7 +36,7 @@ check: $(READY)  ## run ruff, ruff format, mypy and the word count
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	! MYPYPATH=tests:tests/helpers $(BIN)/mypy --cache-dir .mypy_cache/tests --follow-imports silent $(GPU_TESTS) \
+	! MYPYPATH=tests:tests/helpers $(BIN)/mypy $(GPU_TESTS) \
 	    | grep -E '\[(attr-defined|call-arg|name-defined|import-not-found|syntax)\]$$|INTERNAL' | grep -v 'Too many arguments'
 	$(BIN)/python scripts/words.py
 

@@ -241,18 +241,19 @@ def _freezes_imports() -> Iterator[None]:
 
 
 LONG = bool(os.environ.get("DFLASH_LONG"))  # `make test-long`
-SAMPLE = 4  # cases of a `sampled` test that `make test` runs
+SAMPLE = 3  # cases of a `sampled` test that `make test` runs; `sampled(2)` has its own number
 
 
 def _without_most_of_the_sampled(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps some cases of each test marked `sampled`, spread evenly. DFLASH_LONG=1, or a GPU, runs all of them."""
     if LONG or torch.cuda.is_available():
         return
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    kept = {each[i * (len(each) - 1) // (SAMPLE - 1)] for each in cases.values() for i in range(SAMPLE)}
+        if mark := item.get_closest_marker("sampled"):
+            count = mark.args[0] if mark.args else SAMPLE
+            cases.setdefault((item.path, getattr(item, "originalname", item.name), count), []).append(item)
+    kept = {each[i * (len(each) - 1) // (count - 1)] for (_, _, count), each in cases.items() for i in range(count)}
     left_out = [item for each in cases.values() for item in each if item not in kept]
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)

@@ -177,12 +177,13 @@ def test_norms_quantize_for_the_next_gemm(m: int, k: int, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize("m", [1, 17, 131])
 def test_quantized_rows_are_multiplied_as_those_that_gemms_quantize(m: int) -> None:
-    x = rows_of("in the format", m, 1024)
+    k = 512 if m > 128 else 1024
+    x = rows_of("in the format", m, k)
     rows = QuantizedRows(x, *fp8_blocks.quantize_groups(x))
     if m > 128:  # as norms quantize them
-        rows = QuantizedRows(x, *fp8_blocks._quantize(x, *fp8_blocks._empty_cublas_rows(m, 1024, x.device)))
-    blocks, dense = weight_of(256, 1024), torch.randn(64, 1024, device=DEVICE).to(DTYPE)
-    by_rows = BlockScaledFp8.of(torch.randn(128, 1024, device=DEVICE), by_rows=True)
+        rows = QuantizedRows(x, *fp8_blocks._quantize(x, *fp8_blocks._empty_cublas_rows(m, k, x.device)))
+    blocks, dense = weight_of(256, k), torch.randn(64, k, device=DEVICE).to(DTYPE)
+    by_rows = BlockScaledFp8.of(torch.randn(128, k, device=DEVICE), by_rows=True)
     for operations in (gpu, reference):
         for function in (operations.linear, operations.linear_split_k):
             for weight in (blocks, by_rows):

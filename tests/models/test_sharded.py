@@ -85,7 +85,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITHOUT_PLAN])
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 def test_sharded_target_computes_the_same_as_the_whole(name: str, sharded: list[dict[str, Any]]) -> None:
     target = tiny(name)
     size = sum(parameter.numel() for parameter in target.layers.parameters())

@@ -9,7 +9,7 @@ from engines import alone, counted, knowing, make_engine, prompts_of
 from faulty_device import FaultyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recurrent_engines import pair
+from recurrent_engines import LONG_RUN, pair
 from table_device import BLOCK, SHAPES, SIZE, TableDevice, drain, failing, request_of, scheduled, truth
 
 from dflash_toolkit import SamplingParams
@@ -23,7 +23,7 @@ WAYS = [("qwen3_5", 0, 1), ("qwen3_5", 7, 1), ("qwen3_5", 15, 3), ("qwen3_5_moe"
 
 
 @pytest.mark.parametrize(("kind", "nodes", "width"), WAYS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=20 if LONG_RUN else 2, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_recurrent_turn_computes_its_new_part_and_few_pages(kind: str, nodes: int, width: int, seed: int) -> None:
     """At most ANSWER_PAGES + 1 pages are computed again; 320 tokens with pages of 64."""

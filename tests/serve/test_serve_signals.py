@@ -51,7 +51,7 @@ STAGES: dict[str, Callable[[int, Path], bool]] = {
 
 @SIGNALS
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 def test_signal_during_imports_ends_all_processes(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
@@ -107,7 +107,7 @@ LATER: dict[str, Callable[[Path], bool]] = {
 
 @SIGNALS
 @pytest.mark.parametrize("stage", LATER)
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 def test_signal_after_imports_ends_all_processes(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:

@@ -76,7 +76,7 @@ def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions
                 torch.save({"tensors": flat(tensors), "norms": norms}, folder / name)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("optim", "ways", "tolerance", "kind"),
     [
