@@ -33,7 +33,7 @@ def unpack(b_w, b_scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl
     b_factor = tl.broadcast_to(b_factor[:, :, None], (BLOCK_N, groups, GROUP // 4))
     b_factor = tl.reshape(b_factor, (BLOCK_N, BLOCK_K // 4))
     if DTYPE.is_bf16():
-        b_a, b_b, b_c, b_d = tl.inline_asm_elementwise(
+        b_parts = tl.inline_asm_elementwise(
             """{
             .reg .b32 bits, sign, low, none;
             mov.b32 none, 0x80008000;
@@ -53,14 +53,16 @@ def unpack(b_w, b_scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl
             lop3.b32 bits, bits, 0x01800180, sign, 0xEA;
             fma.rn.bf16x2 $3, bits, $5, none;
             }""",
-            "=r,=r,=r,=r,r,r", [b_w, b_factor], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2,
+            "=&r,=&r,=&r,=&r,r,r", [b_w, b_factor], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         b_wide = b_w.to(tl.int32)
         b_last = ((b_wide << 1) & 0x8000) | ((b_wide >> 3) & 0x180) | ((b_wide >> 7) & 0x40)
-        b_a, b_b = _value(b_wide, b_factor).to(DTYPE), _value(b_wide << 3, b_factor).to(DTYPE)
-        b_c, b_d = _value(b_wide << 6, b_factor).to(DTYPE), _value(b_last, b_factor).to(DTYPE)
-    return b_a, b_b, b_c, b_d
+        b_parts = (
+            _value(b_wide, b_factor).to(DTYPE), _value(b_wide << 3, b_factor).to(DTYPE),
+            _value(b_wide << 6, b_factor).to(DTYPE), _value(b_last, b_factor).to(DTYPE),
+        )  # fmt: skip
+    return b_parts
 
 
 @triton.jit
@@ -91,11 +93,10 @@ def accumulate_mxfp4(
             m_x = m_x & m_k[:, None]
             b_w = tl.load(p_w, mask=m_n & m_k[None, :], other=0, eviction_policy="evict_first")
             b_scale = tl.load(p_scale, mask=m_n, other=0)  # zeros after the last one
-        b_a, b_b, b_c, b_d = unpack(b_w, b_scale, BLOCK_N, BLOCK_K, x_p.dtype.element_ty)
-        b_acc = tl.dot(b_a, tl.load(p_x, mask=m_x, other=0.0), b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_b, tl.load(p_x + 8, mask=m_x, other=0.0), b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_c, tl.load(p_x + 16, mask=m_x, other=0.0), b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_d, tl.load(p_x + 24, mask=m_x, other=0.0), b_acc, input_precision="ieee")
+        b_parts = unpack(b_w, b_scale, BLOCK_N, BLOCK_K, x_p.dtype.element_ty)
+        for i in tl.static_range(4):
+            b_x = tl.load(p_x + 8 * i, mask=m_x, other=0.0, eviction_policy="evict_last")
+            b_acc = tl.dot(b_parts[i], b_x, b_acc, input_precision="ieee")
         p_w += BLOCK_K // 4
         p_scale += BLOCK_K // GROUP
         p_x += BLOCK_K
