@@ -277,6 +277,9 @@ class LossOptions:
     alpha: float = option(0.5, "smoothing of the slots' probabilities, for loss.weights=dpace")
     anchors: int = option(512, "draft blocks per sequence and step; disables packing if given")
     head_rows: int = option(1024, "rows whose logits are held in memory at a time")
+    input_noise: float = option(
+        0.0, "standard deviation of noise on the target's hidden states, as a share of each one's root mean square"
+    )
 
     def of_kind(self, kind: DraftArchitecture) -> "LossOptions":
         """Returns the options with those that a kind of drafter is trained with, unless one of these was given."""
@@ -300,6 +303,8 @@ class LossOptions:
             raise ValueError(f"{', '.join(f'loss.{name}' for name in terms)} are all 0; give one of them a weight")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"loss.temperature is {self.temperature}; it must be > 0 (1 is the target as it is)")
+        if not 0 <= self.input_noise < math.inf:
+            raise ValueError(f"loss.input_noise is {self.input_noise}; it must be >= 0")
         for name in ("anchors", "head_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loss.{name} is {getattr(self, name)}; it must be >= 1")

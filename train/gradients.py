@@ -1,5 +1,7 @@
 """Gradients of one micro batch: blocks, drafter, loss. `loop.py` and `online.py` train with the same function."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,8 @@ def add_gradients(
     packed, anchors = packing(config, target.device)
     size, mask = config.drafter.block_size, drafter.config.mask_token_id
     blocks = sample_blocks(features, anchors or config.loss.anchors, size, mask, random, fixed=packed > 0)
+    if config.loss.input_noise:
+        features = noisy(features, len(drafter.config.target_layer_ids), config.loss.input_noise, random)
     flex = use_flex(config.run.attention, target.device)
     parts = blocks.split(config.optim.splits or 1)
     filled = torch.stack([part.valid.any() for part in parts]).tolist() if len(parts) > 1 else [True]
@@ -49,3 +53,17 @@ def add_gradients(
         pairs = visible_pairs(part, drafter.config)[None].double()
         totals.append(torch.cat([result.totals(), pairs]) * factor)
     return torch.stack(totals).sum(0)
+
+
+def noisy(features: Features, taps: int, share: float, random: torch.Generator) -> Features:
+    """Returns features with normal noise on each of the `taps` hidden states, relative to its root mean square.
+
+    Args:
+        random: a generator on the CPU, which gives the seed.
+    """
+    hidden = features.hidden.unflatten(-1, (taps, -1)).float()
+    seed = int(torch.randint(2**62, (), generator=random))
+    generator = torch.Generator(hidden.device).manual_seed(seed)
+    noise = torch.randn(hidden.shape, device=hidden.device, generator=generator)
+    scale = share * hidden.square().mean(-1, keepdim=True).sqrt()
+    return replace(features, hidden=(hidden + scale * noise).flatten(-2).to(features.hidden.dtype))

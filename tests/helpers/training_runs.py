@@ -64,7 +64,7 @@ def losses(path: Path) -> list[float]:
 
 
 def lines_without_speed(path: Path) -> list[dict[str, Any]]:
-    speed = ("_per_second", "_share", "_resident_gb")
+    speed = ("_per_second", "_share", "_resident_gb", "gpu_minutes")
     return [{key: value for key, value in line.items() if not key.endswith(speed)} for line in lines(path)]
 
 

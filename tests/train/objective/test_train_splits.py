@@ -12,8 +12,9 @@ from training_runs import config, losses, random_rows, run_of
 
 from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
+from dflash_toolkit.train.gradients import noisy
 from dflash_toolkit.train.loop import train
-from dflash_toolkit.train.objective.blocks import sample_blocks
+from dflash_toolkit.train.objective.blocks import Features, sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
 
 
@@ -69,3 +70,22 @@ def test_each_pass_keeps_the_activations_of_its_own_blocks() -> None:
             compute_loss(drafter, target, features, part, TrainConfig(target="tiny"), flex=False)
         kept.append(sum(sizes))
     assert kept[1] < 0.6 * kept[0]
+
+
+def test_input_noise_is_relative_and_follows_its_generator(tmp_path: Path) -> None:
+    hidden = torch.cat([torch.randn(2, 64, 100), 50 * torch.randn(2, 64, 100)], dim=2)
+    flags, ids = torch.ones(2, 64, dtype=torch.bool), torch.zeros(2, 64, dtype=torch.long)
+    features = Features(ids, hidden, flags, ids, ids)
+    once, again, other = (
+        noisy(features, 2, 0.1, torch.Generator().manual_seed(seed)).hidden - hidden for seed in (0, 0, 1)
+    )
+    assert torch.equal(once, again) and not torch.equal(once, other)
+    assert once[..., :100].std().item() == pytest.approx(0.1, rel=0.1)
+    assert once[..., 100:].std().item() == pytest.approx(5, rel=0.1)
+    found = []
+    for noise in (0.0, 0.5):
+        asked = replace(config(), loss=LossOptions(anchors=4, input_noise=noise))
+        run = run_of(asked, make_target(), random_rows(4), tmp_path / str(noise))
+        train(run)
+        found.append(losses(run.work / "metrics.jsonl")[0])
+    assert found[0] != found[1], "training reads the option"
