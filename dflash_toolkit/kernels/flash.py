@@ -123,6 +123,7 @@ def fits(q: Tensor, kv: PagedKV, *, causal: bool) -> bool:
         and len(kv.lengths) == 1
         and causal
         and kv.plain
+        and kv.factor is None
         and _computes(q)
         and installed(q.device) is not None
     )

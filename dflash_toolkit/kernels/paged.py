@@ -24,11 +24,18 @@ class PagedKV:
     size: int  # positions of a page
     window: int = 0  # a key at a distance of `window` positions or more is not seen; 0 is no window
     scales: Tensor | None = None  # [2, G, slots] of an fp8 cache, see `quantized_heads`
+    factor: float | None = None  # of the scores; None: H ** -0.5
+    soft_cap: float = 0.0  # a score s becomes soft_cap * tanh(s / soft_cap); 0 is no cap
+    sinks: Tensor | None = None  # [N], one more score of each head, whose value is zero
 
     @property
     def plain(self) -> bool:
         """Whether a causal row sees every key up to its own in the dtype of the model, as FlashAttention does."""
-        return self.window == 0 and self.scales is None
+        return self.window == 0 and self.scales is None and self.soft_cap == 0 and self.sinks is None
+
+    @property
+    def score_factor(self) -> float:
+        return self.cache.shape[3] ** -0.5 if self.factor is None else self.factor
 
     def read(self, slots: Tensor) -> Tensor:
         """Returns the keys and the values [2, ..., G, H] of slots, in the dtype of the model."""

@@ -15,6 +15,21 @@ def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
     return page_table.gather(1, (positions // page_size).long()).long() * page_size + positions % page_size
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kv: PagedKV) -> Tensor:
+    """Returns the attention of queries [..., N, S, H] over keys and values [..., G, T, H], with a mask [..., S, T]."""
+    if not kv.soft_cap and kv.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True, scale=kv.score_factor)
+    k, v = (part.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for part in (k, v))
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * kv.score_factor
+    if kv.soft_cap:
+        scores = kv.soft_cap * (scores / kv.soft_cap).tanh()
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if kv.sinks is not None:
+        sinks = kv.sinks.to(scores.dtype)[:, None, None].expand_as(scores[..., :1])
+        scores = torch.cat([scores, sinks], dim=-1)
+    return scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v
+
+
 def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | None = None) -> Tensor:
     """Attention of a block over its request's pages, the block's own keys included.
 
@@ -33,13 +48,12 @@ def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | No
     inside = keys < end[:, None]  # pages are written up to here; after that they may hold anything, even NaN
     slots = slots_of(torch.where(inside, keys, 0), kv.table, kv.size)
     k, v = kv.read(slots).masked_fill(~inside[..., None, None], 0.0).transpose(2, 3)  # [B, G, T, H]
-    distance = (lengths[:, None] + torch.arange(block, device=q.device))[:, :, None] - keys[:, None]  # [B, S, T]
+    positions = (lengths[:, None] + torch.arange(block, device=q.device)).minimum(end[:, None] - 1)
+    distance = positions[:, :, None] - keys[:, None]  # [B, S, T]; padding sees what the last token sees
     visible = inside[:, None] & (distance >= 0) if causal else inside[:, None].expand_as(distance)
     if kv.window:
         visible = visible & (distance.abs() < kv.window)
-    out = F.scaled_dot_product_attention(
-        q.unflatten(0, (-1, block)).transpose(1, 2), k, v, attn_mask=visible[:, None], enable_gqa=True
-    )
+    out = _attend(q.unflatten(0, (-1, block)).transpose(1, 2), k, v, visible[:, None], kv)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -66,8 +80,7 @@ def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Ten
         if kv.window:
             positions = torch.cat([keys[:length], length + depths[:, 0]])
             visible &= length + depths - positions < kv.window
-        own = q[start:end].transpose(0, 1)
-        attended = F.scaled_dot_product_attention(own, k, v, attn_mask=visible, enable_gqa=True)
+        attended = _attend(q[start:end].transpose(0, 1), k, v, visible, kv)
         out[start:end] = attended.transpose(0, 1).flatten(1)
     return out
 

@@ -31,10 +31,18 @@ def full_rope(config: PreTrainedConfig) -> dict[str, Any]:
     return dict(groups.get("full_attention") or nested[0]) if nested else groups
 
 
-def scaled_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
+def rope_of(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
+    """Returns `rope_parameters` of the layers of one of `layer_types`."""
+    groups: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return groups[kind] if isinstance(groups.get(kind), dict) else groups
+
+
+def scaled_frequencies(config: PreTrainedConfig, kind: str = "") -> tuple[tuple[float, ...], float]:
     """Returns radians per position [H / 2], and the factor on cosines and sines, of a config with scaled RoPE."""
+    rope = rope_of(config, kind)
+    own = {} if rope is config.rope_parameters else {"layer_type": kind}
     with torch.device("cpu"):  # some of these functions allocate on the default device, which may be meta
-        frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **own)
     return tuple(frequencies.double().tolist()), float(factor)
 
 

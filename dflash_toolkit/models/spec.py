@@ -11,10 +11,46 @@ from ..config import UnsupportedModel, UserError
 from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, Activation, Format
 from ..kernels.loss_terms import PLAIN, LogitScale
 from .quantized import QuantizedModules
-from .rope import ROPE_TYPES, full_rope, scaled_frequencies
+from .rope import ROPE_TYPES, full_rope, rope_of, scaled_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotation of a head's first R numbers."""
+
+    frequencies: tuple[float, ...]  # [R / 2], radians per position
+    factor: float = 1.0  # on cosines and sines (yarn)
+
+    @classmethod
+    def of(cls, config: Any, kind: str, turning: int) -> "Rope":
+        """Reads the rope of layers of a kind, whose heads turn so many numbers, from a Hugging Face config.
+
+        Raises:
+            UnsupportedModel: the type of the rope is unknown.
+        """
+        parameters = rope_of(config, kind)
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            name = config.name_or_path or config.model_type
+            raise UnsupportedModel(
+                f"target {name}: rope type {rope_type!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
+            )
+        if rope_type != "default":
+            return cls(*scaled_frequencies(config, kind))
+        exponents = torch.arange(0, turning, 2, dtype=torch.float32) / turning
+        return cls(tuple((1.0 / parameters["rope_theta"] ** exponents).double().tolist()))
+
+    def table(self, positions: int, device: torch.device) -> Tensor:
+        """Cosines and sines, fp32 [2, positions, R / 2]."""
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=device)
+        angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
+        return torch.stack([angles.cos(), angles.sin()]) * self.factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +64,11 @@ class AttentionSpec:
     qkv_bias: bool
     o_bias: bool
     causal: bool = True  # inside the block
+    rope: Rope
     window: int = 0  # 0 is full attention
+    factor: float | None = None  # of the scores; None: H ** -0.5
+    soft_cap: float = 0.0  # of the scores, see `PagedKV`; 0 is no cap
+    sinks: bool = False  # one more score of each head, whose value is zero
     gated: bool = False  # a head's output is multiplied with the sigmoid of as many more numbers, after its query
     weight: Format = DENSE  # of its matrices
 
@@ -212,8 +252,6 @@ class ModelSpec:
     rms_norm_eps: float
     tied_head: bool
     context_limit: int  # prompt and answer, in tokens
-    rope_frequencies: tuple[float, ...]  # [R / 2], radians per position; the first R of a head's H numbers turn
-    rope_factor: float = 1.0  # on cosines and sines (yarn)
     embedding_scale: float = 1.0  # the target's embeddings are multiplied with it
     rounds_embedding_scale: bool = False  # to the dtype of the weights, before it is multiplied
     logit_scale: LogitScale = PLAIN  # of the head's products
@@ -283,38 +321,31 @@ class ModelSpec:
                 f"but vLLM may (dflash-serve --engine vllm)"
             )
         quantized = QuantizedModules.of(config)
-        kinds = getattr(c, "layer_types", None)
-        sliding = "sliding_attention" in kinds if kinds else getattr(c, "sliding_window", None) is not None
-        if getattr(c, "use_sliding_window", False) or sliding:
-            raise UnsupportedModel(f"target {name}: sliding-window attention is not supported by the runtime")
-        if getattr(c, "attn_logit_softcapping", None):
-            raise UnsupportedModel(f"target {name}: attn_logit_softcapping is not supported by the runtime")
+        every = SLIDING if getattr(c, "sliding_window", None) else FULL
+        kinds = getattr(c, "layer_types", None) or [every] * c.num_hidden_layers
+        if unknown := {*kinds} - {SLIDING, FULL, "linear_attention"}:
+            raise UnsupportedModel(f"target {name}: layers of {min(unknown)!r} are not supported by the runtime")
         if getattr(c, "mlp_bias", False):
             raise UnsupportedModel(f"target {name}: mlp_bias is not supported by the runtime")
-        kind = (c.rope_parameters or {}).get("rope_type", "default")
-        if kind not in ROPE_TYPES:
-            raise UnsupportedModel(
-                f"target {name}: rope type {kind!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
-            )
         architecture = ARCHITECTURES[c.model_type]
         if architecture.hybrid:
             _check_hybrid(name, c)
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        if kind == "default":
-            turning = head_dim
-            if architecture.hybrid:
-                turning = int(head_dim * c.rope_parameters.get("partial_rotary_factor", 1.0))
-            exponents = torch.arange(0, turning, 2, dtype=torch.float32) / turning
-            plain = 1.0 / c.rope_parameters["rope_theta"] ** exponents
-            frequencies, factor = tuple(plain.double().tolist()), 1.0
-        else:
-            frequencies, factor = scaled_frequencies(c)
-        attention = architecture.attention(
-            bool(getattr(c, "attention_bias", False)),
-            num_heads=c.num_attention_heads,
-            num_kv_heads=c.num_key_value_heads,
-            head_dim=head_dim,
-        )
+
+        def attention_of(kind: str) -> AttentionSpec:
+            partial = rope_of(c, kind).get("partial_rotary_factor", 1.0) if architecture.hybrid else 1.0
+            return architecture.attention(
+                bool(getattr(c, "attention_bias", False)),
+                num_heads=c.num_attention_heads,
+                num_kv_heads=c.num_key_value_heads,
+                head_dim=head_dim,
+                rope=Rope.of(c, kind, int(head_dim * partial)),
+                window=c.sliding_window if kind == SLIDING else 0,
+                factor=scalar**-0.5 if (scalar := getattr(c, "query_pre_attn_scalar", None)) else None,
+                soft_cap=getattr(c, "attn_logit_softcapping", None) or 0.0,
+            )
+
+        attention = {kind: attention_of(kind) for kind in (SLIDING, FULL) if kind in kinds}
 
         def format_of(part: str, shapes: Mapping[str, tuple[int, int]]) -> Format:
             return quantized.format_of({f"{part}.{matrix}": shape for matrix, shape in shapes.items()})
@@ -327,8 +358,10 @@ class ModelSpec:
             shared = f"{part}.mlp.shared_expert.gate_proj"
             if isinstance(ffn, MoeSpec) and ffn.shared and (shared in quantized) != (ffn.weight != DENSE):
                 raise UnsupportedModel(f"target {name}: expert {shared!r} and the others must all be FP8 or all 16-bit")
-            mixer: AttentionSpec | GatedDeltaNetSpec = attention
-            if architecture.hybrid and c.layer_types[layer] == "linear_attention":
+            mixer: AttentionSpec | GatedDeltaNetSpec
+            if kinds[layer] in attention:
+                mixer = attention[kinds[layer]]
+            else:
                 mixer = _gated_delta_net(c, architecture.by_key_heads)
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
             gates = f"{part}.linear_attn.in_proj_b{'a' * architecture.by_key_heads}"
@@ -349,18 +382,10 @@ class ModelSpec:
             rms_norm_eps=c.rms_norm_eps,
             tied_head=bool(c.tie_word_embeddings),
             context_limit=context_limit(c),
-            rope_frequencies=frequencies,
-            rope_factor=factor,
             embedding_scale=c.hidden_size**0.5 if architecture.scaled_embedding else 1.0,
             rounds_embedding_scale=architecture.scaled_embedding,
             logit_scale=logit_scale(c),
         )
-
-    def rope_table(self, positions: int, device: torch.device) -> Tensor:
-        """Cosines and sines, fp32 [2, positions, R / 2]."""
-        frequencies = torch.tensor(self.rope_frequencies, dtype=torch.float32, device=device)
-        angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
-        return torch.stack([angles.cos(), angles.sin()]) * self.rope_factor
 
 
 def _activation(config: Any) -> Activation:

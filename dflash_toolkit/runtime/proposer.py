@@ -131,7 +131,8 @@ class Proposer:
 
     def _write(self, kv: Tensor, rows: Rows, counts: Tensor) -> None:
         weights, stack = self.weights, self.stack
+        (rope,) = stack.ropes.values()
         stack.ops.context_write(
-            kv, weights.k_norms, weights.spec.rms_norm_eps, stack.rope, rows.lengths, counts, rows.page_table,
+            kv, weights.k_norms, weights.spec.rms_norm_eps, rope, rows.lengths, counts, rows.page_table,
             stack.cache, rows.page_size, stack.scales,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from ..kernels.ops import Ops
 from ..kernels.paged import FP8, PagedKV
 from ..kernels.tree import TreeRows
 from ..models.drafting import BetweenWeights
-from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec
+from ..models.spec import AttentionSpec, GatedDeltaNetSpec, LayerSpec, ModelSpec, Rope
 from .graphs import to_device
 from .weights import (
     AttentionWeights,
@@ -104,7 +104,9 @@ class Attention:
         w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
         qkv, cache = (projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, self.rope), self.cache
-        kv = PagedKV(cache, lengths, pages, size, spec.window, self.scales)
+        kv = PagedKV(
+            cache, lengths, pages, size, spec.window, self.scales, spec.factor, spec.soft_cap, w.sinks
+        )  # fmt: skip
         if (tree := rows.tree) is not None:
             assert rows.paths is not None and spec.causal
             q = ops.rope_write(
@@ -259,7 +261,7 @@ class Stack:
 
     Args:
         norm: [D], the final norm.
-        rope: fp32 [2, positions, R / 2].
+        ropes: fp32 [2, positions, R / 2] of every rope of the layers.
         cache: [layers of attention, 2, slots, G, H].
         memory: that of all recurrent layers, see `DeltaMemory.of_layers`.
         scales: [layers of attention, 2, G, slots] of an fp8 cache.
@@ -270,14 +272,14 @@ class Stack:
         spec: ModelSpec,
         layers: list[LayerWeights],
         norm: Tensor,
-        rope: Tensor,
+        ropes: dict[Rope, Tensor],
         cache: Tensor,
         ops: Ops,
         memory: DeltaMemory | None = None,
         scales: Tensor | None = None,
         between: BetweenWeights | None = None,
     ) -> None:
-        self.spec, self.layers, self.norm, self.rope, self.cache, self.ops = spec, layers, norm, rope, cache, ops
+        self.spec, self.layers, self.norm, self.ropes, self.cache, self.ops = spec, layers, norm, ropes, cache, ops
         self.memory, self.scales, nets = memory, scales, spec.delta_nets
         self.between = between
         self.memories = [] if memory is None else memory.of_layers(len(nets))
@@ -290,6 +292,7 @@ class Stack:
                 number, own = next(states)
                 return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, own, number, ops)
             assert isinstance(layer.mixer, AttentionWeights)
+            rope = ropes[kind.mixer.rope]
             return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, *next(pages), ops)
 
         convolutions = [layer.mixer.conv for layer in layers if isinstance(layer.mixer, GatedDeltaNetWeights)]
@@ -318,7 +321,7 @@ class Stack:
         spec, device = weights.spec, weights.norm.device
         layers, slots, (groups, width) = len(spec.attention), num_pages * page_size, spec.kv_heads
         # for all positions of the pages: a chunk may fill the last one
-        rope = spec.rope_table(pages_per_request * page_size, device)
+        ropes = {rope: rope.table(pages_per_request * page_size, device) for rope in {m.rope for m in spec.attention}}
         cache = torch.zeros(layers, 2, slots, groups, width, dtype=FP8 if fp8_cache else dtype, device=device)
         scales = torch.zeros(layers, 2, groups, slots, dtype=dtype, device=device) if fp8_cache else None
         memory, count = None, len(spec.delta_nets)
@@ -329,7 +332,7 @@ class Stack:
                 (net.k_head_dim, net.head_dim), dtype, device,
             )  # fmt: skip
         between = weights.between if isinstance(weights, DrafterWeights) else None
-        return cls(spec, weights.layers, weights.norm, rope, cache, ops, memory, scales, between)
+        return cls(spec, weights.layers, weights.norm, ropes, cache, ops, memory, scales, between)
 
     @property
     def cached(self) -> list[Tensor]:

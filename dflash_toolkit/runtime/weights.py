@@ -47,6 +47,7 @@ class AttentionWeights:
     k_norm: Tensor | None  # [H]
     o: Weight  # [D, N H]
     o_bias: Tensor | None  # [D]
+    sinks: Tensor | None  # [N]
 
     @classmethod
     def empty(
@@ -60,6 +61,7 @@ class AttentionWeights:
             k_norm=norm(spec.head_dim) if spec.qk_norm else None,
             o=matrix(d, spec.width),
             o_bias=new(d) if spec.o_bias else None,
+            sinks=new(spec.num_heads) if spec.sinks else None,
         )
 
     def parameter_views(self, spec: AttentionSpec) -> dict[str, Tensor]:
@@ -71,6 +73,7 @@ class AttentionWeights:
         if self.qkv_bias is not None:
             found |= zip((f"self_attn.{letter}_proj.bias" for letter in "qkv"), self.qkv_bias.split(heads), strict=True)
         optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
+        optional["sinks"] = self.sinks
         return found | {f"self_attn.{name}": t for name, t in optional.items() if t is not None}
 
 

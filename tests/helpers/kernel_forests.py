@@ -61,7 +61,7 @@ class Forest:
 
 def plant(
     contexts: tuple[int, ...], slots: int, nodes: int, rows: int, size: int, groups: int, group: int, width: int,
-    dtype: torch.dtype, children: int = 3,
+    dtype: torch.dtype, children: int = 3, scores: str = "",
 ) -> Forest:  # fmt: skip
     pages = make_pages(contexts, nodes + 1, size, groups, width, dtype)
     trees = random_trees(len(contexts), slots, nodes, children)
@@ -71,7 +71,8 @@ def plant(
         count = context + int(tree_rows.starts[b + 1] - tree_rows.starts[b])
         kept = replace(pages.one(b), lengths=integers([0])).slots(count)[0]
         written[:, kept] = pages.cache[:, kept]
-    return Forest(replace(pages, cache=written), trees, tree_rows, randn(rows, groups * group, width, dtype=dtype))
+    pages = replace(pages, cache=written).scored(scores, groups * group)
+    return Forest(pages, trees, tree_rows, randn(rows, groups * group, width, dtype=dtype))
 
 
 def without_others(forest: Forest, request: int) -> Forest:

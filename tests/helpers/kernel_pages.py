@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -51,6 +51,7 @@ class Pages:
     cache: Tensor  # [2, slots, G, H]
     size: int
     scales: Tensor | None = None  # [2, G, slots] of a cache in fp8
+    scores: dict[str, Any] = field(default_factory=dict)  # fields of `PagedKV` about scores
 
     @property
     def stored(self) -> list[Tensor]:
@@ -68,7 +69,7 @@ class Pages:
     def kv(self, window: int = 0, dtype: torch.dtype | None = None) -> PagedKV:
         if dtype is None or self.scales is None:
             cache = self.cache.to(dtype or self.cache.dtype)
-            return PagedKV(cache, self.lengths, self.table, self.size, window, self.scales)
+            return PagedKV(cache, self.lengths, self.table, self.size, window, self.scales, **self.scores)
         return self.read().kv(window, dtype)
 
     def in_fp8(self) -> "Pages":
@@ -80,6 +81,13 @@ class Pages:
         """Pages with the values that are read from these, in the dtype of the model."""
         assert self.scales is not None
         return replace(self, cache=dequantized_heads(self.cache, self.scales.mT), scales=None)
+
+    def scored(self, kind: str, heads: int) -> "Pages":
+        """The same pages with sinks of so many heads ("sinks"), with a cap and a factor ("cap"), or plain ("")."""
+        kinds: dict[str, dict[str, Any]] = {"": {}, "cap": {"soft_cap": 2.0, "factor": 0.3}}
+        if kind == "sinks":
+            kinds[kind] = {"sinks": 3 * randn(heads, dtype=self.cache.dtype)}
+        return replace(self, scores=kinds[kind])
 
     def one(self, request: int, advance: int = 0) -> "Pages":
         """The batch of one request, `advance` tokens later."""

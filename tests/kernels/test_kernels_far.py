@@ -32,7 +32,7 @@ def test_far_splits_are_as_exact_as_torch_and_batch_invariant(
     causal: bool, window: int, fp8: bool, dtype: torch.dtype
 ) -> None:
     pages = make_pages(CONTEXTS, 3, 64, 2, 64, dtype)
-    pages = pages.in_fp8() if fp8 else pages
+    pages = pages.in_fp8() if fp8 else pages.scored("sinks" if window else "", 4)
     q = randn(3 * len(CONTEXTS), 4, 64, dtype=dtype)
     found = attend(q, pages, causal=causal, window=window, far=256)
     check_attention(q, pages, found, causal=causal, window=window)
@@ -53,11 +53,12 @@ def test_far_splits_do_not_reach_padding(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("children", [3, 1])
 def test_trees_and_chains_of_many_requests_have_far_splits(children: int, fp8: bool, dtype: torch.dtype) -> None:
     forest = plant((*CONTEXTS, 250, 509), 5, 8, 90, 64, 1, 2, 64, dtype, children)
-    forest = replace(forest, pages=forest.pages.in_fp8()) if fp8 else forest
-    found = forest.attend()
-    assert_as_exact_as_torch(found, forest.defined(dtype), forest.defined(torch.float64))
+    pages, window = (forest.pages.in_fp8(), 0) if fp8 else (forest.pages.scored("sinks", 2), 100)
+    forest = replace(forest, pages=pages)
+    found = forest.attend(window)
+    assert_as_exact_as_torch(found, forest.defined(dtype, window), forest.defined(torch.float64, window))
     assert not found[int(forest.rows.starts[-1]) :].any()
-    assert children > 1 or torch.equal(forest.attend_chains(), found)
+    assert children > 1 or torch.equal(forest.attend_chains(window), found)
 
 
 def test_splits_follow_the_page_table_and_the_number_of_requests() -> None:

@@ -20,27 +20,27 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("groups", "group", "width", "size", "block", "contexts", "window", "causal", "short"),
+    ("groups", "group", "width", "size", "block", "contexts", "window", "causal", "short", "scores"),
     [
-        (2, 2, 64, 64, 2, (130, 0, 63), 0, True, 64),
-        (2, 2, 64, 64, 2, (130, 0, 63), 0, False, 64),
-        (1, 4, 128, 128, 2, (700, 5), 100, True, 128),
-        (1, 4, 128, 128, 2, (700, 5), 100, False, 64),
-        (1, 7, 64, 64, 12, (200,), 0, True, 64),  # two tiles of rows
-        (2, 1, 128, 64, 1, (64, 449, 127), 0, True, 128),
-        (2, 1, 128, 64, 1, (64, 449, 127), 0, False, 64),
-        (1, 4, 64, 64, 3, (191, 255, 900), 60, True, 64),
-        (1, 4, 64, 64, 3, (191, 255, 900), 60, True, 128),
+        (2, 2, 64, 64, 2, (130, 0, 63), 0, True, 64, ""),
+        (2, 2, 64, 64, 2, (130, 0, 63), 0, False, 64, ""),
+        (1, 4, 128, 128, 2, (700, 5), 100, True, 128, "sinks"),
+        (1, 4, 128, 128, 2, (700, 5), 100, False, 64, ""),
+        (1, 7, 64, 64, 12, (200,), 0, True, 64, ""),  # two tiles of rows
+        (2, 1, 128, 64, 1, (64, 449, 127), 0, True, 128, ""),
+        (2, 1, 128, 64, 1, (64, 449, 127), 0, False, 64, ""),
+        (1, 4, 64, 64, 3, (191, 255, 900), 60, True, 64, "sinks"),
+        (1, 4, 64, 64, 3, (191, 255, 900), 60, True, 128, ""),
     ],
     ids=str,
 )
 @pytest.mark.sampled
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(
     groups: int, group: int, width: int, size: int, block: int, contexts: tuple[int, ...], window: int,
-    causal: bool, short: int, monkeypatch: pytest.MonkeyPatch,
+    causal: bool, short: int, scores: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     kernel = interpret_attention(monkeypatch, short)
-    pages = make_pages(contexts, block, size, groups, width, BF16)
+    pages = make_pages(contexts, block, size, groups, width, BF16).scored(scores, groups * group)
     q = randn(len(contexts) * block, groups * group, width, dtype=BF16)
     for whole, pairs in ((False, False), (False, True), (True, False)):
         found = attend(q, pages, causal=causal, window=window, whole=whole, pairs=pairs)

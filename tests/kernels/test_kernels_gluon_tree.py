@@ -48,6 +48,7 @@ def check(forest: Forest, found: Tensor, window: int = 0) -> None:
         (((126, 60, 210), 5, 8, 14, 64, 2, 2, 64), 0, 64),
         (((452,), 6, 12, 13, 128, 1, 7, 128), 60, 64),  # two tiles of rows
         (((191, 300, 902, 790), 5, 8, 24, 64, 1, 2, 64), 0, 128),  # pairs that a path reaches into, and does not
+        (((191, 300, 902, 790), 5, 8, 24, 64, 1, 2, 64), 70, 128),  # pairs whose first half is before the window
     ],
     ids=str,
 )
@@ -55,7 +56,7 @@ def test_a_node_is_that_token_decoded_plainly(
     shape: tuple[Any, ...], window: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix, _ = interpret(monkeypatch, short)
-    forest = plant(*shape, dtype=BF16)
+    forest = plant(*shape, dtype=BF16, scores="sinks" if window else "")
     check(forest, forest.attend(window), window)
     assert prefix.launches[-1]["PAIRS"] == (short == 128)
 
@@ -89,6 +90,7 @@ def test_nodes_over_fp8_caches_have_the_bits_of_their_values_in_bf16(
         (((452,), 12, 12, 13, 128, 1, 7, 128), 60, 64),  # two tiles of rows
         (((0, 64, 63, 5, 1, 2, 3, 4, 130), 3, 4, 60, 64, 1, 2, 64), 0, 64),  # in one pass, with padding
         (((191, 790, 255, 63), 5, 8, 40, 64, 1, 2, 64), 0, 128),  # in pairs, with padding
+        (((191, 790, 255, 63), 5, 8, 40, 64, 1, 2, 64), 70, 128),
     ],
     ids=str,
 )

@@ -25,19 +25,19 @@ def test_tokens_do_not_attend_to_padding() -> None:
     check_padding(40, DTYPES[-1])
 
 
-SHAPES = [  # S, heads of a group, head width, contexts, page size, window
-    (1, 1, 8, (0,), 16, 0),
-    (1, 4, 128, (260,), 16, 0),
-    (8, 4, 64, (130,), 16, 0),
-    (3, 3, 40, (1, 63, 130), 128, 0),
-    (3, 1, 40, (260,), 64, 200),
-    (1, 7, 64, (63, 0, 130), 16, 50),
-    (5, 7, 8, (63, 0, 1), 64, 5),
-    (16, 3, 128, (120,), 16, 130),  # the block crosses the first long split's start
-    (16, 7, 128, (130,), 64, 0),  # two tiles of rows
-    (16, 4, 64, (0, 260), 16, 0),
+SHAPES = [  # S, heads of a group, head width, contexts, page size, window, scores
+    (1, 1, 8, (0,), 16, 0, "sinks"),
+    (1, 4, 128, (260,), 16, 0, ""),
+    (8, 4, 64, (130,), 16, 0, ""),
+    (3, 3, 40, (1, 63, 130), 128, 0, "cap"),
+    (3, 1, 40, (260,), 64, 200, ""),
+    (1, 7, 64, (63, 0, 130), 16, 50, "sinks"),
+    (5, 7, 8, (63, 0, 1), 64, 5, ""),
+    (16, 3, 128, (120,), 16, 130, "cap"),  # the block crosses the first long split's start
+    (16, 7, 128, (130,), 64, 0, ""),  # two tiles of rows
+    (16, 4, 64, (0, 260), 16, 0, "sinks"),
 ]
-Shape = tuple[int, int, int, tuple[int, ...], int, int]
+Shape = tuple[int, int, int, tuple[int, ...], int, int, str]
 
 
 BLOCKS = [(causal, dtype) for causal in (True, False) for dtype in DTYPES]  # each in turn meets a window
@@ -46,8 +46,8 @@ BLOCKS = [(causal, dtype) for causal in (True, False) for dtype in DTYPES]  # ea
 @pytest.mark.parametrize(("shape", "way"), in_turn([(shape,) for shape in SHAPES], BLOCKS), ids=str)
 @pytest.mark.sampled
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(shape: Shape, way: tuple[bool, torch.dtype]) -> None:
-    (block, group, width, contexts, size, window), (causal, dtype) = shape, way
-    pages = make_pages(contexts, block, size, 2, width, dtype)
+    (block, group, width, contexts, size, window, scores), (causal, dtype) = shape, way
+    pages = make_pages(contexts, block, size, 2, width, dtype).scored(scores, 2 * group)
     q = randn(len(contexts) * block, 2 * group, width, dtype=dtype)
     for whole in (False, True):
         found = attend(q, pages, causal=causal, window=window, whole=whole)
@@ -78,21 +78,21 @@ def test_sum_order_depends_on_the_batch_not_the_block_length(
     assert ways == [way]
 
 
-CROSSINGS = [  # S, group, context, window, whole: blocks that cross a tile, a split, the first long split
-    (8, 4, 60, 0, False),
-    (8, 4, 124, 50, False),
-    (8, 4, 124, 0, True),
-    (16, 7, 120, 0, False),
-    (3, 1, 0, 0, False),
+CROSSINGS = [  # S, group, context, window, whole, scores: blocks that cross a tile, a split, the first long split
+    (8, 4, 60, 0, False, ""),
+    (8, 4, 124, 50, False, "sinks"),
+    (8, 4, 124, 0, True, "cap"),
+    (16, 7, 120, 0, False, ""),
+    (3, 1, 0, 0, False, "cap"),
 ]
 
 
 @pytest.mark.parametrize(("crossing", "dtype"), in_turn([(crossing,) for crossing in CROSSINGS]), ids=str)
 def test_causal_slots_have_the_bits_of_plain_steps(
-    crossing: tuple[int, int, int, int, bool], dtype: torch.dtype
+    crossing: tuple[int, int, int, int, bool, str], dtype: torch.dtype
 ) -> None:
-    block, group, context, window, whole = crossing
-    pages = make_pages((context,), block, 16, 1, 64, dtype)
+    block, group, context, window, whole, scores = crossing
+    pages = make_pages((context,), block, 16, 1, 64, dtype).scored(scores, group)
     q, slots = randn(block, group, 64, dtype=dtype), range(0, block, 3 if block < 16 else 7)
     in_block = check_slots(q, pages, slots, window=window, whole=whole)
     for k in slots:  # it depends on neither the other slots' queries nor later keys

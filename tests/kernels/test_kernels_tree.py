@@ -26,21 +26,21 @@ from dflash_toolkit.kernels.triton import linear, rope, tree_accept, tree_build,
 # ---- attention -------------------------------------------------------------------------------------
 
 
-FORESTS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window
-    ((0,), 3, 12, 13, 16, 1, 1, 8, 0),
-    ((190, 5), 7, 12, 25, 16, 2, 4, 64, 0),
-    ((30, 130, 63), 4, 9, 30, 64, 1, 7, 40, 0),  # a path that reaches into the next split; two tiles of rows
-    ((127, 95), 16, 20, 40, 32, 1, 3, 128, 50),
-    ((64, 0, 31, 32, 33, 5, 96, 170), 15, 30, 64, 32, 2, 2, 16, 20),
-    ((130,), 15, 63, 70, 64, 1, 1, 256, 0),  # followed by padding
+FORESTS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window, scores
+    ((0,), 3, 12, 13, 16, 1, 1, 8, 0, "cap"),
+    ((190, 5), 7, 12, 25, 16, 2, 4, 64, 0, ""),
+    ((30, 130, 63), 4, 9, 30, 64, 1, 7, 40, 0, "sinks"),  # a path that reaches into the next split; two tiles of rows
+    ((127, 95), 16, 20, 40, 32, 1, 3, 128, 50, "sinks"),
+    ((64, 0, 31, 32, 33, 5, 96, 170), 15, 30, 64, 32, 2, 2, 16, 20, ""),
+    ((130,), 15, 63, 70, 64, 1, 1, 256, 0, ""),  # followed by padding
 ]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in FORESTS]), ids=str)
 @pytest.mark.sampled
 def test_a_node_is_that_token_decoded_plainly_bit_for_bit(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
-    *shape, window = shape
-    forest = plant(*shape, dtype=dtype)
+    *shape, window, scores = shape
+    forest = plant(*shape, dtype=dtype, scores=scores)
     found = forest.attend(window)
     assert_as_exact_as_torch(found, forest.defined(dtype, window), forest.defined(torch.float64, window))
     used = int(forest.rows.starts[-1])
@@ -50,19 +50,19 @@ def test_a_node_is_that_token_decoded_plainly_bit_for_bit(shape: tuple[Any, ...]
         assert torch.equal(found[row], forest.plain(row, window)), row
 
 
-MANY = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window
-    ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 8, 48, 16, 1, 2, 64, 0),
-    ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20),
-    ((3, 0, 31, 32, 33, 5, 96, 1, 127), 4, 30, 150, 64, 1, 7, 24, 9),  # tiles of rows, a window shorter than trees
-    ((0, 1, 31, 32, 33, 5, 62, 1, 95), 6, 64, 590, 32, 1, 1, 8, 0),  # every node that there may be
-    ((0, 1, 2, 63, 64, 65, 30, 1, 9), 3, 8, 150, 64, 1, 1, 128, 0),  # more padding than a tile
+MANY = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window, scores
+    ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 8, 48, 16, 1, 2, 64, 0, "sinks"),
+    ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20, ""),
+    ((3, 0, 31, 32, 33, 5, 96, 1, 127), 4, 30, 150, 64, 1, 7, 24, 9, "sinks"),  # a window shorter than trees
+    ((0, 1, 31, 32, 33, 5, 62, 1, 95), 6, 64, 590, 32, 1, 1, 8, 0, "cap"),  # every node that there may be
+    ((0, 1, 2, 63, 64, 65, 30, 1, 9), 3, 8, 150, 64, 1, 1, 128, 0, ""),  # more padding than a tile
 ]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in MANY]), ids=str)
 def test_nodes_of_many_requests_see_their_ancestors(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
-    *shape, window = shape
-    forest = plant(*shape, dtype=dtype)
+    *shape, window, scores = shape
+    forest = plant(*shape, dtype=dtype, scores=scores)
     found, used = forest.attend(window), int(forest.rows.starts[-1])
     assert_as_exact_as_torch(found, forest.defined(dtype, window), forest.defined(torch.float64, window))
     assert not found[used:].any()
@@ -73,23 +73,23 @@ def test_nodes_of_many_requests_see_their_ancestors(shape: tuple[Any, ...], dtyp
         assert int(forest.rows.starts.diff().max()) == 65 and (forest.rows.ancestors < 0).any()
 
 
-CHAINS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window
-    ((0,), 3, 3, 4, 16, 1, 1, 8, 0),
-    ((190, 5), 7, 7, 16, 16, 2, 4, 64, 0),
-    ((30, 130, 63), 12, 12, 30, 64, 1, 7, 40, 0),  # two tiles of rows; into the next split
-    ((127, 95), 16, 16, 20, 32, 1, 3, 128, 50),
-    ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 5, 40, 16, 1, 2, 64, 0),  # in one pass
-    ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20),
-    ((64, 3, 31, 32, 33, 5, 96, 1, 17), 3, 8, 70, 64, 1, 1, 256, 0),  # followed by padding
-    ((130,), 3, 3, 90, 64, 1, 1, 24, 0),  # padding, more than a tile
+CHAINS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, window, scores
+    ((0,), 3, 3, 4, 16, 1, 1, 8, 0, ""),
+    ((190, 5), 7, 7, 16, 16, 2, 4, 64, 0, ""),
+    ((30, 130, 63), 12, 12, 30, 64, 1, 7, 40, 0, "sinks"),  # two tiles of rows; into the next split
+    ((127, 95), 16, 16, 20, 32, 1, 3, 128, 50, "sinks"),
+    ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 5, 40, 16, 1, 2, 64, 0, "cap"),  # in one pass
+    ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20, ""),
+    ((64, 3, 31, 32, 33, 5, 96, 1, 17), 3, 8, 70, 64, 1, 1, 256, 0, ""),  # followed by padding
+    ((130,), 3, 3, 90, 64, 1, 1, 24, 0, ""),  # padding, more than a tile
 ]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_turn([(shape,) for shape in CHAINS]), ids=str)
 @pytest.mark.sampled
 def test_chains_are_blocks_of_as_many_rows_of_each_request(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
-    *shape, window = shape
-    forest = plant(*shape, dtype=dtype, children=1)
+    *shape, window, scores = shape
+    forest = plant(*shape, dtype=dtype, children=1, scores=scores)
     found = forest.attend_chains(window)
     assert_as_exact_as_torch(found, forest.defined(dtype, window), forest.defined(torch.float64, window))
     if len(forest.pages.lengths) <= 8:

@@ -22,6 +22,7 @@ from dflash_toolkit.doctor.sweeps import rope
 from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.dflash.speculators import save_speculators
 from dflash_toolkit.models.rope import RopeScaling
+from dflash_toolkit.models.spec import Rope
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -53,8 +54,7 @@ def test_the_frequencies_are_those_of_transformers(scaling: dict[str, Any], targ
     theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
     drafter = scaled(target, scaling)
     assert torch.equal(drafter.config.rope_frequencies(), theirs) and drafter.config.rope_factor == factor
-    spec = drafter.config.spec()
-    assert spec.rope_frequencies == tuple(theirs.double().tolist()) and spec.rope_factor == factor
+    assert drafter.config.spec().attention[0].rope == Rope(tuple(theirs.double().tolist()), factor)
     assert not torch.equal(theirs, make_drafter(target).config.rope_frequencies())
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,11 @@ from dflash_toolkit.runtime import EngineOptions, load_engine
 FP8_FAMILIES = ["Qwen3.5-MoE", "Qwen3-Next"]  # between them they have every kind of layer
 if LONG_RUN:
     FP8_FAMILIES += ["Qwen3", "Qwen3-MoE", "Qwen3.5"]
-FULL_GEMMA = {"layer_types": ["full_attention"] * 6, "attn_logit_softcapping": None}
-FAMILIES = {"Gemma 2": FULL_GEMMA, **{name: {} for name in FP8_FAMILIES}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma 2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.7},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    **{name: {} for name in FP8_FAMILIES},
+}
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 SLIDING, FULL = "sliding_attention", "full_attention"
 

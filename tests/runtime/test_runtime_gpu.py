@@ -305,7 +305,7 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(
         quantized = proposer.propose(last, rows, block).tokens
         loaded = DrafterWeights.of_module(drafter)
         old = proposer.stack
-        stack = Stack(loaded.spec, loaded.layers, loaded.norm, old.rope, old.cache, old.ops)
+        stack = Stack(loaded.spec, loaded.layers, loaded.norm, old.ropes, old.cache, old.ops)
         head = head_of(loaded, runner.target.head, old.ops)
         full = Proposer(loaded, stack, runner.target.embedding, head).propose(last, rows, block).tokens
     same = quantized == full

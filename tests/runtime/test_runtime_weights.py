@@ -12,12 +12,12 @@ import torch
 from conftest import make_drafter, make_target
 from damage import damage
 from engines import ROPES
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, save_drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec
+from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec, Rope
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.weights import TargetWeights
@@ -69,8 +69,9 @@ def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> N
     rope = {"rope_type": kind, "rope_theta": 5e5, "original_max_position_embeddings": 4096} | ROPES[kind]
     spec = ModelSpec.of_target(config(rope_parameters=rope, max_position_embeddings=16384))
     theirs = LlamaRotaryEmbedding(config(rope_parameters=rope, max_position_embeddings=16384))
-    assert spec.rope_frequencies == tuple(theirs.inv_freq.double().tolist())
-    assert spec.rope_factor == theirs.attention_scaling and (spec.rope_factor != 1.0) == (kind == "yarn")
+    rope = spec.attention[0].rope
+    assert rope == Rope(tuple(theirs.inv_freq.double().tolist()), theirs.attention_scaling)
+    assert (rope.factor != 1.0) == (kind == "yarn")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
@@ -138,8 +139,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding-window attention"),
-        (MistralConfig(sliding_window=8), "sliding-window attention"),
+        (LlamaConfig(layer_types=["chunked_attention"] * 32), "layers of 'chunked_attention'"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
         (LlamaConfig(rope_parameters=DYNAMIC), "rope type 'dynamic'"),

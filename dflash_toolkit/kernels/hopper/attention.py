@@ -28,10 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 
 from ..features import features_of
-from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
-from ..triton.merge import MARGIN, MIDDLE
+from ..triton.merge import LOG2_E, MARGIN, MIDDLE
 from .grid import grid_launch, grid_wait
 from .tiles import (
     KEYS,
@@ -181,6 +180,30 @@ def _state(
 
 
 @gluon.jit
+def _window_start(position, WINDOW: gl.constexpr):
+    """Returns the first of KEYS keys that contain the start of the window of a row at this position."""
+    return gl.maximum(position - (WINDOW - 1), 0) // KEYS * KEYS
+
+
+@gluon.jit
+def _in_window(
+    start, stop, position, i_s, SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr,
+    PAIRS: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Returns a program's first split without keys before the window of a row at this position.
+
+    PAIRS: if the first split is before the window, the program has only the second one, in its place. Otherwise the
+    first one keeps two tiles, as the loads of the second one expect.
+    """
+    begin = gl.maximum(start, _window_start(position, WINDOW))
+    if PAIRS:
+        before = begin >= stop
+        begin = gl.where(before, begin, gl.minimum(begin, stop - 2 * KEYS))
+        stop = gl.where(before, _split_start(i_s + 2, SHORT, SHORT_SPLITS, LONG), stop)
+    return begin, stop
+
+
+@gluon.jit
 def _fold(m_0, l_0, m_1, l_1):
     """Merges two states, bit for bit like the merge kernel. Returns the factors of their sums, m and l."""
     top = gl.maximum(m_0, m_1)
@@ -226,8 +249,8 @@ def _parts(i_r, i_x, i_s, row, o_tile, SPLITS, G: gl.constexpr, GROUP: gl.conste
 
 @gluon.jit(do_not_specialize=["S", "columns", "SPLITS"])
 def hopper_attention_kernel(
-    cache_d, scales_d, q_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
-    S, columns, stride_pages, slots, scale, SPLITS,
+    cache_d, scales_d, q_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, sinks_p,
+    out_p, m_p, l_p, acc_p, S, columns, stride_pages, slots, scale, SPLITS,
     G: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, PAGE: gl.constexpr,
     SHORT: gl.constexpr, SHORT_SPLITS: gl.constexpr, LONG: gl.constexpr, WHOLE: gl.constexpr, PAIRS: gl.constexpr,
     RAGGED: gl.constexpr, TREE: gl.constexpr, COUNTED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
@@ -287,6 +310,14 @@ def hopper_attention_kernel(
         count = gl.load(starts_p + i_b + 1) - row
     else:
         row, count = i_b * S, S
+    if WINDOW > 0:
+        tokens = count
+        if COUNTED:
+            tokens = gl.load(counts_p + i_b)
+        lowest = length
+        if not (TREE or (SHORT == LONG and not WHOLE)):  # as in `_attention_kernel`
+            lowest = length + gl.minimum(i_r * ROWS // GROUP, tokens - 1)
+        start, stop = _in_window(start, stop, lowest, i_s, SHORT, SHORT_SPLITS, LONG, PAIRS, WINDOW)
     slot_0 = _slot(p_pages, start, columns, PAGE)  # loaded before the length is known
     slot_1 = _slot(p_pages, start + KEYS, columns, PAGE)
     slot_2 = _slot(p_pages, start + 2 * KEYS, columns, PAGE)
@@ -331,6 +362,8 @@ def hopper_attention_kernel(
         tree = (gl.load(ancestors_p + row + o_slot, mask=o_slot < count, other=0), length, depths_p + row)
     else:
         o_pos, tree = length + o_slot, None
+        if WINDOW > 0 and COUNTED:
+            o_pos = length + gl.minimum(o_slot, tokens - 1)
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_tile = gl.arange(0, ROWS, rows)
     o_slot = (i_r * ROWS + o_tile) // GROUP
@@ -369,17 +402,21 @@ def hopper_attention_kernel(
         gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=m_part[:, None])
     if WHOLE or SHORT == LONG:
         o_q = ((row.to(gl.int64) + o_slot) * G + i_g) * GROUP + (i_r * ROWS + o_tile) % GROUP
+        if sinks_p is not None:
+            head = i_g * GROUP + (i_r * ROWS + o_tile) % GROUP
+            b_l = b_l + gl.exp2(gl.load(sinks_p + head).to(gl.float32) * LOG2_E - b_m)
         b_out = b_out / gl.where(m_row, b_l, 1.0)[:, None]
         gl.store(out_p + o_q[:, None] * HEAD + o_h[None, :], b_out.to(gl.bfloat16), mask=m_row[:, None])
 
 
 def fits(q: Tensor, kv: PagedKV) -> bool:
-    """Returns whether the kernel can run this: a Hopper GPU, bf16, heads of 64 or 128, pages of whole tiles."""
+    """Returns whether the kernel can run this: a Hopper GPU, bf16, heads of 64 or 128, whole tiles a page, no cap."""
     return (
         features_of(q.device).hopper
         and q.dtype == (kv.cache if kv.scales is None else kv.scales).dtype == torch.bfloat16
         and q.shape[2] in (64, 128)
         and kv.size % KEYS.value == 0
+        and not kv.soft_cap
         and q.is_contiguous()
         and kv.cache.is_contiguous()
         and kv.cache.data_ptr() % 16 == 0
@@ -417,9 +454,9 @@ def launch(
     assert cuts["SHORT_SPLITS"] % 2 == 0, "the splits of a pair are of one kind"
     programs = -(-splits // 2) if pairs else splits
     hopper_attention_kernel[(-(-block * group // ROWS.value), requests * groups, programs)](
-        *boxes(kv), q, lengths, lengths if counts is None else counts, *of_rows, kv.table, out, *states,
+        *boxes(kv), q, lengths, lengths if counts is None else counts, *of_rows, kv.table, kv.sinks, out, *states,
         block if rows is None else m, kv.table.shape[1], kv.table.stride(0), slots,
-        width**-0.5 * LOG2_E, splits,
+        kv.score_factor * LOG2_E.value, splits,
         G=groups, GROUP=group, HEAD=width, PAGE=kv.size, WHOLE=whole, PAIRS=pairs, RAGGED=rows is not None,
         TREE=rows is not None and not causal, COUNTED=counts is not None, CAUSAL=causal, WINDOW=kv.window, **cuts,
         num_warps=4, launch_pdl=True,

@@ -306,7 +306,7 @@ def launch(q: Tensor, kv: PagedKV, counts: Tensor | None = None, starts: Tensor 
     hopper_prefill_kernel[(min(items, multiprocessors(q.device.index)),)](
         TensorDescriptor.from_tensor(kv.cache.view(2 * slots, groups * width), box, layout),
         q, lengths, lengths if counts is None else counts, lengths if starts is None else starts, kv.table, out,
-        batch, rows, tiles, items, kv.table.shape[1], kv.table.stride(0), slots, width**-0.5 * LOG2_E,
+        batch, rows, tiles, items, kv.table.shape[1], kv.table.stride(0), slots, kv.score_factor * LOG2_E,
         G=groups, GROUP=group, HEAD=width, PAGE=kv.size,
         BATCH=0 if starts is None else max(32, next_power_of_two(batch + 1)), COUNTED=counts is not None, num_warps=4,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
 from ..triton.merge import MIDDLE
-from .attention import _fold, _softmax, _split_start, _state
+from .attention import _fold, _in_window, _softmax, _split_start, _state, _window_start
 from .grid import grid_launch, grid_wait
 from .tiles import (
     KEYS,
@@ -91,6 +91,11 @@ def hopper_prefix_kernel(
     stop = _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG)
     grid_launch()
     length = gl.load(lengths_p + i_b)
+    shifted = 0  # 1: the first split of a pair is before the window
+    if WINDOW > 0:
+        if PAIRS:
+            shifted = (_window_start(length, WINDOW) >= stop).to(gl.int32)
+        start, stop = _in_window(start, stop, length, i_s, SHORT, SHORT_SPLITS, LONG, PAIRS, WINDOW)
     row = gl.load(starts_p + i_b)
     heads = (gl.load(starts_p + i_b + 1) - row) * GROUP
     slot_0 = _slot(p_pages, start, columns, PAGE)
@@ -151,6 +156,8 @@ def hopper_prefix_kernel(
             gl.store(m_p + o_part + GROUP, gl.convert_layout(m_1, rows), mask=o_row < heads)
             gl.store(l_p + o_part + GROUP, gl.convert_layout(l_1, rows), mask=o_row < heads)
             gl.store(acc_p + (o_part + GROUP)[:, None] * HEAD + o_h[None, :], b_1, mask=(o_row < heads)[:, None])
+    if WINDOW > 0 and PAIRS:
+        o_part = o_part + gl.where(after > end, shifted * GROUP, 0)
     gl.store(m_p + o_part, gl.convert_layout(b_m, rows), mask=o_row < heads)
     gl.store(l_p + o_part, gl.convert_layout(b_l, rows), mask=o_row < heads)
     gl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_out, mask=(o_row < heads)[:, None])
@@ -210,6 +217,8 @@ def hopper_tail_kernel(
 
     p_head = cache_p + i_g * HEAD
     part = (i_x.to(gl.int64) * SPLITS + i_s) * GROUP
+    if WINDOW > 0:
+        begin = gl.maximum(begin, _window_start(length, WINDOW))
     before = real & (start > begin)
     o_s = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     b_m = gl.load(m_p + part + o_s, mask=(o_s < GROUP) & before, other=-float("inf"))
@@ -285,7 +294,7 @@ def launch(
     programs = -(-splits // 2) if pairs else splits
     (_, slots, groups, width), batch = kv.cache.shape, len(kv.lengths)
     group = q.shape[1] // groups
-    scale = width**-0.5 * LOG2_E
+    scale = kv.score_factor * LOG2_E
     shape = {"G": groups, "GROUP": group, "HEAD": width, "PAGE": kv.size, "WINDOW": kv.window, **cuts}
     hopper_prefix_kernel[(tiles, batch * groups, programs)](
         *boxes(kv), q, kv.lengths, rows.starts, rows.depths, kv.table, *states,

@@ -20,7 +20,18 @@ from ..features import features_of
 from ..launch import LOG2_E, LONGEST_SPLIT, MOST_FAR, far_keys, keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
-from .merge import MARGIN, MERGE_SPLITS, MIDDLE, _end, _merge_kernel, _split_start, merge_far, merge_rows
+from .merge import (
+    MARGIN,
+    MERGE_SPLITS,
+    MIDDLE,
+    _end,
+    _merge_kernel,
+    _split_start,
+    _window_start,
+    _with_sink,
+    merge_far,
+    merge_rows,
+)
 from .pages import load_heads, stored_heads
 from .tile import SHARED_BYTES
 
@@ -65,6 +76,12 @@ def warps_for(head: int) -> int:
     return 4 if head <= 128 else 8
 
 
+def scale_of(kv: PagedKV) -> tuple[float, float | None]:
+    """Returns the factor of scores in powers of two, and their cap; with a cap the factor is that of the exponent."""
+    scale = kv.score_factor * LOG2_E
+    return (scale, None) if not kv.soft_cap else (2 * scale / kv.soft_cap, kv.soft_cap * LOG2_E)
+
+
 def splits_of(reach: int) -> int:
     """Returns the number of splits that cover `reach` positions."""
     short, count, long = SHORT.value, SHORT_SPLITS.value, LONG.value
@@ -76,8 +93,17 @@ def splits_of(reach: int) -> int:
 
 
 @triton.jit
+def _scores(b_q, b_k, scale, cap):
+    """Returns the scores of keys, in powers of two, below `cap` if it is not None."""
+    b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: keeps fp32 from becoming tf32
+    if cap is not None:
+        b_s = cap - 2.0 * cap / (tl.exp2(b_s) + 1.0)  # cap * tanh
+    return b_s
+
+
+@triton.jit
 def _split_state(
-    b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start, stop, end, scale, slots, G, H,
+    b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start, stop, end, scale, cap, slots, G, H,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +121,7 @@ def _split_state(
         slot = page.to(tl.int64) * PAGE + first % PAGE
         page = tl.load(p_pages + (first + KEYS) // PAGE, mask=first + KEYS < end, other=0)  # for the next iteration
         b_k, b_v = load_heads(cache_p, scales_p, slot + tl.arange(0, KEYS), m_t, i_g, slots, G, H, HEAD, EVEN_H)
-        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # ieee: keeps fp32 from becoming tf32
+        b_s = _scores(b_q, b_k, scale, cap)
         distance = o_pos[:, None] - o_t[None, :]
         visible = m_t[None, :]
         if tree is not None:
@@ -147,8 +173,8 @@ def _pad(
 
 @triton.jit(do_not_specialize=["S", "TILES", "SPLITS"])
 def _attention_kernel(
-    q_p, cache_p, scales_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, out_p, m_p, l_p, acc_p,
-    S, G, H, GROUP, TILES, width, slots, scale, SPLITS,
+    q_p, cache_p, scales_p, lengths_p, counts_p, starts_p, depths_p, ancestors_p, pages_p, sinks_p,
+    out_p, m_p, l_p, acc_p, S, G, H, GROUP, TILES, width, slots, scale, cap, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr, RAGGED: tl.constexpr,
     TREE: tl.constexpr, COUNTED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_H: tl.constexpr,
@@ -189,6 +215,13 @@ def _attention_kernel(
         count = tl.load(counts_p + i_b)
     end = _end(length, count, i_r, GROUP, ROWS, CAUSAL or TREE)  # ancestors come before a node
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    if WINDOW > 0:
+        lowest = length
+        if not (TREE or (SHORT == LONG and not WHOLE)):  # `_merge_far_kernel` expects the window of the first row
+            lowest = length + tl.minimum(i_r * ROWS // GROUP, count - 1)
+        start = tl.maximum(start, _window_start(lowest, WINDOW, KEYS))
+        if not WHOLE:
+            end = tl.minimum(end, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG))
     if (start >= end) | (i_r * ROWS >= rows * GROUP):
         return
     o_m = first.to(tl.int64) + o_slot
@@ -196,6 +229,8 @@ def _attention_kernel(
     m_out = m_row[:, None] & (o_h < H)[None, :]
     b_q = tl.load(q_p + o_out, mask=m_out, other=0.0)
     o_pos = length + o_slot
+    if WINDOW > 0 and COUNTED:
+        o_pos = length + tl.minimum(o_slot, count - 1)  # padding sees what the last token sees
     if TREE:
         o_pos = length + tl.load(depths_p + o_m, mask=m_row, other=0)
         tree = (tl.load(ancestors_p + o_m, mask=m_row, other=0), length, depths_p + first)
@@ -204,19 +239,20 @@ def _attention_kernel(
     p_pages = pages_p + i_b * width
     if WHOLE:
         b_m, b_l, b_acc = _split_state(
-            b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, 0, end, end, scale, slots, G, H,
-            HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
+            b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start if WINDOW > 0 else 0, end, end, scale, cap,
+            slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
+        b_l = _with_sink(b_l, b_m, sinks_p, o_head)
         b_out = b_acc / tl.where(m_row, b_l, 1.0)[:, None]
         tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out)
     else:
         b_m, b_l, b_acc = _split_state(
             b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG),
-            end, scale, slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
+            end, scale, cap, slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
         if SHORT == LONG:  # a request with one split is stored at once
             m_one = m_row & (length + MARGIN <= LONG)
-            b_out = b_acc / tl.where(m_one, b_l, 1.0)[:, None]
+            b_out = b_acc / tl.where(m_one, _with_sink(b_l, b_m, sinks_p, o_head), 1.0)[:, None]
             tl.store(out_p + o_out, b_out.to(out_p.dtype.element_ty), mask=m_out & m_one[:, None])
             m_row = m_row & (length + MARGIN > LONG)
         if RAGGED:
@@ -337,9 +373,9 @@ def _attention(
     else:
         keys, stages = cut_for(width, q.element_size(), features_of(q.device).shared_memory)
         _attention_kernel[(programs, splits)](
-            q, *stored_heads(q, kv), lengths, given, *of_rows, kv.table, out, b_m, b_l, b_acc,
+            q, *stored_heads(q, kv), lengths, given, *of_rows, kv.table, kv.sinks, out, b_m, b_l, b_acc,
             block if rows is None else m, groups, width, group, tiles, kv.table.stride(0), slots,
-            width**-0.5 * LOG2_E, splits,
+            *scale_of(kv), splits,
             ROWS=ROWS, KEYS=min(keys, kv.size), PAGE=kv.size, WHOLE=whole, RAGGED=rows is not None,
             TREE=rows is not None and not causal, CAUSAL=causal, WINDOW=kv.window, EVEN_H=head == width,
             COUNTED=counts is not None, num_warps=warps_for(head), num_stages=stages, **shared, **pdl(q),
@@ -354,8 +390,9 @@ def _attention(
     if rows is not None:
         return merge_rows((b_m, b_l, b_acc), kv, rows, out, pairs, cuts)
     _merge_kernel[(programs, min(ROWS, block * group))](
-        b_m, b_l, b_acc, lengths, given, lengths, out, block, groups, width, group, tiles, splits, int(pairs),
-        ROWS=ROWS, MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, PATHS=0, num_warps=1,
-        **shared, **pdl(q),
+        b_m, b_l, b_acc, lengths, given, lengths, kv.sinks, out,
+        block, groups, width, group, tiles, splits, int(pairs),
+        ROWS=ROWS, MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, PATHS=0,
+        WINDOW=kv.window, num_warps=1, **shared, **pdl(q),
     )  # fmt: skip
     return out

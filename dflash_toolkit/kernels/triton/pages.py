@@ -1,6 +1,8 @@
 """Keys and values as attention reads them from the pages of a cache, in the dtype of the model or in fp8."""
 
 # mypy: disable-error-code="no-untyped-def"
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -66,4 +68,4 @@ def read_pages(kv: PagedKV) -> PagedKV:
     )  # fmt: skip
     table = torch.arange(count, dtype=torch.int32, device=cache.device)[None]
     cache.new_zeros(1)  # a launch that begins after these have ended: attention reads pages and table before its wait
-    return PagedKV(cache, kv.lengths, table, kv.size, kv.window)
+    return replace(kv, cache=cache, table=table, scales=None)

@@ -17,19 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..features import features_of
-from ..launch import LOG2_E, keys_are_split, multiprocessors, padded, pdl
+from ..launch import keys_are_split, multiprocessors, padded, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
 from . import attention
-from .attention import _split_state
-from .merge import MIDDLE, _split_start, merge_rows
+from .attention import _scores, _split_state
+from .merge import _split_of, _split_start, _window_start, merge_rows
 from .pages import load_heads, stored_heads
 
 
 @triton.jit(do_not_specialize=["TILES", "SPLITS"])
 def _prefix_kernel(
     q_p, cache_p, scales_p, lengths_p, starts_p, depths_p, pages_p, m_p, l_p, acc_p,
-    G, H, GROUP, TILES, width, slots, scale, SPLITS,
+    G, H, GROUP, TILES, width, slots, scale, cap, SPLITS,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
@@ -51,6 +51,9 @@ def _prefix_kernel(
     count = tl.load(starts_p + i_b + 1) - first
     end = length // KEYS * KEYS
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
+    if WINDOW > 0:
+        start = tl.maximum(start, _window_start(length, WINDOW, KEYS))
+        end = tl.minimum(end, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG))
     if (start >= end) | (i_r * ROWS >= count * GROUP):
         return
     m_row = o_row < count * GROUP
@@ -62,7 +65,7 @@ def _prefix_kernel(
     o_pos = length + tl.load(depths_p + o_m, mask=m_row, other=0)
     b_m, b_l, b_acc = _split_state(
         b_q, o_pos, None, cache_p, scales_p, pages_p + i_b * width, i_g, start,
-        _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG), end, scale, slots, G, H,
+        _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG), end, scale, cap, slots, G, H,
         HEAD, ROWS, KEYS, PAGE, False, WINDOW, EVEN_H,
     )  # fmt: skip
     o_part = ((o_m * G + i_g) * SPLITS + i_s) * GROUP + o_row % GROUP
@@ -71,20 +74,10 @@ def _prefix_kernel(
     tl.store(acc_p + o_part[:, None] * HEAD + o_h[None, :], b_acc, mask=m_row[:, None])
 
 
-@triton.jit
-def _split_of(position, SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr):
-    """Returns the split of a position."""
-    count: tl.constexpr = SHORT_SPLITS // MIDDLE
-    short = tl.minimum(position // SHORT, SHORT_SPLITS)
-    past = tl.maximum(position - SHORT * SHORT_SPLITS, 0)
-    middle = tl.minimum(past // (MIDDLE * SHORT), count)
-    return short + middle + tl.maximum(past - count * MIDDLE * SHORT, 0) // LONG
-
-
 @triton.jit(do_not_specialize=["SPLITS", "stride_paths", "P"])
 def _tail_kernel(
     q_p, cache_p, scales_p, lengths_p, starts_p, requests_p, depths_p, paths_p, pages_p, m_p, l_p, acc_p,
-    G, H, GROUP, width, slots, scale, SPLITS, stride_paths, P,
+    G, H, GROUP, width, slots, scale, cap, SPLITS, stride_paths, P,
     HEAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     SHORT: tl.constexpr, SHORT_SPLITS: tl.constexpr, LONG: tl.constexpr,
     WINDOW: tl.constexpr, EVEN_H: tl.constexpr, PDL: tl.constexpr,
@@ -117,6 +110,8 @@ def _tail_kernel(
     b_q = tl.load(q_p + o_q, mask=m_row[:, None] & m_h[None, :], other=0.0)
     o_part = (i_x.to(tl.int64) * SPLITS + i_s) * GROUP + o_row
     p_acc = acc_p + o_part[:, None] * HEAD + o_h[None, :]
+    if WINDOW > 0:
+        begin = tl.maximum(begin, _window_start(length, WINDOW, KEYS))
     m_before = m_row & real & (start > begin)
     b_m = tl.load(m_p + o_part, mask=m_before, other=-float("inf"))
     b_l = tl.load(l_p + o_part, mask=m_before, other=0.0)
@@ -131,7 +126,7 @@ def _tail_kernel(
         )
         b_slot = tl.load(p_pages + o_at // PAGE, mask=m_t, other=0).to(tl.int64) * PAGE + o_at % PAGE
         b_k, b_v = load_heads(cache_p, scales_p, b_slot, m_t, i_g, slots, G, H, HEAD, EVEN_H)
-        b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale  # the same as `_split_state` from here on
+        b_s = _scores(b_q, b_k, scale, cap)  # the same as `_split_state` from here on
         visible = m_t[None, :]
         if WINDOW > 0:
             visible = visible & (position - o_t < WINDOW)[None, :]
@@ -186,14 +181,14 @@ def tree_attention(
             "HEAD": head, "ROWS": attention.ROWS, "KEYS": min(keys, kv.size), "PAGE": kv.size, "WINDOW": kv.window,
             "EVEN_H": head == width, "num_warps": attention.warps_for(head), **cuts, **pdl(q),
         }  # fmt: skip
-        scale, stored = width**-0.5 * LOG2_E, stored_heads(q, kv)
+        (scale, cap), stored = attention.scale_of(kv), stored_heads(q, kv)
         _prefix_kernel[(batch * groups * tiles, splits)](
             q, *stored, lengths, rows.starts, rows.depths, kv.table, b_m, b_l, b_acc,
-            groups, width, group, tiles, kv.table.stride(0), slots, scale, splits, num_stages=stages, **shared,
+            groups, width, group, tiles, kv.table.stride(0), slots, scale, cap, splits, num_stages=stages, **shared,
         )  # fmt: skip
         _tail_kernel[(m * groups, tails)](
             q, *stored, lengths, rows.starts, rows.requests, rows.depths, paths, kv.table, b_m, b_l, b_acc,
-            groups, width, group, kv.table.stride(0), slots, scale, splits, paths.stride(0), paths.stride(1),
+            groups, width, group, kv.table.stride(0), slots, scale, cap, splits, paths.stride(0), paths.stride(1),
             # without the asynchronous products of Hopper, operands that are not stored first would spill
             num_stages=1 if features.hopper else min(stages, 2), **shared,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from ...kernels.loss_terms import LogitScale
 from ...kernels.reference import draw
 from ..drafting import Between, TokenSelector
 from ..rope import RopeScaling
-from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec
+from ..spec import ARCHITECTURES, LayerSpec, MlpSpec, ModelSpec, Rope
 from .architecture import DraftArchitecture, of_config, of_sizes
 from .flex import attend
 
@@ -184,6 +184,7 @@ class DrafterConfig:
                 head_dim=self.head_dim,
                 causal=self.causal_inside_block(i),
                 window=self.window(i),
+                rope=Rope(tuple(self.rope_frequencies().double().tolist()), self.rope_factor),
             )
             for i in range(self.num_layers)
         ]
@@ -195,8 +196,6 @@ class DrafterConfig:
             rms_norm_eps=self.rms_norm_eps,
             tied_head=True,
             context_limit=self.max_position_embeddings,
-            rope_frequencies=tuple(self.rope_frequencies().double().tolist()),
-            rope_factor=self.rope_factor,
         )
 
     def causal_inside_block(self, layer: int) -> bool:
