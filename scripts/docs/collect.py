@@ -122,11 +122,28 @@ def streamed(found: Row) -> dict[int, Row]:
     return {row["clients"]: row for row in found["server"] if row["streamed"]}
 
 
+def training_minutes(raw: Raw) -> Iterable[Row]:
+    """Drafters by GPU minutes and prompts, to which `dflash-train --estimate` fits its curve. Tokens are millions."""
+    files = sorted(path.name for path in raw.folder.glob("curve*.json"))
+    for name in files or ["curve.json"]:
+        gpus = json.loads((raw.folder / name).read_text(encoding="utf-8"))["gpus"]
+        found = raw(name, gpus)
+        for run in found["runs"]:
+            yield {
+                "target": found["target"].removesuffix("-Instruct"), "parameters": found["target_parameters"] / 1e9,
+                "kind": run["kind"], "gpu": found["gpu"].removeprefix("NVIDIA ").partition(" ")[0],
+                "gpu_minutes": run["gpu_minutes"]["training"], "total_minutes": run["gpu_minutes"]["total"],
+                "cost": run.get("cost"), "prompts": run["prompts"], "response_tokens": run["response_tokens"] / 1e6,
+                "seen_tokens": run["seen_tokens"] / 1e6, **{key: run["sets"][key]["tau_pooled"] for key in SETS},
+            }  # fmt: skip
+
+
 TABLES: dict[str, Callable[[Raw], Iterable[Row]]] = {
     "decode": decode,
     "requests-8b": requests_8b,
     "requests-fp8": requests_fp8,
     "server": server,
+    "training-minutes": training_minutes,
 }
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MASK, make_drafter, make_target
+from conftest import LONG, MASK, make_drafter, make_target
+from forked import run_several
 
-from dflash_toolkit import load_drafter
+from dflash_toolkit import UserError, load_drafter
+from dflash_toolkit.config import read_yaml
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
@@ -21,6 +23,7 @@ from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Run
 from scripts.bench import train_real as program
+from scripts.bench import training_lab
 
 SMALL = ["drafter.layers=1", "drafter.taps=2", "drafter.block_size=4", "optim.pack_tokens=256", "optim.pack_blocks=32",
          "prompts.max_length=128", "run.log_every=1"]  # fmt: skip
@@ -93,10 +96,27 @@ def test_variants_are_compared_on_held_out_answers(
     arguments = [
         "--target", str(target_dir), "--answers", str(answers), "--minutes", "0.01", "--held-out", "4",
         "--variant", "decay", "loss.weights=decay", "--variant", "taps", "drafter.taps=3", "--output", str(output),
-        *SMALL,
+        "--training-prompts", "8", "--gpu-price", "30", "--answers-gpu-minutes", "0.5", *SMALL,
     ]  # fmt: skip
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_lab, "save_drafter", killed)
+        assert program.main(arguments) == 130
+    point = torch.load(output / "work/decay/state.pt")
     assert program.main(arguments) == 0
     result = result_of(output)
+    assert result["runs"][0]["steps"] == point["step"], "the stopped run continues from its resume point"
+    for run in result["runs"]:
+        assert (run["prompts"], run["rows"], run["response_tokens"]) == (8, 8, 160)
+        assert run["seen_tokens"] == pytest.approx(160 * run["epochs"], abs=1)
+        parts = run["gpu_minutes"]
+        assert parts["responses"] == 0.25, "half of the prompts"
+        assert parts["total"] == pytest.approx(sum(parts.values()) - parts["total"], abs=0.002)
+        assert run["cost"] == pytest.approx(parts["total"] / 2, abs=0.01)
+    assert result["curves"]["decay"].startswith("0 points")
     assert result["answers"] | {"left_out": 0} == {
         "regenerated": False, "rows": 16, "tokens": 16 * 20, "held_out": 4, "left_out": 0,
     }  # fmt: skip
@@ -144,7 +164,8 @@ def test_drafters_are_compared_by_prompt_length(
         (["--prompts", "a=FILE", "--pool", "c"], "'c' is not a set to decode"),
         (["--minutes", "1", "1"], "two runs have one name"),
         (["optim.learning_rat=1"], "learning_rate"),
-        (["responses.temperature=1.0"], "responses.temperature=1.0: only options of drafter"),
+        (["seed.x=1.0"], "seed.x=1.0: only options of drafter"),
+        (["responses.temperature=1.0"], "responses.temperature=1.0: --answers gives the responses"),
         (["--variant", "x", "loss.weights=no"], "is not one of"),
     ],
 )
@@ -170,6 +191,27 @@ def test_commands_in_docstring_parse() -> None:
         assert program.jobs_of(args) and str(args.output)
 
 
+@pytest.mark.sampled
+@pytest.mark.skipif(not LONG, reason="takes 20 seconds: make test-long")
+def test_processes_share_the_minutes_of_a_run(target_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    answers, output = tmp_path / "answers.jsonl", tmp_path / "out"
+    lines = [{"prompt_ids": [i, 1, 2], "output_ids": [i, 5, 6, 7] * 5} for i in range(20)]
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [
+        "--target", str(target_dir), "--answers", str(answers), "--minutes", "0.02", "--prompts", f"a={prompts}[:2]",
+        "--tokens", "8", "--output", str(output), *SMALL,
+    ]  # fmt: skip
+    assert run_several(2, _process, arguments) == [0, 0]
+    (run,) = result_of(output)["runs"]
+    assert result_of(output)["gpus"] == 2 and run["sets"]["a"]["requests"] == 2
+    assert 0.02 <= run["gpu_minutes"]["training"] < 0.1
+    assert (output / "drafter-0.02m/model.safetensors").exists()
+
+
+def _process(rank: int, arguments: list[str]) -> None:
+    assert program.main(arguments) == 0
+
+
 # ---- what it is made of ----------------------------------------------------------------------------------------
 
 
@@ -178,6 +220,36 @@ def test_training_rows_exclude_duplicates_and_evaluation() -> None:
     kept, left_out = program.usable([Row(10 + i, 2, tokens) for i, tokens in enumerate(texts)], 4, {(5, 6)})
     assert kept == [Row(0, 2, [1, 2, 3, 4]), Row(1, 2, [1, 2, 9, 9])], "cut, and numbered anew"
     assert left_out == {"repeated": 1, "in_evaluation": 1, "too_short": 1}
+
+
+def test_fewer_prompts_are_a_subset_of_more() -> None:
+    rows = [Row(i, 2, [i // 3, 1, *range(10 + i)]) for i in range(12)]
+    two, three, whole = (training_lab.of_prompts(rows, count) for count in (2, 3, 0))
+    assert (len(two), len(three), len(whole)) == (6, 9, 12) and whole == rows
+    assert {tuple(row.tokens) for row in two} < {tuple(row.tokens) for row in three}
+    assert [row.index for row in three] == list(range(9))
+    with pytest.raises(UserError, match=r"--training-prompts has 5, but there are 4 prompts"):
+        training_lab.of_prompts(rows, 5)
+
+
+def test_every_named_variant_is_a_run() -> None:
+    names = list(read_yaml(program.VARIANTS))
+    words = ["--target", "t", "--prompts-train", "a=b", "--output", "out", "--samples", "2", "--minutes", "3"]
+    words += [word for name in names for word in ("--variant", name)]
+    jobs = {job.name: job for job in program.jobs_of(program.parse([*words, "--seeds", "4"]))}
+    assert list(jobs) == names
+    assert jobs["default"].config.responses.samples == 2 and jobs["default"].config.run.seed == 4
+    assert {jobs[name].minutes for name in ("default", "half", "rewarmed")} == {3, 1.5}
+    assert jobs["rewarmed"].config.init_from == "out/drafter-half"
+    assert len({job.sampler for job in jobs.values()}) == 4
+    alone = program.jobs_of(
+        program.parse([*words[: -2 * len(names)], "--seeds", "1", "2", "--variant", "tv-last-third"]), 2
+    )
+    assert [job.name for job in alone] == [
+        f"{name}-s{i}" for name in ("constant-two-thirds", "tv-last-third") for i in (1, 2)
+    ]
+    assert [job.config.init_from for job in alone[2:]] == [f"out/drafter-constant-two-thirds-s{i}" for i in (1, 2)]
+    assert alone[0].minutes == pytest.approx(2, rel=0.01) and alone[0].config.optim.minutes == alone[0].minutes / 2
 
 
 def test_held_out_prompts_have_no_training_rows() -> None:
@@ -199,7 +271,7 @@ def test_teacher_forced_length_ignores_batching(tmp_path: Path) -> None:
     for given in ({"batch_size": 1}, {"batch_size": 4}, {"batch_size": 6}, {"pack_tokens": 128, "pack_blocks": 128}):
         batched = replace(config, optim=OptimOptions(**given))
         source = FeatureSource(target, drafter.config.target_layer_ids, 64, packed=given.get("pack_tokens", 0))
-        found.append(program.teacher_forced_length(drafter, target, source, rows, batched))
+        found.append(training_lab.teacher_forced_length(drafter, target, source, rows, batched))
     assert 1.3 < found[0] < 4 and found == pytest.approx([found[0]] * 4)
 
 
