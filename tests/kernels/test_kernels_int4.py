@@ -120,4 +120,6 @@ def test_int4_experts_equal_their_definition(group: int, m: int, dtype: torch.dt
     expected = reference.experts_mlp(x, gate_up, down, *routing)
     assert found.dtype == (torch.float32 if m <= 128 else dtype)
     assert (found.double() - expected.double()).norm() <= 8 * torch.finfo(dtype).eps * expected.double().norm()
-    assert m < 3 or torch.equal(gpu.experts_mlp(x[-2:], gate_up, down, *(part[-2:] for part in routing)), found[:, -2:])
+    if 3 <= m <= 128:
+        last = gpu.experts_mlp(x[-2:], gate_up, down, *(part[-2:] for part in routing))
+        assert torch.equal(last, found[:, -2:])
