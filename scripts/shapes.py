@@ -18,6 +18,7 @@ from transformers import (
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.kernels.formats import cast_fp8
+from dflash_toolkit.kernels.formats.int4 import SYMMETRIC_ZERO
 from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.quantized import FORM
@@ -29,6 +30,7 @@ from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 
 STD = 0.02  # standard deviation of matrices
 FP8_STD = 64.0  # standard deviation of fp8 values; their scales make it STD
+INT4_STD = 4.6  # standard deviation of uniform numbers of four bits
 ROUTED_STD = 32.0  # standard deviation of embeddings if tokens choose experts
 
 
@@ -157,14 +159,22 @@ SHAPES: dict[str, PreTrainedConfig] = {
 }
 
 
+WEIGHTS = {  # suffix of a shape's name -> `quantization_config`
+    "-fp8": FORM,
+    "-awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+}
+
+
 def named_shape(name: str) -> PreTrainedConfig:
-    """Returns the configuration of a named shape, in fp8 blocks if the name ends in `-fp8`. Raises UserError."""
-    dense = name.removesuffix("-fp8")
+    """Returns the configuration of a named shape, quantized if the name ends in one of `WEIGHTS`. Raises UserError."""
+    suffix = next((each for each in WEIGHTS if name.endswith(each)), "")
+    dense = name.removesuffix(suffix)
     if dense not in SHAPES:
-        raise UserError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}, and the same with -fp8")
+        known = ", ".join(SHAPES)
+        raise UserError(f"shape {name!r} is not known; known: {known}, and the same with {' or '.join(WEIGHTS)}")
     config: Any = copy.deepcopy(SHAPES[dense])
-    if dense != name:
-        config.quantization_config = dict(FORM)
+    if suffix:
+        config.quantization_config = dict(WEIGHTS[suffix])
     return config
 
 
@@ -214,6 +224,13 @@ def _randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: 
             view.fill_(1.0)
         elif name.endswith("_scale_inv"):
             view.fill_(STD / FP8_STD)
+        elif view.dtype == torch.int16:  # of INT4
+            view.random_(-(1 << 15), 1 << 15, generator=generator)
+        elif view.dtype == torch.uint8 and name.endswith("_zero"):
+            view.fill_(SYMMETRIC_ZERO)
+        elif view.dtype == torch.uint8:
+            scale = torch.tensor([STD / INT4_STD], device=device).view(torch.uint8)
+            view.copy_(scale[1:])
         elif view.dtype == torch.float8_e4m3fn:
             wide = torch.empty(view.shape, device=device, dtype=torch.bfloat16)
             view.copy_(cast_fp8(wide.normal_(std=FP8_STD, generator=generator)))

@@ -21,6 +21,8 @@ from ..network import unreachable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Conversions = Callable[[str], tuple[str, Callable[[Tensor], Tensor]] | None]
+
 OTHER_MODULES = ("model.visual.", "mtp.")  # tensors of Qwen3.5 outside its text model, nor in transformers' model
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # last parts of names: scales of a quantized KV cache
 MASK_EMBEDDING = "mask_embedding.pt"  # next to a drafter: a learned embedding of the mask token, which vLLM reads
@@ -146,13 +148,19 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
         list(pool.map(run, files))
 
 
-def load_files(what: str, views: Mapping[str, "Tensor"], files: Sequence[Path]) -> None:
+def load_files(
+    what: str, views: Mapping[str, "Tensor"], files: Sequence[Path], conversions: "Conversions | None" = None
+) -> None:
     """Copies every tensor of `files` to the parameter view of its name.
+
+    Args:
+        conversions: returns for a stored name that of a view, empty to only check the tensor, and what converts the
+            tensor for it; None for a tensor that is copied as it is.
 
     Raises:
         UserError: there are none, or a tensor is missing, unknown or misshapen.
     """
-    weights = _Weights(what, views)
+    weights = _Weights(what, views, conversions)
     each_tensor(what, files, weights.take)
     weights.check_complete()
 
@@ -168,17 +176,26 @@ def load_weights(what: str, views: Mapping[str, "Tensor"], tensors: Mapping[str,
 class _Weights:
     """Parameter views to fill."""
 
-    def __init__(self, what: str, views: Mapping[str, "Tensor"]) -> None:
-        self._what, self._views = what, views
+    def __init__(self, what: str, views: Mapping[str, "Tensor"], conversions: "Conversions | None" = None) -> None:
+        self._what, self._views, self._conversions = what, views, conversions
         self._left = dict(views)
         self._cache_scales = False  # whether there are any
         self._head: Tensor | None = None  # stored although it is the embedding
 
     def take(self, stored: str, read: "Callable[[str], Tensor]") -> None:
-        name = text_name(stored)
+        name, convert = text_name(stored), None
+        if self._conversions is not None and (found := self._conversions(name)) is not None:
+            name, convert = found
+            if not name:
+                convert(read(stored))
+                return
         view = self._left.pop(name, None)
         if view is not None:
             tensor = read(stored)
+            if convert is not None:
+                tensor = convert(tensor.to(view.device))
+            if name.endswith(".weight_scale") and tensor.numel() == 1:  # of a whole FP8 matrix
+                tensor = tensor.reshape(1, 1).expand(view.shape)
             if tensor.shape != view.shape:
                 raise UserError(
                     f"{self._what}: tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(view.shape)}"
@@ -195,6 +212,8 @@ class _Weights:
             self._head = read(stored)
         elif name.rpartition(".")[2] in CACHE_SCALES:
             self._cache_scales = True
+        elif name.endswith(".input_scale") and f"{name.removesuffix('input_scale')}weight_scale" in self._views:
+            pass  # a static scale of the rows of an FP8 GEMM; the engine scales every row by its own largest value
         elif not name.endswith("rotary_emb.inv_freq") and not name.startswith(OTHER_MODULES):  # in old checkpoints
             raise UserError(
                 f"{self._what}: unknown tensor {name!r}; it is not part of the model that its config.json describes"

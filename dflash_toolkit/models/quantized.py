@@ -1,12 +1,13 @@
 """Which matrices of a target are quantized and in which format, read from its configuration."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import UnsupportedModel
-from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, FP8_CHANNEL, MXFP4, Format
+from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, FP8_CHANNEL, MXFP4, Format, Int4
+from ..kernels.formats.int4 import quarter_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,21 +23,77 @@ NO_EXPERTS = r"(?!.*\.experts\.).*"  # in MXFP4 only experts are quantized
 LANGUAGE_MODEL = r"(model\\?\.)language_model\\?\."
 
 
-def _unlike_fp8_dynamic(stated: Mapping[str, Any]) -> str:
-    """Returns the first key that differs from llm-compressor's scheme FP8_DYNAMIC, with its value; empty if none does.
+GROUPS = (32, 64, 128, -1, None)  # columns of a group in INT4; the last two are all
+# llm-compressor's schemes: key -> supported values. The scheme of the KV cache does not count
+FP8_SCHEME = {
+    "format": ("float-quantized",), "targets": (["Linear"],),
+    **{f"{part}.{key}": (value,) for part in GROUP for key, value in EIGHT.items()},
+    "weights.dynamic": (False,), "weights.strategy": ("channel", "tensor"),
+    "input_activations.strategy": ("token", "tensor"), "input_activations.dynamic": (True, False),
+}  # fmt: skip
+INT4_SCHEME = {
+    "format": ("pack-quantized",), "targets": (["Linear"],), "input_activations": (None,), "weights.num_bits": (4,),
+    "weights.type": ("int",), "weights.dynamic": (False, None), "weights.strategy": ("group", "channel"),
+    "weights.group_size": GROUPS,
+}  # fmt: skip
+# supported values of AWQ and GPTQ; the keys that a checkpoint leaves out have the first one
+AWQ = {"bits": (4,), "version": ("gemm", "GEMM"), "group_size": GROUPS}
+GPTQ = {"bits": (4,), "checkpoint_format": ("gptq", "gptq_v2"), "group_size": GROUPS, "lm_head": (False, None)}
+MODELOPT = {"quant_algo": ("FP8",)}
 
-    The scheme of the KV cache does not count: the engine chooses its own.
-    """
-    groups = list((stated.get("config_groups") or {}).values())
+
+def _unlike(stated: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> str:
+    """Returns the first key with an unsupported value, and the value; empty if there is none."""
+    found = {key: stated.get(key, values[0]) for key, values in supported.items()}
+    return next((f"{key} {value!r}" for key, value in found.items() if value not in supported[key]), "")
+
+
+Found = tuple[Format, str, Iterable[str]]  # the format, `_unlike`, and names of modules that are not quantized
+
+
+def _compressed_tensors(stated: Mapping[str, Any]) -> Found:
+    groups, ignored = list((stated.get("config_groups") or {}).values()), stated.get("ignore") or ()
     if len(groups) != 1:
-        return f"{len(groups)} config_groups"
-    found: dict[str, Any] = {"format": stated.get("format"), "targets": groups[0].get("targets")}
-    expected: dict[str, Any] = {"format": "float-quantized", "targets": ["Linear"]}
-    for part, form in GROUP.items():
-        given = groups[0].get(part) or {}
-        found |= {f"{part}.{key}": given.get(key) for key in form}
-        expected |= {f"{part}.{key}": value for key, value in form.items()}
-    return next((f"{key} {value!r}" for key, value in found.items() if value != expected[key]), "")
+        return DENSE, f"{len(groups)} config_groups", ignored
+    stored, group = stated.get("format"), groups[0]
+    keys: dict[str, Any] = {"format": stored, "targets": group.get("targets")}
+    for part in GROUP:
+        keys |= {f"{part}.{key}": value for key, value in (group.get(part) or {}).items()}
+    if stored != "pack-quantized":
+        return FP8_CHANNEL, _unlike(dict.fromkeys(FP8_SCHEME) | keys, FP8_SCHEME), ignored
+    size = keys.get("weights.group_size") if keys.get("weights.strategy") == "group" else None
+    keys |= {"input_activations": group.get("input_activations"), "weights.group_size": size}
+    form = Int4(group=_columns(size), zeros=not keys.get("weights.symmetric", True), stored=stored)
+    return form, _unlike(dict.fromkeys(INT4_SCHEME) | keys, INT4_SCHEME), ignored
+
+
+def _awq(stated: Mapping[str, Any]) -> Found:
+    form = Int4(group=_columns(stated.get("group_size", 128)), stored="awq")
+    kept = stated.get("modules_to_not_convert") or ()  # AutoAWQ looks for them anywhere in a name
+    return form, _unlike(stated, AWQ), [rf"re:(?:.*\.)?{re.escape(key)}" for key in kept]
+
+
+def _gptq(stated: Mapping[str, Any]) -> Found:
+    form = Int4(group=_columns(stated.get("group_size", 128)), stored=stated.get("checkpoint_format", "gptq"))
+    rules = stated.get("dynamic") or ()
+    other = [f"dynamic {rule!r}" for rule in rules if not rule.startswith("-:")]
+    return form, _unlike(stated, GPTQ) or "".join(other[:1]), [f"re:{rule[2:]}" for rule in rules]
+
+
+def _modelopt(stated: Mapping[str, Any]) -> Found:
+    return FP8_CHANNEL, _unlike(stated, MODELOPT), stated.get("ignore") or stated.get("exclude_modules") or ()
+
+
+FORMS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt}
+
+
+def _columns(size: Any) -> int:
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+def _pattern(name: str) -> str:
+    """Returns a list's name of a module as a regular expression: `re:`, or one with `*` for any text."""
+    return name[3:] if name.startswith("re:") else re.escape(name).replace(r"\*", ".*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +111,18 @@ class QuantizedModules:
         if not asked:
             return cls(name, None)
         stated: dict[str, Any] = asked if isinstance(asked, dict) else asked.to_dict()
-        if stated.get("quant_method") == "compressed-tensors":
-            if not stated.get("config_groups"):
-                return cls(name, None)  # only the KV cache is to be quantized
-            if other := _unlike_fp8_dynamic(stated):
+        method = stated.get("quant_method")
+        if method == "compressed-tensors" and not stated.get("config_groups"):
+            return cls(name, None)  # only the KV cache is to be quantized
+        if method in FORMS:
+            form, other, ignored = FORMS[method](stated)
+            if other:
                 raise UnsupportedModel(
-                    f"target {name}: weights of compressed-tensors with {other} are not served by this engine (it "
-                    f"takes FP8 by channels and tokens), but vLLM may (dflash-serve --engine vllm)"
+                    f"target {name}: weights of {method} with {other} are not served by this engine, but vLLM may "
+                    f"(dflash-serve --engine vllm)"
                 )
-            ignored = stated.get("ignore") or ()
-            patterns = (key[3:] if key.startswith("re:") else re.escape(key) for key in ignored)
-            return cls(name, tuple(re.sub(LANGUAGE_MODEL, r"\1", key) for key in patterns), format=FP8_CHANNEL)
+            kept = tuple(re.sub(LANGUAGE_MODEL, r"\1", _pattern(key)) for key in ignored)
+            return cls(name, (*kept, "lm_head"), format=form)
         if stated.get("quant_method") == "mxfp4" and config.model_type == "gpt_oss":
             return cls(name, (NO_EXPERTS,), format=MXFP4)
         for key, value in FORM.items():
@@ -73,7 +131,7 @@ class QuantizedModules:
             if found != value:
                 raise UnsupportedModel(
                     f"target {name}: quantized weights with {key} {found!r} are not served by this engine (it takes "
-                    f"{value!r}, or FP8 by channels and tokens), but vLLM may (dflash-serve --engine vllm)"
+                    f"{value!r}, FP8 by channels or INT4), but vLLM may (dflash-serve --engine vllm)"
                 )
         kept = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or ()
         return cls(name, tuple(re.sub(LANGUAGE_MODEL, r"\1", key) for key in kept))
@@ -95,12 +153,35 @@ class QuantizedModules:
             return DENSE
         if other := next((module for module in modules if module not in self), None):
             raise UnsupportedModel(
-                f"target {self.target}: {held[0]!r} is in fp8 and {other!r} is not; this engine needs both or neither"
+                f"target {self.target}: {held[0]!r} is quantized and {other!r} is not; "
+                f"this engine needs both or neither"
             )
-        for module, shape in modules.items():  # in MXFP4 all are multiples: checkpoints store groups of columns
-            if self.format != MXFP4 and any(side % BLOCK for side in shape):
+        for module, shape in modules.items():
+            if needed := _unfit(self.format, *shape):
                 raise UnsupportedModel(
-                    f"target {self.target}: '{module}.weight' of {shape} is in fp8, but not a multiple of {BLOCK} on "
-                    "both sides, which this engine needs"
+                    f"target {self.target}: '{module}.weight' of {shape} is quantized, but {needed}, which this engine "
+                    f"needs; vLLM may serve it (dflash-serve --engine vllm)"
                 )
         return self.format
+
+
+def _unfit(form: Format, n: int, k: int) -> str:
+    """Returns what a matrix [N, K] lacks for its format, or an empty string."""
+    if form == MXFP4:  # checkpoints store groups of columns
+        return ""
+    if isinstance(form, Int4):
+        group = form.group or k
+        fits = n % 8 == 0 and k % group == 0 and quarter_of(k, group)
+        return "" if fits else "has no whole groups and blocks of 64 columns, and of 8 rows"
+    return f"not a multiple of {BLOCK} on both sides" if n % BLOCK or k % BLOCK else ""
+
+
+def int4_format(config: "PreTrainedConfig") -> Int4 | None:
+    """Returns the format of a target in INT4. Raises UnsupportedModel for INT4 in a form that is not known."""
+    asked = getattr(config, "quantization_config", None)
+    stated = asked if isinstance(asked, dict) else {}
+    if stated.get("quant_method") not in ("awq", "gptq") and stated.get("format") != "pack-quantized":
+        return None
+    form = QuantizedModules.of(config).format
+    assert isinstance(form, Int4)
+    return form

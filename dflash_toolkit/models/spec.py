@@ -357,7 +357,9 @@ class ModelSpec:
             ffn = replace(ffn, weight=format_of(f"{part}.mlp{where}", sides))
             shared = f"{part}.mlp.shared_expert.gate_proj"
             if isinstance(ffn, MoeSpec) and ffn.shared and (shared in quantized) != (ffn.weight != DENSE):
-                raise UnsupportedModel(f"target {name}: expert {shared!r} and the others must all be FP8 or all 16-bit")
+                raise UnsupportedModel(
+                    f"target {name}: expert {shared!r} and the others must all be quantized or all 16-bit"
+                )
             mixer: AttentionSpec | GatedDeltaNetSpec
             if kinds[layer] in attention:
                 mixer = attention[kinds[layer]]
@@ -367,7 +369,7 @@ class ModelSpec:
             gates = f"{part}.linear_attn.in_proj_b{'a' * architecture.by_key_heads}"
             if quantized.format != FP8_BLOCK and kind == "linear_attn" and gates in quantized:
                 raise UnsupportedModel(
-                    f"target {name}: {gates!r} in fp8 is not served by this engine, "
+                    f"target {name}: {gates!r} with quantized weights is not served by this engine, "
                     f"but vLLM may (dflash-serve --engine vllm)"
                 )
             mixer = replace(mixer, weight=format_of(f"{part}.{kind}", mixer.matrices(d)))

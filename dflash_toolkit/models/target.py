@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..checkpoint.int4 import dense_tensors
 from ..checkpoint.reader import check_merged, locate, missing_tensors, weight_files
 from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
@@ -37,6 +38,7 @@ from ..stop_tokens import stop_tokens
 from ..templates import choose_template
 from . import packed
 from .cache import BatchCache, TargetCache
+from .quantized import int4_format
 from .restrictions import Restrictions, restrictions
 from .spec import context_limit
 from .structure import Structure, text_config
@@ -293,7 +295,8 @@ class Target:
 
         A checkpoint with a `quantization_config` is loaded as transformers does, quantized if its library is installed;
         other computations are in `dtype`. An FP8 checkpoint is dequantized on a CPU, which has no FP8 GEMMs, without
-        the package kernels, and in slices: its weights are the same numbers, and activations are not cast.
+        the package kernels, and in slices: its weights are the same numbers, and activations are not cast. An INT4
+        checkpoint is dequantized everywhere.
 
         Args:
             mesh: shard the layers over these processes, each of which must call this and every forward.
@@ -307,7 +310,13 @@ class Target:
         stop_tokens(config, load_generation_config(name))  # transformers ignores a file that it cannot read
         where = use_device(device)
         asked = getattr(config, "quantization_config", None)
-        quantized = asked is not None
+        quantized, source, precision = asked is not None, dict[str, Any](), resolve_dtype(dtype, where)
+        form = None if mesh is not None else int4_format(config)
+        if form is not None:
+            files = weight_files(locate("target", name))
+            source["state_dict"] = dense_tensors(f"target {name}", files, form, precision)
+            for each in (whole, config):
+                each.quantization_config = None
         try:
             in_fp8 = asked if isinstance(asked, dict) and asked.get("quant_method") == "fp8" else None
             if mesh is not None and quantized and in_fp8 is None:
@@ -318,16 +327,20 @@ class Target:
             if in_fp8 is not None and not _computes_fp8(where, mesh):
                 whole.quantization_config = _dequantized_fp8(in_fp8, name, mesh.size() if mesh is not None else 1)
             load: Any = AutoModelForCausalLM.from_pretrained
+            if source:  # the class's own method also loads from memory
+                with torch.device("meta"):
+                    load = type(AutoModelForCausalLM.from_config(whole)).from_pretrained
             if mesh is not None:
                 from . import sharded  # takes seconds to import
 
                 load = functools.partial(sharded.load, mesh=mesh)
             model, info = load(
-                name,
+                None if source else name,
                 config=whole,  # transformers uses its text part if it has a model of that alone
-                dtype=resolve_dtype(dtype, where),
+                dtype=precision,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **source,
                 # quantized tensors cannot be moved, or are made only on their device; others load faster without
                 device_map={"": where} if quantized and mesh is None else None,
             )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpoint.int4 import conversions
 from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, weight_files
 from ..config import UnsupportedModel
 from ..kernels.clamped import ClampedExperts
@@ -387,7 +388,7 @@ class TargetWeights:
             raise UnsupportedModel(f"target {folder}: no *.safetensors file in its directory, the only known format")
         weights = cls.empty(spec, device, dtype)
         stacked = any(name.endswith(STACKED) for name in tensor_names(files))
-        load_files(f"target {folder}", weights.parameter_views(stacked), files)
+        load_files(f"target {folder}", weights.parameter_views(stacked), files, conversions(spec.formats))
         return weights._as_computed()
 
     @classmethod

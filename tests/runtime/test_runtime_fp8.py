@@ -137,11 +137,11 @@ def test_unconverted_modules_are_not_quantized(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"quant_method": "awq"}, "quantized weights with quant_method 'awq' are not served .* --engine vllm"),
+        ({"quant_method": "hqq"}, "quantized weights with quant_method 'hqq' are not served .* --engine vllm"),
         ({"weight_block_size": None}, r"weight_block_size None are not served by this engine \(it takes \[128, 128\]"),
         ({"activation_scheme": "static"}, "activation_scheme 'static'"),
         ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
-        ({"modules_to_not_convert": ["o_proj"]}, "q_proj' is in fp8 and 'model.layers.0.self_attn.o_proj' is not"),
+        ({"modules_to_not_convert": ["o_proj"]}, "q_proj' is quantized and 'model.layers.0.self_attn.o_proj' is not"),
     ],
 )
 def test_other_quantizations_are_one_line(folder: Path, changes: dict[str, Any], said: str) -> None:
@@ -286,7 +286,7 @@ def test_unsupported_compressed_tensors_schemes_name_the_key(folder: Path) -> No
         (group(weights=GROUP["weights"] | {"strategy": "block"}), "weights.strategy 'block'"),
         (group(targets=["re:.*mlp.*"]), r"targets \['re:.*'\]"),
         ({"config_groups": {"a": {}, "b": {}}}, "2 config_groups"),
-        ({"format": "pack-quantized"}, "format 'pack-quantized'"),
+        ({"format": "mxfp8-quantized"}, "format 'mxfp8-quantized'"),
     ):
         config = config_of(folder)
         config.quantization_config = DYNAMIC | KV_CACHE | changes

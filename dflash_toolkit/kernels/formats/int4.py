@@ -28,6 +28,7 @@ class Int4(Format):
 
     halves: bool = True
     group: int = 0  # columns that share a scale; 0: all columns of a row
+    zeros: bool = True  # checkpoints have zero points; otherwise all are SYMMETRIC_ZERO
     stored: str = ""  # the form in checkpoints, see checkpoint/int4.py
 
     def empty(self, *shape: int, new: Callable[..., Tensor]) -> "GroupedInt4":
@@ -40,7 +41,8 @@ class Int4(Format):
         """Returns views of the parts of a matrix: the packed numbers, the three high bytes of scales, zero points."""
         assert isinstance(weight, GroupedInt4)
         scale = weight.scale.mT.view(torch.uint8).unflatten(-1, (-1, 4)).transpose(-3, -2)
-        return {name: weight.data, f"{name}_scale": scale[..., 1:], f"{name}_zero": scale[..., 0]}
+        found = {name: weight.data, f"{name}_scale": scale[..., 1:]}
+        return found | {f"{name}_zero": scale[..., 0]} if self.zeros else found
 
 
 @dataclass(frozen=True, slots=True)
