@@ -39,6 +39,7 @@ def test_every_script_prints_help(tmp_path: Path) -> None:
         "measure.py",
         "shapes.py",
         "traffic.py",
+        "training_lab.py",
     }  # no programs
     paths = [str(path) for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in others]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
