@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .config import ServeConfig
 
 log = logging.getLogger("dflash_toolkit.serve")
-PACK_TOKENS = 4096  # of a training batch on a GPU
+PACK_TOKENS, SHARED_PACK_TOKENS = 12288, 4096  # of a training batch on a GPU of its own, and on the engine's
 BYTES_PER_PARAMETER = 28  # fp32: weights, gradients, two moments, average, and two served versions
 WORKSPACE = 8 << 30  # bytes of a training step, of the head and of CUDA
 LEAST_SHARE = 0.2  # of the GPU's memory that the engine keeps
@@ -46,10 +46,16 @@ def first_drafter(config: "ServeConfig") -> Drafter:
     return Drafter.fresh(drafter_config(TrainConfig(target=config.target), target, tokenizer), 0)
 
 
-def _training(device: torch.device, *, fresh: bool) -> TrainConfig:
-    """Returns the options of training: a low rate for a trained drafter, and the usual one for random weights."""
+def training_options(device: torch.device, *, fresh: bool, shared: bool) -> TrainConfig:
+    """Returns the options of training.
+
+    Args:
+        fresh: the drafter starts from random weights; otherwise the learning rate is low.
+        shared: the engine uses the same device.
+    """
     on_gpu = device.type == "cuda"
-    optim = OptimOptions(ema=AVERAGE, pack_tokens=PACK_TOKENS if on_gpu else None, recompute=on_gpu)
+    tokens = SHARED_PACK_TOKENS if shared else PACK_TOKENS
+    optim = OptimOptions(ema=AVERAGE, pack_tokens=tokens if on_gpu else None, recompute=on_gpu)
     optim = replace(optim, learning_rate=peak_rate(optim, on_gpu, warm=not fresh))
     # the step is not compiled: that takes a minute, in which a day-0 drafter learns much
     return TrainConfig(target="", optim=optim, loss=LossOptions(anchors=ANCHORS), run=RunOptions(compile="off"))
@@ -80,12 +86,15 @@ class Adapting:
         target, options = engine.runner.target, config.adaptation
         head = HeadWeights(target.embedding, target.head, None, load_config(config.target))
         device = torch.device(options.adapt_device) if options.adapt_device else target.embedding.device
+        place = target.embedding.device
+        shared = device.type == place.type and device.index in (None, place.index)
+        training = training_options(device, fresh=config.drafter is None, shared=shared)
         self._output = Path(options.adapt_output) if options.adapt_output else None
         self._engine, self._drafter = engine, drafter  # in fp32
         self._saved: queue.SimpleQueue[tuple[Callable[[str | None], object], str | None]] = queue.SimpleQueue()
         self._trainer = TrainerProcess(
-            engine, head, drafter, _training(device, fresh=config.drafter is None), device=device,
-            share=options.adapt_share, memory=int(options.adapt_memory_gib * 2**30), on_swap=self._swapped,
+            engine, head, drafter, training, device=device, share=options.adapt_share if shared else 1.0,
+            memory=int(options.adapt_memory_gib * 2**30), on_swap=self._swapped,
         )  # fmt: skip
 
     def poll(self) -> None:

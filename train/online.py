@@ -6,6 +6,7 @@ no files, no run directory and no end: the learning rate warms up once and stays
 weights is what one serves. The blocks, the loss and the optimiser are those of `dflash-train` (`gradients.py`).
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ BLOCKS, BLOCKS_ON_CPU = 128, 16  # blocks of each that are computed together; a 
 STREAM = 4  # of `rng_for`: anchors of online steps
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Record:
     """A conversation that the target has decoded.
 
@@ -67,7 +68,7 @@ class Record:
     def row(self) -> Row:
         return Row(0, len(self.tokens), list(self.tokens), tuple(self.supervised))
 
-    @property
+    @functools.cached_property
     def usable(self) -> bool:
         """Whether it has a block to train and all its taps are finite."""
         return self.row.has_anchor and bool(self.taps.isfinite().all())
@@ -93,6 +94,7 @@ class OnlineTrainer:
 
     Attributes:
         longest: tokens of a record that are trained on, its last ones.
+        pack_tokens: tokens that are computed together, whether there are as many or not; 0 without packs.
 
     Raises:
         UserError: a loss that needs the target's own distribution, which records do not have.
@@ -117,8 +119,8 @@ class OnlineTrainer:
         self._head, self._warmup, self._steps = target_head, max(warmup, 1), 0
         self._learner = Replicated(fresh.requires_grad_(True).train(), config, Processes(), None)
         self._eager = runner(replace(config, run=replace(config.run, compile="off")), target_head.device)
-        self._packed, _ = packing(config, target_head.device)
-        self.longest = self._packed or config.prompts.row_tokens
+        self.pack_tokens, _ = packing(config, target_head.device)
+        self.longest = self.pack_tokens or config.prompts.row_tokens
 
     @property
     def steps(self) -> int:
@@ -213,8 +215,8 @@ class OnlineTrainer:
 
     def _batches(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
         """Yields micro batches: packs of a fixed length, or `optim.batch_size` records."""
-        if self._packed:
-            yield from fitting(records, lambda record: len(record.tokens), self._packed)
+        if self.pack_tokens:
+            yield from fitting(records, lambda record: len(record.tokens), self.pack_tokens)
             return
         size = self._config.optim.batch_size
         for start in range(0, len(records), size):
@@ -228,7 +230,7 @@ class OnlineTrainer:
             hidden.append(torch.nn.functional.pad(taps, (0, 0, 0, missing)))
         flex = use_flex(self._config.run.attention, self._head.device)
         width, rows = self.drafter.config.feature_size, [record.row for record in records]
-        packed = self._packed if packed is None else packed
+        packed = self.pack_tokens if packed is None else packed
         return batch_of(rows, hidden, width, self._head.device, packed, TILE if flex else 1)
 
     def _accepted(self, drafter: Drafter, records: Sequence[Record]) -> list[dict[int, int]]:

@@ -3,7 +3,9 @@
 The caller steps the engine and calls `work` in between, in one thread. Answers do not change, only their speed.
 """
 
+import bisect
 import copy
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from .promotion import LEAST, LiveAcceptance, Promotion, Rollback
 from .replay import ReplayBuffer
 
 LONGEST = 8
+MOST = 64  # records of a step
 LOOK = 64  # newest held-out records that versions are compared on
 log = logging.getLogger(__name__)
 
@@ -61,9 +64,9 @@ class Adapter:
         engine: with a drafter and `EngineOptions(keep_taps=True)`.
         trainer: of that drafter.
         memory: bytes of captured records, in host memory.
-        batch: records of a step.
-        every: steps between two looks at the held-out records, at first: twice as many after a look without a
-            promotion, up to LONGEST times.
+        batch: least records of a step. More are added while they fit into a pack.
+        every: steps until the first look at the held-out records. The gap grows by as many with each promotion and
+            doubles after a look without one, up to LONGEST * every.
         anchors: records of the drafter's own training, see `ReplayBuffer`.
 
     Attributes:
@@ -98,7 +101,7 @@ class Adapter:
         """
         if (taken := self._capture.take()) and self._take(taken):
             self._may_roll_back()
-        records = self.buffer.sample(self._batch)
+        records = self._sample()
         if len(records) < self._batch:
             return False
         try:
@@ -111,6 +114,12 @@ class Adapter:
         if self._trainer.steps >= self._looked + self._gap:
             self._may_promote()
         return True
+
+    def _sample(self) -> list[Record]:
+        """Returns records for a step: `batch`, or as many as fill a pack."""
+        found = self.buffer.sample(max(self._batch, MOST))
+        tokens, room = list(itertools.accumulate(len(record.tokens) for record in found)), self._trainer.pack_tokens
+        return found[: max(self._batch, bisect.bisect_right(tokens, room))]
 
     def _take(self, taken: Sequence[Served]) -> bool:
         """Adds served requests to the buffer; returns whether any was decoded by the newest version."""
@@ -130,7 +139,7 @@ class Adapter:
         candidate, now = self._trainer.held_out(held), self._served_on(held)
         self._looked, self._gap = self._trainer.steps, min(2 * self._gap, LONGEST * self._every)
         if self._promotion.judge(candidate, now):
-            self._gap = self._every
+            self._gap = min((self.promotions + 2) * self._every, LONGEST * self._every)
             drafter, state = self._saved()
             self._engine.load_drafter(drafter)
             new = Version(self._engine.drafter_version, drafter, state, self.buffer.added, candidate.tau)

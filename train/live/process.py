@@ -141,7 +141,7 @@ class TrainerProcess:
             try:
                 self._engine.update_drafter(message)
                 self._on_swap(message)
-            except UserError as mistake:
+            except (UserError, torch.OutOfMemoryError) as mistake:
                 log.error("a new drafter was not used: %s", mistake)
             self._going_later(self._engine.drafter_version)
 
@@ -196,8 +196,8 @@ class TrainerProcess:
 class _Link:
     """The trainer's side: an `Adapter` uses it as the engine."""
 
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
+    def __init__(self, connection: Any, dtype: torch.dtype) -> None:
+        self._connection, self._dtype = connection, dtype
         self.drafter_version = 0
         self.adapter: Adapter | None = None
 
@@ -222,7 +222,7 @@ class _Link:
         return found
 
     def load_drafter(self, drafter: Drafter) -> None:
-        send(self._connection, drafter.state_dict())
+        send(self._connection, {name: tensor.to(self._dtype) for name, tensor in drafter.state_dict().items()})
         self.drafter_version = -1  # until the engine sends its number
 
 
@@ -239,7 +239,7 @@ def _train(work: Work, connection: Any, busy: Any) -> None:
         torch.cuda.set_device(work.device)
     drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
     trainer = OnlineTrainer(work.head.to(work.device), drafter, work.config)
-    link = _Link(connection)
+    link = _Link(connection, work.head.dtype)
     link.adapter = adapter = Adapter(link, trainer, **work.options)
     worked_s = passed_s = 0.0  # both decay, so that they are about those of the last minute
     ended = time.perf_counter()
