@@ -4,6 +4,8 @@ import torch
 from conftest import make_target
 
 from dflash_toolkit import Target
+from dflash_toolkit.train.live.replay import is_held_out
+from dflash_toolkit.train.online import Record
 
 
 def bigram_target(seed: int = 0, layers: int = 6) -> Target:
@@ -16,3 +18,12 @@ def bigram_target(seed: int = 0, layers: int = 6) -> Target:
             layer.mlp.down_proj.weight.zero_()
         target.head_weight.copy_(torch.randn(target.head_weight.shape, generator=generator))
     return target
+
+
+def prompts_to_learn(first: int = 0) -> list[list[int]]:
+    """Returns 44 prompts: few to train on, and as many for measuring as a promotion needs."""
+    sides: dict[bool, list[list[int]]] = {True: [], False: []}
+    for i in range(first, first + 400):
+        prompt = [i % 250, 2 * i % 250, 7 + i // 250, 5 * i % 250]
+        sides[is_held_out(Record([*prompt, 0], torch.zeros(4, 1), [(4, 5)]))].append(prompt)
+    return sides[True][:20] + sides[False][:24]

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from bigram_targets import bigram_target
+from bigram_targets import bigram_target, prompts_to_learn
 from conftest import make_drafter
 from forked import Command, free_port
 
@@ -19,8 +19,6 @@ from dflash_toolkit.runtime import EngineOptions
 from dflash_toolkit.serve.adapt import with_room
 from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.keys import ADMIN_VARIABLE, VARIABLE, excluded_keys
-from dflash_toolkit.train.live.replay import is_held_out
-from dflash_toolkit.train.online import Record
 
 LATE_S = 240
 
@@ -91,15 +89,6 @@ def serve(models: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., C
     yield start
     for server in servers:
         server.kill()
-
-
-def prompts_to_learn() -> list[list[int]]:
-    """Returns few prompts, and as many for measuring as a promotion needs."""
-    sides: dict[bool, list[list[int]]] = {True: [], False: []}
-    for i in range(400):
-        prompt = [i % 250, 2 * i % 250, 7, 5 * i % 250]
-        sides[is_held_out(Record([*prompt, 0], torch.zeros(4, 1), [(4, 5)]))].append(prompt)
-    return sides[True][:20] + sides[False][:24]
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """The trainer in its own process: it speeds the engine up; killed, paused or broken, it changes no answer."""
 
+import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from bigram_targets import bigram_target
+from bigram_targets import bigram_target, prompts_to_learn
 from conftest import make_drafter
 from engines import alone, make_engine, prompts_of
 
 from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.runtime import Engine
+from dflash_toolkit.runtime.capture import Served
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
 from dflash_toolkit.train.live.pipe import receive, send
@@ -28,16 +31,32 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 OPTIM: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 1e-2, "batch_size": 8, "ema": 0.5}
 CONFIG = TrainConfig(target="", loss=LossOptions(anchors=8), optim=OptimOptions(**OPTIM))
 PROMPTS = prompts_of(*[4] * 24)
+Fault = Callable[[Engine, TrainerProcess], None]
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Engine, TrainerProcess, Target]]:
+Pair = tuple[Engine, TrainerProcess, Target]
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Pair]:
     target = bigram_target()
     drafter = make_drafter(target)
     engine = make_engine(target, drafter, max_num_seqs=8, keep_taps=True)
     head = HeadWeights(target.embedding.weight, target.head_weight, target.head_bias)
     with closing(TrainerProcess(engine, head, drafter, CONFIG, every=10)) as trainer:
         yield engine, trainer, target
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with started() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shared_pair() -> Iterator[Pair]:
+    with started() as found:
+        yield found
 
 
 def serve(engine: Engine, trainer: TrainerProcess, prompts: list[list[int]]) -> list[Request]:
@@ -60,36 +79,106 @@ def right(target: Target, requests: list[Request]) -> bool:
     return all(r.tokens == alone(target, None, r.prompt_ids, PARAMS).tokens for r in requests)
 
 
-def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: tuple[Engine, TrainerProcess, Target]) -> None:
+def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: Pair) -> None:
+    """With DFLASH_LONG 5,000 requests, with new versions among them."""
     engine, trainer, target = pair
-    served = []
-    for turn in range(8):  # held-out prompts are a tenth
-        served.append(serve(engine, trainer, [[17 * turn + i, *PROMPTS[i]] for i in range(24)]))
-        wait(trainer, lambda: engine._capture is not None and engine._capture.nbytes == 0)
+    plain = make_engine(target, None, max_num_seqs=8)
+
+    def served(turn: int) -> list[Request]:
+        prompts = prompts_to_learn(400 * turn)
+        found = serve(engine, trainer, prompts)
+        assert [r.tokens for r in found] == [g.tokens for g in plain.generate(prompts, PARAMS)]
+        return found
+
+    first = served(0)
+    for turn in range(1, 114 if os.environ.get("DFLASH_LONG") else 1):
+        served(turn)
     wait(trainer, lambda: (trainer.status.held_out or 0.0) > 2.0)
-    first, last = served[0], serve(engine, trainer, [request.prompt_ids for request in served[0]])
-    assert right(target, [*first, *last])
+    last = served(0)
     assert sum(len(r.generation.steps) for r in last) < 0.8 * sum(len(r.generation.steps) for r in first)
     assert engine.drafter_version == trainer.status.promotions > 0 and trainer.status.learnt_from > 0
     assert trainer.alive and trainer.error is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_paused_trainer_changes_no_answer(
-    number: signal.Signals, pair: tuple[Engine, TrainerProcess, Target]
-) -> None:
+def test_a_killed_trainer_changes_no_answer(pair: Pair) -> None:
     engine, trainer, target = pair
     before = serve(engine, trainer, PROMPTS[:8])
-    os.kill(trainer.pid, number)
+    os.kill(trainer.pid, signal.SIGKILL)
     engine._capture._limit = 40_000  # type: ignore[union-attr]
     for _ in range(4):
         assert right(target, [*before, *serve(engine, trainer, PROMPTS)])
     assert engine._capture is not None and engine._capture.nbytes <= 40_000 and engine._capture.skipped > 0
-    if number == signal.SIGKILL:
-        wait(trainer, lambda: trainer.error is not None)
-        assert "the trainer has ended (exit code -9" in str(trainer.error) and engine.drafter_version == 0
-    else:
-        os.kill(trainer.pid, signal.SIGCONT)
+    wait(trainer, lambda: trainer.error is not None)
+    assert "the trainer has ended (exit code -9" in str(trainer.error) and engine.drafter_version == 0
+
+
+def pause(engine: Engine, trainer: TrainerProcess) -> None:
+    os.kill(trainer.pid, signal.SIGSTOP)
+
+
+def resume(engine: Engine, trainer: TrainerProcess) -> None:
+    os.kill(trainer.pid, signal.SIGCONT)
+
+
+def starve(engine: Engine, trainer: TrainerProcess) -> None:
+    assert engine._capture is not None
+    engine._capture._limit = 0
+
+
+def feed(engine: Engine, trainer: TrainerProcess) -> None:
+    assert engine._capture is not None
+    engine._capture._limit = 1 << 20
+
+
+def poison(value: float) -> Callable[[Engine, TrainerProcess], None]:
+    """Returns a fault: requests whose hidden states are `value`."""
+
+    def send_them(engine: Engine, trainer: TrainerProcess) -> None:
+        for prompt in PROMPTS:
+            taps = torch.full((len(prompt) + 11, 96), value)
+            trainer._going.put(Served(prompt + [1] * 12, len(prompt), taps, 12, 6, "", engine.drafter_version))
+
+    return send_them
+
+
+def send_garbage(engine: Engine, trainer: TrainerProcess) -> None:
+    """Sends the trainer what no engine would, and the engine prompts of one token."""
+    for tokens, taps, steps in ((4, 9, 1), (0, 0, 1), (9, 8, 0), (9, 8, 5)):
+        trainer._going.put(Served([1] * tokens, 2, torch.zeros(taps, 96), 3, steps, "", 0))
+    for i in range(8):
+        engine.submit([i], SamplingParams(max_tokens=1 + i % 3))
+
+
+def nothing(engine: Engine, trainer: TrainerProcess) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [(pause, resume), (starve, feed), (poison(torch.nan), nothing), (poison(1e30), nothing), (send_garbage, nothing)],
+    ids=["paused", "starved", "not-finite", "gradient-not-finite", "garbage"],
+)
+def test_a_fault_of_the_trainer_changes_no_answer(begin: Fault, end: Fault, shared_pair: Pair) -> None:
+    engine, trainer, target = shared_pair
+    serve(engine, trainer, PROMPTS)
+    begin(engine, trainer)
+    for _ in range(2):
+        assert right(target, serve(engine, trainer, PROMPTS))
+    end(engine, trainer)
+    steps = trainer.status.steps
+    wait(trainer, lambda: trainer.status.steps != steps)  # it trains on; a step that fails starts from an earlier one
+    assert trainer.alive and trainer.error is None
+
+
+def test_a_trainer_without_memory_ends_and_serving_goes_on(shared_pair: Pair) -> None:
+    """The last test with this trainer."""
+    engine, trainer, target = shared_pair
+    resource.prlimit(trainer.pid, resource.RLIMIT_AS, (1, 1))
+    for _ in range(2):
+        assert right(target, serve(engine, trainer, PROMPTS))
+    wait(trainer, lambda: trainer.error is not None)
+    assert "the trainer has ended (exit code" in str(trainer.error)
+    assert right(target, serve(engine, trainer, PROMPTS))
 
 
 def test_a_trainer_that_cannot_start_is_reported() -> None:

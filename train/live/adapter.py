@@ -94,7 +94,8 @@ class Adapter:
     def work(self) -> bool:
         """Does a piece of work: takes what was served, may roll back, trains one step, may promote.
 
-        A step is undone if its gradient is not a number, and training continues from the served version.
+        A step is undone if its gradient is not a number: training continues from the served version, without the
+        records of that step.
 
         Returns:
             False if there are too few records for a step.
@@ -108,6 +109,7 @@ class Adapter:
             self._trainer.step(records)
         except (UserError, ValueError) as error:
             log.error("the drafter's training continues from the served version: %s", error)
+            self.buffer.discard(records)
             self._trainer.load_state_dict(copy.deepcopy(self.served.state))
             self._looked = self._trainer.steps
             return True
@@ -125,8 +127,11 @@ class Adapter:
         """Adds served requests to the buffer; returns whether any was decoded by the newest version."""
         for served in taken:
             end, kind = len(served.tokens), f"{served.key}/{prompt_length_group(served.prompt_tokens)}"
-            record = Record(served.tokens, served.taps, [(served.prompt_tokens, end)], kind)
-            self.buffer.add(record.cut(self._trainer.longest), served.committed / served.steps)
+            try:
+                record = Record(served.tokens, served.taps, [(served.prompt_tokens, end)], kind)
+                self.buffer.add(record.cut(self._trainer.longest), served.committed / served.steps)
+            except (ValueError, ArithmeticError) as error:
+                log.error("a request is not learned from: %s", error)
             for version in self.versions:
                 if version.number == served.drafter_version:
                     version.live.add(kind, served.committed, served.steps)

@@ -11,7 +11,7 @@ import math
 import random
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..online import Record
 
@@ -47,6 +47,12 @@ class Reservoir:
         self.nbytes += size_of(record)
         while self.nbytes > self._limit:
             self.nbytes -= size_of(heapq.heappop(self._heap)[2])
+
+    def discard(self, records: Collection[Record]) -> None:
+        """Removes records."""
+        self._heap = [entry for entry in self._heap if entry[2] not in records]
+        heapq.heapify(self._heap)
+        self.nbytes = sum(size_of(record) for _, _, record in self._heap)
 
     def sample(self, count: int) -> list[Record]:
         """Returns `count` different records, or all of them if there are fewer."""
@@ -89,6 +95,10 @@ class ReplayBuffer:
         self.added += 1
         side = self._held_out if is_held_out(record) else self._training
         side.add(record, 1.0 / max(acceptance_length, 1.0))
+
+    def discard(self, records: Sequence[Record]) -> None:
+        """Removes records that cannot be trained on."""
+        self._training.discard(frozenset(records))
 
     def sample(self, count: int) -> list[Record]:
         """Returns up to `count` records to train on, a share of `ANCHORS` from the anchors."""
