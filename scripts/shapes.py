@@ -185,7 +185,7 @@ def random_target(spec: ModelSpec, device: torch.device, dtype: torch.dtype, see
     independently. Otherwise random layers would make all rows after one context equal, and all would choose the same.
     """
     weights = TargetWeights.empty(spec, device, dtype)
-    _randomise(weights.parameter_views(stacked=True).items(), device, seed)
+    randomise(weights.parameter_views(stacked=True).items(), device, seed)
     if spec.routes:
         weights.embedding.mul_(ROUTED_STD / STD)
     return weights
@@ -215,7 +215,8 @@ def random_parts(shape: str, layers: int | None = None, device: str = "auto", *,
     return Parts(random_target(ModelSpec.of_target(config), where, dtype), drafter, (), Restrictions())
 
 
-def _randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
+def randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: int) -> None:
+    """Fills parameter views with random weights, see `random_target`."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, view in views:
         if name.endswith(".bias"):

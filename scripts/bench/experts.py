@@ -1,4 +1,4 @@
-"""Measures the experts of one layer in FP8 blocks: the kernels that gather rows, and those that stream weights.
+"""Measures quantized experts of one layer: the kernels that gather rows, and those that stream weights in FP8 blocks.
 
     python scripts/bench/experts.py --shape qwen3.6-35b-a3b-fp8 --rows 8 64 256 512 1024 --output experts.json
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.formats import BlockScaledFp8, QuantizedRows, parts
+from dflash_toolkit.kernels.formats import DENSE, BlockScaledFp8, Format, Int4, QuantizedRows, Weight, parts
 from dflash_toolkit.kernels.hopper.experts import experts_fit, launch_experts
 from dflash_toolkit.kernels.triton import experts as gathered
 from dflash_toolkit.kernels.triton.fp8_blocks import quantize_groups
@@ -33,7 +33,7 @@ from dflash_toolkit.runtime.timing import median_seconds
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
 from scripts.measure import captured, setting
-from scripts.shapes import named_shape
+from scripts.shapes import named_shape, randomise
 
 TIMES = 10  # in a graph
 OWN = 2.0  # standard deviation of a row's own part of its logits
@@ -51,8 +51,12 @@ def routing(spec: MoeSpec, rows: int, skew: float, device: torch.device) -> tupl
     return reference.top_experts(every, torch.bfloat16, spec.top_k, normalized=True, shared=spec.shared)
 
 
-def matrices(count: int, n: int, k: int, device: torch.device) -> BlockScaledFp8:
+def matrices(form: Format, count: int, n: int, k: int, device: torch.device) -> Weight:
     """Returns random matrices [count, N, K]."""
+    if isinstance(form, Int4):
+        weight = form.empty(count, n, k, new=lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+        randomise(form.tensors("weight", weight).items(), device, 0)
+        return weight
     each = [BlockScaledFp8.of(torch.randn(n, k, device=device)) for _ in range(count)]
     return BlockScaledFp8(torch.stack([w.data for w in each]), torch.stack([w.scale for w in each]) / k**0.5)
 
@@ -70,16 +74,17 @@ def bench(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = ModelSpec.of_target(named_shape(args.shape))
     spec = next((layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeSpec)), None)
-    if spec is None or not args.shape.endswith("-fp8"):
-        raise UserError(f"--shape {args.shape} has no experts in fp8; try qwen3.6-35b-a3b-fp8")
+    if spec is None or spec.weight == DENSE:
+        raise UserError(f"--shape {args.shape} has no quantized experts; try qwen3.6-35b-a3b-fp8")
     count, d, width = spec.num_experts + spec.shared, model.hidden_size, spec.intermediate_size
-    gate_up, down = matrices(count, 2 * width, d, device), matrices(count, d, width, device)
+    gate_up, down = (matrices(spec.weight, count, *shape, device) for shape in ((2 * width, d), (d, width)))
     read = roofline_of(device).read_tb_s
     result: dict[str, Any] = {**setting("bench/experts.py"), "shape": args.shape, "read_tb_s": read, "rows": []}
     for skew in args.skew:
         for rows in args.rows:
             x = torch.randn(rows, d, device=device, dtype=torch.bfloat16)
-            operand, chosen = QuantizedRows(x, *quantize_groups(x)), routing(spec, rows, skew, device)
+            operand = QuantizedRows(x, *quantize_groups(x)) if spec.weight.groups_rows else x
+            chosen = routing(spec, rows, skew, device)
             work = operand, gate_up, down, *chosen
             ways: dict[str, Callable[..., Tensor]] = {"gathered": gathered.experts_mlp}
             if experts_fit(operand, gate_up, down):

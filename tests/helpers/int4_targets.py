@@ -56,7 +56,8 @@ def quantization(form: str, group: int, symmetric: bool, whole: bool) -> dict[st
     """Returns the `quantization_config` of a form; `whole`: a row has one group."""
     size = -1 if whole else group
     if form == "awq":
-        return {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+        rules = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+        return rules | {"modules_to_not_convert": list(KEPT)}
     if form.startswith("gptq"):
         rules = {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": symmetric}
         return rules | {"checkpoint_format": form, "lm_head": False}

@@ -19,7 +19,7 @@ from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels.formats import DENSE, GroupedInt4, Int4
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.target import load_config
-from dflash_toolkit.runtime import EngineOptions, load_engine
+from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -128,3 +128,34 @@ def test_columns_sorted_by_activations_are_refused(folder: Path, tmp_path: Path)
     for load in (lambda: load_engine(str(path), None, "cpu"), lambda: Target.load(str(path), "cpu")):
         with pytest.raises(UnsupportedModel, match=rf"{name}' .*desc_act.* \(dflash-serve --engine vllm\)"):
             load()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5_moe"])
+def test_a_drafter_changes_no_token_of_an_int4_target(kind: str, tmp_path: Path) -> None:
+    from gpu_engines import LIMIT, pair
+    from gpu_engines import knowing as knowing_on_gpu
+    from gpu_engines import prompts_of as gpu_prompts
+
+    target, drafter = pair(kind)
+    in_int4(target, tmp_path, "awq", 64)
+    prompts, params = gpu_prompts(64), SamplingParams(max_tokens=48, ignore_eos=True)
+
+    def engine_of(batch: int, block: int) -> Engine:
+        options = EngineOptions(
+            max_num_seqs=batch, kv_cache_tokens=16 * LIMIT, prefix_cache=False, num_speculative_tokens=block - 1
+        )
+        return load_engine(str(tmp_path), drafter if block > 1 else None, "cuda", options=options)[0]
+
+    plain = [answer.tokens for answer in engine_of(8, 1).generate(prompts, params)]
+    for batch, block in ((8, 16), (1, 16), (8, 4)):
+        engine = engine_of(batch, block)
+        knowing_on_gpu(engine, prompts, plain)
+        drafted = engine.generate(prompts, params)
+        assert [answer.tokens for answer in drafted] == plain
+        assert sum(len(answer.steps) for answer in drafted) < 64 * 47 / 2.5, "drafts were accepted"
+    dense = Target.load(str(tmp_path), "cuda")
+    same = [
+        generate(dense, None, prompt, params).tokens == answer for prompt, answer in zip(prompts, plain, strict=True)
+    ]
+    assert sum(same) >= 8, "near ties differ"

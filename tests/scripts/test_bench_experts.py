@@ -27,4 +27,4 @@ def test_a_dense_shape_is_refused(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(experts, "use_device", torch.device)
     for shape in ("qwen3-8b-fp8", "qwen3.6-35b-a3b"):
         assert experts.main(["--shape", shape]) == 2
-        assert f"--shape {shape} has no experts in fp8" in capsys.readouterr().err
+        assert f"--shape {shape} has no quantized experts" in capsys.readouterr().err
