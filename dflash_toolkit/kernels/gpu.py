@@ -60,7 +60,7 @@ from .triton.convolution import block_conv, conv_add_rms_norm
 from .triton.delta import delta_inputs, delta_rule, fold_, gated_rms_norm, gated_rms_norm_quantized
 from .triton.fp8 import multiplies, multiply_quantized, quantize_rows, scaled_linear
 from .triton.mask import mask_logits_
-from .triton.norm import add_rms_norm, add_rms_norm_quantized
+from .triton.norm import add_rms_norm, add_rms_norm_quantized, norm_queries_keys
 from .triton.pages import read_pages
 from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
@@ -326,6 +326,7 @@ class Gpu(Reference):
     fused_conv_post_attention = staticmethod(fused_conv_post_attention)
     top_experts = staticmethod(grouped.top_experts)
     experts_mlp = staticmethod(experts_mlp)
+    norm_queries_keys = staticmethod(norm_queries_keys)
     rope_write = staticmethod(rope_write)
     gate_heads = staticmethod(gate_heads)
     block_attention = staticmethod(block_attention)

@@ -39,6 +39,7 @@ class Reference:
     fused_conv_post_attention = staticmethod(definitions.fused_conv_post_attention)
     top_experts = staticmethod(definitions.top_experts)
     experts_mlp = staticmethod(definitions.experts_mlp)
+    norm_queries_keys = staticmethod(definitions.norm_queries_keys)
     rope_write = staticmethod(definitions.rope_write)
     gate_heads = staticmethod(definitions.gate_heads)
     block_attention = staticmethod(definitions.block_attention)

@@ -437,10 +437,17 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
-def _rotate(x: Tensor, rope: Tensor, positions: Tensor) -> Tensor:
-    """Applies Neox RoPE to the first R of x [M, heads, H]; rope [2, positions, R / 2] has cosines and sines."""
+def _rotate(x: Tensor, rope: Tensor, positions: Tensor, interleaved: bool = False) -> Tensor:
+    """Applies RoPE to the first R of x [M, heads, H]; rope [2, positions, R / 2] has cosines and sines.
+
+    A pair is one number of each half of the R (as in GPT-NeoX), or `interleaved` two neighbours.
+    """
     cos, sin = rope[0, positions, None], rope[1, positions, None]  # [M, 1, R / 2]
     half = cos.shape[-1]
+    if interleaved:
+        (first, second), rest = x[..., : 2 * half].float().unflatten(-1, (-1, 2)).unbind(-1), x[..., 2 * half :]
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+        return torch.cat([turned.to(x.dtype), rest], dim=-1)
     first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
@@ -614,6 +621,7 @@ def rope_write(
     counts: Tensor | None = None,
     *,
     gated: bool = False,
+    interleaved: bool = False,
     at: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
@@ -630,6 +638,7 @@ def rope_write(
         cache: [2, slots, G, H], keys and values of one layer, written in place.
         counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: no padding.
         at: int32 [M], the slots of the rows if they are not those of their positions; the page table is not read.
+        interleaved: pairs that turn are neighbours, see `_rotate`.
         gated: each head of q is followed by its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
         scales: [2, G, slots] of an fp8 cache, written in place.
 
@@ -651,9 +660,27 @@ def rope_write(
             slots = torch.where(positions < (lengths + counts)[:, None], slots, positions % page_size)
         at = slots.flatten()
     slots = at.long()
-    for side, heads in enumerate((_rotate(k, rope, positions.flatten()), v)):
+    for side, heads in enumerate((_rotate(k, rope, positions.flatten(), interleaved), v)):
         store_heads(cache[side], None if scales is None else scales[side], slots, heads)
-    return _rotate(q, rope, positions.flatten())
+    return _rotate(q, rope, positions.flatten(), interleaved)
+
+
+def norm_queries_keys(
+    partial_sums: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Adds up qkv and norms the queries of all heads of a row together, and the keys; `rope_write` then norms nothing.
+
+    Args:
+        partial_sums: [P, M, (N + 2 * G) * H]; their sum, with bias [(N + 2 * G) * H], is rounded to `dtype`.
+        q_weight, k_weight: [N * H] and [G * H], of the RMSNorms.
+
+    Returns:
+        [1, M, (N + 2 * G) * H] in `dtype`.
+    """
+    total = partial_sums.float().sum(0)
+    qkv = (total if bias is None else total + bias.float()).to(dtype)
+    q, k, v = qkv.split([len(q_weight), *[len(k_weight)] * 2], dim=1)
+    return torch.cat([_rms_norm(q, q_weight, eps), _rms_norm(k, k_weight, eps), v], dim=1)[None]
 
 
 def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:

@@ -70,6 +70,9 @@ class AttentionSpec:
     soft_cap: float = 0.0  # of the scores, see `PagedKV`; 0 is no cap
     sinks: bool = False  # one more score of each head, whose value is zero
     gated: bool = False  # a head's output is multiplied with the sigmoid of as many more numbers, after its query
+    fused: bool = False  # checkpoints have queries, keys and values in one matrix
+    joint_qk_norm: bool = False  # a norm of the queries of all heads together, and one of the keys
+    interleaved: bool = False  # pairs of numbers that turn are neighbours
     weight: Format = DENSE  # of its matrices
 
     @property
@@ -79,7 +82,12 @@ class AttentionSpec:
 
     @property
     def qkv_rows(self) -> int:
-        return self.q_rows + 2 * self.num_kv_heads * self.head_dim
+        return self.q_rows + 2 * self.kv_width
+
+    @property
+    def kv_width(self) -> int:
+        """Returns the width of the keys, which is also that of the values."""
+        return self.num_kv_heads * self.head_dim
 
     @property
     def q_rows(self) -> int:
@@ -88,8 +96,14 @@ class AttentionSpec:
 
     def matrices(self, d: int) -> dict[str, tuple[int, int]]:
         """Shapes of a checkpoint's matrices in a model of hidden size d."""
-        kv = self.num_kv_heads * self.head_dim
-        return {"q_proj": (self.q_rows, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, self.width)}
+        if self.fused:
+            return {"qkv_proj": (self.qkv_rows, d), "o_proj": (d, self.width)}
+        return {
+            "q_proj": (self.q_rows, d),
+            "k_proj": (self.kv_width, d),
+            "v_proj": (self.kv_width, d),
+            "o_proj": (d, self.width),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +143,13 @@ class MlpSpec:
     intermediate_size: int  # I
     weight: Format = DENSE  # of its matrices
     activation: Activation = "silu"
+    fused: bool = False  # checkpoints have gates and ups in one matrix, all gates first
+
+    def matrices(self, d: int) -> dict[str, tuple[int, int]]:
+        """Shapes of a checkpoint's matrices in a model of hidden size d."""
+        i = self.intermediate_size
+        sides = {"gate_up_proj": (2 * i, d)} if self.fused else {"gate_proj": (i, d), "up_proj": (i, d)}
+        return sides | {"down_proj": (d, i)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +171,10 @@ class MoeSpec:
     def experts(self) -> int:
         """In memory."""
         return self.num_experts + self.shared
+
+    def matrices(self, d: int) -> dict[str, tuple[int, int]]:
+        """Shapes of an expert's matrices in a model of hidden size d."""
+        return MlpSpec(self.intermediate_size).matrices(d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +202,8 @@ class LayerSpec:
     mixer: AttentionSpec | GatedDeltaNetSpec
     ffn: MlpSpec | MoeSpec
     conv: ConvolutionSpec | None = None
-    zero_centered: bool = False  # weights of its norms are stored less one, and multiply in fp32
+    zero_centered: bool = False  # weights of its norms are stored less one
+    fp32_norms: bool = False  # weights of its norms multiply in fp32; implied by `zero_centered`
     norms: NormNames = NormNames()
 
 
@@ -191,22 +217,35 @@ class Architecture:
     experts: bool = False  # in layers that `decoder_sparse_step` and `mlp_only_layers` do not leave out
     hybrid: bool = False  # gated delta nets as `layer_types` says; gated attention with partial RoPE; centered norms
     by_key_heads: bool = False  # see `GatedDeltaNetSpec`
+    partial_rope: bool = False  # `partial_rotary_factor` of the configuration counts
+    joint_qk_norm: bool = False  # see `AttentionSpec`
+    interleaved: bool = False  # see `AttentionSpec`
     zero_centered: bool = False  # see `LayerSpec`
+    fp32_norms: bool = False  # see `LayerSpec`
     norms: NormNames = NormNames()
-    scaled_embedding: bool = (
-        False  # the embedding is multiplied with the root of the hidden size, in the weights' dtype
-    )
+    scaled_embedding: bool = False  # times the root of the hidden size, in the weights' dtype
+    fused_qkv: bool = False  # see `AttentionSpec.fused`
+    fused_gate_up: bool = False  # see `MlpSpec.fused`
     clamped: bool = False  # see `ClampedExperts`
 
     def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
-        return AttentionSpec(qk_norm=self.qk_norm, qkv_bias=qkv_bias, o_bias=o_bias, gated=self.hybrid, **sizes)
+        return AttentionSpec(
+            qk_norm=self.qk_norm,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            gated=self.hybrid,
+            fused=self.fused_qkv,
+            joint_qk_norm=self.joint_qk_norm,
+            interleaved=self.interleaved,
+            **sizes,
+        )
 
     def ffn(self, config: Any, layer: int) -> MlpSpec | MoeSpec:
         between = (layer + 1) % getattr(config, "decoder_sparse_step", 1)
         dense = between or layer in getattr(config, "mlp_only_layers", ())
         if not self.experts or dense or not config.num_experts:
-            return MlpSpec(config.intermediate_size, activation=_activation(config))
+            return MlpSpec(config.intermediate_size, activation=_activation(config), fused=self.fused_gate_up)
         return MoeSpec(
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
@@ -223,6 +262,14 @@ BOTH_SIDES = NormNames(
     ffn_input="pre_feedforward_layernorm",
     ffn_output="post_feedforward_layernorm",
 )  # Gemma's
+GLM_SIDES = NormNames(mixer_output="post_self_attn_layernorm", ffn_output="post_mlp_layernorm")
+OUTPUTS = NormNames(
+    mixer_input=None, mixer_output="post_attention_layernorm", ffn_input=None, ffn_output="post_feedforward_layernorm"
+)  # OLMo's
+
+HYBRID = Architecture(
+    qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, partial_rope=True, hybrid=True
+)  # Qwen3.5
 
 # supported architectures by `model_type`
 ARCHITECTURES = {
@@ -231,14 +278,13 @@ ARCHITECTURES = {
     "qwen2": Architecture(qkv_bias=True, o_bias=False),
     "qwen3": Architecture(qk_norm=True),
     "qwen3_moe": Architecture(qk_norm=True, experts=True),
-    "qwen3_next": Architecture(
-        qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, hybrid=True, experts=True, by_key_heads=True
-    ),
+    "qwen3_next": replace(HYBRID, experts=True, by_key_heads=True),
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": replace(HYBRID, experts=True),
+    "phi3": Architecture(qkv_bias=False, o_bias=False, partial_rope=True, fused_qkv=True, fused_gate_up=True),
+    "olmo2": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
+    "glm4": Architecture(o_bias=False, partial_rope=True, norms=GLM_SIDES, fused_gate_up=True, interleaved=True),
     "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
-    "qwen3_5_text": Architecture(qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, hybrid=True),
-    "qwen3_5_moe_text": Architecture(
-        qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, hybrid=True, experts=True
-    ),
 }
 
 
@@ -333,7 +379,7 @@ class ModelSpec:
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
         def attention_of(kind: str) -> AttentionSpec:
-            partial = rope_of(c, kind).get("partial_rotary_factor", 1.0) if architecture.hybrid else 1.0
+            partial = rope_of(c, kind).get("partial_rotary_factor", 1.0) if architecture.partial_rope else 1.0
             return architecture.attention(
                 bool(getattr(c, "attention_bias", False)),
                 num_heads=c.num_attention_heads,
@@ -352,9 +398,8 @@ class ModelSpec:
 
         def layer_of(layer: int) -> LayerSpec:
             part, ffn, d = f"model.layers.{layer}", architecture.ffn(c, layer), c.hidden_size
-            i, where = ffn.intermediate_size, ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
-            sides = {"gate_proj": (i, d), "up_proj": (i, d), "down_proj": (d, i)}
-            ffn = replace(ffn, weight=format_of(f"{part}.mlp{where}", sides))
+            where = ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
+            ffn = replace(ffn, weight=format_of(f"{part}.mlp{where}", ffn.matrices(d)))
             shared = f"{part}.mlp.shared_expert.gate_proj"
             if isinstance(ffn, MoeSpec) and ffn.shared and (shared in quantized) != (ffn.weight != DENSE):
                 raise UnsupportedModel(
@@ -375,7 +420,13 @@ class ModelSpec:
             mixer = replace(mixer, weight=format_of(f"{part}.{kind}", mixer.matrices(d)))
             if mixer.weight == FP8_BLOCK and architecture.by_key_heads:
                 _check_heads_are_blocks(name, c)
-            return LayerSpec(mixer, ffn, zero_centered=architecture.zero_centered, norms=architecture.norms)
+            return LayerSpec(
+                mixer,
+                ffn,
+                zero_centered=architecture.zero_centered,
+                fp32_norms=architecture.zero_centered or architecture.fp32_norms,
+                norms=architecture.norms,
+            )
 
         return cls(
             hidden_size=c.hidden_size,

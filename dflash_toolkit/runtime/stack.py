@@ -104,21 +104,30 @@ class Attention:
         w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
         qkv, cache = (projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, self.rope), self.cache
+        if spec.joint_qk_norm:
+            assert w.q_norm is not None and w.k_norm is not None
+            dtype = cache.dtype if self.scales is None else self.scales.dtype
+            normed = ops.norm_queries_keys(projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, dtype)
+            qkv = normed, None, None, None, self.eps, self.rope
         kv = PagedKV(
             cache, lengths, pages, size, spec.window, self.scales, spec.factor, spec.soft_cap, w.sinks
         )  # fmt: skip
         if (tree := rows.tree) is not None:
             assert rows.paths is not None and spec.causal
             q = ops.rope_write(
-                *qkv, tree.positions, pages, cache, size, at=tree.slots, gated=spec.gated, scales=self.scales
-            )
+                *qkv, tree.positions, pages, cache, size, at=tree.slots, scales=self.scales, gated=spec.gated,
+                interleaved=spec.interleaved,
+            )  # fmt: skip
             if rows.chains:
                 longest = min(rows.paths.shape[1:])
                 mixed = ops.chain_attention(q, kv, tree, longest)
             else:
                 mixed = ops.tree_attention(q, kv, tree, rows.paths)
         else:
-            q = ops.rope_write(*qkv, lengths, pages, cache, size, counts, gated=spec.gated, scales=self.scales)
+            q = ops.rope_write(
+                *qkv, lengths, pages, cache, size, counts, scales=self.scales, gated=spec.gated,
+                interleaved=spec.interleaved,
+            )  # fmt: skip
             mixed = ops.block_attention(q, kv, causal=spec.causal, counts=counts)
         return ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
 

@@ -44,8 +44,8 @@ class AttentionWeights:
 
     qkv: Weight  # [(N + 2 G) H, D]; gated attention: the gates of a head follow its queries, (2 N + 2 G) H
     qkv_bias: Tensor | None  # [(N + 2 G) H]
-    q_norm: Tensor | None  # [H]
-    k_norm: Tensor | None  # [H]
+    q_norm: Tensor | None  # [H], or [N H] with `joint_qk_norm`
+    k_norm: Tensor | None  # [H], or [G H]
     o: Weight  # [D, N H]
     o_bias: Tensor | None  # [D]
     sinks: Tensor | None  # [N]
@@ -54,12 +54,12 @@ class AttentionWeights:
     def empty(
         cls, spec: AttentionSpec, d: int, new: Callable[..., Tensor], norm: Callable[[int], Tensor]
     ) -> "AttentionWeights":
-        matrix = functools.partial(spec.weight.empty, new=new)
+        matrix, normed = functools.partial(spec.weight.empty, new=new), spec.qk_norm or spec.joint_qk_norm
         return cls(
             qkv=matrix(spec.qkv_rows, d),
             qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
-            q_norm=norm(spec.head_dim) if spec.qk_norm else None,
-            k_norm=norm(spec.head_dim) if spec.qk_norm else None,
+            q_norm=norm(spec.width if spec.joint_qk_norm else spec.head_dim) if normed else None,
+            k_norm=norm(spec.kv_width if spec.joint_qk_norm else spec.head_dim) if normed else None,
             o=matrix(d, spec.width),
             o_bias=new(d) if spec.o_bias else None,
             sinks=new(spec.num_heads) if spec.sinks else None,
@@ -69,8 +69,11 @@ class AttentionWeights:
         tensors = spec.weight.tensors
         found = tensors("self_attn.o_proj.weight", self.o)
         heads = [spec.q_rows, *[spec.num_kv_heads * spec.head_dim] * 2]
-        for letter, weight in zip("qkv", self.qkv.split(heads), strict=True):
-            found |= tensors(f"self_attn.{letter}_proj.weight", weight)
+        if spec.fused:
+            found |= tensors("self_attn.qkv_proj.weight", self.qkv)
+        else:
+            for letter, weight in zip("qkv", self.qkv.split(heads), strict=True):
+                found |= tensors(f"self_attn.{letter}_proj.weight", weight)
         if self.qkv_bias is not None:
             found |= zip((f"self_attn.{letter}_proj.bias" for letter in "qkv"), self.qkv_bias.split(heads), strict=True)
         optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
@@ -142,11 +145,16 @@ class MlpWeights:
         matrix = functools.partial(spec.weight.empty, new=new)
         return cls(gate_up=matrix(2 * i, d), down=matrix(d, i), activation=spec.activation)
 
-    def parameter_views(self) -> dict[str, Tensor]:
-        form = format_of(self.gate_up)
-        matrices = zip(("gate", "up", "down"), (*form.gate_up(self.gate_up), self.down), strict=True)
-        named = [form.tensors(f"mlp.{part}_proj.weight", weight) for part, weight in matrices]
-        return named[0] | named[1] | named[2]
+    def parameter_views(self, fused: bool = False) -> dict[str, Tensor]:
+        """`fused`: see `MlpSpec`. Such a matrix is a view [2, I, D] if gates and ups alternate."""
+        form, found = format_of(self.gate_up), dict[str, Tensor]()
+        gate, up = form.gate_up(self.gate_up)
+        matrices: dict[str, Weight] = {"gate": gate, "up": up, "down": self.down}
+        if fused:
+            matrices = {"gate_up": form.gate_then_up(self.gate_up), "down": self.down}
+        for part, weight in matrices.items():
+            found |= form.tensors(f"mlp.{part}_proj.weight", weight)
+        return found
 
 
 @dataclass(slots=True)
@@ -211,7 +219,7 @@ class MoeWeights:
 
 
 def _norm_dtype(spec: LayerSpec, dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if spec.zero_centered else dtype
+    return torch.promote_types(dtype, torch.float32) if spec.fp32_norms else dtype
 
 
 def _ffn_weights(spec: MlpSpec | MoeSpec, d: int, new: Callable[..., Tensor]) -> MlpWeights | MoeWeights:
@@ -237,7 +245,7 @@ class ConvolutionWeights(NamedTuple):
 class LayerWeights:
     """One decoder layer."""
 
-    input_norm: Tensor | None  # [D], before the mixer; norms are in fp32 if they are stored minus one
+    input_norm: Tensor | None  # [D], before the mixer; norms are in fp32 if they multiply in it
     mixer: AttentionWeights | GatedDeltaNetWeights
     post_norm: Tensor | None  # [D], before the FFN
     ffn: MlpWeights | MoeWeights
@@ -329,7 +337,10 @@ class LayerWeights:
 
     def parameter_views(self, spec: LayerSpec, stacked: bool = False) -> dict[str, Tensor]:
         """Checkpoint name inside the layer -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
-        ffn = self.ffn.parameter_views(stacked) if isinstance(self.ffn, MoeWeights) else self.ffn.parameter_views()
+        if isinstance(self.ffn, MoeWeights):
+            ffn = self.ffn.parameter_views(stacked)
+        else:
+            ffn = self.ffn.parameter_views(isinstance(spec.ffn, MlpSpec) and spec.ffn.fused)
         names = spec.norms  # random weights are sampled in this order
         norms = {names.mixer_input: self.input_norm, names.mixer_output: self.mixer_output_norm}
         norms |= {names.ffn_input: self.post_norm, names.ffn_output: self.ffn_output_norm}
@@ -418,8 +429,8 @@ class TargetWeights:
     def shared_with(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
         """Shares weights with a loaded Hugging Face model, which then reads the fused matrices.
 
-        A layer's tensors are copied, then replaced by views of their copies, except those with sorted rows. An FP8
-        model keeps its own.
+        A layer's tensors are copied, then replaced by views of their copies, except those with sorted rows or another
+        form. An FP8 model keeps its own.
         """
         if spec.quantized:
             return cls.of_module(model, spec)
@@ -427,8 +438,7 @@ class TargetWeights:
         embedding = state.pop(EMBEDDING).data
         head = embedding if spec.tied_head else state.pop(HEAD).data
         norm, centered = state.pop("model.norm.weight").data, spec.layers[-1].zero_centered
-        if centered:
-            norm = norm.to(_norm_dtype(spec.layers[-1], norm.dtype), copy=True)
+        norm = norm.to(_norm_dtype(spec.layers[-1], norm.dtype), copy=centered)
         weights = cls(spec, embedding, [], norm, head)
         for i, kind in enumerate(spec.layers):
             layer = LayerWeights.empty(kind, spec.hidden_size, embedding.device, embedding.dtype)
@@ -436,7 +446,8 @@ class TargetWeights:
             views = {prefix + name: view for name, view in layer.parameter_views(kind, True).items()}
             load_weights("target", views, {name: state[name] for name in state if name.startswith(prefix)})
             for name, view in views.items():
-                if not (centered and name.endswith((*CENTERED, *SORTED))):
+                alike = (view.shape, view.dtype) == (state[name].shape, state[name].dtype)
+                if alike and not (centered and name.endswith((*CENTERED, *SORTED))):
                     state[name].data = view
             weights.layers.append(layer)
         return weights._as_computed()

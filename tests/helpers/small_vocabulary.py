@@ -18,7 +18,7 @@ def hf_greedy(target: Target, prompt: list[int], count: int, eos: tuple[int, ...
     ids = torch.tensor([prompt])
     out = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-        eos_token_id=list(eos), pad_token_id=PAD,
+        eos_token_id=list(eos) or None, pad_token_id=PAD,
     )  # fmt: skip
     return out[0, len(prompt) :].tolist()
 

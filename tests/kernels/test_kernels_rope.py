@@ -79,8 +79,11 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
     assert torch.equal(alone, q[:1]) and torch.equal(alone_cache[:, slots[0]], cache[:, slots[0]])
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("parts", "case", "dtype"), in_turn([(3, WRITES[1]), (1, WRITES[2])]), ids=str)
-def test_rope_write_supports_partial_rotation_and_gates(parts: int, case: Write, dtype: torch.dtype) -> None:
+def test_rope_write_supports_partial_rotation_and_gates(
+    parts: int, case: Write, dtype: torch.dtype, interleaved: bool
+) -> None:
     """Like heads of Qwen3.5, with norm weights in fp32."""
     block, group, groups, width, contexts, size = case
     heads, rows, turning = group * groups, len(contexts) * block, width // 4
@@ -90,16 +93,18 @@ def test_rope_write_supports_partial_rotation_and_gates(parts: int, case: Write,
     q_weight, k_weight = randn(width), randn(width)
     arguments = (None, q_weight, k_weight, EPS, make_rope(max(contexts) + block, turning), pages.lengths, pages.table)
     partials = twelve_bits(parts, rows, (2 * heads + 2 * groups) * width)
-    q = rope.rope_write(partials, *arguments, cache, size, gated=True)
-    expected = reference.rope_write(partials, *arguments, expected_cache, size, gated=True)
+    how = {"gated": True, "interleaved": interleaved}
+    q = rope.rope_write(partials, *arguments, cache, size, **how)
+    expected = reference.rope_write(partials, *arguments, expected_cache, size, **how)
     slots, each = pages.slots(block).flatten(), partials.double().sum(0).to(dtype).unflatten(1, (-1, width))
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
         positions = pages.lengths[:, None] + torch.arange(block, device=DEVICE)
-        normed = exact_norm(x, weight)
-        return torch.cat(
-            [exact_rotated(normed[..., :turning], None, arguments[4], positions), normed[..., turning:]], dim=-1
-        )
+        turned, rest = exact_norm(x, weight).split([turning, width - turning], dim=-1)
+        if interleaved:  # the neighbours of a pair to the two halves, and back
+            turned = turned.unflatten(-1, (-1, 2)).mT.flatten(-2)
+        turned = exact_rotated(turned, None, arguments[4], positions)
+        return torch.cat([turned.unflatten(-1, (2, -1)).mT.flatten(-2) if interleaved else turned, rest], dim=-1)
 
     assert_as_exact_as_torch(q, expected, exact(each[:, : 2 * heads : 2], q_weight))
     keys = exact(each[:, 2 * heads : 2 * heads + groups], k_weight)

@@ -169,6 +169,18 @@ def test_outputs_of_sublayers_are_normed_before_they_are_added(
     assert torch.equal(quantized[0], total) and torch.equal(values_of(quantized[1]), after)
 
 
+@pytest.mark.parametrize(("rows", "biased", "dtype"), in_turn([(3, True), (2, False)]), ids=str)
+def test_queries_of_all_heads_are_normed_together_and_keys(rows: int, biased: bool, dtype: torch.dtype) -> None:
+    partials, bias = randn(2, rows, 120 + 2 * 40), randn(200) if biased else None
+    q_weight, k_weight = randn(120), randn(40)
+    arguments = (bias, q_weight, k_weight, EPS, dtype)
+    found, expected = (ops.norm_queries_keys(partials, *arguments) for ops in (norm, reference))
+    qkv = (partials.double().sum(0) + (0 if bias is None else bias.double())).to(dtype)
+    exact = torch.cat([exact_norm(qkv[:, :120], q_weight), exact_norm(qkv[:, 120:160], k_weight), qkv[:, 160:]], dim=1)
+    assert_as_exact_as_torch(found, expected, exact[None])
+    assert torch.equal(found[:, -1:], norm.norm_queries_keys(partials[:, -1:].contiguous(), *arguments))
+
+
 @pytest.mark.parametrize(("parts", "total"), [((1e8, -1e8, 1.0), 1), ((1.0, -1e8, 1e8), 0)])
 def test_parts_are_added_in_their_order(parts: tuple[float, ...], total: int) -> None:
     x, weight = torch.zeros(1, 8, device=DEVICE), torch.ones(8, device=DEVICE)

@@ -1,5 +1,6 @@
 """Loading fused weights from checkpoint files, and refused checkpoints."""
 
+import copy
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from conftest import make_drafter, make_target
 from damage import damage
 from engines import ROPES
@@ -16,8 +18,9 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, save_drafter
+from dflash_toolkit.models import spec as specs
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec, Rope
+from dflash_toolkit.models.spec import ModelSpec, Rope
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.runtime.prefill_job import PrefillJob
 from dflash_toolkit.runtime.weights import TargetWeights
@@ -74,18 +77,20 @@ def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> N
     assert (rope.factor != 1.0) == (kind == "yarn")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
-def test_sharded_and_untied_checkpoints_load(kind: str, tmp_path: Path) -> None:
-    target = make_target(kind, tied=False)
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3-MoE", "Phi-3", "OLMo 2", "GLM-4"])
+def test_sharded_and_untied_checkpoints_load(name: str, tmp_path: Path) -> None:
+    target = ARCHITECTURES[name].target()
     target.model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     spec = ModelSpec.of_target(target.config)
     loaded = TargetWeights.load(tmp_path, spec, CPU, torch.float32)
     copied = TargetWeights.of_module(target.model, spec)
-    for name, view in loaded.parameter_views().items():
-        assert torch.equal(view, copied.parameter_views()[name]), name
-    assert (loaded.layers[0].mixer.q_norm is not None) == kind.startswith("qwen3")
-    assert (loaded.layers[0].mixer.qkv_bias is not None) == (kind == "qwen2")
+    shared = TargetWeights.shared_with(copy.deepcopy(target.model), spec)
+    for same in (copied, shared):
+        for key, view in loaded.parameter_views().items():
+            assert torch.equal(view, same.parameter_views()[key]), key
+    assert (loaded.layers[0].mixer.q_norm is not None) == (name in ("Qwen3", "Qwen3-MoE", "OLMo 2"))
+    assert (loaded.layers[0].mixer.qkv_bias is not None) == (name in ("Qwen2", "GLM-4"))
 
 
 INDEX, WEIGHTS, ENDS = "model.safetensors.index.json", "model.safetensors", "generation_config.json"
@@ -154,7 +159,7 @@ def test_named_shapes_make_random_weights_that_fit() -> None:
     for name, config in SHAPES.items():
         taps = 8 if "a3b" in name else 5
         assert drafter_shape(config).feature_size == taps * config.hidden_size, name
-        if config.model_type in ARCHITECTURES:
+        if config.model_type in specs.ARCHITECTURES:
             assert ModelSpec.of_target(config).hidden_size == config.hidden_size
     small = Qwen2Config(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=4,

@@ -46,6 +46,13 @@ class Format:
             return gate, up
         return weight[0::2], weight[1::2]
 
+    def gate_then_up(self, weight: "Weight") -> "Weight":
+        """Returns a view of a matrix [2 I, K] for `linear_swiglu` with all gates first, [2, I, K] if they alternate."""
+        if self.halves:
+            return weight
+        assert isinstance(weight, Tensor), "no checkpoint has this format"
+        return weight.unflatten(0, (-1, 2)).transpose(0, 1)
+
     def tensors(self, name: str, weight: "Weight") -> dict[str, Tensor]:
         """Returns the checkpoint tensors of the matrix with this name."""
         data, scale = parts(weight)

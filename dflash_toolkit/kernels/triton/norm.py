@@ -61,6 +61,46 @@ def _add_rms_norm_kernel(
         tl.store(scale_p + i_m * SCALE_M + o_g * SCALE_D, b_scale, mask=o_g < D // GROUP)
 
 
+@triton.jit
+def _norm_queries_keys_kernel(
+    part_p, bias_p, qw_p, kw_p, out_p, M, Q, K, eps,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norms the queries or keys of a row, or copies its values; Q and K are the widths of queries and of keys."""
+    i_m, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    width, start, p_w = Q, 0, qw_p
+    if i_s > 0:
+        width, start, p_w = K, Q + (i_s - 1) * K, kw_p
+    o_d = tl.arange(0, BLOCK)
+    mask = o_d < width
+    b_w = tl.load(p_w + o_d, mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    start_next(PDL)
+    p_in = i_m * (Q + 2 * K) + start + o_d
+    b_sum = tl.zeros([BLOCK], dtype=tl.float32)
+    for i in tl.static_range(PARTS):  # in order, so that the result does not depend on scheduling
+        b_sum += tl.load(part_p + i * M * (Q + 2 * K) + p_in, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        b_sum += tl.load(bias_p + start + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_x = b_sum.to(out_p.dtype.element_ty)
+    if i_s < 2:
+        b_x = _rms_norm(b_x, b_w, width, eps)
+    tl.store(out_p + p_in, b_x, mask=mask)
+
+
+def norm_queries_keys(
+    partial_sums: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Adds up partial_sums [P, M, (N + 2 G) H] and norms queries and keys of all heads; returns [1, M, ...]."""
+    parts, m, columns = partial_sums.shape
+    out = torch.empty(1, m, columns, dtype=dtype, device=partial_sums.device)
+    _norm_queries_keys_kernel[(m, 3)](
+        partial_sums, partial_sums if bias is None else bias, q_weight, k_weight, out, m, len(q_weight), len(k_weight),
+        eps, PARTS=parts, BLOCK=next_power_of_two(len(q_weight)), BIAS=bias is not None, num_warps=8, **pdl(out),
+    )  # fmt: skip
+    return out
+
+
 def add_rms_norm(
     x: Tensor,
     partial_sums: Tensor | None,

@@ -16,22 +16,28 @@ from ..launch import keys_are_split, next_power_of_two, pdl
 from .fp8 import to_bits
 from .pdl import start_next, wait_for_previous
 
+# Which numbers of a head are a pair: those of its two halves; of the halves of the part that turns; neighbours
+HALVES, PARTIAL, INTERLEAVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
-def _pairs(HALF, TURNS, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
+def _pairs(HALF, TURNS, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
     """Returns the places of both numbers of a head's pairs, [BLOCK] each; the first TURNS pairs turn."""
     o_first = tl.arange(0, BLOCK)
     o_second = o_first + HALF
-    if PARTIAL:
+    if PAIRS == INTERLEAVED:
+        o_first *= 2
+        o_second = o_first + 1
+    if PAIRS == PARTIAL:
         o_second = o_first + tl.where(o_first < TURNS, TURNS, HALF)
         o_first += tl.where(o_first < TURNS, 0, TURNS)
     return o_first, o_second
 
 
 @triton.jit
-def _load(p_in, HALF, TURNS, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
+def _load(p_in, HALF, TURNS, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
     """Loads both sides [HEADS, BLOCK] of the pairs of heads."""
-    o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
+    o_first, o_second = _pairs(HALF, TURNS, BLOCK, PAIRS)
     p_heads = p_in + tl.arange(0, HEADS)[:, None] * stride
     mask = (tl.arange(0, BLOCK) < HALF)[None, :]
     b_first = tl.load(p_heads + o_first[None, :], mask=mask, other=0.0)
@@ -40,7 +46,7 @@ def _load(p_in, HALF, TURNS, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, P
 
 @triton.jit
 def _load_constants(
-    w_p, rope_p, positions, position, HALF, TURNS, BLOCK: tl.constexpr, PARTIAL: tl.constexpr, NORM: tl.constexpr
+    w_p, rope_p, positions, position, HALF, TURNS, BLOCK: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr
 ):
     """Returns, for a position, both sides of the norm's weight (1 without NORM), cosines and sines; all [1, BLOCK]."""
     o_h = tl.arange(0, BLOCK)[None, :]
@@ -49,7 +55,7 @@ def _load_constants(
     b_cos = tl.load(rope_p + position * TURNS + o_h, mask=turns, other=1.0)
     b_sin = tl.load(rope_p + (positions + position) * TURNS + o_h, mask=turns, other=0.0)
     if NORM:
-        o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
+        o_first, o_second = _pairs(HALF, TURNS, BLOCK, PAIRS)
         w_first = tl.load(w_p + o_first[None, :], mask=mask, other=0.0)
         w_second = tl.load(w_p + o_second[None, :], mask=mask, other=0.0)
     else:
@@ -73,8 +79,8 @@ def _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, 
 
 
 @triton.jit
-def _store(p_out, b_first, b_second, HALF, TURNS, HEADS: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr):
-    o_first, o_second = _pairs(HALF, TURNS, BLOCK, PARTIAL)
+def _store(p_out, b_first, b_second, HALF, TURNS, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    o_first, o_second = _pairs(HALF, TURNS, BLOCK, PAIRS)
     p_heads = p_out + tl.arange(0, HEADS)[:, None] * 2 * HALF
     mask = (tl.arange(0, BLOCK) < HALF)[None, :]
     dtype = p_out.dtype.element_ty
@@ -87,7 +93,7 @@ def _store(p_out, b_first, b_second, HALF, TURNS, HEADS: tl.constexpr, BLOCK: tl
 @triton.jit
 def _store_to_cache(
     cache_p, scales_p, side, slot, i_g, b_first, b_second, slots, G, HALF, TURNS,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, PARTIAL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Stores heads from i_g on to a slot of keys or values; as `quantized_heads` if the cache holds bits of fp8."""
     if cache_p.dtype.element_ty.is_uint8():
@@ -103,7 +109,7 @@ def _store_to_cache(
         tl.store(scales_p + (side * G + i_g + tl.arange(0, HEADS)) * slots + slot, b_scale.to(dtype))
         b_first, b_second = to_bits(wide_first * b_inverse), to_bits(wide_second * b_inverse)
     p_out = cache_p + ((side * slots + slot) * G + i_g) * 2 * HALF
-    _store(p_out, b_first, b_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
+    _store(p_out, b_first, b_second, HALF, TURNS, HEADS, BLOCK, PAIRS)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -111,7 +117,7 @@ def _rope_write_kernel(
     part_p, bias_p, qw_p, kw_p, rope_p, lengths_p, counts_p, pages_p, slots_p, cache_p, scales_p, q_p,
     S, N, G, HALF, TURNS, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    PARTIAL: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr,
+    PAIRS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr,
     PLACED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
@@ -131,9 +137,7 @@ def _rope_write_kernel(
     p_w = qw_p
     if i_h >= N:
         p_w = kw_p
-    w_first, w_second, b_cos, b_sin = _load_constants(
-        p_w, rope_p, positions, position, HALF, TURNS, BLOCK, PARTIAL, NORM
-    )
+    w_first, w_second, b_cos, b_sin = _load_constants(p_w, rope_p, positions, position, HALF, TURNS, BLOCK, PAIRS, NORM)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not EARLY:
@@ -147,26 +151,26 @@ def _rope_write_kernel(
     b_first = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
     b_second = tl.zeros([HEADS, BLOCK], dtype=tl.float32)
     for _ in tl.static_range(PARTS):  # in order, so that the result does not depend on scheduling
-        part_first, part_second = _load(p_in, HALF, TURNS, stride, HEADS, BLOCK, PARTIAL)
+        part_first, part_second = _load(p_in, HALF, TURNS, stride, HEADS, BLOCK, PAIRS)
         b_first += part_first.to(tl.float32)
         b_second += part_second.to(tl.float32)
         p_in += tl.num_programs(0).to(tl.int64) * columns
     if BIAS:
-        bias_first, bias_second = _load(bias_p + i_in * H, HALF, TURNS, stride, HEADS, BLOCK, PARTIAL)
+        bias_first, bias_second = _load(bias_p + i_in * H, HALF, TURNS, stride, HEADS, BLOCK, PAIRS)
         b_first += bias_first.to(tl.float32)
         b_second += bias_second.to(tl.float32)
     b_first, b_second = b_first.to(q_p.dtype.element_ty), b_second.to(q_p.dtype.element_ty)
     if i_h < N + G:
         r_first, r_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM)
         if i_h < N:
-            _store(q_p + (i_m * N + i_h) * H, r_first, r_second, HALF, TURNS, HEADS, BLOCK, PARTIAL)
+            _store(q_p + (i_m * N + i_h) * H, r_first, r_second, HALF, TURNS, HEADS, BLOCK, PAIRS)
         else:
             _store_to_cache(
-                cache_p, scales_p, 0, slot, i_h - N, r_first, r_second, slots, G, HALF, TURNS, HEADS, BLOCK, PARTIAL
+                cache_p, scales_p, 0, slot, i_h - N, r_first, r_second, slots, G, HALF, TURNS, HEADS, BLOCK, PAIRS
             )
     else:
         _store_to_cache(
-            cache_p, scales_p, 1, slot, i_h - N - G, b_first, b_second, slots, G, HALF, TURNS, HEADS, BLOCK, PARTIAL
+            cache_p, scales_p, 1, slot, i_h - N - G, b_first, b_second, slots, G, HALF, TURNS, HEADS, BLOCK, PAIRS
         )
 
 
@@ -188,15 +192,15 @@ def _context_write_kernel(
     i_l, kind = i_h // (2 * G), (i_h // G) % 2
     p_in = kv_p + (i_m * 2 * LAYERS * G + i_h) * H
     side = (i_l * 2 + kind).to(tl.int64)
-    b_first, b_second = _load(p_in, HALF, HALF, H, HEADS, BLOCK, False)
+    b_first, b_second = _load(p_in, HALF, HALF, H, HEADS, BLOCK, HALVES)
     if kind == 0:
         w_first, w_second, b_cos, b_sin = _load_constants(
-            kw_p + i_l * H, rope_p, positions, position, HALF, HALF, BLOCK, False, True
+            kw_p + i_l * H, rope_p, positions, position, HALF, HALF, BLOCK, HALVES, True
         )
         k_first, k_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, True)
         b_first, b_second = k_first.to(b_first.dtype), k_second.to(b_second.dtype)
     _store_to_cache(
-        cache_p, scales_p, side, slot, i_h % G, b_first, b_second, slots, G, HALF, HALF, HEADS, BLOCK, False
+        cache_p, scales_p, side, slot, i_h % G, b_first, b_second, slots, G, HALF, HALF, HEADS, BLOCK, HALVES
     )
 
 
@@ -258,6 +262,7 @@ def rope_write(
     counts: Tensor | None = None,
     *,
     gated: bool = False,
+    interleaved: bool = False,
     at: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
@@ -276,6 +281,7 @@ def rope_write(
     norm = q_weight is not None
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # equal loads per program for any parts
     turns = rope.shape[2]
+    pairs = INTERLEAVED if interleaved else PARTIAL if turns < width // 2 else HALVES
     early = keys_are_split(m, len(lengths))  # always early, a step of 16 is 1.5 % slower (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
         partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
@@ -284,7 +290,7 @@ def rope_write(
         m // len(lengths), heads - 2 * groups, groups, width // 2, turns, rope.shape[1], page_table.stride(0), slots,
         eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
-        PARTIAL=turns < width // 2, GATED=gated, BIAS=bias is not None, NORM=norm, COUNTED=counts is not None,
+        PAIRS=pairs.value, GATED=gated, BIAS=bias is not None, NORM=norm, COUNTED=counts is not None,
         PLACED=at is not None, EARLY=early, num_warps=1, **pdl(q),
     )  # fmt: skip
     return q
