@@ -109,6 +109,7 @@ def passes(models: Mapping[str, Model]) -> Iterator[Pass]:
         for label, run in _of_engine(model.runner()):
             yield f"{name}: {label}", run
     yield from _of_fp8_blocks()
+    yield from _of_other_families()
     yield from _of_training()
 
 
@@ -140,6 +141,19 @@ def _of_fp8_blocks() -> Iterator[Pass]:
         many = _bf16(4096, 2048), gate_up, down, torch.empty(4096, 9), torch.empty(4096, 9, dtype=torch.int32)
     yield "experts of more rows than Hopper's kernel streams", lambda: Gpu.experts_mlp(*many)
     yield "an FFN of more rows than MAX_ROWS", lambda: fp8_blocks.swiglu(_bf16(256, 2048))
+
+
+def _of_other_families() -> Iterator[Pass]:
+    """Yields operations of families that no model above has, with the sizes of OLMo 2 7B and Gemma 3 12B."""
+    with META:
+        parts, rows, norm = torch.empty(4, 16, 3 * 4096), torch.empty(2, 16, 4096), torch.empty(4096)
+    joint = parts, None, norm, norm, 1e-6, torch.bfloat16
+    yield "norms of the queries of all heads, and of the keys", lambda: Gpu.norm_queries_keys(*joint)
+    outputs = _bf16(16, 4096), rows, None, 1e-6, None, norm
+    yield "norms of outputs", lambda: Gpu.add_rms_norm(*outputs)
+    for count in (16, 256):
+        x, gate_up = _bf16(count, 3840), _bf16(2 * 15360, 3840)
+        yield f"gelu of {count} rows", lambda x=x, w=gate_up: Gpu.linear_swiglu(x, w, "gelu_tanh")
 
 
 def _of_training() -> Iterator[Pass]:
