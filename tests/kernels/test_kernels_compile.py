@@ -37,7 +37,8 @@ SPILLS = {
 BEFORE_THE_WAIT = {
     "_add_rms_norm_kernel", "_conv_add_rms_norm_kernel", "_delta_inputs_kernel", "_delta_rule_kernel",
     "_gated_rms_norm_kernel", "_inject_kernel", "_merge_kernel", "_messages_kernel",
-    "_norm_queries_keys_kernel", "_rope_write_kernel", "_tree_rule_kernel", "hopper_attention_kernel", "hopper_prefix_kernel",
+    "_norm_queries_keys_kernel", "_rope_write_kernel", "_tree_rule_kernel", "hopper_attention_kernel",
+    "hopper_prefix_kernel",
 }  # fmt: skip
 # the only ones that start the next kernel before they wait
 EARLY = {
