@@ -335,7 +335,7 @@ class Machine:
         elif "lop3" in code:  # `in_bf16`
             bits, scales = args
             half = (bits.to(torch.int16) & 0x7F) << 4 | (bits.to(torch.int8).to(torch.int16) & -0x8000)
-            return torch.where(bits == 127, math.nan, half.view(torch.bfloat16) * scales)
+            return torch.where(bits == 127, math.nan, half.view(torch.bfloat16) * 2.0**120 * scales)
         elif not any(known in code for known in ("fence.proxy.async", "globaltimer", "griddepcontrol", "prefetch")):
             raise NotImplementedError(code)
         return self.turns.steps

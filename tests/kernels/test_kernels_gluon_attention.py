@@ -70,7 +70,8 @@ def test_fp8_caches_have_the_bits_of_their_values_in_bf16(
     pages = make_pages(contexts, block, size, groups, width, BF16)
     scale = torch.logspace(-3, 3, pages.cache.shape[1])[:, None, None]
     pages = replace(pages, cache=(pages.cache.float() * torch.stack([scale.flip(0) ** 0.1, scale])).bfloat16()).in_fp8()
-    q = randn(len(contexts) * block, groups * group, width, dtype=BF16)
+    pages.cache.view(torch.uint8)[1, 1::2] = 0  # then the sums of some rows are tiny
+    q = 40 * randn(len(contexts) * block, groups * group, width, dtype=BF16)
     for kernel.seed, (whole, pairs, causal) in enumerate(((0, 0, True), (0, 1, False), (1, 0, True))):
         how = {"whole": bool(whole), "pairs": bool(pairs), "causal": causal, "window": window}
         found = attend(q, pages, **how)
@@ -148,8 +149,6 @@ FP8_MISTAKES: dict[str, tuple[str, dict[str, str]]] = {
     "scales of the next tile": ("_tile", {"ring[1].index(i %": "ring[1].index((i + 1) %"}),
     "scales of another head": (HOPPER, {"_ring(cache_d, i_g * slots, HEAD)": "_ring(cache_d, 0, HEAD)"}),
     "values with the scales of keys": (HOPPER, {"(i_g + G - 1) * slots": "(i_g - 1) * slots"}),
-    "queries not multiplied": (HOPPER, {"(b_q * SHIFT).to": "b_q.to"}),
-    "sums not multiplied": ("_state", {"b_out = b_out * SHIFT": "pass"}),
     "NaN of unwritten scales": ("_tile", {"gl.where((o_t < end)[:, None], b_x, 0.0)": "b_x"}),
     "values converted before the product before has ended": ("_state", {
         PRODUCT: f"    _tile(v_s, before + i, start, end, HEAD, BYTES, False)\n{PRODUCT}",

@@ -35,7 +35,6 @@ from .grid import grid_launch, grid_wait
 from .tiles import (
     KEYS,
     ROWS,
-    SHIFT,
     STAGES,
     _expect,
     _expect_first,
@@ -174,8 +173,6 @@ def _state(
         debug_barrier()  # all warps have read the converted values of the tile before
     b_acc = warpgroup_mma(b_p, _tile(v_s, before + i, start + i * KEYS, end, HEAD, BYTES, True), b_out, is_async=True)
     b_out = warpgroup_mma_wait(0, [b_acc])
-    if BYTES != 2 * HEAD:
-        b_out = b_out * SHIFT
     return b_m, b_l, b_out, values, slot, next_slot
 
 
@@ -352,7 +349,7 @@ def hopper_attention_kernel(
     o_q = ((row.to(gl.int64) + o_slot) * G + i_g) * GROUP + o_row % GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
     b_q = gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_slot < count)[:, None], other=0.0)
-    q_s.store(b_q if scales_d is None else (b_q * SHIFT).to(gl.bfloat16))
+    q_s.store(b_q)
     fence_async_shared()
     debug_barrier()
 

@@ -17,9 +17,6 @@ from ..paged import PagedKV
 ROWS = gl.constexpr(64)  # rows of a tile and of the matrix instruction
 KEYS = gl.constexpr(64)
 STAGES = gl.constexpr(3)  # tiles of keys and of values in shared memory: two programs still fit a multiprocessor
-# half of the difference of the exponents' biases of bf16 and fp8: queries of an fp8 cache are multiplied by it, and
-# sums of values, as moving the bits of fp8 to bf16 divides by its square, and scales are multiplied by it
-SHIFT = gl.constexpr(2.0**60)
 
 
 @gluon.jit
@@ -57,10 +54,14 @@ def _load(cache_d, ring, bar, i, slot, column, wanted):
 
 @gluon.jit
 def in_bf16(b_x, b_scale):
-    """Converts bits of fp8, uint8, times scales in bf16, to bf16 divided by SHIFT; see `of_bits` in triton/fp8.py."""
+    """Converts bits of fp8, uint8, to bf16 and multiplies them by scales in bf16.
+
+    As `of_bits` in triton/fp8.py; `power` holds 2**120 twice.
+    """
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 low, high, low_sign, high_sign;
+        .reg .b32 low, high, low_sign, high_sign, power;
+        mov.b32 power, 0x7B807B80;
         prmt.b32 low, $2, 0, 0x1404;
         prmt.b32 high, $2, 0, 0x3424;
         and.b32 low_sign, low, 0x80008000;
@@ -69,10 +70,12 @@ def in_bf16(b_x, b_scale):
         shr.u32 high, high, 4;
         lop3.b32 low, low, 0x07F007F0, low_sign, 0xEA;
         lop3.b32 high, high, 0x07F007F0, high_sign, 0xEA;
+        mul.rn.bf16x2 low, low, power;
+        mul.rn.bf16x2 high, high, power;
         mul.rn.bf16x2 $0, low, $3;
         mul.rn.bf16x2 $1, high, $4;
         }""",
-        "=r,=r,r,r,r", [b_x, (b_scale * SHIFT).to(gl.bfloat16)], dtype=gl.bfloat16, is_pure=True, pack=4,
+        "=r,=r,r,r,r", [b_x, b_scale], dtype=gl.bfloat16, is_pure=True, pack=4,
     )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ from .grid import grid_launch, grid_wait
 from .tiles import (
     KEYS,
     ROWS,
-    SHIFT,
     STAGES,
     _expect_first,
     _load_first,
@@ -120,7 +119,7 @@ def hopper_prefix_kernel(
     o_q = ((row + o_row // GROUP).to(gl.int64) * G + i_g) * GROUP + o_row % GROUP
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
     b_q = gl.load(q_p + o_q[:, None] * HEAD + o_h[None, :], mask=(o_row < heads)[:, None], other=0.0)
-    q_s.store(b_q if scales_d is None else (b_q * SHIFT).to(gl.bfloat16))
+    q_s.store(b_q)
     fence_async_shared()
     debug_barrier()
 
@@ -213,7 +212,7 @@ def hopper_tail_kernel(
     o_h = gl.arange(0, HEAD, gl.SliceLayout(0, wide))
     o_q = (i_x.to(gl.int64) * GROUP + o_row)[:, None] * HEAD + o_h[None, :]
     b_q = gl.load(q_p + o_q, mask=(o_row < GROUP)[:, None], other=0.0)
-    q_s.store(b_q if scales_p is None else (b_q * SHIFT).to(gl.bfloat16))
+    q_s.store(b_q)
 
     p_head = cache_p + i_g * HEAD
     part = (i_x.to(gl.int64) * SPLITS + i_s) * GROUP
@@ -229,8 +228,6 @@ def hopper_tail_kernel(
     m_row = o_row < GROUP
     o_out = o_row[:, None] * HEAD + gl.arange(0, HEAD, gl.SliceLayout(0, o_layout))[None, :]
     b_out = gl.load(acc_p + part * HEAD + o_out, mask=(m_row & before)[:, None], other=0.0)
-    if scales_p is not None:
-        b_out = b_out * (1.0 / SHIFT)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, s_layout)
     for i in range(0, tiles):
         at = start + i * KEYS
@@ -261,8 +258,6 @@ def hopper_tail_kernel(
         b_p = gl.convert_layout(b_new.to(gl.bfloat16), p_layout)
         b_acc = warpgroup_mma(b_p, v_s, b_out, is_async=True)
         b_out = warpgroup_mma_wait(0, [b_acc])
-    if scales_p is not None:
-        b_out = b_out * SHIFT
     b_m, b_l = gl.where(real, gl.convert_layout(b_m, rows), 0.0), gl.where(real, gl.convert_layout(b_l, rows), 1.0)
     gl.store(m_p + part + o_row, b_m, mask=m_row)
     gl.store(l_p + part + o_row, b_l, mask=m_row)
