@@ -285,6 +285,7 @@ ARCHITECTURES = {
     "olmo2": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
     "glm4": Architecture(o_bias=False, partial_rope=True, norms=GLM_SIDES, fused_gate_up=True, interleaved=True),
     "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
+    "gemma3_text": Architecture(qk_norm=True, zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
 }
 
 
@@ -371,6 +372,8 @@ class ModelSpec:
         kinds = getattr(c, "layer_types", None) or [every] * c.num_hidden_layers
         if unknown := {*kinds} - {SLIDING, FULL, "linear_attention"}:
             raise UnsupportedModel(f"target {name}: layers of {min(unknown)!r} are not supported by the runtime")
+        if getattr(c, "use_bidirectional_attention", False):
+            raise UnsupportedModel(f"target {name}: use_bidirectional_attention is not supported by the runtime")
         if getattr(c, "mlp_bias", False):
             raise UnsupportedModel(f"target {name}: mlp_bias is not supported by the runtime")
         architecture = ARCHITECTURES[c.model_type]

@@ -9,6 +9,8 @@ from conftest import make_tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -47,11 +49,14 @@ def pair(
         "head_dim": 128 if kind == "qwen3_next" else 256, "linear_num_key_heads": 4,
         "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     }  # fmt: skip
+    windows = {**shape, "sliding_window": 60, "layer_types": ["sliding_attention", "full_attention"] * 3}
     config = {
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(head_dim=64, **shape),
         "qwen3_moe": lambda: Qwen3MoeConfig(head_dim=64, mlp_only_layers=[2], **routed, **shape),
         "qwen3_next": lambda: Qwen3NextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
+        "gemma2": lambda: Gemma2Config(head_dim=256, query_pre_attn_scalar=200, attn_logit_softcapping=9.0, **windows),
+        "gemma3": lambda: Gemma3TextConfig(head_dim=128, query_pre_attn_scalar=90, **windows),
         "qwen3_5": lambda: Qwen3_5TextConfig(**hybrid, **shape),
         "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
     }[kind]()

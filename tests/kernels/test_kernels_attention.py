@@ -51,6 +51,7 @@ def test_paged_attention_is_as_exact_as_torch(
     how: dict[str, Any] = {"causal": causal, "window": window}
     for batch in (1, 3, 9, 16):
         pages = make_pages(ragged(batch), block, size, groups, width, BF16)
+        pages = pages.scored("sinks" if window else "", groups * group)
         q = asked(pages, batch * block, group)
         split, whole = (attend(q, pages, whole=whole, **how) for whole in (False, True))
         check_attention(q, pages, split, **how)
@@ -64,7 +65,7 @@ def test_paged_attention_is_as_exact_as_torch(
 def test_causal_slots_have_the_bits_of_plain_steps(
     groups: int, group: int, width: int, size: int, window: int, whole: bool, context: int
 ) -> None:
-    pages = make_pages((context,), 16, size, groups, width, BF16)
+    pages = make_pages((context,), 16, size, groups, width, BF16).scored("sinks" if window else "", groups * group)
     q = asked(pages, 16, group)
     in_block = check_slots(q, pages, range(16), window=window, whole=whole)
     for end in range(1, 17):

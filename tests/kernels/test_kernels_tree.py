@@ -111,12 +111,13 @@ def test_tree_attention_is_exact_on_a_gpu_and_in_a_graph(
     groups: int, group: int, width: int, size: int, contexts: tuple[int, ...]
 ) -> None:
     for window in (0, 100):
-        chains = plant(contexts, 15, 40, 160, size, groups, group, width, torch.bfloat16, children=1)
+        scores = "sinks" if window else ""
+        chains = plant(contexts, 15, 40, 160, size, groups, group, width, torch.bfloat16, 1, scores)
         found = chains.attend_chains(window)
         assert_as_exact_as_torch(found, chains.defined(torch.bfloat16, window), chains.defined(torch.float64, window))
         if len(contexts) <= 8:
             assert torch.equal(found, chains.attend(window))
-        forest = plant(contexts, 15, 40, 160, size, groups, group, width, torch.bfloat16)
+        forest = plant(contexts, 15, 40, 160, size, groups, group, width, torch.bfloat16, scores=scores)
         found = forest.attend(window)
         assert_as_exact_as_torch(found, forest.defined(torch.bfloat16, window), forest.defined(torch.float64, window))
         if len(contexts) > 8:

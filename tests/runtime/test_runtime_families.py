@@ -16,7 +16,7 @@ from small_vocabulary import hf_greedy
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.kernels.loss_terms import PLAIN
-from dflash_toolkit.models.spec import ModelSpec
+from dflash_toolkit.models.spec import FULL, SLIDING, ModelSpec
 from dflash_toolkit.runtime import EngineOptions, load_engine
 
 FP8_FAMILIES = ["Qwen3.5-MoE", "Qwen3-Next"]  # between them they have every kind of layer
@@ -24,11 +24,16 @@ if LONG_RUN:
     FP8_FAMILIES += ["Qwen3", "Qwen3-MoE", "Qwen3.5"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma 2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.7},
+    "Gemma 3": {
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        }
+    },
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     **{name: {} for name in (*FP8_FAMILIES, "Phi-3", "OLMo 2", "GLM-4")},
 }
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -45,7 +45,7 @@ from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
-KINDS = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
+KINDS = ("qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 
 def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
@@ -78,7 +78,7 @@ def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, 
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3"])
 def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
     prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
