@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -29,6 +30,7 @@ from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 
 STD = 0.02  # standard deviation of matrices
+MXFP4_SCALE = 120  # exponent of the scales of MXFP4; that of 1 is 127
 FP8_STD = 64.0  # standard deviation of fp8 values; their scales make it STD
 INT4_STD = 4.6  # standard deviation of uniform numbers of four bits
 ROUTED_STD = 32.0  # standard deviation of embeddings if tokens choose experts
@@ -156,6 +158,10 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_experts=256,
         num_experts_per_tok=8,
     ),
+    # transformers' defaults with the layers of the 20b
+    "gpt-oss-20b": GptOssConfig(
+        num_hidden_layers=24, num_local_experts=32, quantization_config={"quant_method": "mxfp4"}
+    ),
 }
 
 
@@ -225,6 +231,10 @@ def randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: i
             view.fill_(1.0)
         elif name.endswith("_scale_inv"):
             view.fill_(STD / FP8_STD)
+        elif name.endswith("_blocks"):  # of MXFP4
+            view.random_(generator=generator)
+        elif name.endswith("proj_scales"):
+            view.fill_(MXFP4_SCALE)
         elif view.dtype == torch.int16:  # of INT4
             view.random_(-(1 << 15), 1 << 15, generator=generator)
         elif view.dtype == torch.uint8 and name.endswith("_zero"):

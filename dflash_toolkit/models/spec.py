@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import UnsupportedModel, UserError
-from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, Activation, Format
+from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, MXFP4, Activation, Format
 from ..kernels.loss_terms import PLAIN, LogitScale
 from .quantized import QuantizedModules
 from .rope import ROPE_TYPES, full_rope, rope_of, scaled_frequencies
@@ -227,6 +227,7 @@ class Architecture:
     fused_qkv: bool = False  # see `AttentionSpec.fused`
     fused_gate_up: bool = False  # see `MlpSpec.fused`
     clamped: bool = False  # see `ClampedExperts`
+    sinks: bool = False  # see `AttentionSpec`
 
     def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
@@ -238,6 +239,7 @@ class Architecture:
             fused=self.fused_qkv,
             joint_qk_norm=self.joint_qk_norm,
             interleaved=self.interleaved,
+            sinks=self.sinks,
             **sizes,
         )
 
@@ -284,6 +286,7 @@ ARCHITECTURES = {
     "phi3": Architecture(qkv_bias=False, o_bias=False, partial_rope=True, fused_qkv=True, fused_gate_up=True),
     "olmo2": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
     "glm4": Architecture(o_bias=False, partial_rope=True, norms=GLM_SIDES, fused_gate_up=True, interleaved=True),
+    "gpt_oss": Architecture(experts=True, clamped=True, sinks=True, fp32_norms=True),
     "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
     "gemma3_text": Architecture(qk_norm=True, zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
 }
@@ -408,6 +411,8 @@ class ModelSpec:
                 raise UnsupportedModel(
                     f"target {name}: expert {shared!r} and the others must all be quantized or all 16-bit"
                 )
+            if isinstance(ffn, MoeSpec) and ffn.clamp and ffn.weight not in (DENSE, MXFP4):
+                raise UnsupportedModel(f"target {name}: its experts must be in MXFP4 or in 16 bits for this engine")
             mixer: AttentionSpec | GatedDeltaNetSpec
             if kinds[layer] in attention:
                 mixer = attention[kinds[layer]]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import GptOssConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from dflash_toolkit.config import read_yaml
@@ -48,23 +48,6 @@ Z_LAB_CLIENT = ("Qwen3ForCausalLM", "LlamaForCausalLM")  # its README: "only Qwe
 
 # ---- the targets that people run most, with their real sizes
 
-# transformers' GptOssConfig with the sizes of the 20b; its experts are stored in MXFP4
-_GPT_OSS_20B = {
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "quantization_config": {"quant_method": "mxfp4"},
-}
-
 # configs/NAME.yaml: the architecture of its target in config.json
 RECIPES = {
     "qwen3-8b": "Qwen3ForCausalLM",
@@ -86,8 +69,6 @@ _SHAPES = {
 
 def config_of(name: str) -> PreTrainedConfig:
     """Returns the configuration of a recipe's target, without weights."""
-    if name == "gpt-oss-20b":
-        return GptOssConfig(**_GPT_OSS_20B)
     return named_shape(_SHAPES.get(name, name))
 
 

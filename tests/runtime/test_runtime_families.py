@@ -11,10 +11,12 @@ from conftest import make_dflash2, make_drafter
 from damage import damage
 from engines import SAMPLINGS, alone, check_drafts, knowing, make_engine, prompts_of, same
 from fp8_targets import CHANGES, SIZES, in_fp8, in_modules
+from mxfp4_targets import random_mxfp4_
 from recurrent_engines import LONG_RUN
 from small_vocabulary import hf_greedy
 
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter, save_drafter
+from dflash_toolkit.kernels.formats import DENSE, MXFP4
 from dflash_toolkit.kernels.loss_terms import PLAIN
 from dflash_toolkit.models.spec import FULL, SLIDING, ModelSpec
 from dflash_toolkit.runtime import EngineOptions, load_engine
@@ -31,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-    **{name: {} for name in (*FP8_FAMILIES, "Phi-3", "OLMo 2", "GLM-4")},
+    **{name: {} for name in (*FP8_FAMILIES, "Phi-3", "OLMo 2", "GLM-4", "gpt-oss")},
 }
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
@@ -103,6 +105,7 @@ def check_whatever_happens(target: Target) -> int:
 PUBLISHED = {  # the drafter's part of a configuration, as model pages have it, and its target's layers
     "Qwen3.8-27B-DFlash2": ("Qwen3.5", {"layers": 5, "layer_types": (SLIDING,) * 5}, {}),
     "Qwen3.6-27B-DFlash": ("Qwen3.5", {"layers": 5, "layer_types": (*[SLIDING] * 4, FULL)}, {}),
+    "gpt-oss-20b-DFlash": ("gpt-oss", {"layers": 6}, {}),  # the target's experts are in MXFP4
     "Qwen3.6-35B-A3B-DFlash": (
         "Qwen3.5-MoE",
         {"layers": 6, "taps": 8},
@@ -118,6 +121,8 @@ def test_drafters_of_published_forms_are_served_as_they_are(name: str, tmp_path:
     source = ARCHITECTURES[architecture].target(**layers)
     source.model.save_pretrained(tmp_path / "target")
     source.tokenizer.save_pretrained(tmp_path / "target")
+    if architecture == "gpt-oss":
+        random_mxfp4_(tmp_path / "target")
     windows = {"sliding_window": 12, "is_causal": False} if "layer_types" in changes else {}
     make = make_dflash2 if name.endswith("2") else make_drafter
     save_drafter(make(source, rope_theta=1e7, **changes | windows), tmp_path / "drafter")
@@ -133,4 +138,6 @@ def test_drafters_of_published_forms_are_served_as_they_are(name: str, tmp_path:
         page_size=4, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_tokens=600, num_speculative_tokens=7
     )
     engine, _ = load_engine(str(tmp_path / "target"), str(tmp_path / "drafter"), "cpu", "float32", options)
+    expected = {DENSE, MXFP4} if architecture == "gpt-oss" else {DENSE}
+    assert engine.runner.target.spec.formats == expected, "read as they are"
     check_drafts(engine, models, prompts_of(1, 17, 30), SamplingParams(max_tokens=9, ignore_eos=True))
