@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -57,6 +58,13 @@ def pair(
         "qwen3_next": lambda: Qwen3NextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
         "gemma2": lambda: Gemma2Config(head_dim=256, query_pre_attn_scalar=200, attn_logit_softcapping=9.0, **windows),
         "gemma3": lambda: Gemma3TextConfig(head_dim=128, query_pre_attn_scalar=90, **windows),
+        "gpt_oss": lambda: GptOssConfig(
+            head_dim=64,
+            num_local_experts=16,
+            num_experts_per_tok=4,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            **windows,
+        ),
         "qwen3_5": lambda: Qwen3_5TextConfig(**hybrid, **shape),
         "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
     }[kind]()

@@ -26,7 +26,7 @@ from dflash_toolkit.checkpoint.reader import load_weights
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.delta import DeltaMemory
 from dflash_toolkit.kernels.features import features_of
-from dflash_toolkit.kernels.formats import BLOCK, BlockScaledFp8, RowScaledFp8, quantize_groups
+from dflash_toolkit.kernels.formats import BLOCK, BlockScaledFp8, Mxfp4Weight, RowScaledFp8, quantize_groups
 from dflash_toolkit.kernels.launch import dependent_launches
 from dflash_toolkit.models.quantized import FORM
 from dflash_toolkit.models.spec import ModelSpec
@@ -45,7 +45,7 @@ from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
-KINDS = ("qwen3", "gemma2", "gemma3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
+KINDS = ("qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 
 def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
@@ -78,7 +78,7 @@ def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, 
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3", "gpt_oss"])
 def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
     prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
@@ -159,6 +159,17 @@ def in_fp8(target: Target) -> TargetWeights:
     return weights._as_computed()
 
 
+def in_mxfp4(target: Target) -> TargetWeights:
+    """The weights of a gpt-oss target with quantized experts."""
+    weights = TargetWeights.of_module(target.model, ModelSpec.of_target(target.config))
+    config: Any = copy.deepcopy(target.config)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    weights.spec = ModelSpec.of_target(config)
+    for layer in weights.layers:
+        layer.ffn.gate_up, layer.ffn.down = (Mxfp4Weight.of(each) for each in (layer.ffn.gate_up, layer.ffn.down))
+    return weights
+
+
 IN_BLOCKS = ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"]
 
 
@@ -218,10 +229,10 @@ def test_launches_that_overlap_change_no_bit_of_a_pass(
         assert not torch.equal(expected[0][0], expected[1][0])
 
 
-@pytest.mark.parametrize("kind", IN_BLOCKS)
-def test_a_drafter_changes_no_token_of_a_target_in_fp8_blocks(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*IN_BLOCKS, "gpt_oss"])
+def test_a_drafter_changes_no_token_of_a_quantized_target(kind: str) -> None:
     target, drafter = pair(kind)
-    weights, drafts = in_fp8(target), DrafterWeights.of_module(drafter)
+    weights, drafts = in_mxfp4(target) if kind == "gpt_oss" else in_fp8(target), DrafterWeights.of_module(drafter)
     prompts, params = prompts_of(160), SamplingParams(max_tokens=48, ignore_eos=True)
 
     def engine_of(drafts: DrafterWeights | None, batch: int, block: int) -> Engine:
