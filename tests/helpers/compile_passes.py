@@ -24,7 +24,7 @@ from dflash_toolkit.runtime.programs.context import Part
 from dflash_toolkit.runtime.runner import StepRunner
 from dflash_toolkit.runtime.sampler import Mode
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
-from scripts.shapes import named_shape
+from scripts.shapes import WEIGHTS, named_shape
 
 LAYERS = 8  # of a target: at least one of each type, and enough for the taps of a drafter
 CHANNELS: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
@@ -81,6 +81,7 @@ FEW = {
     "4B, DSpine, drafts in FP8": Model("qwen3-4b", "dspine", draft_fp8=True),
     "35B-A3B in FP8": Model("qwen3.6-35b-a3b", weights=FORM, chains=True),
     "4B, a cache in FP8": Model("qwen3-4b", fp8_cache=True),
+    "30B-A3B in INT4": Model("qwen3-30b-a3b", weights=WEIGHTS["-awq"]),
 }
 MODELS = FEW | {
     "0.5B": Model("qwen2.5-0.5b"),
@@ -96,6 +97,7 @@ MODELS = FEW | {
     "8B in FP8": Model("qwen3-8b", weights=FORM),
     "8B, DFlash 2, drafts in FP8": Model("qwen3-8b", "dflash2", draft_fp8=True),
     "27B in FP8": Model("qwen3.8-27b", weights=FORM),
+    "8B in INT4": Model("qwen3-8b", weights=WEIGHTS["-awq"]),
     "35B-A3B": Model("qwen3.6-35b-a3b"),
     "35B-A3B in FP8 by channels": Model("qwen3.6-35b-a3b", weights=CHANNELS),
 }

@@ -23,6 +23,7 @@ from .tile import LEAST_STAGES, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile,
 SLICE = 4096  # rows of a weight that are dequantized at a time
 DEQUANTIZED_ROWS = 16  # rows of a program that dequantizes
 BLOCK_N = 64  # weight rows per program
+MOST_SIDE = 64  # rows per program; the sums of a group of 128 rows would not stay in registers
 MOST_STAGES = 6
 PROGRAMS = 3  # of a multiprocessor, for which few rows leave shared memory
 
@@ -169,7 +170,7 @@ def _dequantize_kernel(
 
 def fitted_tile(rows: int, quarter: int, row_bytes: int, shared: int, splits: int = 1) -> tuple[Tile, int]:
     """Returns the tile for `rows` rows of `row_bytes` a number, and how many of them fit into it."""
-    side, block = rows, 4 * quarter
+    side, block = min(rows, MOST_SIDE), 4 * quarter
 
     def taken(side: int) -> int:
         return block * (BLOCK_N // 2 + side * row_bytes)
@@ -191,7 +192,7 @@ def tile_for(
     if split:  # by (N, K) only: up to three programs for every multiprocessor, but no short split
         while splits < 8 and 2 * splits * -(-n // BLOCK_N) <= 3 * MULTIPROCESSORS and k >= 32 * splits * quarter:
             splits *= 2
-    return fitted_tile(min(padded(rows), MAX_ROWS), quarter, row_bytes, shared, splits)
+    return fitted_tile(padded(rows), quarter, row_bytes, shared, splits)
 
 
 def sizes_of(weight: GroupedInt4) -> dict[str, int]:
