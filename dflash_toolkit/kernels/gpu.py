@@ -243,11 +243,6 @@ def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:
     return all(weight is None or _kernels(weight)[0] is gemm for weight in weights) and fits(x, weights)
 
 
-def _on_hopper(q: Tensor, kv: PagedKV) -> bool:
-    """Returns whether Hopper's kernels compute this; not over fp8 caches, as blocks of 40 rows failed a GPU test."""
-    return kv.scales is None and hopper_attention.fits(q, kv)
-
-
 def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | None = None) -> Tensor:
     """Returns the attention [M, N H] of q [M, N, H] over the pages in cache [2, slots, G, H]; see the reference."""
     if kv.scales is not None and counts is None and len(kv.lengths) == 1 and len(q) >= CHUNK:
@@ -256,13 +251,13 @@ def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | No
         return flash.launch(q, kv)
     if causal and len(q) > LONGEST_SPLIT * len(kv.lengths) and hopper_prefill.fits(q, kv):
         return hopper_prefill.launch(q, kv, counts)
-    hopper = hopper_attention.launch if _on_hopper(q, kv) else None
+    hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
     return attention.block_attention(q, kv, causal=causal, counts=counts, hopper=hopper)
 
 
 def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Tensor:
     """Returns the attention [M, N H] of rows of trees over the pages in cache [2, slots, G, H]; see the reference."""
-    fits, batch = _on_hopper(q, kv), len(kv.lengths)
+    fits, batch = hopper_attention.fits(q, kv), len(kv.lengths)
     if keys_are_split(batch, batch):
         return _tree_attention(q, kv, rows, paths, hopper_tree_attention.launch if fits else None)
     return attention.masked_attention(q, kv, rows, paths.shape[1], hopper_attention.launch if fits else None)
@@ -272,7 +267,7 @@ def chain_attention(q: Tensor, kv: PagedKV, rows: TreeRows, longest: int) -> Ten
     """Returns the attention [M, N H] of rows of chains over the pages in cache [2, slots, G, H]; see the reference."""
     if longest > LONGEST_SPLIT and hopper_prefill.fits(q, kv):
         return hopper_prefill.launch(q, kv, starts=rows.starts)
-    hopper = hopper_attention.launch if _on_hopper(q, kv) else None
+    hopper = hopper_attention.launch if hopper_attention.fits(q, kv) else None
     return attention.chain_attention(q, kv, rows, longest, hopper)
 
 

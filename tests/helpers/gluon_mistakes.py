@@ -7,7 +7,6 @@ from types import FunctionType, ModuleType, SimpleNamespace
 import pytest
 from gluon_interpreter import Fault, Interpreted
 
-from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.hopper import attention as attention_hopper
 from dflash_toolkit.kernels.triton import attention
 
@@ -43,7 +42,6 @@ def interpret_attention(patch: pytest.MonkeyPatch, short: int = 64) -> Interpret
     kernel = Interpreted(attention_hopper.hopper_attention_kernel, together=False)
     patch.setattr(attention_hopper, "hopper_attention_kernel", kernel)
     patch.setattr(attention_hopper, "fits", lambda *_: True)
-    patch.setattr(gpu, "_on_hopper", lambda *_: True)  # fp8 caches too
     for name, keys in (("SHORT", short), ("SHORT_SPLITS", 2), ("LONG", 320)):
         patch.setattr(attention, name, type(attention.SHORT)(keys))
     return kernel

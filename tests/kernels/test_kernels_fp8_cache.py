@@ -159,14 +159,6 @@ def test_hopper_kernels_read_fp8_caches_except_in_prefills(monkeypatch: pytest.M
     assert found == [(True, True), (True, False)]
 
 
-def test_an_engine_reads_fp8_caches_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages, q = make_pages((5,), 2, 64, 2, 64, torch.bfloat16), randn(2, 2, 64, dtype=torch.bfloat16)
-    monkeypatch.setitem(features._features, q.device, features.KNOWN["sm_90"])
-    monkeypatch.setattr(gpu.attention, "block_attention", lambda q, kv, *, causal, counts, hopper: hopper)
-    given = [gpu.block_attention(q, each.kv(), causal=True) for each in (pages, pages.in_fp8())]
-    assert given == [hopper_attention.launch, None]
-
-
 @pytest.mark.parametrize("children", [3, 1])
 @pytest.mark.parametrize("contexts", [(130, 7), (40,) * 9], ids=["few", "many"])
 def test_trees_read_what_blocks_read(contexts: tuple[int, ...], children: int) -> None:
