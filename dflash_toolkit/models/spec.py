@@ -36,7 +36,7 @@ class Rope:
         """
         parameters = rope_of(config, kind)
         rope_type = parameters.get("rope_type", "default")
-        if rope_type not in ROPE_TYPES:
+        if rope_type not in (*ROPE_TYPES, "longrope"):
             name = config.name_or_path or config.model_type
             raise UnsupportedModel(
                 f"target {name}: rope type {rope_type!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
@@ -45,6 +45,10 @@ class Rope:
             return cls(*scaled_frequencies(config, kind))
         exponents = torch.arange(0, turning, 2, dtype=torch.float32) / turning
         return cls(tuple((1.0 / parameters["rope_theta"] ** exponents).double().tolist()))
+
+    def still(self) -> "Rope":
+        """Returns a rotation of as many numbers that leaves every one as it is."""
+        return Rope((0.0,) * len(self.frequencies))
 
     def table(self, positions: int, device: torch.device) -> Tensor:
         """Cosines and sines, fp32 [2, positions, R / 2]."""
@@ -284,7 +288,10 @@ ARCHITECTURES = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": replace(HYBRID, experts=True),
     "phi3": Architecture(qkv_bias=False, o_bias=False, partial_rope=True, fused_qkv=True, fused_gate_up=True),
+    "granite": Architecture(),
+    "smollm3": Architecture(),
     "olmo2": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
+    "olmo3": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
     "glm4": Architecture(o_bias=False, partial_rope=True, norms=GLM_SIDES, fused_gate_up=True, interleaved=True),
     "gpt_oss": Architecture(experts=True, clamped=True, sinks=True, fp32_norms=True),
     "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
@@ -304,6 +311,7 @@ class ModelSpec:
     context_limit: int  # prompt and answer, in tokens
     embedding_scale: float = 1.0  # the target's embeddings are multiplied with it
     rounds_embedding_scale: bool = False  # to the dtype of the weights, before it is multiplied
+    tap_scale: float = 1.0  # outputs of the model's layers, over those of this stack
     logit_scale: LogitScale = PLAIN  # of the head's products
 
     @property
@@ -393,7 +401,7 @@ class ModelSpec:
                 head_dim=head_dim,
                 rope=Rope.of(c, kind, int(head_dim * partial)),
                 window=c.sliding_window if kind == SLIDING else 0,
-                factor=scalar**-0.5 if (scalar := getattr(c, "query_pre_attn_scalar", None)) else None,
+                factor=_score_factor(c),
                 soft_cap=getattr(c, "attn_logit_softcapping", None) or 0.0,
             )
 
@@ -416,6 +424,8 @@ class ModelSpec:
             mixer: AttentionSpec | GatedDeltaNetSpec
             if kinds[layer] in attention:
                 mixer = attention[kinds[layer]]
+                if (turning := getattr(c, "no_rope_layers", None)) and not turning[layer]:
+                    mixer = replace(mixer, rope=mixer.rope.still())
             else:
                 mixer = _gated_delta_net(c, architecture.by_key_heads)
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
@@ -436,17 +446,31 @@ class ModelSpec:
                 norms=architecture.norms,
             )
 
+        # Granite multiplies what layers add to the residual stream. Here the stream is smaller by that factor instead,
+        # as the norms, which alone read it, do not depend on its size up to their epsilon.
+        residual, scale = getattr(c, "residual_multiplier", 1.0), getattr(c, "embedding_multiplier", 1.0)
+        if architecture.scaled_embedding:
+            scale = c.hidden_size**0.5
         return cls(
             hidden_size=c.hidden_size,
             vocab_size=c.vocab_size,
             layers=tuple(layer_of(layer) for layer in range(c.num_hidden_layers)),
-            rms_norm_eps=c.rms_norm_eps,
+            rms_norm_eps=c.rms_norm_eps / residual**2,
             tied_head=bool(c.tie_word_embeddings),
             context_limit=context_limit(c),
-            embedding_scale=c.hidden_size**0.5 if architecture.scaled_embedding else 1.0,
+            embedding_scale=scale / residual,
+            tap_scale=residual,
             rounds_embedding_scale=architecture.scaled_embedding,
             logit_scale=logit_scale(c),
         )
+
+
+def _score_factor(config: Any) -> float | None:
+    """Returns the factor on the scores of attention; None for the usual one."""
+    if (multiplier := getattr(config, "attention_multiplier", None)) is not None:  # Granite
+        return float(multiplier)
+    scalar = getattr(config, "query_pre_attn_scalar", None)  # Gemma
+    return scalar**-0.5 if scalar else None
 
 
 def _activation(config: Any) -> Activation:
@@ -512,6 +536,8 @@ def context_limit(config: "PreTrainedConfig") -> int:
     rope = full_rope(config)
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
         limit = max(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    if rope.get("rope_type") == "longrope":  # rotates all keys otherwise in longer texts, but they are cached
+        limit = min(limit, int(rope["original_max_position_embeddings"]))
     if limit < 1:
         raise UserError(f"target {config.name_or_path}: max_position_embeddings is {limit}; no token has room")
     return limit

@@ -56,7 +56,15 @@ class Verifier:
         embedded = F.embedding(ids, self.weights.embedding)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
-        return self.stack.slices(embedded, rows, taps), features
+        slices = self.stack.slices(embedded, rows, taps)
+        return slices if features is None else self._scaled(slices, features), features
+
+    def _scaled(self, slices: Slices[Tensor], features: Tensor) -> Slices[Tensor]:
+        """Multiplies the features by the scale of taps after the last slice."""
+        hidden = yield from slices
+        if (scale := self.weights.spec.tap_scale) != 1.0:
+            features *= scale
+        return hidden
 
     @property
     def dtype(self) -> torch.dtype:

@@ -26,6 +26,9 @@ GATED_DELTA_NET = {  # on two of three layers
 }  # fmt: skip
 HYBRID = {"recurrent": True, "vision": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}}
 SLIDING = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+GRANITE = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+}  # fmt: skip
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}
 GEMMA_4 = {
     **SLIDING, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 2.0, "num_kv_shared_layers": 2,
@@ -85,6 +88,8 @@ ARCHITECTURES = {
         Architecture("Qwen3", "Qwen3Config", {"head_dim": 8}),
         Architecture("Mistral", "MistralConfig", {"head_dim": 8, "sliding_window": None}),
         Architecture("Phi-3", "Phi3Config"),
+        Architecture("Granite", "GraniteConfig", GRANITE),
+        Architecture("SmolLM3", "SmolLM3Config", {"no_rope_layer_interval": 3}),
         Architecture("OLMo 2", "Olmo2Config"),
         Architecture("OLMo 3", "Olmo3Config", SLIDING),
         Architecture("GLM-4", "Glm4Config", {"head_dim": 8}),

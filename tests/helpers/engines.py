@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from conftest import make_drafter, make_target
 from torch import Tensor
 
@@ -42,7 +43,10 @@ SAMPLINGS = [
 
 @cache
 def pair(kind: str = "llama", limit: int = 512, **extra: Any) -> tuple[Target, Drafter]:
-    target = make_target(kind, tied=kind != "qwen2", limit=limit, **extra)
+    if kind in ARCHITECTURES:
+        target = ARCHITECTURES[kind].target(**extra)
+    else:
+        target = make_target(kind, tied=kind != "qwen2", limit=limit, **extra)
     return target, make_drafter(target)
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
+from dflash_toolkit.models.spec import logit_scale
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +45,14 @@ def test_the_config_has_only_keys_that_loaders_read_correctly(name: str, tmp_pat
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": config["rope_theta"]}
     assert not {"partial_rotary_factor", "rope_scaling", "mrope_section", "use_gemma_norm"} & set(config)
     nested = config["dflash_config"]
-    assert set(nested) <= {"target_layer_ids", "mask_token_id", "block_size", "final_logit_softcapping"}
+    scale = logit_scale(target)
+    assert set(nested) - {"output_multiplier"} <= {
+        "target_layer_ids", "mask_token_id", "block_size", "final_logit_softcapping",
+    }  # fmt: skip
+    assert nested.get("output_multiplier", 1.0) == scale.multiplier
     assert all(0 <= layer < target.num_hidden_layers - 1 for layer in nested["target_layer_ids"])
     assert 0 <= nested["mask_token_id"] < target.vocab_size and nested["block_size"] == config["block_size"]
-    assert nested.get("final_logit_softcapping") == getattr(target, "final_logit_softcapping", None)
+    assert nested.get("final_logit_softcapping") == scale.cap
 
 
 @EACH

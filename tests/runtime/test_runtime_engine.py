@@ -28,9 +28,10 @@ from dflash_toolkit.runtime.stack import Rows
 # ---- the same as decode.py ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "Gemma 2", "Granite"])
 def test_ragged_batches_equal_generate_row_by_row(kind: str) -> None:
-    engine, params = make_engine(*pair(kind)), [SamplingParams(max_tokens=n) for n in (19, 1, 12, 9, 16, 2)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (19, 1, 12, 9, 16, 2)]
+    engine = make_engine(*pair(kind))
     check(engine, pair(kind), prompts_of(1, 5, 17, 33, 40, 8), *params)
     engine.pool.check()
     assert engine.pool.available == engine.pool.capacity

@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-    **{name: {} for name in (*FP8_FAMILIES, "Phi-3", "OLMo 2", "GLM-4", "gpt-oss")},
+    **{name: {} for name in (*FP8_FAMILIES, "Phi-3", "Granite", "SmolLM3", "OLMo 2", "OLMo 3", "GLM-4", "gpt-oss")},
 }
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
@@ -43,7 +43,7 @@ def test_answers_equal_transformers_under_random_events(name: str) -> None:
     assert check_whatever_happens(ARCHITECTURES[name].target(**FAMILIES[name])) == 0
 
 
-@pytest.mark.parametrize("name", ["Gemma 2"])
+@pytest.mark.parametrize("name", ["Gemma 2", "Granite"])
 def test_sampling_and_logprobs_use_scaled_logits(name: str) -> None:
     target, (prompt,) = ARCHITECTURES[name].target(**FAMILIES[name]), prompts_of(9)
     assert ModelSpec.of_target(target.config).logit_scale != PLAIN

@@ -77,7 +77,9 @@ def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> N
     assert (rope.factor != 1.0) == (kind == "yarn")
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3-MoE", "Phi-3", "OLMo 2", "GLM-4"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3-MoE", "Phi-3", "OLMo 2", "GLM-4", "Granite"]
+)
 def test_sharded_and_untied_checkpoints_load(name: str, tmp_path: Path) -> None:
     target = ARCHITECTURES[name].target()
     target.model.save_pretrained(tmp_path, max_shard_size="40KB")

@@ -14,12 +14,15 @@ from .architecture import of_sizes
 READ = {"vllm": "0.33.0", "sglang": "0.5.23"}
 ADAPTIVE_RELEASE = "0.33.0"  # vLLM's first with adaptive verification for every drafter
 # by architecture of a target's config.json: the engines that hand a drafter its hidden states (their class has
-# SupportsEagle3 in vLLM, OLMo's that of the transformers backend, and set_dflash_layers_to_capture in SGLang)
+# SupportsEagle3 in vLLM, for OLMo and SmolLM3 that of the transformers backend; in SGLang
+# set_dflash_layers_to_capture)
 SERVED = {
     "LlamaForCausalLM": ("vllm", "sglang"),
     "MistralForCausalLM": ("vllm", "sglang"),
     "Mistral3ForConditionalGeneration": ("vllm",),
     "Phi3ForCausalLM": ("vllm", "sglang"),
+    "GraniteForCausalLM": ("vllm",),
+    "SmolLM3ForCausalLM": ("vllm",),
     "Qwen2ForCausalLM": ("vllm",),
     "Qwen3ForCausalLM": ("vllm", "sglang"),
     "Qwen2MoeForCausalLM": (),
