@@ -11,13 +11,18 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
+    GraniteConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SmolLM3Config,
 )
 
 from dflash_toolkit import Drafter, DrafterConfig, Target
@@ -56,6 +61,17 @@ def pair(
         "qwen3": lambda: Qwen3Config(head_dim=64, **shape),
         "qwen3_moe": lambda: Qwen3MoeConfig(head_dim=64, mlp_only_layers=[2], **routed, **shape),
         "qwen3_next": lambda: Qwen3NextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
+        "phi3": lambda: Phi3Config(partial_rotary_factor=0.75, **shape),
+        "granite": lambda: GraniteConfig(
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=1 / 64,
+            logits_scaling=0.5,
+            **shape,
+        ),
+        "smollm3": lambda: SmolLM3Config(**shape),
+        "olmo2": lambda: Olmo2Config(**shape),
+        "glm4": lambda: Glm4Config(head_dim=64, **shape),
         "gemma2": lambda: Gemma2Config(head_dim=256, query_pre_attn_scalar=200, attn_logit_softcapping=9.0, **windows),
         "gemma3": lambda: Gemma3TextConfig(head_dim=128, query_pre_attn_scalar=90, **windows),
         "gpt_oss": lambda: GptOssConfig(

@@ -45,7 +45,8 @@ from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
-KINDS = ("qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
+DENSE = ("phi3", "granite", "smollm3", "olmo2", "glm4")
+KINDS = (*DENSE, "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 
 def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
@@ -78,7 +79,7 @@ def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, 
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3", "gpt_oss", "glm4", "olmo2"])
 def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
     prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
@@ -546,9 +547,10 @@ def test_sampled_answers_repeat_by_seed_alone_and_batched() -> None:
     assert all(len(g.logprobs) == 40 for g in together)
 
 
-def test_every_divergence_from_hugging_face_is_a_near_tie() -> None:
+@pytest.mark.parametrize("kind", ["qwen3", *DENSE])
+def test_every_divergence_from_hugging_face_is_a_near_tie(kind: str) -> None:
     """At every token of an answer; ours equal the fp32 model's about as often as those of its bf16 model do."""
-    target, _ = pair()
+    target, _ = pair(kind)
     exact = copy.deepcopy(target.model).float()
     prompts = prompts_of(64, seed=5)
     answers = make_engine(target, None).generate(prompts, SamplingParams(max_tokens=48, ignore_eos=True))
