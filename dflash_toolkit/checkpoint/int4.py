@@ -11,16 +11,14 @@ The first three are those of AutoAWQ's "gemm" and of GPTQModel. The last is that
 q + 8 and zero + 8; without zero points they are 8.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from ..config import UnsupportedModel, UserError
+from ..config import UnsupportedModel
 from ..kernels.formats import Format, Int4
 from ..kernels.formats.int4 import SYMMETRIC_ZERO, ZERO_BITS, pack, quarter_of
-from .reader import each_tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns of eight in an int32 of AWQ
 SLICE = 1024  # columns or rows that are converted at a time; a multiple of all blocks
@@ -108,38 +106,3 @@ def _zero(zero: Tensor, form: Int4) -> Tensor:
 
 
 CONVERT = {"numbers": _numbers, "scale": _scale, "zero": _zero}
-
-
-def dense_tensors(what: str, files: Sequence[Path], form: Int4, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the tensors of files as a checkpoint that is not quantized has them, for transformers' modules.
-
-    Raises:
-        UserError: see `each_tensor`; a matrix lacks a part.
-        UnsupportedModel: a matrix has its columns in another order.
-    """
-    convert_name, found, parts = conversions([form]), dict[str, Tensor](), dict[str, dict[str, Tensor]]()
-    assert convert_name is not None
-
-    def take(stored: str, read: Callable[[str], Tensor]) -> None:
-        tensor, converted = read(stored), convert_name(stored)
-        if converted is None:
-            found[stored] = tensor
-            return
-        name, convert = converted
-        tensor = convert(tensor)
-        if name:
-            matrix = name.removesuffix("_scale").removesuffix("_zero")
-            parts.setdefault(matrix, {})[name] = tensor
-
-    each_tensor(what, files, take)
-    for matrix in list(parts):
-        held = parts.pop(matrix)
-        numbers = held.get(matrix)
-        weight = form.empty(len(numbers), 4 * numbers.shape[1], new=torch.empty) if numbers is not None else None
-        views = {} if weight is None else form.tensors(matrix, weight)
-        if weight is None or views.keys() != held.keys():
-            raise UserError(f"{what}: the numbers, the scales or the zero points of {matrix!r} are missing")
-        for name, view in views.items():
-            view.copy_(held[name])
-        found[matrix] = weight.dense(dtype)
-    return found

@@ -176,12 +176,13 @@ def _unfit(form: Format, n: int, k: int) -> str:
     return f"not a multiple of {BLOCK} on both sides" if n % BLOCK or k % BLOCK else ""
 
 
-def int4_format(config: "PreTrainedConfig") -> Int4 | None:
-    """Returns the format of a target in INT4. Raises UnsupportedModel for INT4 in a form that is not known."""
+def dequantized_format(config: "PreTrainedConfig") -> Format | None:
+    """Returns the format of a target that is dequantized for transformers' modules, which cannot read it.
+
+    Raises UnsupportedModel for a form that is not known.
+    """
     asked = getattr(config, "quantization_config", None)
     stated = asked if isinstance(asked, dict) else {}
-    if stated.get("quant_method") not in ("awq", "gptq") and stated.get("format") != "pack-quantized":
-        return None
-    form = QuantizedModules.of(config).format
-    assert isinstance(form, Int4)
-    return form
+    if stated.get("quant_method") in ("awq", "gptq", "modelopt") or stated.get("format") == "pack-quantized":
+        return QuantizedModules.of(config).format
+    return None

@@ -7,6 +7,7 @@ If no logits are needed, the forward stops after the highest tapped layer.
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,9 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import cached_file
 
-from ..checkpoint.int4 import dense_tensors
+from ..checkpoint.dense import dense_tensors
 from ..checkpoint.reader import check_merged, locate, missing_tensors, weight_files
 from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
@@ -38,7 +40,7 @@ from ..stop_tokens import stop_tokens
 from ..templates import choose_template
 from . import packed
 from .cache import BatchCache, TargetCache
-from .quantized import int4_format
+from .quantized import dequantized_format
 from .restrictions import Restrictions, restrictions
 from .spec import context_limit
 from .structure import Structure, text_config
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel  # takes seconds to import, and the runtime needs none of it
 
+MODELOPT_FILE = "hf_quant_config.json"
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -129,12 +132,29 @@ def _whole_config(name: str) -> PreTrainedConfig:
                 f"target {name}: no such directory, and the hub cannot be reached; give the directory of a model"
             ) from error
         raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
+    if getattr(config, "quantization_config", None) is None:  # older exports of modelopt have a file of their own
+        found = cached_file(
+            name,
+            MODELOPT_FILE,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            config.quantization_config = {"quant_method": "modelopt", **_modelopt(Path(found))}
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModel(
             f"target {name}: architecture {config.model_type!r} is not supported: transformers has no causal language "
             f"model of it"
         )
     return config
+
+
+def _modelopt(file: Path) -> dict[str, Any]:
+    """Returns the quantization of a checkpoint of modelopt. Raises UserError."""
+    try:
+        return dict(json.loads(file.read_bytes())["quantization"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{file}: cannot be read ({_one_line(error)})") from error
 
 
 def check_architecture(name: str) -> None:
@@ -295,8 +315,8 @@ class Target:
 
         A checkpoint with a `quantization_config` is loaded as transformers does, quantized if its library is installed;
         other computations are in `dtype`. An FP8 checkpoint is dequantized on a CPU, which has no FP8 GEMMs, without
-        the package kernels, and in slices: its weights are the same numbers, and activations are not cast. An INT4
-        checkpoint is dequantized everywhere.
+        the package kernels, and in slices: its weights are the same numbers, and activations are not cast. INT4 and
+        modelopt's FP8 are dequantized everywhere.
 
         Args:
             mesh: shard the layers over these processes, each of which must call this and every forward.
@@ -311,7 +331,7 @@ class Target:
         where = use_device(device)
         asked = getattr(config, "quantization_config", None)
         quantized, source, precision = asked is not None, dict[str, Any](), resolve_dtype(dtype, where)
-        form = None if mesh is not None else int4_format(config)
+        form = None if mesh is not None else dequantized_format(config)
         if form is not None:
             files = weight_files(locate("target", name))
             source["state_dict"] = dense_tensors(f"target {name}", files, form, precision)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..checkpoint.reader import EMBEDDING, HEAD, load_weights, text_name
 from ..config import UnsupportedModel, UserError
-from ..kernels.formats import MXFP4, RowScaledFp8
+from ..kernels.formats import Int4, RowScaledFp8
+from ..kernels.formats.mxfp4 import Mxfp4
 from ..models.spec import GatedDeltaNetSpec
 from .weights import STACKED, DrafterWeights, LayerWeights, TargetWeights
 
@@ -46,13 +47,13 @@ def update_target(weights: TargetWeights, tensors: Mapping[str, Tensor]) -> None
     """Copies tensors of a target, some or all, by their names in a Hugging Face checkpoint.
 
     Raises:
-        UnsupportedModel: a target with recurrent layers or in MXFP4: the engine holds their weights in other forms.
+        UnsupportedModel: a target with recurrent layers or in 4 bits: the engine holds their weights in other forms.
         UserError: a tensor is unknown, or has another shape or format; nothing is written then.
     """
     if any(isinstance(layer.mixer, GatedDeltaNetSpec) for layer in weights.spec.layers):
         raise UnsupportedModel("the weights of a target with recurrent layers cannot be replaced; start a new engine")
-    if MXFP4 in weights.spec.formats:
-        raise UnsupportedModel("the weights of a target in MXFP4 cannot be replaced; start a new engine")
+    if any(isinstance(form, Int4 | Mxfp4) for form in weights.spec.formats):
+        raise UnsupportedModel("the weights of a target in 4 bits cannot be replaced; start a new engine")
     named = {text_name(name): tensor for name, tensor in tensors.items()}
     head = named.pop(HEAD, None) if weights.spec.tied_head else None
     if head is not None and not (EMBEDDING in named and torch.equal(head, named[EMBEDDING])):

@@ -1,6 +1,7 @@
 """Targets in fp8 blocks: from files and from modules; the engine's answers equal those of transformers' modules."""
 
 import functools
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from conftest import make_drafter
+from conftest import make_drafter, make_tokenizer
 from damage import damage
 from engines import knowing, make_engine, prompts_of
 from fp8_targets import CHANGES, HYBRID, SIZES, in_fp8, in_modules, rows_of_reference
 from kernel_inputs import fp8_type as fp8_type
+from safetensors.torch import load_file, save_file
 from small_vocabulary import hf_greedy
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -260,6 +262,47 @@ def test_fp8_by_channels_equals_modules_with_quantized_rows(name: str, tmp_path:
     found = engine.generate(prompts, params)
     assert sum(ours.tokens == theirs for ours, theirs in zip(found, expected, strict=True)) >= 2
     assert sum(len(answer.steps) for answer in found) < 0.5 * sum(len(answer.tokens) for answer in found)
+
+
+STATIC = {**EIGHT, "strategy": "tensor", "dynamic": False}
+MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head", "model.layers.1.*"]}
+BY_TENSOR = {
+    "modelopt's file": MODELOPT,
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": MODELOPT["exclude_modules"]},
+    "compressed-tensors": DYNAMIC | {
+        "ignore": ["lm_head", r"re:model\.layers\.1\..*"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": STATIC, "input_activations": STATIC}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", BY_TENSOR)
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE"])
+def test_scales_of_whole_fp8_matrices_become_those_of_rows(name: str, form: str, tmp_path: Path) -> None:
+    ARCHITECTURES[name].target(**SIZES).model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    stored, values = load_file(tmp_path / "model.safetensors"), {}
+    for key, matrix in list(stored.items()):
+        if matrix.dim() == 2 and "_proj" in key and "layers.1." not in key:
+            scale = matrix.abs().max() / 448
+            stored[key] = (matrix / scale).to(torch.float8_e4m3fn)
+            values[key] = stored[key].float() * scale
+            stored |= {f"{key}_scale": scale, f"{key.removesuffix('weight')}input_scale": torch.tensor(0.5)}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if form == "modelopt's file":
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": MODELOPT}))
+    else:
+        damage(tmp_path / "config.json", {"quantization_config": BY_TENSOR[form]})
+    options = EngineOptions(max_num_seqs=1, kv_cache_tokens=400)
+    weights = load_engine(str(tmp_path), None, "cpu", options=options)[0].runner.target
+    assert [layer.mixer.weight for layer in weights.spec.layers[:2]] == [FP8_CHANNEL, DENSE]
+    views = weights.parameter_views()
+    for key, value in values.items():
+        assert torch.equal(views[key].float() * views[f"{key}_scale"], value), key
+    if form.startswith("modelopt"):
+        loaded = dict(Target.load(str(tmp_path), "cpu").model.named_parameters())
+        o = "model.layers.0.self_attn.o_proj.weight"
+        assert torch.equal(loaded[o], values[o])
 
 
 def test_shared_experts_are_as_the_others() -> None:

@@ -130,6 +130,12 @@ def test_columns_sorted_by_activations_are_refused(folder: Path, tmp_path: Path)
             load()
 
 
+def test_int4_weights_are_not_replaced(folder: Path) -> None:
+    engine = load_engine(str(folder), None, "cpu", options=EngineOptions(max_num_seqs=1, kv_cache_tokens=400))[0]
+    with pytest.raises(UnsupportedModel, match="in 4 bits cannot be replaced"):
+        engine.update_target({})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5_moe"])
 def test_a_drafter_changes_no_token_of_an_int4_target(kind: str, tmp_path: Path) -> None:
