@@ -21,10 +21,12 @@ from dflash_toolkit.serve import cli as serve
 from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.train import cli as train
 from dflash_toolkit.train import data_cli as data
+from dflash_toolkit.train import export_cli
 from dflash_toolkit.train.config import TrainConfig
 
 OPTIONS: dict[str, tuple[Any, type]] = {
     "dflash-train": (train, TrainConfig),
+    "dflash-train export": (export_cli, export_cli.ExportConfig),
     "dflash-data": (data, data.DataConfig),
     "dflash-eval": (evaluate, evaluate.EvalConfig),
     "dflash-eval check": (check, check.CheckConfig),
@@ -52,7 +54,8 @@ def test_every_cli_module_is_a_command() -> None:
 
 @pytest.mark.parametrize("module", CLIS)
 def test_help_and_version_import_neither_torch_nor_transformers(module: str) -> None:
-    subcommands = [["check"], ["compare"]] if module.endswith("evaluation.cli") else []
+    of_module = {"evaluation": [["check"], ["compare"]], "train": [["export"]]}
+    subcommands = of_module.get(module.split(".")[1], []) if module.endswith(".cli") else []
     program = (
         "import runpy, sys\n"
         "for words in {words}:\n"

@@ -43,10 +43,12 @@ def commands() -> dict[str, tuple[type, str]]:
     from dflash_toolkit.serve.config import ServeConfig
     from dflash_toolkit.train import cli as train
     from dflash_toolkit.train import data_cli as data
+    from dflash_toolkit.train import export_cli
     from dflash_toolkit.train.config import TrainConfig
 
     found = {
         "dflash-train": (train, TrainConfig),
+        "dflash-train export": (export_cli, export_cli.ExportConfig),
         "dflash-data": (data, data.DataConfig),
         "dflash-eval": (evaluate, evaluate.EvalConfig),
         "dflash-eval check": (check, check.CheckConfig),

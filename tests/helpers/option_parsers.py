@@ -11,10 +11,15 @@ from dflash_toolkit.serve.external import split
 from dflash_toolkit.serve.vllm_flags import translate_vllm_flags
 from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.data_cli import DataConfig
+from dflash_toolkit.train.export_cli import ExportConfig
 
 EVALUATION = {"check": check, "compare": compare}
 PROGRAMS: dict[str, Callable[[list[str]], object]] = {
-    "dflash-train": lambda words: configure(*given_values(TrainConfig, words, "dflash-train", "")),
+    "dflash-train": lambda words: (
+        parse_cli(ExportConfig, words[1:], "dflash-train export", "")
+        if words[:1] == ["export"]
+        else configure(*given_values(TrainConfig, words, "dflash-train", ""))
+    ),
     "dflash-data": lambda words: parse_cli(DataConfig, words, "dflash-data", ""),
     "dflash-eval": lambda words: (
         EVALUATION[words[0]].parse(words[1:])

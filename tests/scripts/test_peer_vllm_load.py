@@ -4,6 +4,7 @@ Which of the two other engines serves a target with a drafter is read in their w
 """
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -30,7 +31,8 @@ pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 PARTS = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 16}
 SCALES = {"output_multiplier": 0.2, "final_logit_softcapping": 20.0, "input_embedding_scale": 1.5}
-MORE = ["windows", "DFlash 2", "DFlash 2, scaled"]
+IN_8_BITS = {"FP8": "fp8", "DFlash 2 in INT8": "int8"}
+MORE = ["windows", "DFlash 2", "DFlash 2, scaled", *IN_8_BITS]
 
 
 def site() -> Path:
@@ -54,19 +56,19 @@ def drafters() -> dict[str, Drafter]:
         with torch.no_grad():
             for parameter in found[name].parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
-    return found
+    return found | dict(zip(IN_8_BITS, (found["Qwen3.5"], found["DFlash 2"]), strict=True))
 
 
 @pytest.fixture(scope="module")
 def loaded(
     drafters: dict[str, Drafter], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
-    """vLLM's reading of each drafter, and its parameters there."""
+) -> dict[str, tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]]:
+    """vLLM's reading of each drafter, its parameters there, and those on disk."""
     folder, packages = tmp_path_factory.mktemp("pairs"), site()
     pairs = []
     for name, drafter in drafters.items():
         shape, pair = drafter.config, folder / re.sub(r"\W", "_", name)
-        save_drafter(drafter, pair / "drafter")
+        save_drafter(drafter, pair / "drafter", dtype=IN_8_BITS.get(name))
         # the target's class may need a missing package (torchvision); only these numbers are read
         stand_in = Qwen3Config(
             hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, num_hidden_layers=shape.num_target_layers,
@@ -84,14 +86,14 @@ def loaded(
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout)
     return {
-        name: (found, load_file(folder / f"{pair.name}.safetensors"))
+        name: (found, load_file(folder / f"{pair.name}.safetensors"), load_file(pair / "drafter/model.safetensors"))
         for name, found, pair in zip(drafters, results, pairs, strict=True)
     }
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
 def test_vllm_reads_the_drafter_configuration(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
-    config, (found, tensors) = drafters[name].config, loaded[name]
+    config, (found, tensors, _) = drafters[name].config, loaded[name]
     assert found["class"] == ("DFlash2Qwen3ForCausalLM" if config.is_dflash2 else "DFlashQwen3ForCausalLM")
     if config.is_dflash2:
         assert found["convolution"] == [2, 4, 16] and found["selector_top_k"] == 16
@@ -109,16 +111,18 @@ def test_vllm_reads_the_drafter_configuration(name: str, drafters: dict[str, Dra
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *MORE])
 def test_vllm_loads_every_weight(name: str, drafters: dict[str, Drafter], loaded: Any) -> None:
-    ours = {key: value.detach().bfloat16() for key, value in drafters[name].named_parameters()}
-    theirs: dict[str, Tensor] = loaded[name][1]
+    _, theirs, stored = loaded[name]
+    ours = dict(stored)
+    kinds = ("weight", "weight_scale") if name in IN_8_BITS else ("weight",)
     fused = {
         "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
     }
     for layer in range(drafters[name].config.num_layers):
-        for whole, parts in fused.items():
-            joined = torch.cat([ours.pop(f"layers.{layer}.{part}.weight") for part in parts])
-            assert torch.equal(theirs[f"model.layers.{layer}.{whole}.weight"], joined)
+        for (whole, parts), kind in itertools.product(fused.items(), kinds):
+            joined = torch.cat([ours.pop(f"layers.{layer}.{part}.{kind}") for part in parts])
+            found = theirs[f"model.layers.{layer}.{whole}.{kind}"]
+            assert found.dtype == joined.dtype and torch.equal(found, joined)
     for key, value in ours.items():
         assert torch.equal(theirs[f"model.{key}"], value), key
 

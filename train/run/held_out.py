@@ -101,9 +101,12 @@ class Evaluation:
         """
         if self.prompts < 2:
             return False
+        return self.tau - other.tau > student_quantile(sure, self.prompts - 1) * self.error_of_difference(other)
+
+    def error_of_difference(self, other: "Evaluation") -> float:
+        """Returns the standard error of the difference of tau from an evaluation of the same prompts."""
         pairs = zip(self._residuals(), other._residuals(), strict=True)
-        error = _spread([ours - theirs for ours, theirs in pairs], math.hypot(self._counting, other._counting))
-        return self.tau - other.tau > student_quantile(sure, self.prompts - 1) * error
+        return _spread([ours - theirs for ours, theirs in pairs], math.hypot(self._counting, other._counting))
 
     def by_source(self) -> dict[str, float]:
         """Returns tau for the prompts of each source, in order of first appearance."""

@@ -26,6 +26,7 @@ from ...checkpoint.reader import MASK_EMBEDDING, each_tensor, load_weights, loca
 from ...config import UserError
 from ..rope import read_rope, warn_of_vllm
 from .architecture import DFLASH, DraftArchitecture, architectures, named, of_sizes
+from .eight_bits import in_eight_bits, narrowed, widened
 from .network import Drafter, DrafterConfig
 from .serving import served_elsewhere
 
@@ -114,9 +115,12 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
 
 
-def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] | None = None) -> None:
+def save_drafter(
+    drafter: Drafter, path: str | Path, provenance: dict[str, Any] | None = None, dtype: str | None = None
+) -> None:
     """Writes `config.json` and bf16 weights to the directory `path`, then reads them back and compares.
 
+    With `dtype` fp8 or int8 the matrices of the layers have 8 bits, and the weights read back are compared with these.
     Files of an earlier export are replaced together; others in `path` (metrics, state) stay. Warns on stderr if vLLM
     computes the rope differently.
 
@@ -128,9 +132,14 @@ def save_drafter(drafter: Drafter, path: str | Path, provenance: dict[str, Any] 
     tensors = stored_tensors(drafter)
     if diverged := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
         raise UserError(f"drafter {path}: not written, because {diverged} contains NaN or infinity; {DIVERGED}")
+    stored, values = tensors, config_json(drafter.config, provenance)
+    if dtype:
+        stored, values["quantization_config"] = narrowed(tensors, dtype)
+        tensors = widened(stored)
+        drafter = Drafter.of_tensors(drafter.config, tensors)
     with staged(Path(path)) as stage:
-        save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
-        (stage / "config.json").write_text(json.dumps(config_json(drafter.config, provenance), indent=2) + "\n")
+        save_file(stored, stage / WEIGHTS, metadata={"format": "pt"})
+        (stage / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         reread = load_drafter(str(stage))
         if reread.config != drafter.config:
             raise RuntimeError(f"{path}: the configuration read back differs from the one written")
@@ -277,7 +286,7 @@ def read_tensors(path: Path, known: Collection[str] = (), *, layers_only: bool =
             f"notice: drafter {path}: its own {' and '.join(sorted(unused))} are not used; it drafts with the target's",
             file=sys.stderr,
         )
-    return tensors
+    return widened(tensors) if raw.get("quantization_config") else tensors
 
 
 def reduced_vocabulary(raw: dict[str, Any]) -> Any:
@@ -322,10 +331,11 @@ def read_config(path: Path, *, layers_only: bool = False) -> DrafterConfig:
             raise UserError(f"drafter {path}: config.json: {key!r} is {found}, which is out of range")
         return found
 
-    if method := group(raw, "quantization_config").get("quant_method"):
+    stated = group(raw, "quantization_config")
+    if (method := stated.get("quant_method")) and not in_eight_bits(stated):
         raise UserError(
-            f"drafter {path}: its weights are quantized ({method}), which is not supported; give the one in 16 bits "
-            f"(--draft-dtype fp8 casts it)"
+            f"drafter {path}: its weights are quantized ({method}), which is not supported; give the one in 16 bits, "
+            f"or one that dflash-train export wrote in fp8 or int8"
         )
     speculators = "speculators_model_type" in raw
     projector = find("projector_type", "dflash")

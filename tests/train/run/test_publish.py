@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,8 @@ import pytest
 import yaml
 from programs import Program
 
+from dflash_toolkit import load_drafter
+from dflash_toolkit.train.cli import main
 from dflash_toolkit.train.prompts.dataset import DEFAULT
 from dflash_toolkit.train.run import publish
 
@@ -99,6 +102,19 @@ def test_a_run_writes_a_card_and_the_same_command_uploads_it(target_dir: Path, d
     assert hub.repositories == ["me/tiny"] and set(hub.files) == {"README.md", "config.json", "model.safetensors"}
     assert hub.files["model.safetensors"] == weights and b"--drafter me/tiny\n" in hub.files["README.md"]
 
+    small = ["export", "--drafter", str(output), "--output", str(output / "small"), "--push-to-hub", "me/small"]
+    measure = ["--target", str(target_dir), "--prompts", f"a={dflash_train.data}", "--limit", "3", "--max-tokens", "8"]
+    assert dflash_train.main([*small, *measure]) == 0
+    said = dflash_train.capsys.readouterr().out
+    assert re.match(r"acceptance length \d\.\d{3} in fp8, \d\.\d{3} in 16 bits: .\d\.\d{3} \(standard error ", said)
+    config, card = json.loads(hub.files["config.json"]), hub.files["README.md"].decode()
+    assert config["quantization_config"]["format"] == "float-quantized" and hub.repositories[-1] == "me/small"
+    assert config["dflash_toolkit"]["measured_on"]["max_tokens"] == 8 and config["dflash_toolkit"]["record"]["sha256"]
+    assert "MB, matrices in fp8;" in card and "--drafter me/small\n" in card and "me/tiny" not in card
+    assert "## Weights in FP8" in card and said.strip() in card and "| a | " in card
+    assert hub.files["model.safetensors"] == (output / "small/model.safetensors").read_bytes() != weights
+    assert load_drafter(str(output / "small")).config == load_drafter(str(output)).config
+
 
 def test_hub_refusal_is_one_line_before_any_work(tmp_path: Path, hub: Hub, dflash_train: Program) -> None:
     hub.refuses = 401
@@ -134,3 +150,29 @@ def test_a_card_lists_the_sources_of_the_default_dataset(dflash_train: Program) 
             dflash_train.output, record | {"config": record["config"] | {"data": [], "prompts": prompts}}
         )
         assert said in (dflash_train.output / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "DRAFTER"], "is the drafter itself; choose another directory"),
+        (["--target", "t"], "target is given without prompts; give both"),
+        (["--prompts", "a=b"], "prompts is given without target"),
+        (["--dtype", "int4"], "'int4' is not one of fp8, int8"),
+        (["--max-tokens", "1"], "is 1; it must be >= 2"),
+        (["--drafter", "SMALL"], "is quantized already"),
+    ],
+)
+def test_an_export_refuses_mistakes_in_one_line(
+    words: list[str], said: str, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small"
+    assert main(["export", "--drafter", str(drafter_dir), "--output", str(small), "--dtype", "int8"]) == 0
+    card = (small / "README.md").read_text()
+    assert card.startswith("# small\n\n## Weights in INT8") and "was not measured" in card
+    capsys.readouterr()
+    given = [word.replace("DRAFTER", str(drafter_dir)).replace("SMALL", str(small)) for word in words]
+    assert main(["export", "--drafter", str(drafter_dir), "--output", str(tmp_path / "new"), *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,56 @@
+"""dflash-train export: writes a drafter with weights of 8 bits. `run/export.py` does the work and imports torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_toolkit.config import option, options, parse_cli, run_command
+from dflash_toolkit.options import PromptSetOptions
+
+PROG = "dflash-train export"
+DESCRIPTION = """\
+Writes a drafter with weights in FP8 or INT8, in the form of compressed-tensors, which dflash-serve and vLLM load. With
+--prompts it decodes them with both drafters and writes the acceptance that the format costs into the model card."""
+EXAMPLE = (
+    "dflash-train export --drafter out/mine --dtype fp8 --output out/mine-fp8 --target Qwen/Qwen3-8B "
+    "--prompts chat=held_out.jsonl --limit 64"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """The options of `dflash-train export`."""
+
+    drafter: str = option(help="drafter to read: directory or Hugging Face id", common=True, metavar="PATH")
+    output: str = option(help="directory of the new drafter", common=True, metavar="PATH")
+    dtype: str = option(
+        "fp8", "number format of the layers' matrices, with one scale per row", ("fp8", "int8"), common=True
+    )
+    target: str | None = option(
+        None, "target that decodes --prompts: Hugging Face id or directory (default: no measurement)", common=True,
+        metavar="PATH",
+    )  # fmt: skip
+    sets: PromptSetOptions = options(PromptSetOptions, flat=True)
+    max_tokens: int = option(512, "longest response, in tokens", common=True)
+    device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...; auto is the GPU, if there is one", common=True)
+    push_to_hub: str | None = option(
+        None, "Hugging Face repository to upload the drafter and its model card to, created if missing (default: none)"
+    )
+
+    def __post_init__(self) -> None:
+        if bool(self.target) != bool(self.sets.prompts):
+            given, missing = ("target", "prompts") if self.target else ("prompts", "target")
+            raise ValueError(f"{given} is given without {missing}; give both to measure the drafters, or neither")
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be >= 2")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Exit codes: 0 done, 2 an error (one line), 130 interrupted."""
+
+    def command() -> None:
+        config = parse_cli(ExportConfig, argv, PROG, DESCRIPTION, EXAMPLE)
+        from .run.export import export
+
+        export(config)
+
+    return run_command(command)
