@@ -30,6 +30,7 @@ def check_target(name: str, runtime: str = "reference", drafter: "DrafterConfig 
             weights is missing, or the drafter does not fit.
     """
     from .models.dflash.checkpoint import check_fits
+    from .models.quantized import dequantized_format
     from .models.spec import ModelSpec
     from .models.target import check_architecture, load_config
 
@@ -45,7 +46,7 @@ def check_target(name: str, runtime: str = "reference", drafter: "DrafterConfig 
                 raise
     quantization = getattr(config, "quantization_config", None)
     method = str(quantization.get("quant_method")) if isinstance(quantization, dict) else ""
-    for package in QUANTIZED_BY.get(method, ()):
+    for package in () if dequantized_format(config) else QUANTIZED_BY.get(method, ()):
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"target {name}: it is quantized by {method}, and the package {package} is not installed; install it "

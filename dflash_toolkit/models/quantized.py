@@ -177,12 +177,12 @@ def _unfit(form: Format, n: int, k: int) -> str:
 
 
 def dequantized_format(config: "PreTrainedConfig") -> Format | None:
-    """Returns the format of a target that is dequantized for transformers' modules, which cannot read it.
-
-    Raises UnsupportedModel for a form that is not known.
-    """
+    """Returns the format of a target that is dequantized for transformers' modules; None if they read it themselves."""
     asked = getattr(config, "quantization_config", None)
     stated = asked if isinstance(asked, dict) else {}
-    if stated.get("quant_method") in ("awq", "gptq", "modelopt") or stated.get("format") == "pack-quantized":
+    if stated.get("quant_method") not in ("awq", "gptq", "modelopt") and stated.get("format") != "pack-quantized":
+        return None
+    try:
         return QuantizedModules.of(config).format
-    return None
+    except UnsupportedModel:  # perhaps a package reads it
+        return None

@@ -38,8 +38,9 @@ class Weights:
         for name, parameter in model.named_parameters():
             kind = "experts" if ".experts." in name else "embedding" if id(parameter) in ends else "dense"
             sizes[kind] += parameter.numel()
-        declared = target.to_dict().get("quantization_config", {}).get("quant_method", "")
-        method = str(getattr(declared, "value", declared))  # a member of an enum, if transformers has loaded the target
+        declared = target.to_dict().get("quantization_config", {})
+        method = declared.get("quant_method", "")
+        method = str(getattr(method, "value", method))  # a member of an enum, if transformers has loaded the target
         count = next((value for name in EXPERTS if (value := getattr(target, name, None))), 1)
         used = (getattr(target, "num_experts_per_tok", None) or 1) / count
         kinds = list(getattr(target, "layer_types", None) or ["full_attention"] * target.num_hidden_layers)
@@ -53,7 +54,7 @@ class Weights:
             heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
             keys = len(kinds) * target.hidden_size // target.num_attention_heads * heads
         kv_bytes = 2 * 2 * keys
-        fp8 = method in ("fp8", "compressed-tensors", "fbgemm_fp8")
+        fp8 = method in ("fp8", "compressed-tensors", "fbgemm_fp8") and declared.get("format") != "pack-quantized"
         return cls(
             sizes["embedding"],
             sizes["dense"],
