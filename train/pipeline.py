@@ -41,6 +41,7 @@ from .responses.corpus import Corpus
 from .run.definition import WORK, Export, Outcome, Run
 from .run.estimate import announced
 from .run.metrics_log import WANDB_OPTION
+from .run.outlook import point_of_run
 from .run.prepare import Prepared, fit_memory, prepare
 from .run.provenance import (
     fingerprint,
@@ -194,7 +195,7 @@ def _train(run: Prepared, answered: Corpus, processes: Processes) -> None:
 
     training = Run(config, target, drafter, rows, data.held_out, run.work, fingerprint(record), export, record)
     outcome = train(training, processes)
-    processes.rank_zero(_finish, run, target, outcome, rows, len(answered), thinking)
+    processes.rank_zero(_finish, run, target, outcome, rows, len(answered), thinking, processes.world)
 
 
 def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Target, Corpus]:
@@ -223,7 +224,9 @@ def _place(output: Path, made: Export) -> Path:
     return output if made.role == "exported" else output / made.role
 
 
-def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int, thinking: str) -> None:
+def _finish(
+    run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answered: int, thinking: str, world: int
+) -> None:
     """Writes the record of a finished run and prints how to serve its drafter."""
     config, output, exported = run.config, Path(run.config.output_dir), outcome.exported
     assert exported is not None
@@ -234,7 +237,7 @@ def _finish(run: Prepared, target: Target, outcome: Outcome, rows: Corpus, answe
         drafter, note = load_drafter(str(output)), read_json(output / "config.json").get(PROVENANCE_KEY)
         copies = (target.embedding.weight, target.head_weight)
         save_speculators(drafter, output / "speculators", target.config, *copies, provenance=note)
-    found = result(run.data, outcome, rows, answered, thinking)
+    found = result(run.data, outcome, rows, answered, thinking) | {"curve": point_of_run(run.work, world)}
     record = run.record | {"finished": now(), "result": finite(found)}
     write_cards(output, record, config.push_to_hub)
     write_json(output / "run.json", record)

@@ -91,10 +91,24 @@ def outlook(
         measured = f"{last.tau:.2f} +- {last.error:.2f} after {duration(60 * last.amounts[0] / world)}"
         lines.append(("measured so far", measured, f"held-out prompts of this run{why}"))
     if own and not why:
-        hour = own[-1].amounts[0] + 60 * world
-        gain = fit(own).gain(own[-1].amounts, (hour,))
-        lines.append(("its next hour", _words(gain, "+"), f"curve of {len(own)} points of this run"))
+        lines.append(("its next hour", _words(_next_hour(own, world), "+"), f"curve of {len(own)} points of this run"))
     return lines
+
+
+def point_of_run(work: Path, world: int) -> dict[str, Any]:
+    """Returns a finished run's point of its curve, for its record: GPU minutes, and what an hour more would add."""
+    rows = [json.loads(line) for line in (work / METRICS).read_text(encoding="utf-8").splitlines()]
+    found: dict[str, Any] = {"gpu_minutes": round(rows[-1].get("gpu_minutes", 0.0), 2)} if rows else {}
+    points, why = _own(work)
+    if points and not why:
+        gain = _next_hour(points, world)
+        found |= {"points": len(points), "an_hour_more": round(gain.tau, 4), "error": round(gain.error, 4)}
+    return found
+
+
+def _next_hour(points: list[Point], world: int) -> Value:
+    last = points[-1].amounts[0]
+    return fit(points).gain((last,), (last + 60 * world,))
 
 
 def _own(work: Path | None) -> tuple[list[Point], str]:

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.train.run.curve import Point, fit
-from dflash_toolkit.train.run.outlook import PUBLISHED, outlook, published
+from dflash_toolkit.train.run.outlook import PUBLISHED, outlook, point_of_run, published
 
 GRID = [(seen, distinct) for seen in (2.0, 8.0, 30.0, 100.0) for distinct in (2.0, 8.0, 30.0)]
 
@@ -97,3 +97,6 @@ def test_an_estimate_reads_the_measurements_of_its_run(tmp_path: Path) -> None:
     value, how = four["its next hour"]
     assert how == "curve of 4 points of this run"
     assert float(value.split()[0]) == pytest.approx(30**-0.5 - 90**-0.5, abs=0.02), "two GPUs: 120 minutes more"
+    (tmp_path / "metrics.jsonl").write_text((tmp_path / "metrics.jsonl").read_text().removesuffix('{"torn'))
+    point = point_of_run(tmp_path, 2)
+    assert (point["gpu_minutes"], point["points"]) == (60, 4) and f"+{point['an_hour_more']:.2f}" == value.split()[0]

@@ -97,6 +97,15 @@ def test_a_run_writes_a_card_and_the_same_command_uploads_it(target_dir: Path, d
     assert f" {dflash_train.record()['data']['cut']} responses were cut at the limit" in card
     assert f"dflash-serve --target {target_dir} --drafter run\n" in card and "vllm serve" in card
 
+    minutes = result["curve"]["gpu_minutes"]
+    assert f"2 optimiser steps in a run of {minutes} GPU minutes on" in card if minutes else "GPU minutes" not in card
+    curve = {"gpu_minutes": 9, "points": 4, "an_hour_more": 0.123, "error": 0.02}
+    publish.write_cards(output, dflash_train.record() | {"result": result | {"curve": curve}})
+    card = (output / "README.md").read_text()
+    assert (
+        "By the curve of its 4 measurements, an hour more would add 0.12 tokens a step (standard error 0.02)." in card
+    )
+
     weights = (output / "model.safetensors").read_bytes()
     assert dflash_train(*SHORT, "--push-to-hub", "me/tiny")[-1].startswith("uploaded to http://127.0.0.1:")
     assert hub.repositories == ["me/tiny"] and set(hub.files) == {"README.md", "config.json", "model.safetensors"}
