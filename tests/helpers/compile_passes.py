@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_toolkit.kernels.formats import FP8_BLOCK
+from dflash_toolkit.kernels.clamped import ClampedExperts
+from dflash_toolkit.kernels.formats import FP8_BLOCK, MXFP4
 from dflash_toolkit.kernels.gpu import Gpu
 from dflash_toolkit.kernels.loss_terms import LossMix, RowTerms
 from dflash_toolkit.kernels.paged import PagedKV
@@ -110,7 +111,7 @@ def passes(models: Mapping[str, Model]) -> Iterator[Pass]:
     for name, model in models.items():
         for label, run in _of_engine(model.runner()):
             yield f"{name}: {label}", run
-    yield from _of_fp8_blocks()
+    yield from _of_quantized()
     yield from _of_other_families()
     yield from _of_training()
 
@@ -136,12 +137,17 @@ def _of_engine(runner: StepRunner) -> Iterator[Pass]:
     yield f"prefill of {count} times {size}", lambda: prefills.run_empty_batch(size, count)
 
 
-def _of_fp8_blocks() -> Iterator[Pass]:
-    """Yields GEMMs of targets in FP8 blocks whose sizes no model above has."""
+def _of_quantized() -> Iterator[Pass]:
+    """Yields GEMMs of quantized targets whose sizes or formats no model above has."""
     with META:
         gate_up, down = (FP8_BLOCK.empty(257, *sides, new=torch.empty) for sides in ((1024, 2048), (2048, 512)))
         many = _bf16(4096, 2048), gate_up, down, torch.empty(4096, 9), torch.empty(4096, 9, dtype=torch.int32)
     yield "experts of more rows than Hopper's kernel streams", lambda: Gpu.experts_mlp(*many)
+    with META:
+        matrices = (MXFP4.empty(32, *sides, new=torch.empty) for sides in ((5760, 2880), (2880, 2880)))
+        clamped = ClampedExperts(_bf16(32, 5760), _bf16(32, 2880), 1.702, 7.0)
+        routed = _bf16(1024, 2880), *matrices, torch.empty(1024, 4), torch.empty(1024, 4, dtype=torch.int32), clamped
+    yield "experts in MXFP4", lambda: Gpu.experts_mlp(*routed)
     yield "an FFN of more rows than MAX_ROWS", lambda: fp8_blocks.swiglu(_bf16(256, 2048))
 
 
