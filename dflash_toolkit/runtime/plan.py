@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.formats import DENSE, FP8_BLOCK, RowScaledFp8
+from ..kernels.formats import DENSE, FP8_BLOCK, Int4, RowScaledFp8
+from ..kernels.formats.int4 import SLICE
 from ..kernels.launch import FAR_REQUESTS, LONGEST_SPLIT, MAX_ROWS, MOST_SPLIT, far_keys
 from ..kernels.ops import Reference
 from ..models.dflash.network import Drafter, DrafterConfig
@@ -224,7 +225,11 @@ class Planner:
             widest = max(widest, mixer, ffn)
         if spec.recurrent:
             each += 4 * 4 * max(net.channels + net.width for net in spec.delta_nets)  # in fp32
-        return MARGIN + rows * (each + size * widest) + min(rows, MAX_ROWS) * widest * 4 * SPLITS // 2
+        scratch = 0
+        if rows > MAX_ROWS and any(isinstance(form, Int4) for form in spec.formats):
+            longest = max(max(layer.mixer.width, layer.ffn.intermediate_size, d) for layer in spec.layers)
+            scratch = SLICE * longest * size
+        return MARGIN + scratch + rows * (each + size * widest) + min(rows, MAX_ROWS) * widest * 4 * SPLITS // 2
 
     def _graphs(self, options: EngineOptions, most: int, nodes: int, reach: int) -> int:
         parts = captured_parts(options, self.config, most, nodes)

@@ -15,6 +15,7 @@ from .base import Format, Quantized, Weight
 QUARTERS = (64, 32, 16)  # columns of a quarter of a block; the first that fits is used
 ZERO_BITS = 0xFF  # the lowest byte of a scale
 SYMMETRIC_ZERO = 8
+SLICE = 4096  # rows of a matrix that a GPU dequantizes at a time, for many rows
 
 
 def quarter_of(k: int, group: int) -> int:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..features import features_of
 from ..formats import Activation, GroupedInt4
+from ..formats.int4 import SLICE
 from ..launch import MAX_ROWS, padded, pdl
 from .linear import swiglu
 from .pdl import start_next, wait_for_previous
 from .tile import LEAST_STAGES, MULTIPROCESSORS, ROOM_BYTES, SHARED_BYTES, Tile, store_tile
 
-SLICE = 4096  # rows of a weight that are dequantized at a time
 DEQUANTIZED_ROWS = 16  # rows of a program that dequantizes
 BLOCK_N = 64  # weight rows per program
 MOST_SIDE = 64  # rows per program; the sums of a group of 128 rows would not stay in registers
