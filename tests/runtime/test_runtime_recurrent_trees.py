@@ -57,10 +57,10 @@ def test_sampled_and_edited_answers_equal_plain_ones(kind: str, width: int) -> N
 def test_the_drafters_own_trees_are_those_of_generate(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CalibrationFeed, "FIRST", 10**9)  # generate fits none
     target, _ = pair()
-    drafter, prompts = make(target), prompts_of(3, 20, 9)
+    drafter, prompts, params = make(target), prompts_of(3, 20), replace(GREEDY, max_tokens=9)
     engine = make_engine(target, drafter, **TREES)
-    for prompt, got in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-        assert same(got, generate(target, drafter, prompt, GREEDY, "greedy", *TREES.values()))
+    for prompt, got in zip(prompts, engine.generate(prompts, params), strict=True):
+        assert same(got, generate(target, drafter, prompt, params, "greedy", *TREES.values()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

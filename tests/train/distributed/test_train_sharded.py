@@ -90,7 +90,7 @@ def _process(rank: int, folder: Path, optim: OptimOptions, ways: list[RunOptions
         ),
         (OptimOptions(optimizer="muon", ema=0.9), [FSDP, RunOptions(), FSDP], 1e-3, "dflash2"),
         (OptimOptions(optimizer="muon", accumulate=2, weight_decay=0.1), WAYS, 1e-2, "dflash2"),
-        (OptimOptions(optimizer="adamw", accumulate=2, recompute=True, splits=2), WAYS, 1e-4, "dspine"),
+        (OptimOptions(optimizer="adamw", recompute=True, splits=2), [FSDP, RunOptions(zero=3), FSDP], 1e-4, "dspine"),
     ],
     ids=["muon", "adamw", "average", "muon, accumulated", "dspine"],
 )
