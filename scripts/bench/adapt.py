@@ -55,8 +55,7 @@ def serve(
     coming, running = itertools.cycle(enumerate(prompts)), list[tuple[int, Request]]()
     answers = dict[int, list[int]]()
     began, done, before = time.perf_counter(), False, (0, 0)
-    tokens = steps = 0
-    closes = args.window
+    finished, closes = [0, 0], args.window
     while not done:
         while len(running) < args.requests:
             number, prompt = next(coming)
@@ -66,10 +65,10 @@ def serve(
         for number, request in [entry for entry in running if entry[1].finished]:
             running.remove((number, request))
             answers[number] = request.tokens
-            tokens += sum(len(step.tokens) for step in request.generation.steps)
-            steps += len(request.generation.steps)
+            finished = [sum(pair) for pair in zip(finished, counts_of(request), strict=True)]
         now = time.perf_counter() - began
         if now >= closes:
+            tokens, steps = map(sum, zip(finished, *(counts_of(request) for _, request in running), strict=True))
             counted = tokens - before[0], max(steps - before[1], 1)
             yield {"second": now, "tokens_per_second": counted[0] / (now - closes + args.window),
                    "tokens_per_step": counted[0] / counted[1], "drafter_version": engine.drafter_version,
@@ -79,6 +78,11 @@ def serve(
     for _, request in running:
         engine.cancel(request)
     yield {"answers": answers}
+
+
+def counts_of(request: Request) -> tuple[int, int]:
+    """Returns the tokens that steps have committed, and the number of these steps."""
+    return sum(len(step.tokens) for step in request.generation.steps), len(request.generation.steps)
 
 
 def used_gib(device: torch.device) -> float:
