@@ -46,16 +46,17 @@ def first_drafter(config: "ServeConfig") -> Drafter:
     return Drafter.fresh(drafter_config(TrainConfig(target=config.target), target, tokenizer), 0)
 
 
-def training_options(device: torch.device, *, fresh: bool, shared: bool) -> TrainConfig:
+def training_options(device: torch.device, rate: float | None, *, fresh: bool, shared: bool) -> TrainConfig:
     """Returns the options of training.
 
     Args:
+        rate: learning rate; None is the usual one.
         fresh: the drafter starts from random weights; otherwise the learning rate is low.
         shared: the engine uses the same device.
     """
     on_gpu = device.type == "cuda"
     tokens = SHARED_PACK_TOKENS if shared else PACK_TOKENS
-    optim = OptimOptions(ema=AVERAGE, pack_tokens=tokens if on_gpu else None, recompute=on_gpu)
+    optim = OptimOptions(ema=AVERAGE, learning_rate=rate, pack_tokens=tokens if on_gpu else None, recompute=on_gpu)
     optim = replace(optim, learning_rate=peak_rate(optim, on_gpu, warm=not fresh))
     # the step is not compiled: that takes a minute, in which a day-0 drafter learns much
     return TrainConfig(target="", optim=optim, loss=LossOptions(anchors=ANCHORS), run=RunOptions(compile="off"))
@@ -88,7 +89,7 @@ class Adapting:
         device = torch.device(options.adapt_device) if options.adapt_device else target.embedding.device
         place = target.embedding.device
         shared = device.type == place.type and device.index in (None, place.index)
-        training = training_options(device, fresh=config.drafter is None, shared=shared)
+        training = training_options(device, options.adapt_learning_rate, fresh=config.drafter is None, shared=shared)
         self._output = Path(options.adapt_output) if options.adapt_output else None
         self._engine, self._drafter = engine, drafter  # in fp32
         self._saved: queue.SimpleQueue[tuple[Callable[[str | None], object], str | None]] = queue.SimpleQueue()

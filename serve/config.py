@@ -66,6 +66,9 @@ class AdaptOptions:
     adapt_output: str | None = option(
         None, "directory that each new drafter is saved to (default: nothing is written)", metavar="PATH"
     )
+    adapt_learning_rate: float | None = option(
+        None, "learning rate of the trainer (default: that of dflash-train, low for a --drafter that is given)"
+    )
     adapt_opt_in: bool = option(False, 'learn only from requests with "store": true')
     adapt_exclude_key_file: str | None = option(
         None, "file with API keys, one per line, whose requests are never learned from (default: none)", metavar="PATH"
@@ -74,9 +77,11 @@ class AdaptOptions:
     def __post_init__(self) -> None:
         if not 0.0 < self.adapt_share <= 1.0:
             raise ValueError(f"adapt_share is {self.adapt_share}; it must be in (0, 1]")
+        if not (self.adapt_learning_rate is None or 0 < self.adapt_learning_rate < math.inf):
+            raise ValueError(f"adapt_learning_rate is {self.adapt_learning_rate}; it must be > 0")
         if not self.adapt_memory_gib > 0:
             raise ValueError(f"adapt_memory_gib is {self.adapt_memory_gib}; it must be > 0")
-        for name in ("adapt_device", "adapt_output", "adapt_exclude_key_file"):
+        for name in ("adapt_device", "adapt_output", "adapt_exclude_key_file", "adapt_learning_rate"):
             if getattr(self, name) is not None and not self.adapt:
                 raise ValueError(f"{name} is given, but not adapt; add --adapt")
 

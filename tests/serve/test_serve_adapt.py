@@ -167,6 +167,7 @@ def test_the_engine_leaves_memory_for_a_trainer_on_its_gpu(monkeypatch: pytest.M
     [
         ({"adapt": True, "adapt_share": 0.0}, r"adapt_share is 0.0; it must be in \(0, 1\]"),
         ({"adapt": True, "adapt_memory_gib": 0.0}, "adapt_memory_gib is 0.0; it must be > 0"),
+        ({"adapt": True, "adapt_learning_rate": 0.0}, "adapt_learning_rate is 0.0; it must be > 0"),
         ({"adapt_output": "out"}, "adapt_output is given, but not adapt; add --adapt"),
         ({"adapt": True, "engine": "vllm"}, "adapt needs --engine dflash, not vllm"),
     ],

@@ -19,11 +19,12 @@ from dflash_toolkit.runtime.capture import Served
 from ..online import OnlineTrainer, Record
 from ..run.held_out import Evaluation
 from ..run.resume_point import host_copy
-from .promotion import LEAST, LiveAcceptance, Promotion, Rollback
+from .promotion import LiveAcceptance, Promotion, Rollback
 from .replay import ReplayBuffer
 
 LONGEST = 8
 MOST = 64  # records of a step
+LEAST_HELD_OUT = 8  # records for a look
 LOOK = 64  # newest held-out records that versions are compared on
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Adapter:
 
     def _may_promote(self) -> None:
         held = self.buffer.held_out[-LOOK:]
-        if len(held) < LEAST:
+        if len(held) < LEAST_HELD_OUT:
             return
         candidate, now = self._trainer.held_out(held), self._served_on(held)
         self._looked, self._gap = self._trainer.steps, min(2 * self._gap, LONGEST * self._every)
