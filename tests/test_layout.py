@@ -178,7 +178,7 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 # how kernels are launched, what several are made of, and the choice among them
 SUPPORT = {"clamped", "delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
-SUPPORT |= {"reference_delta", "reference_slots", "reference_tree", "tree"}
+SUPPORT |= {"reference_delta", "reference_slots", "reference_tree", "routing", "tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "hopper.sort_rows", "hopper.tiles"}
 SUPPORT |= {"triton.attention", "triton.argmax", "triton.convolution", "triton.delta", "triton.delta_row", "triton.fp8"}
 SUPPORT |= {"triton.fp8_blocks", "triton.int4", "triton.linear", "triton.merge", "triton.mxfp4", "triton.pages"}

@@ -149,18 +149,23 @@ def each_tensor(what: str, files: Sequence[Path], take: Callable[[str, "Callable
 
 
 def load_files(
-    what: str, views: Mapping[str, "Tensor"], files: Sequence[Path], conversions: "Conversions | None" = None
+    what: str,
+    views: Mapping[str, "Tensor"],
+    files: Sequence[Path],
+    conversions: "Conversions | None" = None,
+    unused: tuple[str, ...] = (),
 ) -> None:
     """Copies every tensor of `files` to the parameter view of its name.
 
     Args:
         conversions: returns for a stored name that of a view, empty to only check the tensor, and what converts the
             tensor for it; None for a tensor that is copied as it is.
+        unused: beginnings of the names of tensors to skip.
 
     Raises:
         UserError: there are none, or a tensor is missing, unknown or misshapen.
     """
-    weights = _Weights(what, views, conversions)
+    weights = _Weights(what, views, conversions, unused)
     each_tensor(what, files, weights.take)
     weights.check_complete()
 
@@ -176,7 +181,14 @@ def load_weights(what: str, views: Mapping[str, "Tensor"], tensors: Mapping[str,
 class _Weights:
     """Parameter views to fill."""
 
-    def __init__(self, what: str, views: Mapping[str, "Tensor"], conversions: "Conversions | None" = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        views: Mapping[str, "Tensor"],
+        conversions: "Conversions | None" = None,
+        unused: tuple[str, ...] = (),
+    ) -> None:
+        self._unused = OTHER_MODULES + unused
         self._what, self._views, self._conversions = what, views, conversions
         self._left = dict(views)
         self._cache_scales = False  # whether there are any
@@ -216,7 +228,7 @@ class _Weights:
             self._cache_scales = True
         elif name.endswith(".input_scale") and f"{name.removesuffix('input_scale')}weight_scale" in self._views:
             pass  # a static scale of the rows of an FP8 GEMM; the engine scales every row by its own largest value
-        elif not name.endswith("rotary_emb.inv_freq") and not name.startswith(OTHER_MODULES):  # in old checkpoints
+        elif not name.endswith("rotary_emb.inv_freq") and not name.startswith(self._unused):  # in old checkpoints
             raise UserError(
                 f"{self._what}: unknown tensor {name!r}; it is not part of the model that its config.json describes"
             )

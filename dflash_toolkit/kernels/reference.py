@@ -44,6 +44,7 @@ from .reference_tree import grow_trees as grow_trees
 from .reference_tree import linear_top_lse as linear_top_lse
 from .reference_tree import move_rows_ as move_rows_
 from .reference_tree import pack_tree_results as pack_tree_results
+from .routing import SigmoidRouting
 
 
 def filtered_probabilities(
@@ -546,32 +547,54 @@ def fused_conv_post_attention(
 
 
 def top_experts(
-    partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
+    partial_sums: Tensor,
+    dtype: torch.dtype,
+    top_k: int,
+    *,
+    normalized: bool,
+    shared: int,
+    sigmoid: SigmoidRouting | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the most probable experts of every row and their weights, routed like in transformers.
 
     Args:
-        partial_sums: the router's logits, [P, M, E], or E + 1 with the gate of a `shared` expert.
+        partial_sums: the router's logits, [P, M, E], or E + 1 with the gate of `shared` experts.
         dtype: dtype of the logits and of the final weights; the softmax is in fp32.
         top_k: experts of a row, at most E.
         normalized: the weights of a row's `top_k` are divided by their sum.
-        shared: expert E is the last of every row, weighted with the sigmoid of its gate.
+        shared: the experts from E on, the last ones of every row, weighted with the sigmoid of their gate.
+        sigmoid: how else the experts and their weights follow from the logits; there is no gate then.
 
     Returns:
         Weights fp32 [M, top_k + shared] and experts int32 of that shape, most probable first, lower ids first if equal.
         The experts of a row are distinct and valid for any logits.
     """
     logits = partial_sums.float().sum(0).to(dtype)
-    count = logits.shape[1] - shared
-    weights, experts = logits[:, :count].float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = weights[:, :top_k], experts[:, :top_k]
+    gated = shared > 0 and sigmoid is None
+    count = logits.shape[1] - gated
+    scores = logits[:, :count].float().sigmoid() if sigmoid else logits[:, :count].float().softmax(-1)
+    choice = _corrected(scores, sigmoid) if sigmoid else scores
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, experts)
     if normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights.to(dtype).float()
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
+    weights = (weights * sigmoid.scale if sigmoid else weights).to(dtype).float()
     if shared:
-        weights = torch.cat([weights, logits[:, count:].sigmoid().float()], dim=1)
-        experts = torch.cat([experts, torch.full_like(experts[:, :1], count)], dim=1)
+        gates = logits[:, count:].sigmoid().float() if gated else torch.ones_like(weights[:, :1])
+        numbers = torch.arange(count, count + shared, device=experts.device)
+        weights = torch.cat([weights, gates.expand(-1, shared)], dim=1)
+        experts = torch.cat([experts, numbers.expand(len(experts), -1)], dim=1)
     return weights, experts.int()
+
+
+def _corrected(scores: Tensor, how: SigmoidRouting) -> Tensor:
+    """Returns scores [M, E] plus the correction, and -inf outside of the best groups."""
+    choice = scores + how.correction
+    groups = choice.unflatten(1, (how.groups, -1))
+    totals = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
+    best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : how.top_groups]
+    inside = torch.zeros_like(totals, dtype=torch.bool).scatter(1, best, True)
+    return groups.masked_fill(~inside[..., None], -torch.inf).flatten(1)
 
 
 def experts_mlp(

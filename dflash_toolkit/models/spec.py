@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+EXPERTS = ("num_experts", "n_routed_experts")  # keys of a configuration
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 
 
@@ -160,14 +161,15 @@ class MlpSpec:
 class MoeSpec:
     """A mixture of experts: the sum over each row's `top_k` likeliest experts, every one an MLP times the row's weight.
 
-    The weights are a softmax of the router's logits over all experts.
+    The weights are a softmax of the router's logits over all experts, or `sigmoid` ones.
     """
 
     num_experts: int  # E
     top_k: int
     intermediate_size: int  # I of an expert
     normalized: bool  # the weights of a row's own experts add up to 1
-    shared: bool = False  # one more expert, which all rows take, times the sigmoid of the last row of the router
+    shared: int = 0  # more experts, slices of the one that all rows take, times the sigmoid of the router's last row
+    sigmoid: tuple[int, int, float] | None = None  # groups, best ones and scale of `SigmoidRouting`
     clamp: tuple[float, float] | None = None  # alpha and limit of `ClampedExperts`; then the router also has a bias
     weight: Format = DENSE  # format of the matrices of the experts
 
@@ -175,6 +177,15 @@ class MoeSpec:
     def experts(self) -> int:
         """In memory."""
         return self.num_experts + self.shared
+
+    @property
+    def router_rows(self) -> int:
+        """Returns the rows of the router's matrix, with the gate of the shared expert."""
+        return self.num_experts + (self.shared > 0 and self.sigmoid is None)
+
+    @property
+    def shared_name(self) -> str:
+        return "shared_expert" if self.sigmoid is None else "shared_experts"
 
     def matrices(self, d: int) -> dict[str, tuple[int, int]]:
         """Shapes of an expert's matrices in a model of hidden size d."""
@@ -231,12 +242,13 @@ class Architecture:
     fused_qkv: bool = False  # see `AttentionSpec.fused`
     fused_gate_up: bool = False  # see `MlpSpec.fused`
     clamped: bool = False  # see `ClampedExperts`
+    sigmoid: bool = False  # see `SigmoidRouting`
     sinks: bool = False  # see `AttentionSpec`
 
-    def attention(self, bias: bool, **sizes: Any) -> AttentionSpec:
+    def attention(self, bias: bool, qk_norm: bool = False, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
         return AttentionSpec(
-            qk_norm=self.qk_norm,
+            qk_norm=self.qk_norm or qk_norm,
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             gated=self.hybrid,
@@ -250,15 +262,26 @@ class Architecture:
     def ffn(self, config: Any, layer: int) -> MlpSpec | MoeSpec:
         between = (layer + 1) % getattr(config, "decoder_sparse_step", 1)
         dense = between or layer in getattr(config, "mlp_only_layers", ())
-        if not self.experts or dense or not config.num_experts:
+        dense = dense or layer < getattr(config, "first_k_dense_replace", 0)
+        count = next((n for key in EXPERTS if (n := getattr(config, key, None)) is not None), 0)
+        if not self.experts or dense or not count:
             return MlpSpec(config.intermediate_size, activation=_activation(config), fused=self.fused_gate_up)
+        sigmoid = (config.n_group, config.topk_group, config.routed_scaling_factor) if self.sigmoid else None
+        size = config.intermediate_size if self.clamped else config.moe_intermediate_size
+        shared = getattr(config, "shared_expert_intermediate_size", 0) or getattr(config, "n_shared_experts", 0) * size
+        if shared % size:
+            raise UnsupportedModel(
+                f"target {config.name_or_path or config.model_type}: a shared expert of {shared} is no multiple of the "
+                f"others, of {size}, which this engine needs, but vLLM may serve it (dflash-serve --engine vllm)"
+            )
         return MoeSpec(
-            num_experts=config.num_experts,
+            num_experts=count,
             top_k=config.num_experts_per_tok,
-            intermediate_size=config.intermediate_size if self.clamped else config.moe_intermediate_size,
+            intermediate_size=size,
             clamp=(getattr(config, "swiglu_alpha", 1.702), config.swiglu_limit) if self.clamped else None,
             normalized=getattr(config, "norm_topk_prob", True),
-            shared=bool(getattr(config, "shared_expert_intermediate_size", 0)),
+            shared=shared // size,
+            sigmoid=sigmoid,
         )
 
 
@@ -292,6 +315,8 @@ ARCHITECTURES = {
     "smollm3": Architecture(),
     "olmo2": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
     "olmo3": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
+    "qwen2_moe": Architecture(o_bias=False, experts=True),
+    "glm4_moe": Architecture(o_bias=False, partial_rope=True, experts=True, sigmoid=True),
     "glm4": Architecture(o_bias=False, partial_rope=True, norms=GLM_SIDES, fused_gate_up=True, interleaved=True),
     "gpt_oss": Architecture(experts=True, clamped=True, sinks=True, fp32_norms=True),
     "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
@@ -312,6 +337,7 @@ class ModelSpec:
     embedding_scale: float = 1.0  # the target's embeddings are multiplied with it
     rounds_embedding_scale: bool = False  # to the dtype of the weights, before it is multiplied
     tap_scale: float = 1.0  # outputs of the model's layers, over those of this stack
+    unused_layers: int = 0  # more layers in checkpoints, which draft tokens
     logit_scale: LogitScale = PLAIN  # of the head's products
 
     @property
@@ -395,7 +421,8 @@ class ModelSpec:
         def attention_of(kind: str) -> AttentionSpec:
             partial = rope_of(c, kind).get("partial_rotary_factor", 1.0) if architecture.partial_rope else 1.0
             return architecture.attention(
-                bool(getattr(c, "attention_bias", False)),
+                bool(getattr(c, "attention_bias", getattr(c, "qkv_bias", False))),
+                bool(getattr(c, "use_qk_norm", False)),
                 num_heads=c.num_attention_heads,
                 num_kv_heads=c.num_key_value_heads,
                 head_dim=head_dim,
@@ -414,11 +441,17 @@ class ModelSpec:
             part, ffn, d = f"model.layers.{layer}", architecture.ffn(c, layer), c.hidden_size
             where = ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
             ffn = replace(ffn, weight=format_of(f"{part}.mlp{where}", ffn.matrices(d)))
-            shared = f"{part}.mlp.shared_expert.gate_proj"
-            if isinstance(ffn, MoeSpec) and ffn.shared and (shared in quantized) != (ffn.weight != DENSE):
-                raise UnsupportedModel(
-                    f"target {name}: expert {shared!r} and the others must all be quantized or all 16-bit"
-                )
+            if isinstance(ffn, MoeSpec) and ffn.shared:
+                shared = f"{part}.mlp.{ffn.shared_name}.gate_proj"
+                if (shared in quantized) != (ffn.weight != DENSE):
+                    raise UnsupportedModel(
+                        f"target {name}: expert {shared!r} and the others must all be quantized or all 16-bit"
+                    )
+                if ffn.shared > 1 and ffn.weight not in (DENSE, FP8_BLOCK):
+                    raise UnsupportedModel(
+                        f"target {name}: {shared!r} is quantized and larger than other experts, which this engine does "
+                        f"not serve, but vLLM may (dflash-serve --engine vllm)"
+                    )
             if isinstance(ffn, MoeSpec) and ffn.clamp and ffn.weight not in (DENSE, MXFP4):
                 raise UnsupportedModel(f"target {name}: its experts must be in MXFP4 or in 16 bits for this engine")
             mixer: AttentionSpec | GatedDeltaNetSpec
@@ -460,6 +493,7 @@ class ModelSpec:
             context_limit=context_limit(c),
             embedding_scale=scale / residual,
             tap_scale=residual,
+            unused_layers=getattr(c, "num_nextn_predict_layers", 0) or 0,
             rounds_embedding_scale=architecture.scaled_embedding,
             logit_scale=logit_scale(c),
         )
@@ -505,12 +539,10 @@ def _check_heads_are_blocks(name: str, config: Any) -> None:
 
 def _check_hybrid(name: str, config: Any) -> None:
     """Raises UnsupportedModel for what transformers' Qwen3-Next and Qwen3.5 do not compute, or our layers do not."""
-    shared = getattr(config, "shared_expert_intermediate_size", 0)
     for key, computed in (
         ("output_gate_type", (None, "silu", "swish")),
         ("attn_output_gate", (None, True)),
         ("attention_bias", (None, False)),
-        ("shared_expert_intermediate_size", (None, shared and config.moe_intermediate_size)),
     ):
         if (value := getattr(config, key, None)) not in computed:
             raise UnsupportedModel(f"target {name}: {key} {value!r} is not supported by the runtime")

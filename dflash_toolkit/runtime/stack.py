@@ -219,9 +219,10 @@ class Moe:
     def __call__(self, h: Operand) -> Tensor:
         """Returns partial sums [k, M, D] of normed rows h [M, D], one for every expert of a row."""
         spec, w, ops = self.weights.spec, self.weights, self.ops
-        logits = ops.linear_split_k(h, w.router, w.router_bias)[:, :, : spec.experts]
+        logits = ops.linear_split_k(h, w.router, w.router_bias)[:, :, : spec.router_rows]
+        dtype = torch.float32 if w.sigmoid else values_of(h).dtype
         routing = ops.top_experts(
-            logits, values_of(h).dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared
+            logits, dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared, sigmoid=w.sigmoid
         )
         return ops.experts_mlp(h, w.gate_up, w.down, *routing, w.clamped)
 

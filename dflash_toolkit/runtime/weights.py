@@ -19,6 +19,7 @@ from ..config import UnsupportedModel
 from ..kernels.clamped import ClampedExperts
 from ..kernels.formats import Activation, Mxfp4Weight, RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
+from ..kernels.routing import SigmoidRouting
 from ..models.dflash.network import Drafter, DrafterConfig
 from ..models.drafting import BetweenWeights, SelectorWeights
 from ..models.spec import (
@@ -159,22 +160,25 @@ class MlpWeights:
 
 @dataclass(slots=True)
 class MoeWeights:
-    """The weights of a `MoeSpec`. A shared expert is the last one, and its gate is the last row of the router."""
+    """The weights of a `MoeSpec`. A shared expert is the last ones, and its gate is the last row of the router."""
 
     spec: MoeSpec
-    router: Tensor  # [E, D], and zeros up to a multiple of EVEN rows
+    router: Tensor  # [E or E + 1, D], and zeros up to a multiple of EVEN rows
     gate_up: Weight  # [E, 2 I, D], the gates of an expert, then its ups, as transformers stacks them
     down: Weight  # [E, D, I]
     router_bias: Tensor | None = None  # as many as rows
     clamped: ClampedExperts | None = None
+    sigmoid: SigmoidRouting | None = None
 
     @classmethod
     def empty(cls, spec: MoeSpec, d: int, new: Callable[..., Tensor]) -> "MoeWeights":
-        count, i = spec.experts, spec.intermediate_size
+        count, i, rows = spec.experts, spec.intermediate_size, spec.router_rows
         matrix = functools.partial(spec.weight.empty, count, new=new)
-        router = new(-(-count // EVEN) * EVEN, d)
-        router[count:].zero_()
+        router = new(-(-rows // EVEN) * EVEN, d)
+        router[rows:].zero_()
         found = cls(spec, router, gate_up=matrix(2 * i, d), down=matrix(d, i))
+        if spec.sigmoid:
+            found.sigmoid = SigmoidRouting(new(spec.num_experts, dtype=torch.float32), *spec.sigmoid)
         if spec.clamp:
             found.clamped = ClampedExperts(new(count, 2 * i), new(count, d), *spec.clamp)
             found.router_bias = new(len(router)).zero_()
@@ -190,13 +194,24 @@ class MoeWeights:
             for part, whole in (("gate_up", self.gate_up), ("down", self.down)):
                 found |= tensors(f"mlp.experts.{part}_proj", whole[:count])
         experts = {} if stacked else {f"experts.{expert}": expert for expert in range(count)}
-        if self.spec.shared:
+        if self.sigmoid is not None:
+            found["mlp.gate.e_score_correction_bias"] = self.sigmoid.correction
+        elif self.spec.shared:
             found["mlp.shared_expert_gate.weight"] = self.router[count : count + 1]
-            experts["shared_expert"] = count
+        if self.spec.shared == 1:
+            experts[self.spec.shared_name] = count
         for name, at in experts.items():
             gate, up = self.gate_up[at].split([i, i])
             for part, view in (("gate", gate), ("up", up), ("down", self.down[at])):
                 found |= tensors(f"mlp.{name}.{part}_proj.weight", view)
+        return found | (self._slices() if self.spec.shared > 1 else {})
+
+    def _slices(self) -> dict[str, Tensor]:
+        """Returns views [s, I, D] and [D, s, I] of the matrices of a shared expert that is s of ours."""
+        count, tensors, prefix = self.spec.num_experts, self.spec.weight.tensors, f"mlp.{self.spec.shared_name}."
+        found = {name: t.transpose(0, 1) for name, t in tensors(f"{prefix}down_proj.weight", self.down[count:]).items()}
+        for name, whole in tensors(f"{prefix}gate_proj.weight", self.gate_up[count:]).items():
+            found[name], found[name.replace("gate_proj", "up_proj")] = whole.chunk(2, dim=1)
         return found
 
     def _clamped_views(self, clamped: ClampedExperts, router_bias: Tensor) -> dict[str, Tensor]:
@@ -399,7 +414,9 @@ class TargetWeights:
             raise UnsupportedModel(f"target {folder}: no *.safetensors file in its directory, the only known format")
         weights = cls.empty(spec, device, dtype)
         stacked = any(name.endswith(STACKED) for name in tensor_names(files))
-        load_files(f"target {folder}", weights.parameter_views(stacked), files, conversions(spec.formats))
+        depth = len(spec.layers)
+        unused = tuple(f"model.layers.{layer}." for layer in range(depth, depth + spec.unused_layers))
+        load_files(f"target {folder}", weights.parameter_views(stacked), files, conversions(spec.formats), unused)
         return weights._as_computed()
 
     @classmethod
@@ -434,7 +451,7 @@ class TargetWeights:
         """
         if spec.quantized:
             return cls.of_module(model, spec)
-        state = dict(model.named_parameters())
+        state = model.state_dict(keep_vars=True)  # buffers too
         embedding = state.pop(EMBEDDING).data
         head = embedding if spec.tied_head else state.pop(HEAD).data
         norm, centered = state.pop("model.norm.weight").data, spec.layers[-1].zero_centered

@@ -20,6 +20,10 @@ SMALL = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 16}
+SIGMOID = {
+    "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 1.5, "n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True,
+}  # fmt: skip
 GATED_DELTA_NET = {  # on two of three layers
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
@@ -69,6 +73,9 @@ class Architecture:
             for weight in model.parameters():
                 if weight.dim() == 1:  # norms of ones and biases of zeros would hide mistakes
                     weight.add_(torch.randn_like(weight), alpha=0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.normal_(std=0.3)
         return model
 
     def whole_model(self, **changes: Any) -> Any:
@@ -99,11 +106,8 @@ ARCHITECTURES = {
         Architecture("Gemma 4", "Gemma4TextConfig", GEMMA_4),
         Architecture("Gemma 4 with images", "Gemma4Config", GEMMA_4, SMALL_VISION),
         Architecture("Qwen3-MoE", "Qwen3MoeConfig", {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
-        Architecture(
-            "GLM-4-MoE",
-            "Glm4MoeConfig",
-            {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        ),
+        Architecture("GLM-4-MoE", "Glm4MoeConfig", SIGMOID),
+        Architecture("Qwen2-MoE", "Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 48}),
         Architecture(
             "gpt-oss",
             "GptOssConfig",

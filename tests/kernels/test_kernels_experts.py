@@ -18,6 +18,7 @@ from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.clamped import ClampedExperts
 from dflash_toolkit.kernels.formats import BlockScaledFp8, Mxfp4Weight, Operand, QuantizedRows
 from dflash_toolkit.kernels.hopper import experts as hopper
+from dflash_toolkit.kernels.routing import SigmoidRouting
 from dflash_toolkit.kernels.triton import experts as kernels
 from dflash_toolkit.kernels.triton import fp8_blocks
 from dflash_toolkit.kernels.triton.norm import add_rms_norm
@@ -163,20 +164,25 @@ ROUTERS = [(5, 3, 1), (128, 8, 4), (256, 10, 2), (3, 3, 1)]  # E, k, partial sum
 
 
 @pytest.mark.parametrize(
-    ("shared", "normalized", "router", "dtype"),
-    in_turn([*itertools.product((False, True), (False, True), ROUTERS)]),
-)
+    ("shared", "normalized", "router", "groups", "dtype"),
+    in_turn([
+        *itertools.product((0, 1, 4), (False, True), ROUTERS, [None]),
+        *itertools.product((0, 2), (False, True), ROUTERS[1:2], [(1, 1), (4, 2), (8, 1)]),
+    ]),
+)  # fmt: skip
 def test_the_likeliest_experts_are_those_of_the_definition(
-    shared: bool, normalized: bool, router: tuple[int, int, int], dtype: torch.dtype
+    shared: int, normalized: bool, router: tuple[int, int, int], groups: tuple[int, int] | None, dtype: torch.dtype
 ) -> None:
-    count, top, parts = router
-    logits = 3 * randn(parts, 7, count + shared + 5)[:, :, : count + shared]  # columns of a wider product
-    how = {"normalized": normalized, "shared": shared}
+    (count, top, parts), width = router, router[0] + (shared > 0 and groups is None)
+    logits = 3 * randn(parts, 7, width + 5)[:, :, :width]  # columns of a wider product
+    sigmoid = SigmoidRouting(0.3 * randn(count) - 1.0, *groups, scale=2.5) if groups else None
+    how = {"normalized": normalized, "shared": shared, "sigmoid": sigmoid}
     weights, experts = kernels.top_experts(logits, dtype, top, **how)
     expected, chosen = reference.top_experts(logits, dtype, top, **how)
     assert experts.dtype == torch.int32 and torch.equal(experts, chosen)
     torch.testing.assert_close(weights, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-7)
     assert torch.equal(weights, weights.to(dtype).float()), "rounded"
+    assert (experts[:, top:] == count + torch.arange(shared, device=DEVICE)).all()
 
 
 def test_tied_experts_are_chosen_by_lowest_index() -> None:
@@ -191,8 +197,10 @@ def test_experts_are_valid_and_distinct_for_any_row(value: float) -> None:
     logits = randn(2, 3, 6)
     logits[0, 1, 4] = value
     logits[1, 2] = value
-    for module in (kernels, reference):
-        weights, experts = module.top_experts(logits, torch.float32, 5, normalized=True, shared=False)
-        assert all(len({*row} & {*range(6)}) == 5 for row in experts.tolist())
-        assert weights[0].isfinite().all() and weights[2].isnan().all()
-        assert weights[1].isnan().all() == (value != -math.inf)
+    for module, sigmoid in itertools.product((kernels, reference), (None, SigmoidRouting(randn(6), 3, 2))):
+        top = 4 if sigmoid else 5
+        weights, experts = module.top_experts(logits, torch.float32, top, normalized=True, shared=0, sigmoid=sigmoid)
+        assert all(len({*row} & {*range(6)}) == top for row in experts.tolist())
+        assert weights[0].isfinite().all()
+        if sigmoid is None:
+            assert weights[2].isnan().all() and weights[1].isnan().all() == (value != -math.inf)

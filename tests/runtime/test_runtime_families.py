@@ -24,6 +24,7 @@ from dflash_toolkit.runtime import EngineOptions, load_engine
 FP8_FAMILIES = ["Qwen3.5-MoE", "Qwen3-Next"]  # between them they have every kind of layer
 if LONG_RUN:
     FP8_FAMILIES += ["Qwen3", "Qwen3-MoE", "Qwen3.5"]
+OTHER_FAMILIES = ["Phi-3", "Granite", "SmolLM3", "OLMo 2", "OLMo 3", "GLM-4", "gpt-oss", "Qwen2-MoE", "GLM-4-MoE"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma 2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.7},
     "Gemma 3": {
@@ -33,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
-    **{name: {} for name in (*FP8_FAMILIES, "Phi-3", "Granite", "SmolLM3", "OLMo 2", "OLMo 3", "GLM-4", "gpt-oss")},
+    **{name: {} for name in (*FP8_FAMILIES, *OTHER_FAMILIES)},
 }
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 

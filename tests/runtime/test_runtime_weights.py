@@ -1,5 +1,6 @@
 """Loading fused weights from checkpoint files, and refused checkpoints."""
 
+import contextlib
 import copy
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ from scripts.shapes import SHAPES, named_shape, random_drafter, random_target
 
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 CPU = torch.device("cpu")
+STORED = ["Llama", "Qwen2", "Qwen3", "Qwen3-MoE", "Phi-3", "OLMo 2", "GLM-4", "Granite", "Qwen2-MoE", "GLM-4-MoE"]
 
 
 def test_engine_loaded_by_name_equals_engine_from_modules(
@@ -77,9 +79,7 @@ def test_rope_frequencies_are_those_of_transformers(kind: str, config: Any) -> N
     assert (rope.factor != 1.0) == (kind == "yarn")
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", "Qwen2", "Qwen3", "Mistral", "Qwen3-MoE", "Phi-3", "OLMo 2", "GLM-4", "Granite"]
-)
+@pytest.mark.parametrize("name", STORED)
 def test_sharded_and_untied_checkpoints_load(name: str, tmp_path: Path) -> None:
     target = ARCHITECTURES[name].target()
     target.model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -91,8 +91,18 @@ def test_sharded_and_untied_checkpoints_load(name: str, tmp_path: Path) -> None:
     for same in (copied, shared):
         for key, view in loaded.parameter_views().items():
             assert torch.equal(view, same.parameter_views()[key]), key
-    assert (loaded.layers[0].mixer.q_norm is not None) == (name in ("Qwen3", "Qwen3-MoE", "OLMo 2"))
-    assert (loaded.layers[0].mixer.qkv_bias is not None) == (name in ("Qwen2", "GLM-4"))
+    assert (loaded.layers[0].mixer.q_norm is not None) == (name in ("Qwen3", "Qwen3-MoE", "OLMo 2", "GLM-4-MoE"))
+    assert (loaded.layers[0].mixer.qkv_bias is not None) == (name in ("Qwen2", "GLM-4", "Qwen2-MoE", "GLM-4-MoE"))
+
+
+def test_layers_that_draft_tokens_are_skipped(tmp_path: Path) -> None:
+    target = ARCHITECTURES["GLM-4-MoE"].target()
+    target.model.save_pretrained(tmp_path)
+    for layer in (6, 7):  # it has six, and one more in its checkpoint
+        damage(tmp_path / WEIGHTS, {f"model.layers.{layer}.eh_proj.weight": torch.zeros(1)})
+        refused = pytest.raises(UserError, match=r"layers\.7") if layer == 7 else contextlib.nullcontext()
+        with refused:
+            TargetWeights.load(tmp_path, ModelSpec.of_target(target.config), CPU, torch.float32)
 
 
 INDEX, WEIGHTS, ENDS = "model.safetensors.index.json", "model.safetensors", "generation_config.json"

@@ -29,6 +29,7 @@ from ..formats import (
     values_of,
 )
 from ..launch import MAX_ROWS, next_power_of_two, padded, pdl
+from ..routing import SigmoidRouting
 from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .int4 import accumulate_int4, fitted_tile, sizes_of
@@ -43,13 +44,35 @@ STEP_ROWS = 256  # maximum rows of a step; more are a prompt's
 LONG = 2048  # maximum rows of an expert per program
 
 
+@triton.jit
+def _inside_best_groups(b_choice, o_e, SIZE, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIDE: tl.constexpr):
+    """Returns choices [BLOCK] with -inf outside of the best groups of SIZE experts, see `SigmoidRouting`."""
+    lowest = -float("inf")
+    o_g = tl.arange(0, GROUP_SIDE)
+    b_total = tl.full([GROUP_SIDE], lowest, dtype=tl.float32)
+    for g in tl.static_range(GROUPS):
+        b_own = tl.where(o_e // SIZE == g, b_choice, lowest)
+        first = tl.max(b_own, axis=0)
+        at = tl.min(tl.where(b_own == first, o_e, 1 << 30), axis=0)
+        second = tl.max(tl.where(o_e == at, lowest, b_own), axis=0)
+        b_total = tl.where(o_g == g, first + tl.where(SIZE > 1, second, 0.0), b_total)
+    b_inside = o_e < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(b_total, axis=0)
+        g = tl.min(tl.where(b_total == best, o_g, GROUP_SIDE), axis=0)
+        b_inside = b_inside | (o_e // SIZE == g)
+        b_total = tl.where(o_g == g, lowest, b_total)
+    return tl.where(b_inside, b_choice, lowest)
+
+
 @triton.jit(do_not_specialize=["stride_part"])
 def _top_experts_kernel(
-    part_p, weight_p, expert_p, E, stride_part, stride_row,
+    part_p, correction_p, weight_p, expert_p, E, stride_part, stride_row, scale,
     PARTS: tl.constexpr, TOP: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    NORMALIZED: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    NORMALIZED: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes weights and experts [M, TOP + SHARED] from logits [PARTS, M, E + SHARED]."""
+    """Computes weights and experts [M, TOP + SHARED] from logits [PARTS, M, E], or E + 1 with a gate of SHARED ones."""
     i_m = tl.program_id(0).to(tl.int64)
     o_e, o_k = tl.arange(0, BLOCK), tl.arange(0, SIDE)
     b_logits = tl.zeros([BLOCK], dtype=tl.float32)
@@ -58,31 +81,52 @@ def _top_experts_kernel(
     for i in tl.static_range(PARTS):  # in order, as everywhere
         p_row = part_p + i * stride_part + i_m * stride_row
         b_logits += tl.load(p_row + o_e, mask=o_e < E, other=0.0).to(tl.float32)
-        if SHARED:
+        if SHARED > 0 and not SIGMOID:
             gate += tl.load(p_row + E).to(tl.float32)
     start_next(PDL)
     b_logits = tl.where(o_e < E, b_logits.to(FORMAT).to(tl.float32), -float("inf"))
-    b_exp = tl.exp(b_logits - tl.max(b_logits, axis=0))
-    total = tl.sum(b_exp, axis=0)
-    b_p = b_exp / total
-    # a probability's bits sort as it does; the low bits make the lower of equal experts the larger key
-    b_p = tl.where(b_p == b_p, b_p, 0.0)  # rows with NaN also choose experts
-    b_key = (b_p.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (BLOCK - 1 - o_e)
-    b_key = tl.where(o_e < E, b_key, -1)
+    if SIGMOID:
+        b_p = 1.0 / (1.0 + tl.exp(-b_logits))
+        total = tl.sum(b_p, axis=0)
+        b_choice = b_p + tl.load(correction_p + o_e, mask=o_e < E, other=0.0)
+        b_choice = tl.where(b_choice == b_choice, b_choice, -float("inf"))  # rows with NaN also choose experts
+        if GROUPS > TOP_GROUPS:
+            b_choice = _inside_best_groups(b_choice, o_e, E // GROUPS, GROUPS, TOP_GROUPS, GROUP_SIDE)
+    else:
+        b_exp = tl.exp(b_logits - tl.max(b_logits, axis=0))
+        total = tl.sum(b_exp, axis=0)
+        b_p = b_exp / total
+        b_choice = tl.where(b_p == b_p, b_p, 0.0)
+    # numbers become integers in the same order; the low bits make the lower of equal experts the larger key
+    b_bits = b_choice.to(tl.int32, bitcast=True)
+    if SIGMOID:  # negative ones are in the opposite order
+        b_bits ^= (b_bits >> 31) & 0x7FFFFFFF
+    b_key = (b_bits.to(tl.int64) << 32) + (BLOCK - 1 - o_e)
+    taken = tl.full([], -(2**63), dtype=tl.int64)
+    b_key = tl.where(o_e < E, b_key, taken)
     b_weight = tl.zeros([SIDE], dtype=tl.float32)
     b_expert = tl.zeros([SIDE], dtype=tl.int32)
     for j in tl.static_range(TOP):
         best = tl.max(b_key, axis=0)
         expert = BLOCK - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        b_weight = tl.where(o_k == j, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), b_weight)
+        if SIGMOID:
+            weight = tl.sum(tl.where(o_e == expert, b_p, 0.0), axis=0)
+        else:
+            weight = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        b_weight = tl.where(o_k == j, weight, b_weight)
         b_expert = tl.where(o_k == j, expert, b_expert)
-        b_key = tl.where(o_e == expert, -1, b_key)
+        b_key = tl.where(o_e == expert, taken, b_key)
     if NORMALIZED:
-        b_weight = b_weight / tl.sum(b_weight, axis=0)
-    b_weight = tl.where(total == total, b_weight, total)  # their weights stay NaN
-    if SHARED:
-        b_weight = tl.where(o_k == TOP, 1.0 / (1.0 + tl.exp(-gate.to(FORMAT).to(tl.float32))), b_weight)
-        b_expert = tl.where(o_k == TOP, E, b_expert)
+        b_weight = b_weight / (tl.sum(b_weight, axis=0) + (1e-20 if SIGMOID else 0.0))
+    if SIGMOID:
+        b_weight *= scale
+    b_weight = tl.where(total == total, b_weight, total)  # the weights of rows with NaN stay NaN
+    if SHARED > 0:
+        of_shared = 1.0
+        if not SIGMOID:
+            of_shared = 1.0 / (1.0 + tl.exp(-gate.to(FORMAT).to(tl.float32)))
+        b_weight = tl.where(o_k >= TOP, of_shared, b_weight)
+        b_expert = tl.where(o_k >= TOP, E + o_k - TOP, b_expert)
     o_out = i_m * (TOP + SHARED) + o_k
     tl.store(weight_p + o_out, b_weight.to(FORMAT).to(tl.float32), mask=o_k < TOP + SHARED)
     tl.store(expert_p + o_out, b_expert, mask=o_k < TOP + SHARED)
@@ -234,16 +278,25 @@ def _experts_kernel(
 
 
 def top_experts(
-    partial_sums: Tensor, dtype: torch.dtype, top_k: int, *, normalized: bool, shared: bool
+    partial_sums: Tensor,
+    dtype: torch.dtype,
+    top_k: int,
+    *,
+    normalized: bool,
+    shared: int,
+    sigmoid: SigmoidRouting | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns weights fp32 [M, top_k + shared] and experts int32 for partial sums [P, M, E + shared], maybe a view."""
+    """Returns weights fp32 [M, top_k + shared] and experts int32 for partial sums [P, M, E or E + 1], maybe a view."""
     count, rows, width = partial_sums.shape
+    how = SigmoidRouting(partial_sums) if sigmoid is None else sigmoid
     side, block = next_power_of_two(top_k + shared), next_power_of_two(width)
     weights = torch.empty(rows, top_k + shared, dtype=torch.float32, device=partial_sums.device)
     experts = torch.empty(rows, top_k + shared, dtype=torch.int32, device=partial_sums.device)
     _top_experts_kernel[(rows,)](
-        partial_sums, weights, experts, width - shared, *partial_sums.stride()[:2], PARTS=count, TOP=top_k, SIDE=side,
-        BLOCK=block, FORMAT=FORMATS[dtype], NORMALIZED=normalized, SHARED=shared,
+        partial_sums, how.correction, weights, experts, width - (shared > 0 and sigmoid is None),
+        *partial_sums.stride()[:2], how.scale, PARTS=count, TOP=top_k, SIDE=side, BLOCK=block, FORMAT=FORMATS[dtype],
+        NORMALIZED=normalized, SHARED=int(shared), SIGMOID=sigmoid is not None, GROUPS=how.groups,
+        TOP_GROUPS=how.top_groups, GROUP_SIDE=next_power_of_two(how.groups),
         num_warps=max(1, min(4, block // 128)), **pdl(partial_sums),
     )  # fmt: skip
     return weights, experts
