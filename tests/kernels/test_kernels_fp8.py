@@ -86,6 +86,7 @@ def test_wide_gemms_with_quantized_weights_are_within_their_rounding(
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 2000, 256), (16, 48, 80), (33, 2000, 256), (140, 304, 896), (257, 80, 96)]
 )
+@pytest.mark.sampled
 def test_a_head_in_fp8_takes_a_nearly_largest_column_by_tiles(
     m: int, n: int, k: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

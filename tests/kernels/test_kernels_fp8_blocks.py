@@ -146,6 +146,7 @@ def test_block_scaled_gemm_is_batch_invariant(kind: str, n: int, k: int) -> None
 
 @pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 384), (130, 256), (131, 512)])
+@pytest.mark.sampled
 def test_norms_quantize_for_the_next_gemm(m: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm quantizes rows bit for bit like the GEMM would; many rows in the order of cuBLAS if it has these GEMMs."""
     card = replace(features.features_of(torch.device(DEVICE)), cublas_fp8_blocks=k == 512)
@@ -176,6 +177,7 @@ def test_norms_quantize_for_the_next_gemm(m: int, k: int, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize("m", [1, 17, 131])
+@pytest.mark.sampled
 def test_quantized_rows_are_multiplied_as_those_that_gemms_quantize(m: int) -> None:
     k = 512 if m > 128 else 1024
     x = rows_of("in the format", m, k)

@@ -89,6 +89,7 @@ def test_drafts_without_acceptance_cost_less_than_two_per_cent(card: Roofline) -
 
 
 @every_card
+@pytest.mark.sampled
 def test_trees_without_acceptance_cost_less_than_two_per_cent(card: Roofline) -> None:
     for pair, batch in (("8B", 1), ("8B", 128), ("8B in FP8", 64)):
         times = step_times(card, pair, [batch], BLOCKS)

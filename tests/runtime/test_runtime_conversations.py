@@ -54,6 +54,7 @@ def test_a_recurrent_turn_computes_its_new_part_and_few_pages(kind: str, nodes: 
 
 @pytest.mark.parametrize("device_type", [TableDevice, FaultyDevice])
 @pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.sampled
 def test_random_conversations_find_only_states_of_their_text(depth: int, device_type: type[TableDevice]) -> None:
     """The device is a table. It may fail, before or after its work."""
     dice, hits = random.Random(depth), 0

@@ -57,6 +57,7 @@ def test_chunks_of_a_prompt_do_not_depend_on_other_requests(lengths: list[int], 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(30, 90))
+@pytest.mark.sampled
 def test_random_events_lose_no_page_no_token_and_no_state(
     depth: int, recurrent: bool, seed: int, max_num_seqs: int, pages: int
 ) -> None:

@@ -30,6 +30,7 @@ def check(models: tuple[Target, Drafter], prompt: list[int], got: Generation) ->
 
 @pytest.mark.parametrize("nodes", [0, 12])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled
 def test_taps_equal_those_of_one_forward_pass(seed: int, nodes: int) -> None:
     """Requests share prefixes, are preempted, and end at limits and stop tokens."""
     dice, models = random.Random(seed), pair()

@@ -162,6 +162,7 @@ def two_targets(kind: str = "llama", tied: bool = True) -> tuple[Target, Target]
 
 @pytest.mark.parametrize("draft_dtype", ["full", "fp8"])
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen3", False), ("qwen3_moe", False)])
+@pytest.mark.sampled
 def test_an_updated_target_answers_as_a_new_engine(kind: str, tied: bool, draft_dtype: str) -> None:
     old, new = two_targets(kind, tied)
     drafter, prompts = make_drafter(old), prompts_of(9, 17)

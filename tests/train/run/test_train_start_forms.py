@@ -79,6 +79,7 @@ def test_sliding_window_layers_are_trained_and_exported(
     ],
     ids=["full", "sliding", "window", "causal", "nothing"],
 )
+@pytest.mark.sampled
 def test_attention_options_of_a_start_are_trained_and_printed(
     changes: dict[str, Any], asked: list[str], sight: dict[str, Any], said: str | None,
     dflash_train: Program, tmp_path: Path,
