@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_toolkit.config import option, options, parse_cli, run_command
-from dflash_toolkit.options import PromptSetOptions
+from dflash_toolkit.options import PROMPT_SETS, PromptSetOptions
 
 PROG = "dflash-train export"
 DESCRIPTION = """\
@@ -14,6 +14,15 @@ EXAMPLE = (
     "dflash-train export --drafter out/mine --dtype fp8 --output out/mine-fp8 --target Qwen/Qwen3-8B "
     "--prompts chat=held_out.jsonl --limit 64"
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredSets(PromptSetOptions):
+    """The prompts that measure the drafters."""
+
+    prompts: tuple[str, ...] = option(
+        (), f"{PROMPT_SETS} (default: no measurement)", named=True, common=True, metavar="SOURCE"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +38,7 @@ class ExportConfig:
         None, "target that decodes --prompts: Hugging Face id or directory (default: no measurement)", common=True,
         metavar="PATH",
     )  # fmt: skip
-    sets: PromptSetOptions = options(PromptSetOptions, flat=True)
+    sets: MeasuredSets = options(MeasuredSets, flat=True)
     max_tokens: int = option(512, "longest response, in tokens", common=True)
     device: str = option("auto", "device: auto, cpu, cuda, cuda:1, ...; auto is the GPU, if there is one", common=True)
     push_to_hub: str | None = option(
