@@ -49,7 +49,8 @@ def cut_for(rows: int, top: int, experts: int) -> Cut:
     """
     tile = min(64, padded(-(-rows * top // experts)))
     programs = 2 if tile == 16 else 1
-    return Cut(tile, (SHARED_BYTES // programs - 4 * BLOCK * tile) // (BLOCK * (2 * BLOCK + tile)), programs)
+    transposed = (4 if rows <= MAX_ROWS else 1) * BLOCK * tile  # bytes; tiles in 16 bits in parts
+    return Cut(tile, (SHARED_BYTES // programs - transposed) // (BLOCK * (2 * BLOCK + tile)), programs)
 
 
 def experts_fit(x: Operand, gate_up: Weight, down: Weight) -> bool:
@@ -162,34 +163,43 @@ def _store_weighted(
 
 
 @gluon.jit
+def _scales(expert, first, rows, i_n, o_t, N: gl.constexpr, FIRST: gl.constexpr, STEPS: gl.constexpr):
+    """Returns where the scales of an item's rows, of which the last one repeats, and of its first block begin."""
+    return (first + gl.minimum(o_t, rows - 1)) * STEPS, (expert * (N // SIDE) + i_n * (FIRST // SIDE)) * STEPS
+
+
+@gluon.jit
 def _compute(
     ring, tile_p, count_p, x_scale_p, w_scale_p, pair_p, weight_p, out_p, out_scale_p, M,
     N: gl.constexpr, K: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, ITEMS: gl.constexpr,
     TOP: gl.constexpr, T: gl.constexpr, SLOTS: gl.constexpr, SWIGLU: gl.constexpr,
 ):  # fmt: skip
-    """The warps that compute. Scales are loaded a step before they are needed."""
+    """The warps that compute. Scales are loaded a step before they are needed, also those of the next item."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, T, 32])
     steps: gl.constexpr = K // SIDE
     o_t = gl.arange(0, T, gl.SliceLayout(0, layout))
     w_s, x_s, full, free = ring
     grid_wait()
     grid_launch()
+    last = gl.load(count_p) * ITEMS - 1
+    expert, first, rows, i_n = _item(tile_p, gl.minimum(gl.program_id(0), last), ITEMS)
+    between: gl.constexpr = OTHER // SIDE * steps  # from the scales of an item's first block to those of the other
+    o_x, o_0 = _scales(expert, first, rows, i_n, o_t, N, FIRST, steps)
+    now, now_0, now_1 = gl.load(x_scale_p + o_x), gl.load(w_scale_p + o_0), gl.load(w_scale_p + o_0 + between)
     done = gl.to_tensor(0)
-    for item in range(gl.program_id(0), gl.load(count_p) * ITEMS, gl.num_programs(0)):
-        expert, first, rows, i_n = _item(tile_p, item, ITEMS)
-        m_t = o_t < rows
+    for item in range(gl.program_id(0), last + 1, gl.num_programs(0)):
+        n_expert, n_first, n_rows, n_n = _item(tile_p, gl.minimum(item + gl.num_programs(0), last), ITEMS)
+        n_x, n_0 = _scales(n_expert, n_first, n_rows, n_n, o_t, N, FIRST, steps)
         if not SWIGLU:
-            b_pair = gl.load(pair_p + first + o_t, mask=m_t, other=0)
-            b_weight = gl.load(weight_p + b_pair, mask=m_t, other=0.0)
-        p_scale = x_scale_p + (first + o_t) * steps
-        p_0 = w_scale_p + (expert * (N // SIDE) + i_n * (FIRST // SIDE)) * steps
-        p_1 = p_0 + OTHER // SIDE * steps
-        now, now_0, now_1 = gl.load(p_scale, mask=m_t, other=0.0), gl.load(p_0), gl.load(p_1)
+            b_pair = gl.load(pair_p + first + gl.minimum(o_t, rows - 1))
+            b_weight = gl.load(weight_p + b_pair)
         zeros = gl.zeros([SIDE, T], gl.float32, layout)
         b_0, b_1 = zeros, zeros
         for step in range(0, steps):
-            at = gl.minimum(step + 1, steps - 1)
-            then, then_0, then_1 = gl.load(p_scale + at, mask=m_t, other=0.0), gl.load(p_0 + at), gl.load(p_1 + at)
+            ends = step + 1 == steps
+            at_x, at_0 = gl.where(ends, n_x, o_x + step + 1), gl.where(ends, n_0, o_0 + step + 1)
+            then = gl.load(x_scale_p + at_x)
+            then_0, then_1 = gl.load(w_scale_p + at_0), gl.load(w_scale_p + at_0 + between)
             slot = done % SLOTS
             mbarrier.wait(full.index(slot), done // SLOTS % 2)
             b_x = x_s.index(slot).permute((1, 0))
@@ -206,6 +216,7 @@ def _compute(
         else:
             _store_weighted(b_0, b_weight, pair_p + first, rows, out_p, 2 * i_n, M, N, TOP, T)
             _store_weighted(b_1, b_weight, pair_p + first, rows, out_p, 2 * i_n + 1, M, N, TOP, T)
+        first, rows, i_n, o_x, o_0 = n_first, n_rows, n_n, n_x, n_0
 
 
 @gluon.jit(do_not_specialize=["M"])
