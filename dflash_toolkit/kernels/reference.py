@@ -382,6 +382,7 @@ def add_rms_norm(
     eps: float,
     tap: Tensor | None = None,
     output_norm: Tensor | None = None,
+    scalar: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Adds a sub-layer's output to the residual stream and norms it for the next sub-layer.
 
@@ -392,6 +393,7 @@ def add_rms_norm(
             the dtype of `weight`, which is x's dtype or fp32. None: the next sub-layer has no norm before it.
         tap: a view [M, D] that receives the new residual stream.
         output_norm: [D], of an RMSNorm of the sub-layer's output, rounded to x's dtype, before it is added.
+        scalar: [1], multiplies the sum.
 
     Returns:
         The new residual stream and its norm, both [M, D] in x's dtype; without a `weight` it twice.
@@ -401,6 +403,8 @@ def add_rms_norm(
         if output_norm is not None:
             added = _rms_norm(added.to(x.dtype), output_norm, eps).float()
         x = (x.float() + added).to(x.dtype)
+    if scalar is not None:
+        x = x * scalar
     if tap is not None:
         tap.copy_(x)
     return x, x if weight is None else _rms_norm(x, weight, eps)
@@ -413,9 +417,10 @@ def add_rms_norm_quantized(
     eps: float,
     tap: Tensor | None = None,
     output_norm: Tensor | None = None,
+    scalar: Tensor | None = None,
 ) -> tuple[Tensor, Operand]:
     """`add_rms_norm` for a GEMM that quantizes rows in groups; a kernel may return quantized rows."""
-    return add_rms_norm(x, partial_sums, weight, eps, tap, output_norm)
+    return add_rms_norm(x, partial_sums, weight, eps, tap, output_norm, scalar)
 
 
 def conv_add_rms_norm(
@@ -645,6 +650,7 @@ def rope_write(
     *,
     gated: bool = False,
     interleaved: bool = False,
+    normed_values: bool = False,
     at: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
@@ -662,6 +668,7 @@ def rope_write(
         counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: no padding.
         at: int32 [M], the slots of the rows if they are not those of their positions; the page table is not read.
         interleaved: pairs that turn are neighbours, see `_rotate`.
+        normed_values: each head of v is also normed, without weights.
         gated: each head of q is followed by its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
         scales: [2, G, slots] of an fp8 cache, written in place.
 
@@ -677,6 +684,7 @@ def rope_write(
     q = q[:, ::2] if gated else q
     q = _rms_norm(q, q_weight, eps) if q_weight is not None else q
     k = _rms_norm(k, k_weight, eps) if k_weight is not None else k
+    v = _rms_norm(v, torch.ones_like(v[0, 0], dtype=torch.float32), eps) if normed_values else v
     if at is None:
         slots = slots_of(positions, page_table, page_size)
         if counts is not None:

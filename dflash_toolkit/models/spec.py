@@ -37,7 +37,7 @@ class Rope:
         """
         parameters = rope_of(config, kind)
         rope_type = parameters.get("rope_type", "default")
-        if rope_type not in (*ROPE_TYPES, "longrope"):
+        if rope_type not in (*ROPE_TYPES, "longrope", "proportional"):
             name = config.name_or_path or config.model_type
             raise UnsupportedModel(
                 f"target {name}: rope type {rope_type!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
@@ -78,6 +78,8 @@ class AttentionSpec:
     fused: bool = False  # checkpoints have queries, keys and values in one matrix
     joint_qk_norm: bool = False  # a norm of the queries of all heads together, and one of the keys
     interleaved: bool = False  # pairs of numbers that turn are neighbours
+    values_are_keys: bool = False  # values are the keys before their norm and rotation
+    normed_values: bool = False  # the values of every head are normed, without weights
     weight: Format = DENSE  # of its matrices
 
     @property
@@ -88,6 +90,11 @@ class AttentionSpec:
     @property
     def qkv_rows(self) -> int:
         return self.q_rows + 2 * self.kv_width
+
+    @property
+    def kv_heads(self) -> tuple[int, int]:
+        """G and H of its pages."""
+        return self.num_kv_heads, self.head_dim
 
     @property
     def kv_width(self) -> int:
@@ -103,12 +110,10 @@ class AttentionSpec:
         """Shapes of a checkpoint's matrices in a model of hidden size d."""
         if self.fused:
             return {"qkv_proj": (self.qkv_rows, d), "o_proj": (d, self.width)}
-        return {
-            "q_proj": (self.q_rows, d),
-            "k_proj": (self.kv_width, d),
-            "v_proj": (self.kv_width, d),
-            "o_proj": (d, self.width),
-        }
+        found = {"q_proj": (self.q_rows, d), "k_proj": (self.kv_width, d)}
+        if not self.values_are_keys:
+            found["v_proj"] = (self.kv_width, d)
+        return found | {"o_proj": (d, self.width)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +225,7 @@ class LayerSpec:
     zero_centered: bool = False  # weights of its norms are stored less one
     fp32_norms: bool = False  # weights of its norms multiply in fp32; implied by `zero_centered`
     norms: NormNames = NormNames()
+    scaled: bool = False  # the sum is multiplied with a number of the layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +250,9 @@ class Architecture:
     clamped: bool = False  # see `ClampedExperts`
     sigmoid: bool = False  # see `SigmoidRouting`
     sinks: bool = False  # see `AttentionSpec`
+    normed_values: bool = False  # see `AttentionSpec`
+    factor: float | None = None  # see `AttentionSpec`
+    scaled_layers: bool = False  # see `LayerSpec`
 
     def attention(self, bias: bool, qk_norm: bool = False, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
@@ -256,6 +265,7 @@ class Architecture:
             joint_qk_norm=self.joint_qk_norm,
             interleaved=self.interleaved,
             sinks=self.sinks,
+            normed_values=self.normed_values,
             **sizes,
         )
 
@@ -296,6 +306,11 @@ OUTPUTS = NormNames(
     mixer_input=None, mixer_output="post_attention_layernorm", ffn_input=None, ffn_output="post_feedforward_layernorm"
 )  # OLMo's
 
+# options of Gemma 3 and 4 that this engine does not compute
+GEMMA_PARTS = (
+    "use_bidirectional_attention", "hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"
+)  # fmt: skip
+
 HYBRID = Architecture(
     qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, partial_rope=True, hybrid=True
 )  # Qwen3.5
@@ -321,6 +336,15 @@ ARCHITECTURES = {
     "gpt_oss": Architecture(experts=True, clamped=True, sinks=True, fp32_norms=True),
     "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
     "gemma3_text": Architecture(qk_norm=True, zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
+    "gemma4_text": Architecture(
+        qk_norm=True,
+        fp32_norms=True,
+        norms=BOTH_SIDES,
+        scaled_embedding=True,
+        normed_values=True,
+        factor=1.0,
+        scaled_layers=True,
+    ),
 }
 
 
@@ -349,12 +373,6 @@ class ModelSpec:
     def formats(self) -> set[Format]:
         """Returns the formats of all matrices of mixers and FFNs."""
         return {part.weight for layer in self.layers for part in (layer.mixer, layer.ffn)}
-
-    @property
-    def kv_heads(self) -> tuple[int, int]:
-        """G and H of the paged cache, which all layers of attention share."""
-        (shape,) = {(mixer.num_kv_heads, mixer.head_dim) for mixer in self.attention}
-        return shape
 
     @property
     def attention(self) -> list[AttentionSpec]:
@@ -409,26 +427,30 @@ class ModelSpec:
         kinds = getattr(c, "layer_types", None) or [every] * c.num_hidden_layers
         if unknown := {*kinds} - {SLIDING, FULL, "linear_attention"}:
             raise UnsupportedModel(f"target {name}: layers of {min(unknown)!r} are not supported by the runtime")
-        if getattr(c, "use_bidirectional_attention", False):
-            raise UnsupportedModel(f"target {name}: use_bidirectional_attention is not supported by the runtime")
-        if getattr(c, "mlp_bias", False):
-            raise UnsupportedModel(f"target {name}: mlp_bias is not supported by the runtime")
+        for key in ("mlp_bias", *GEMMA_PARTS):
+            if (value := getattr(c, key, None)) and value != "vision":  # of images
+                raise UnsupportedModel(
+                    f"target {name}: architecture {c.model_type!r} is not served by this engine with {key} {value!r}, "
+                    f"but vLLM may (dflash-serve --engine vllm)"
+                )
         architecture = ARCHITECTURES[c.model_type]
         if architecture.hybrid:
             _check_hybrid(name, c)
-        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
         def attention_of(kind: str) -> AttentionSpec:
+            shape = c.per_layer_config[kind] if getattr(c, "is_heterogeneous", False) else c
+            head_dim = getattr(shape, "head_dim", None) or c.hidden_size // c.num_attention_heads
             partial = rope_of(c, kind).get("partial_rotary_factor", 1.0) if architecture.partial_rope else 1.0
             return architecture.attention(
                 bool(getattr(c, "attention_bias", getattr(c, "qkv_bias", False))),
                 bool(getattr(c, "use_qk_norm", False)),
                 num_heads=c.num_attention_heads,
-                num_kv_heads=c.num_key_value_heads,
+                num_kv_heads=shape.num_key_value_heads,
                 head_dim=head_dim,
+                values_are_keys=getattr(c, "attention_k_eq_v", False) and kind == FULL,
                 rope=Rope.of(c, kind, int(head_dim * partial)),
                 window=c.sliding_window if kind == SLIDING else 0,
-                factor=_score_factor(c),
+                factor=_score_factor(c) or architecture.factor,
                 soft_cap=getattr(c, "attn_logit_softcapping", None) or 0.0,
             )
 
@@ -477,6 +499,7 @@ class ModelSpec:
                 zero_centered=architecture.zero_centered,
                 fp32_norms=architecture.zero_centered or architecture.fp32_norms,
                 norms=architecture.norms,
+                scaled=architecture.scaled_layers,
             )
 
         # Granite multiplies what layers add to the residual stream. Here the stream is smaller by that factor instead,

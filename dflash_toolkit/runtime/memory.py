@@ -165,7 +165,7 @@ def check_weights(name: str, planner: Planner, device: torch.device, asked: Engi
 
 def check_heads(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Raises UnsupportedModel if the kernels do not support attention heads of this size on this GPU."""
-    _, head_dim = spec.kv_heads
+    head_dim = max(mixer.head_dim for mixer in spec.attention)
     if reason := unsupported_heads(device, head_dim, dtype):
         fits = dtype.itemsize > 2 and not unsupported_heads(device, head_dim, torch.bfloat16)
         smaller = "use dtype bfloat16, or " if fits else ""
@@ -189,7 +189,7 @@ def _cache_budget(probe: StepRunner, options: EngineOptions, graphs: int) -> tup
     except Exception as error:
         if type(error).__name__ != "OutOfResources":  # Triton's, which machines without a GPU may lack
             raise
-        heads = probe.target.spec.kv_heads[1]
+        heads = max(mixer.head_dim for mixer in probe.target.spec.attention)
         raise UnsupportedModel(
             f"a kernel for heads of {heads} in {str(probe.dtype).removeprefix('torch.')} does not fit this GPU "
             f"({error}); use dtype bfloat16, or serve the target with vLLM or SGLang"

@@ -152,7 +152,8 @@ class Planner:
     def _token(self, spec: ModelSpec, options: EngineOptions) -> int:
         """Returns the bytes that the cache of a model takes for a token."""
         values, size = spec.kv_values_per_token, self.dtype.itemsize
-        return values + values // spec.kv_heads[1] * size if options.fp8_cache else values * size
+        heads = sum(2 * mixer.num_kv_heads for mixer in spec.attention)
+        return values + heads * size if options.fp8_cache else values * size
 
     def saved_in_fp8(self) -> int | None:
         """Returns how many bytes fewer the same target takes with FP8 weights; None if it cannot be converted."""
@@ -201,8 +202,8 @@ class Planner:
 
     def _read_pages(self, options: EngineOptions, reach: int) -> int:
         """The keys and values of a layer and a request, which long chunks read from an fp8 cache."""
-        groups, width = self.spec.kv_heads
-        return 2 * groups * width * self.dtype.itemsize * reach if options.fp8_cache else 0
+        widest = max(mixer.kv_width for mixer in self.spec.attention)
+        return 2 * widest * self.dtype.itemsize * reach if options.fp8_cache else 0
 
     def _held(self, rows: int) -> int:
         """The residual stream, the queries, keys and values of a layer, and the features."""

@@ -5,7 +5,9 @@ residual stream. A drafter may have a convolution before and after each. The end
 of the next mixer may run as one kernel. That depends on the weights and the device, not on the batch.
 """
 
+import functools
 import itertools
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -33,6 +35,7 @@ from .weights import (
 )
 
 Result = TypeVar("Result")
+Pages = dict[tuple[int, int], Tensor]  # a tensor for each number and width of KV heads
 Slices = Generator[None, None, Result]  # a pass of the layers, of which each `next` launches a part
 
 
@@ -116,7 +119,7 @@ class Attention:
             assert rows.paths is not None and spec.causal
             q = ops.rope_write(
                 *qkv, tree.positions, pages, cache, size, at=tree.slots, scales=self.scales, gated=spec.gated,
-                interleaved=spec.interleaved,
+                interleaved=spec.interleaved, normed_values=spec.normed_values,
             )  # fmt: skip
             if rows.chains:
                 longest = min(rows.paths.shape[1:])
@@ -126,7 +129,7 @@ class Attention:
         else:
             q = ops.rope_write(
                 *qkv, lengths, pages, cache, size, counts, scales=self.scales, gated=spec.gated,
-                interleaved=spec.interleaved,
+                interleaved=spec.interleaved, normed_values=spec.normed_values,
             )  # fmt: skip
             mixed = ops.block_attention(q, kv, causal=spec.causal, counts=counts)
         return ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
@@ -257,11 +260,12 @@ class SublayerConvolutions:
         *,
         quantized: bool = False,
         output_norm: Tensor | None = None,
+        scalar: Tensor | None = None,
     ) -> tuple[Tensor, Operand]:
         """Returns the residual stream [M, D] plus the sub-layer's output, and its norm, in groups if `quantized`."""
         if self.weights is None or after is None:
             normed = self.ops.add_rms_norm_quantized if quantized else self.ops.add_rms_norm
-            return normed(x, partial_sums, norm, eps, tap, output_norm)
+            return normed(x, partial_sums, norm, eps, tap, output_norm, scalar)
         assert norm is not None, "a drafter's"
         return self.ops.conv_add_rms_norm(x, partial_sums, after, self.weights.base[1], block, norm, eps, tap)
 
@@ -272,9 +276,9 @@ class Stack:
     Args:
         norm: [D], the final norm.
         ropes: fp32 [2, positions, R / 2] of every rope of the layers.
-        cache: [layers of attention, 2, slots, G, H].
+        caches: [layers of attention, 2, slots, G, H] for each G and H of the layers.
         memory: that of all recurrent layers, see `DeltaMemory.of_layers`.
-        scales: [layers of attention, 2, G, slots] of an fp8 cache.
+        scales: the same for the scales of an fp8 cache, [layers of attention, 2, G, slots].
     """
 
     def __init__(
@@ -283,17 +287,20 @@ class Stack:
         layers: list[LayerWeights],
         norm: Tensor,
         ropes: dict[Rope, Tensor],
-        cache: Tensor,
+        caches: Pages,
         ops: Ops,
         memory: DeltaMemory | None = None,
-        scales: Tensor | None = None,
+        scales: Pages | None = None,
         between: BetweenWeights | None = None,
     ) -> None:
-        self.spec, self.layers, self.norm, self.ropes, self.cache, self.ops = spec, layers, norm, ropes, cache, ops
-        self.memory, self.scales, nets = memory, scales, spec.delta_nets
+        self.spec, self.layers, self.norm, self.ropes, self.caches, self.ops = spec, layers, norm, ropes, caches, ops
+        self.memory, self.all_scales, nets = memory, scales, spec.delta_nets
         self.between = between
         self.memories = [] if memory is None else memory.of_layers(len(nets))
-        pages = zip(cache, itertools.repeat(None) if scales is None else scales, strict=False)
+        pages = {
+            shape: zip(cache, itertools.repeat(None) if scales is None else scales[shape], strict=False)
+            for shape, cache in caches.items()
+        }
         states = iter(enumerate(self.memories))
 
         def mixer(kind: LayerSpec, layer: LayerWeights) -> Attention | GatedDeltaNet:
@@ -303,7 +310,7 @@ class Stack:
                 return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, own, number, ops)
             assert isinstance(layer.mixer, AttentionWeights)
             rope = ropes[kind.mixer.rope]
-            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, *next(pages), ops)
+            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, *next(pages[kind.mixer.kv_heads]), ops)
 
         convolutions = [layer.mixer.conv for layer in layers if isinstance(layer.mixer, GatedDeltaNetWeights)]
         self._convolutions = torch.stack(convolutions) if convolutions else norm.new_empty(0)
@@ -329,11 +336,15 @@ class Stack:
     ) -> "Stack":
         """Returns a stack with empty caches and states; `kept_states`: slots for prefixes, after those of requests."""
         spec, device = weights.spec, weights.norm.device
-        layers, slots, (groups, width) = len(spec.attention), num_pages * page_size, spec.kv_heads
+        slots, shapes = num_pages * page_size, Counter(mixer.kv_heads for mixer in spec.attention)
+        new = functools.partial(torch.zeros, device=device)
         # for all positions of the pages: a chunk may fill the last one
         ropes = {rope: rope.table(pages_per_request * page_size, device) for rope in {m.rope for m in spec.attention}}
-        cache = torch.zeros(layers, 2, slots, groups, width, dtype=FP8 if fp8_cache else dtype, device=device)
-        scales = torch.zeros(layers, 2, groups, slots, dtype=dtype, device=device) if fp8_cache else None
+        stored = FP8 if fp8_cache else dtype
+        caches = {shape: new(layers, 2, slots, *shape, dtype=stored) for shape, layers in shapes.items()}
+        scales = None
+        if fp8_cache:
+            scales = {shape: new(layers, 2, shape[0], slots, dtype=dtype) for shape, layers in shapes.items()}
         memory, count = None, len(spec.delta_nets)
         if count:  # all alike; slot 0 belongs to no request
             net = spec.delta_nets[0]
@@ -342,12 +353,23 @@ class Stack:
                 (net.k_head_dim, net.head_dim), dtype, device,
             )  # fmt: skip
         between = weights.between if isinstance(weights, DrafterWeights) else None
-        return cls(spec, weights.layers, weights.norm, ropes, cache, ops, memory, scales, between)
+        return cls(spec, weights.layers, weights.norm, ropes, caches, ops, memory, scales, between)
 
     @property
     def cached(self) -> list[Tensor]:
         """Returns keys and values, and their scales if there are any, as [layers of attention, 2, slots, G, ...]."""
-        return [self.cache] if self.scales is None else [self.cache, self.scales.mT]
+        return [*self.caches.values(), *(each.mT for each in (self.all_scales or {}).values())]
+
+    @property
+    def cache(self) -> Tensor:
+        """Returns keys and values where all layers have heads of one shape."""
+        (found,) = self.caches.values()
+        return found
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Returns the scales of an fp8 `cache`."""
+        return None if self.all_scales is None else next(iter(self.all_scales.values()))
 
     def fold(self, states: States) -> None:
         """Adds the committed rows of the last block to the states, before rows of trees."""
@@ -469,6 +491,6 @@ class Stack:
         quantized = following is not None and self._mixers[i + 1].groups_input
         x, h = self._around_ffns[i].leave(
             x, self._ffns[i](inside), after, block, norm, eps, tap,
-            quantized=quantized, output_norm=layer.ffn_output_norm,
+            quantized=quantized, output_norm=layer.ffn_output_norm, scalar=layer.scalar,
         )  # fmt: skip
         return x, h, self._begin(i + 1, h, block) if following else None

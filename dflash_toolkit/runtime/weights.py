@@ -73,13 +73,21 @@ class AttentionWeights:
         if spec.fused:
             found |= tensors("self_attn.qkv_proj.weight", self.qkv)
         else:
-            for letter, weight in zip("qkv", self.qkv.split(heads), strict=True):
+            letters = "qk" if spec.values_are_keys else "qkv"
+            for letter, weight in zip(letters, self.qkv.split(heads), strict=False):
                 found |= tensors(f"self_attn.{letter}_proj.weight", weight)
         if self.qkv_bias is not None:
             found |= zip((f"self_attn.{letter}_proj.bias" for letter in "qkv"), self.qkv_bias.split(heads), strict=True)
         optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
         optional["sinks"] = self.sinks
         return found | {f"self_attn.{name}": t for name, t in optional.items() if t is not None}
+
+    def copy_keys(self, spec: AttentionSpec) -> None:
+        """Copies the projection of the keys to that of the values, where the values are the keys."""
+        for matrix in parts(self.qkv):
+            if matrix is not None:
+                rows = len(matrix) * spec.kv_width // spec.qkv_rows
+                matrix[-rows:].copy_(matrix[-2 * rows : -rows])
 
 
 @dataclass(slots=True)
@@ -268,6 +276,7 @@ class LayerWeights:
     ffn_conv: ConvolutionWeights | None = None
     mixer_output_norm: Tensor | None = None  # [D], of the mixer's output
     ffn_output_norm: Tensor | None = None  # [D], of the FFN's output
+    scalar: Tensor | None = None  # [1], multiplies the layer's output
 
     @classmethod
     def empty(cls, spec: LayerSpec, d: int, device: torch.device, dtype: torch.dtype) -> "LayerWeights":
@@ -284,6 +293,7 @@ class LayerWeights:
         outputs = [norm(d) if name else None for name in (names.mixer_output, names.ffn_output)]
         layer = cls(inputs[0], mixer, inputs[1], _ffn_weights(spec.ffn, d, new), *convs)
         layer.mixer_output_norm, layer.ffn_output_norm = outputs
+        layer.scalar = new(1) if spec.scaled else None
         return layer
 
     @property
@@ -367,6 +377,8 @@ class LayerWeights:
             assert isinstance(spec.mixer, AttentionSpec)
             mixer, o = self.mixer.parameter_views(spec.mixer), "self_attn.o_proj.weight"
             found |= {o: mixer[o]} | ffn | mixer
+        if self.scalar is not None:
+            found["layer_scalar"] = self.scalar
         for part, conv in (("attention_conv", self.mixer_conv), ("mlp_conv", self.ffn_conv)):
             if conv is not None:
                 found |= {f"{part}.{name}": view for name, view in conv.parameter_views().items()}
@@ -436,6 +448,9 @@ class TargetWeights:
             if isinstance(kind.mixer, GatedDeltaNetSpec) and kind.mixer.by_key_heads:
                 assert isinstance(layer.mixer, GatedDeltaNetWeights)
                 layer.mixer.sort(kind.mixer)
+            if isinstance(kind.mixer, AttentionSpec) and kind.mixer.values_are_keys:
+                assert isinstance(layer.mixer, AttentionWeights)
+                layer.mixer.copy_keys(kind.mixer)
         if self.spec.layers[-1].zero_centered:
             for name, view in self.parameter_views().items():
                 if name.endswith(CENTERED):

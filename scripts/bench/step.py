@@ -244,7 +244,7 @@ def fill(engine: Engine, rows: int, context: int) -> None:
     """Pretend that every row has a context, a token and recurrent states of its own, for timing."""
     runner = engine.runner
     pages = runner.pages_per_request
-    room = engine.runner.verifier.stack.cache.shape[2] // runner.page_size - 1
+    room = engine.runner.verifier.stack.cached[0].shape[2] // runner.page_size - 1
     with torch.inference_mode():
         runner.state.states[:, :rows].copy_(torch.stack([torch.arange(rows) + 1, torch.zeros(rows)]))
         table = 1 + torch.arange(rows * pages, device=runner.device, dtype=torch.int32) % room

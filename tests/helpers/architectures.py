@@ -34,9 +34,12 @@ GRANITE = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0,
 }  # fmt: skip
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}
-GEMMA_4 = {
-    **SLIDING, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 2.0, "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+GEMMA_4 = {**SLIDING, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 2.0}
+GEMMA_4_31B = {
+    **GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA_4_E2B = {
+    **GEMMA_4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 SMALL_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
@@ -76,6 +79,8 @@ class Architecture:
             for name, buffer in model.named_buffers():
                 if name.endswith("correction_bias"):
                     buffer.normal_(std=0.3)
+                if name.endswith("layer_scalar"):
+                    buffer.fill_(0.8 + torch.rand(1).item())
         return model
 
     def whole_model(self, **changes: Any) -> Any:
@@ -103,8 +108,8 @@ ARCHITECTURES = {
         Architecture("Gemma 2", "Gemma2Config", {**GEMMA, "final_logit_softcapping": 2.0}),
         Architecture("Gemma 3", "Gemma3TextConfig", GEMMA),
         Architecture("Gemma 3 with images", "Gemma3Config", GEMMA, SIGLIP),
-        Architecture("Gemma 4", "Gemma4TextConfig", GEMMA_4),
-        Architecture("Gemma 4 with images", "Gemma4Config", GEMMA_4, SMALL_VISION),
+        Architecture("Gemma 4", "Gemma4TextConfig", GEMMA_4_31B),
+        Architecture("Gemma 4 E2B with images", "Gemma4Config", GEMMA_4_E2B, SMALL_VISION),
         Architecture("Qwen3-MoE", "Qwen3MoeConfig", {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
         Architecture("GLM-4-MoE", "Glm4MoeConfig", SIGMOID),
         Architecture("Qwen2-MoE", "Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 48}),

@@ -43,7 +43,7 @@ def twelve_bits(*shape: int) -> Tensor:
     return (randn(*shape) * 4096).round() / 4096
 
 
-@pytest.mark.parametrize("normed", ["qk", ""])
+@pytest.mark.parametrize("normed", ["qk", "qkv", ""])
 @pytest.mark.parametrize(("parts", "case", "dtype"), in_turn([*zip((4, 3, 2, 1), WRITES, strict=True)]), ids=str)
 @pytest.mark.sampled
 def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
@@ -58,10 +58,10 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
     columns, table = (heads + 2 * groups) * width, make_rope(max(contexts) + block, width)
     partials = twelve_bits(parts, rows, columns).to(torch.float32 if parts > 1 else dtype)  # or a prefill's, from torch
     bias = None if normed else twelve_bits(columns).to(dtype)
-    arguments = (q_weight, k_weight, EPS, table)
+    arguments, how = (q_weight, k_weight, EPS, table), {"normed_values": "v" in normed}
     where = (pages.lengths, pages.table)
-    q = rope.rope_write(partials, bias, *arguments, *where, cache, size)
-    expected = reference.rope_write(partials, bias, *arguments, *where, expected_cache, size)
+    q = rope.rope_write(partials, bias, *arguments, *where, cache, size, **how)
+    expected = reference.rope_write(partials, bias, *arguments, *where, expected_cache, size, **how)
 
     qkv = (partials.double().sum(0) + (0.0 if bias is None else bias.double())).to(dtype)
     positions = pages.lengths[:, None] + torch.arange(block, device=DEVICE)
@@ -70,12 +70,16 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
     assert_as_exact_as_torch(q, expected, exact_rotated(each[:, :heads], q_weight, table, positions))
     exact_keys = exact_rotated(each[:, heads : heads + groups], k_weight, table, positions)
     assert_as_exact_as_torch(cache[0, slots], expected_cache[0, slots], exact_keys)
-    assert torch.equal(cache[1, slots], each[:, heads + groups :])
+    values = each[:, heads + groups :]
+    if "v" in normed:
+        assert_as_exact_as_torch(cache[1, slots], expected_cache[1, slots], exact_norm(values, torch.ones(width)))
+    else:
+        assert torch.equal(cache[1, slots], values)
     assert only_changed(before, cache, slots)
     # the first row alone
     alone_cache, one = before.clone(), pages.one(0)
     first = partials[:, :1].contiguous()
-    alone = rope.rope_write(first, bias, *arguments, one.lengths, one.table, alone_cache, size)
+    alone = rope.rope_write(first, bias, *arguments, one.lengths, one.table, alone_cache, size, **how)
     assert torch.equal(alone, q[:1]) and torch.equal(alone_cache[:, slots[0]], cache[:, slots[0]])
 
 

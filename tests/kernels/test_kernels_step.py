@@ -36,6 +36,7 @@ SHAPES = [  # S, heads of a group, head width, contexts, page size, window, scor
     (16, 3, 128, (120,), 16, 130, "cap"),  # the block crosses the first long split's start
     (16, 7, 128, (130,), 64, 0, ""),  # two tiles of rows
     (16, 4, 64, (0, 260), 16, 0, "sinks"),
+    (2, 2, 512, (70,), 16, 40, "cap"),
 ]
 Shape = tuple[int, int, int, tuple[int, ...], int, int, str]
 
@@ -156,16 +157,16 @@ def test_outputs_of_sublayers_are_normed_before_they_are_added(
     rows: int, width: int, dtype: torch.dtype, normed: bool
 ) -> None:
     x, partials, own = randn(rows, width, dtype=dtype), randn(3, rows, width), randn(width, dtype=dtype)
-    weight = randn(width) if normed else None
-    total, after = norm.add_rms_norm(x, partials, weight, EPS, None, own)
-    expected = reference.add_rms_norm(x, partials, weight, EPS, None, own)
-    exact = x.double() + exact_norm(partials.double().sum(0), own)
+    weight, scalar = randn(width) if normed else None, randn(1, dtype=dtype) if normed else None
+    total, after = norm.add_rms_norm(x, partials, weight, EPS, None, own, scalar)
+    expected = reference.add_rms_norm(x, partials, weight, EPS, None, own, scalar)
+    exact = (x.double() + exact_norm(partials.double().sum(0), own)) * (1.0 if scalar is None else scalar.double())
     assert_as_exact_as_torch(total, expected[0], exact)
     if weight is None:
         assert after is total and norm.add_rms_norm(x, None, None, EPS) == (x, x)
     else:
         assert_as_exact_as_torch(after, expected[1], exact_norm(exact, weight))
-    quantized = norm.add_rms_norm_quantized(x, partials, weight, EPS, None, own)
+    quantized = norm.add_rms_norm_quantized(x, partials, weight, EPS, None, own, scalar)
     assert torch.equal(quantized[0], total) and torch.equal(values_of(quantized[1]), after)
 
 

@@ -1,5 +1,6 @@
 """Every family of targets, in 16 bits and in FP8, under all events in a server, and published drafters from files."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from damage import damage
 from engines import SAMPLINGS, alone, check_drafts, knowing, make_engine, prompts_of, same
 from fp8_targets import CHANGES, SIZES, in_fp8, in_modules
 from mxfp4_targets import random_mxfp4_
+from planted_trees import planting
 from recurrent_engines import LONG_RUN
 from small_vocabulary import hf_greedy
 
@@ -33,15 +35,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         }
     },
+    "Gemma 4": {},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     **{name: {} for name in (*FP8_FAMILIES, *OTHER_FAMILIES)},
 }
+TREES = ["Gemma 3", "Gemma 4"]  # drafts are trees, not chains
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_equal_transformers_under_random_events(name: str) -> None:
-    assert check_whatever_happens(ARCHITECTURES[name].target(**FAMILIES[name])) == 0
+    assert check_whatever_happens(ARCHITECTURES[name].target(**FAMILIES[name]), trees=name in TREES) == 0
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", "Granite"])
@@ -64,7 +68,7 @@ def test_fp8_answers_equal_transformers_under_load(name: str, tmp_path: Path) ->
         assert check_whatever_happens(target) <= 2
 
 
-def check_whatever_happens(target: Target) -> int:
+def check_whatever_happens(target: Target, *, trees: bool = False) -> int:
     """Runs ragged prompts with a common prefix, too few pages and mostly accepted drafts; one request is cancelled, and
     others end at their limit or at a token inside a block. Returns the number of answers that differ after a near tie.
     """
@@ -73,21 +77,26 @@ def check_whatever_happens(target: Target) -> int:
     prompts = [prompts_of(1, seed=8)[0], *(shared + tail for tail in tails)]
     texts = [generate(target, None, prompt, LONG).tokens for prompt in prompts]
     assert texts[1] == hf_greedy(target, prompts[1], 20, eos=())
-    engine = make_engine(target, drafter, max_num_seqs=4, kv_cache_tokens=80, prefix_states=3)
-    knowing(engine, {tuple(p): t for p, t in zip(prompts, texts, strict=True)}, lambda position: position % 6 == 0)
+    engine = make_engine(
+        target, drafter, max_num_seqs=4, kv_cache_tokens=80, prefix_states=3, draft_tree=20 if trees else 0
+    )
+    answers = {tuple(p): t for p, t in zip(prompts, texts, strict=True)}
+    if not trees:
+        knowing(engine, answers, lambda position: position % 6 == 0)
     stop = next(i for i, token in enumerate(texts[2]) if i > 2 and token not in texts[2][:i])
     params = [LONG] * 6
     params[2] = replace(LONG, stop_token_ids=(texts[2][stop],), ignore_eos=False)
     params[3] = replace(LONG, max_tokens=11)
     expected = [*texts[:2], texts[2][: stop + 1], texts[3][:11], *texts[4:], *texts[:2]]
-    requests = [engine.submit(*each) for each in zip(prompts[:5], params[:5], strict=True)]
-    while len(requests[4].tokens) < 3:
-        engine.step()
-    engine.cancel(requests[4])
-    requests.append(engine.submit(prompts[5], params[5]))
-    requests += [engine.submit(prompt, LONG) for prompt in prompts[:2]]  # again, after kept pages
-    while engine.step():
-        pass
+    with planting(engine, answers) if trees else contextlib.nullcontext():
+        requests = [engine.submit(*each) for each in zip(prompts[:5], params[:5], strict=True)]
+        while len(requests[4].tokens) < 3:
+            engine.step()
+        engine.cancel(requests[4])
+        requests.append(engine.submit(prompts[5], params[5]))
+        requests += [engine.submit(prompt, LONG) for prompt in prompts[:2]]  # again, after kept pages
+        while engine.step():
+            pass
     engine.pool.check()
     assert requests[4].cancelled and all(request.finished for request in requests if not request.cancelled)
     assert min(engine.stats.preemptions, engine.stats.cached_prompt_tokens) > 0

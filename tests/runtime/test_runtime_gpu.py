@@ -46,7 +46,8 @@ from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
 OTHERS = ("phi3", "granite", "smollm3", "olmo2", "glm4", "qwen2_moe", "glm4_moe")
-KINDS = (*OTHERS, "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
+GEMMA = ("gemma2", "gemma3", "gemma4")
+KINDS = (*OTHERS, *GEMMA, "qwen3", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 
 def regret(target: Target, prompt: list[int], answer: list[int]) -> float:
@@ -79,7 +80,9 @@ def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, 
         assert 1 <= buffers <= batch + engine.runner.depth + 1, "buffers of results are used again"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3", "gpt_oss", "glm4", "olmo2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3", "gemma4", "gpt_oss", "glm4", "olmo2"]
+)
 def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
     prompts, params = prompts_of(120), SamplingParams(max_tokens=48, ignore_eos=True)
@@ -317,7 +320,7 @@ def test_drafts_in_fp8_are_nearly_those_of_full_precision(
         quantized = proposer.propose(last, rows, block).tokens
         loaded = DrafterWeights.of_module(drafter)
         old = proposer.stack
-        stack = Stack(loaded.spec, loaded.layers, loaded.norm, old.ropes, old.cache, old.ops)
+        stack = Stack(loaded.spec, loaded.layers, loaded.norm, old.ropes, old.caches, old.ops)
         head = head_of(loaded, runner.target.head, old.ops)
         full = Proposer(loaded, stack, runner.target.embedding, head).propose(last, rows, block).tokens
     same = quantized == full

@@ -15,7 +15,7 @@ from architectures import ARCHITECTURES
 from conftest import make_drafter, make_target
 from damage import damage
 from engines import ROPES
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma4TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate, save_drafter
@@ -156,6 +156,10 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (
+            Gemma4TextConfig(hidden_size_per_layer_input=8),
+            "this engine with hidden_size_per_layer_input 8",
+        ),
         (LlamaConfig(layer_types=["chunked_attention"] * 32), "layers of 'chunked_attention'"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),

@@ -31,6 +31,7 @@ from .merge import (
     _with_sink,
     merge_far,
     merge_rows,
+    merge_warps,
 )
 from .pages import load_heads, stored_heads
 from .tile import SHARED_BYTES
@@ -393,6 +394,6 @@ def _attention(
         b_m, b_l, b_acc, lengths, given, lengths, kv.sinks, out,
         block, groups, width, group, tiles, splits, int(pairs),
         ROWS=ROWS, MERGE_SPLITS=MERGE_SPLITS, COUNTED=counts is not None, CAUSAL=causal, PATHS=0,
-        WINDOW=kv.window, num_warps=1, **shared, **pdl(q),
+        WINDOW=kv.window, num_warps=merge_warps(head), **shared, **pdl(q),
     )  # fmt: skip
     return out

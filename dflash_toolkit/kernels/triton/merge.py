@@ -140,6 +140,11 @@ def _merge_kernel(
     tl.store(p_out, (b_acc / b_l).to(out_p.dtype.element_ty), mask=o_h < H)
 
 
+def merge_warps(head: int) -> int:
+    """Returns the warps of a program of the merge; with one, heads of 512 would spill registers."""
+    return 1 if head <= 256 else 4
+
+
 def merge_rows(
     states: tuple[Tensor, Tensor, Tensor],
     kv: PagedKV,
@@ -159,7 +164,7 @@ def merge_rows(
     _merge_kernel[(programs, group)](
         *states, at, at, rows.depths, kv.sinks, out, 1, programs // len(out), width, group, 1, splits, int(pairs),
         HEAD=head, ROWS=group, MERGE_SPLITS=MERGE_SPLITS, COUNTED=False, CAUSAL=False, PATHS=paths,
-        WINDOW=kv.window, num_warps=1, **cuts, **pdl(out),
+        WINDOW=kv.window, num_warps=merge_warps(head), **cuts, **pdl(out),
     )  # fmt: skip
     return out
 

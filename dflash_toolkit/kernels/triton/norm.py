@@ -22,7 +22,7 @@ def _rms_norm(b_x, b_w, D, eps):
 
 @triton.jit(do_not_specialize=["M", "stride_tap", "SCALE_M", "SCALE_D"])
 def _add_rms_norm_kernel(
-    x_p, part_p, w_p, output_w_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap, SCALE_M, SCALE_D,
+    x_p, part_p, w_p, output_w_p, scalar_p, sum_p, h_p, tap_p, data_p, scale_p, M, D, eps, stride_tap, SCALE_M, SCALE_D,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr, QUANTIZE: tl.constexpr,
     NORM: tl.constexpr, OUTPUT_NORM: tl.constexpr,
     GROUP: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
@@ -44,6 +44,8 @@ def _add_rms_norm_kernel(
         if OUTPUT_NORM:
             b_sum = _rms_norm(b_sum.to(b_x.dtype), b_output_w, D, eps).to(tl.float32)
         b_x = (b_x.to(tl.float32) + b_sum).to(b_x.dtype)
+    if scalar_p is not None:
+        b_x = (b_x.to(tl.float32) * tl.load(scalar_p).to(tl.float32)).to(b_x.dtype)
     start_next(PDL)
     if ADD:
         tl.store(sum_p + i_m * D + o_d, b_x, mask=mask)
@@ -108,9 +110,10 @@ def add_rms_norm(
     eps: float,
     tap: Tensor | None = None,
     output_norm: Tensor | None = None,
+    scalar: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Adds partial_sums [P, M, D], or their norm, to x [M, D], also into `tap`; returns the sum and its RMSNorm."""
-    return _launch(x, partial_sums, weight, eps, tap, output_norm, None)
+    return _launch(x, partial_sums, weight, eps, tap, output_norm, scalar, None)
 
 
 def add_rms_norm_quantized(
@@ -120,19 +123,20 @@ def add_rms_norm_quantized(
     eps: float,
     tap: Tensor | None = None,
     output_norm: Tensor | None = None,
+    scalar: Tensor | None = None,
 ) -> tuple[Tensor, Operand]:
     """Computes `add_rms_norm`; also quantizes the rows for GEMMs with block-scaled fp8 weights."""
     m, d = x.shape
     if d % BLOCK:
-        return _launch(x, partial_sums, weight, eps, tap, output_norm, None)
+        return _launch(x, partial_sums, weight, eps, tap, output_norm, scalar, None)
     quantized = empty_rows(m, d, x.device)
-    total, normed = _launch(x, partial_sums, weight, eps, tap, output_norm, quantized)
+    total, normed = _launch(x, partial_sums, weight, eps, tap, output_norm, scalar, quantized)
     return total, QuantizedRows(normed, *quantized)
 
 
 def _launch(
     x: Tensor, partial_sums: Tensor | None, weight: Tensor | None, eps: float, tap: Tensor | None,
-    output_norm: Tensor | None, quantized: tuple[Tensor, Tensor] | None,
+    output_norm: Tensor | None, scalar: Tensor | None, quantized: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     m, d = x.shape
     total = x if partial_sums is None else torch.empty_like(x)
@@ -141,7 +145,7 @@ def _launch(
     normed = total if weight is None else torch.empty_like(x)
     _add_rms_norm_kernel[(m,)](
         x, x if partial_sums is None else partial_sums, x if weight is None else weight,
-        x if output_norm is None else output_norm, total, normed, x if tap is None else tap,
+        x if output_norm is None else output_norm, scalar, total, normed, x if tap is None else tap,
         *(quantized or (x, x)), m, d, eps, 0 if tap is None else tap.stride(0), *(quantized or (x, x))[1].stride(),
         PARTS=0 if partial_sums is None else len(partial_sums), BLOCK=next_power_of_two(d),
         ADD=partial_sums is not None, TAP=tap is not None, QUANTIZE=quantized is not None,

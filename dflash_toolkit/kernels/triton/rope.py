@@ -118,7 +118,7 @@ def _rope_write_kernel(
     S, N, G, HALF, TURNS, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr,
-    PLACED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PLACED: tl.constexpr, EARLY: tl.constexpr, NORM_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     i_b = i_m // S
@@ -169,6 +169,9 @@ def _rope_write_kernel(
                 cache_p, scales_p, 0, slot, i_h - N, r_first, r_second, slots, G, HALF, TURNS, HEADS, BLOCK, PAIRS
             )
     else:
+        if NORM_VALUES:
+            ones = tl.full([1, BLOCK], 1.0, dtype=tl.float32)
+            b_first, b_second = _norm_rotate(b_first, b_second, ones, ones, ones, 0.0 * ones, eps, HALF, True)
         _store_to_cache(
             cache_p, scales_p, 1, slot, i_h - N - G, b_first, b_second, slots, G, HALF, TURNS, HEADS, BLOCK, PAIRS
         )
@@ -263,6 +266,7 @@ def rope_write(
     *,
     gated: bool = False,
     interleaved: bool = False,
+    normed_values: bool = False,
     at: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Tensor:
@@ -291,7 +295,7 @@ def rope_write(
         eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
         PAIRS=pairs.value, GATED=gated, BIAS=bias is not None, NORM=norm, COUNTED=counts is not None,
-        PLACED=at is not None, EARLY=early, num_warps=1, **pdl(q),
+        PLACED=at is not None, EARLY=early, NORM_VALUES=normed_values, num_warps=1, **pdl(q),
     )  # fmt: skip
     return q
 
