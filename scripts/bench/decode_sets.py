@@ -18,19 +18,25 @@ from dflash_toolkit.evaluation.measure.lengthen import lengthened
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
 from dflash_toolkit.evaluation.measure.pairs import EnginePair
 from dflash_toolkit.evaluation.measure.run import evaluate
+from dflash_toolkit.evaluation.measure.sweeps import chosen as chosen_evenly
+from dflash_toolkit.evaluation.measure.sweeps import load_point
 from dflash_toolkit.evaluation.report.files import write_report
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
 
 Sets = dict[str, list[EncodedPrompt]]
 FIGURES = ("requests", "verify_steps", "tau_pooled", "tau_mean", "tokens_per_second")
+LOAD = ("requests", "tau_pooled", "tokens_per_second", "plain_tokens_per_second", "speedup")
 COMPARED = ("plain_tokens_per_second", "speedup", "identical_to_plain")
 
 
 def decode(
     target: Target, folder: Path, report: Path, sets: Sets, plain: set[str], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Decodes prompt sets with the drafter in `folder`, those in `plain` also without; figures by set and pooled."""
+    """Decodes prompt sets with the drafter in `folder`, those in `plain` also without; figures by set and pooled.
+
+    Then it decodes a mixture of the sets with each of `args.requests` requests at a time.
+    """
     release()
     runtime = EnginePair.load(target, load_drafter(str(folder)))
     longer = lengthened_sets(runtime, args)
@@ -64,10 +70,15 @@ def decode(
         }
         for n, by_set in longer.items()
     }
+    loads = {}
+    for count in args.requests:
+        prompts = [sets[name][i].token_ids for name, i in chosen_evenly(sets, 2 * count)]
+        point = load_point(runtime, prompts, SamplingParams(max_tokens=args.tokens), count, baseline=bool(plain))
+        loads[str(count)] = {key: rounded(point[key]) for key in LOAD if point[key] is not None}
     return {
         "sets": {name: found[name] for name in sets},
         "pooled": {"tau": rounded(short.tau_pooled), "tokens_per_second": rounded(short.tokens_per_second)},
-    } | ({"contexts": contexts} if contexts else {})
+    } | {name: figures for name, figures in {"contexts": contexts, "loads": loads}.items() if figures}
 
 
 def lengthened_sets(runtime: EnginePair, args: argparse.Namespace) -> dict[int, Sets]:

@@ -104,6 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="TOKENS",
         help="also decode --limit prompts of each set, lengthened with other prompts of the set to these lengths",
     )
+    add("--requests", type=int, nargs="+", default=[], help="also measure tokens per second at so many requests")
     add("--pool", nargs="+", metavar="NAME", help="sets in the pooled figures (default: all)")
     add(
         "--baseline",

@@ -134,7 +134,9 @@ def training_minutes(raw: Raw) -> Iterable[Row]:
                 "kind": run["kind"], "gpu": found["gpu"].removeprefix("NVIDIA ").partition(" ")[0],
                 "gpu_minutes": run["gpu_minutes"]["training"], "total_minutes": run["gpu_minutes"]["total"],
                 "cost": run.get("cost"), "prompts": run["prompts"], "response_tokens": run["response_tokens"] / 1e6,
-                "seen_tokens": run["seen_tokens"] / 1e6, **{key: run["sets"][key]["tau_pooled"] for key in SETS},
+                "seen_tokens": run["seen_tokens"] / 1e6, "speed": run["pooled"]["tokens_per_second"],
+                "speed_32": run.get("loads", {}).get("32", {}).get("tokens_per_second"),
+                **{key: run["sets"][key]["tau_pooled"] for key in SETS},
             }  # fmt: skip
 
 

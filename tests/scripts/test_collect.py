@@ -53,15 +53,15 @@ def test_server_rows_use_the_faster_vllm(tmp_path: Path) -> None:
 
 def test_trained_drafters_become_points_of_the_curve(tmp_path: Path) -> None:
     run = {"kind": "dspine", "gpu_minutes": {"training": 8, "total": 11.0}, "prompts": 2000, "cost": 0.55}
-    run |= {"response_tokens": 5_000_000, "seen_tokens": 36_000_000}
+    run |= {"response_tokens": 5_000_000, "seen_tokens": 36_000_000, "pooled": {"tokens_per_second": 900.0}}
+    run |= {"loads": {"32": {"tokens_per_second": 9000.0}}}
     run |= {"sets": {name: {"tau_pooled": 2.5} for name in collect.SETS}}
     found = MACHINE | {"gpus": 4, "target": "Q-1.5B-Instruct", "target_parameters": 1.5e9, "runs": [run]}
     (tmp_path / "curve-15.json").write_text(json.dumps(found | {"gpu": "NVIDIA H200"}))
     raw = collect.Raw(tmp_path, "abc", "day")
     (row,) = collect.training_minutes(raw)
-    assert (
-        row.items() >= {"target": "Q-1.5B", "parameters": 1.5, "gpu": "H200", "seen_tokens": 36.0, "gsm8k": 2.5}.items()
-    )
+    expected = {"target": "Q-1.5B", "parameters": 1.5, "gpu": "H200", "seen_tokens": 36.0, "gsm8k": 2.5}
+    assert row.items() >= (expected | {"speed": 900.0, "speed_32": 9000.0}).items()
     assert raw.runs[0]["gpu"] == "4 x NVIDIA H200"
     with pytest.raises(FileNotFoundError):
         list(collect.training_minutes(collect.Raw(tmp_path / "none", "abc", "day")))

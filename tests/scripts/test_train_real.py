@@ -49,7 +49,7 @@ def test_prompts_are_answered_trained_on_and_decoded(
     arguments = [
         "--target", str(target_dir), "--prompts-train", f"say={prompts}[:8]", f"more={prompts}[6:9]", "--samples", "3",
         "--answer-tokens", "24", "--batch", "4", "--minutes", "0.01", "0.02", "--prompts", f"a={prompts}[8:]",
-        f"b={prompts}[10:]", "--limit", "2", "--tokens", "12", "--pool", "b", "--baseline", "b",
+        f"b={prompts}[10:]", "--limit", "2", "--tokens", "12", "--pool", "b", "--baseline", "b", "--requests", "2",
         "--output", str(output), *SMALL, "run.features=memory", "run.feature_cache_gb=1",
     ]  # fmt: skip
     assert program.main(arguments) == 0
@@ -69,6 +69,8 @@ def test_prompts_are_answered_trained_on_and_decoded(
         assert run["seconds"]["training"] >= 60 * run["minutes"]
     assert "speedup" not in result["runs"][0]["sets"]["b"] and "speedup" not in result["runs"][1]["sets"]["a"]
     assert result["runs"][1]["sets"]["b"]["identical_to_plain"] == 1
+    first, second = (run["loads"]["2"] for run in result["runs"])
+    assert first["requests"] == 4 and first["tokens_per_second"] > 0 and "speedup" in second and "speedup" not in first
     rows = [json.loads(line) for line in (output / "answers.jsonl").read_text().splitlines()]
     greedy = [row for row in rows if row["sample"] == 0]
     reference = make_target()
