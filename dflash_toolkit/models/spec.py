@@ -277,6 +277,7 @@ class Architecture:
         if not self.experts or dense or not count:
             return MlpSpec(config.intermediate_size, activation=_activation(config), fused=self.fused_gate_up)
         sigmoid = (config.n_group, config.topk_group, config.routed_scaling_factor) if self.sigmoid else None
+        clamp = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)  # some versions have none
         size = config.intermediate_size if self.clamped else config.moe_intermediate_size
         shared = getattr(config, "shared_expert_intermediate_size", 0) or getattr(config, "n_shared_experts", 0) * size
         if shared % size:
@@ -288,7 +289,7 @@ class Architecture:
             num_experts=count,
             top_k=config.num_experts_per_tok,
             intermediate_size=size,
-            clamp=(getattr(config, "swiglu_alpha", 1.702), config.swiglu_limit) if self.clamped else None,
+            clamp=clamp if self.clamped else None,
             normalized=getattr(config, "norm_topk_prob", True),
             shared=shared // size,
             sigmoid=sigmoid,
