@@ -1,7 +1,7 @@
 """MXFP4 weights of checkpoints: e2m1 values, and one power of two for every 32 columns (OCP Microscaling Formats 1.0).
 
-In memory a 32-bit word of a GPU register has eight values whose bits a kernel moves to bf16 with few instructions. So
-`Mxfp4Weight.sort_` puts the values of a checkpoint into another order, in place.
+A kernel moves the bits of values to those of bf16 with few instructions, and has one scale for each quarter of a block
+of columns. So `Mxfp4Weight.sort_` puts the values and scales of a checkpoint into another order, in place.
 """
 
 import itertools
@@ -14,8 +14,10 @@ from torch import Tensor
 from .base import Format, Quantized, Weight
 
 GROUP = 32  # columns that share a scale
-ALIGNED = 16  # bytes; scales of a row begin at multiples, so that a kernel can copy them while it computes
+COLUMNS = 4 * GROUP  # of a block
 BIAS = 127  # a scale s is 2 ** (s - BIAS)
+ADDED = 66  # to scales in memory, with which a kernel's products in bf16 are in range; larger ones than LARGEST are not
+LARGEST = 254 - ADDED
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three bits after the sign
 
 
@@ -26,14 +28,18 @@ class Mxfp4(Format):
     def empty(self, *shape: int, new: Callable[..., Tensor]) -> "Mxfp4Weight":
         """Returns an uninitialized matrix; K must be a multiple of 32."""
         *several, k = shape
-        scale = new(*several, -(-k // GROUP // ALIGNED) * ALIGNED, dtype=torch.uint8)
+        padded = -(-k // COLUMNS) * COLUMNS
+        data, scale = (new(*several, padded // n, dtype=torch.uint8) for n in (2, GROUP))
+        data[..., k // 2 :].zero_()
         scale[..., k // GROUP :].zero_()
-        return Mxfp4Weight(new(*several, k // 2, dtype=torch.uint8), scale)
+        return Mxfp4Weight(data, scale, k)
 
     def tensors(self, name: str, weight: Weight) -> dict[str, Tensor]:
         """Returns the checkpoint tensors of the matrix with this name; call `sort_` after they were read."""
         assert isinstance(weight, Mxfp4Weight)
-        return {f"{name}_blocks": weight.data.unflatten(-1, (-1, GROUP // 2)), f"{name}_scales": weight.exponents}
+        groups = weight.columns // GROUP
+        blocks = weight.data.unflatten(-1, (-1, GROUP // 2))[..., :groups, :]
+        return {f"{name}_blocks": blocks, f"{name}_scales": weight.scale[..., :groups]}
 
 
 MXFP4 = Mxfp4()
@@ -41,12 +47,14 @@ MXFP4 = Mxfp4()
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight(Quantized):
-    """uint8 [N, K / 2] and the scales' exponents, uint8 [N, K / 32], and zeros up to a multiple of ALIGNED.
+    """Values, uint8 [N, P / 2], and the exponents of scales, uint8 [N, P / 32], of K columns and zeros up to P = 128 n.
 
-    Two bytes hold four values of one group, 8 columns apart. Their bits, from the highest, are those of the values
-    a, b, c and d: a's sign; d's sign and mantissa; b's sign; d's exponent (2 bits); c's sign; exponent and mantissa of
-    a, then of b and of c.
+    Two bytes hold a value a, b, c and d of each group of a block of columns. Their bits, from the highest, are a's
+    sign; d's sign and mantissa; b's sign; d's exponent (2 bits); c's sign; exponent and mantissa of a, then of b and of
+    c. Scales have ADDED more than in checkpoints, and the order [P / 128, N, 4].
     """
+
+    columns: int  # K
 
     @property
     def format(self) -> Format:
@@ -54,12 +62,7 @@ class Mxfp4Weight(Quantized):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.data.shape[:-1], 2 * self.data.shape[-1]))
-
-    @property
-    def exponents(self) -> Tensor:
-        """Returns the scales without the zeros."""
-        return self.scale[..., : self.shape[-1] // GROUP]
+        return torch.Size((*self.data.shape[:-1], self.columns))
 
     @classmethod
     def of(cls, matrix: Tensor) -> "Mxfp4Weight":
@@ -69,26 +72,32 @@ class Mxfp4Weight(Quantized):
         steps = (groups / exponent.exp2()[..., None]).abs()
         bounds = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(VALUES)], device=matrix.device)
         codes = torch.bucketize(steps, bounds) | (groups < 0).int() << 3
-        blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
         found = MXFP4.empty(*matrix.shape, new=matrix.new_empty)
-        found.data.copy_(blocks.flatten(-2))
-        found.exponents.copy_(exponent + BIAS)
+        blocks, scales = MXFP4.tensors("", found).values()
+        blocks.copy_(codes[..., 0::2] | codes[..., 1::2] << 4)
+        scales.copy_(exponent + BIAS)
         found.sort_()
         return found
 
     def sort_(self) -> None:
         """Changes the order of a checkpoint, where byte i of a group has its values 2 i and 2 i + 1, to that above."""
         for matrix in self.data.flatten(0, -2).split(1 << 12):
-            blocks = matrix.unflatten(-1, (-1, GROUP // 2)).int()
-            a, b, c, d = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).split(8, -1)
+            groups = matrix.unflatten(-1, (-1, GROUP // 2)).int()
+            codes = torch.stack([groups & 15, groups >> 4], -1).flatten(-2)
+            a, b, c, d = codes.unflatten(-2, (-1, 4)).unbind(-2)
             words = (a & 8) << 12 | (a & 7) << 6 | (b & 8) << 9 | (b & 7) << 3 | (c & 8) << 6 | c & 7
             words |= (d & 8) << 11 | (d & 1) << 13 | (d & 6) << 9
             matrix.copy_(words.to(torch.int16).view(torch.uint8).flatten(-2))
+        for scale in self.scale.view(-1, *self.scale.shape[-2:]):
+            scale.clamp_(max=LARGEST).add_(ADDED)
+            scale.copy_(scale.unflatten(-1, (-1, 4)).transpose(0, 1).reshape(scale.shape))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        words = self.data.unflatten(-1, (-1, GROUP // 2)).view(torch.int16).int()
+        words = self.data.unflatten(-1, (-1, COLUMNS // 2)).view(torch.int16).int()  # [..., N, P / 128, 32]
         table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=words.device)
         last = (words >> 11 & 8) | (words >> 9 & 6) | (words >> 13 & 1)
         codes = [*((words >> 12 - i & 8) | (words >> 6 - i & 7) for i in (0, 3, 6)), last]
-        values = torch.cat([table[code] for code in codes], -1)
-        return torch.ldexp(values, self.exponents.int()[..., None] - BIAS).flatten(-2).to(dtype)
+        blocks, rows = words.shape[-2], words.shape[-3]
+        scales = self.scale.view(*self.scale.shape[:-2], blocks, rows, 4).transpose(-3, -2)
+        values = torch.ldexp(torch.stack([table[code] for code in codes], -2), scales.int()[..., None] - (BIAS + ADDED))
+        return values.flatten(-3)[..., : self.columns].to(dtype)

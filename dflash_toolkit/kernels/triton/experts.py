@@ -33,7 +33,7 @@ from ..routing import SigmoidRouting
 from .fp8 import of_fp8, quantize_rows, rows_dtype, stored_parts
 from .fp8_blocks import QUANTIZED_IN_LOOP, quantize, quantize_groups
 from .int4 import accumulate_int4, fitted_tile, sizes_of
-from .mxfp4 import accumulate_mxfp4, scales_of_row
+from .mxfp4 import accumulate_mxfp4, words_of
 from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
@@ -208,7 +208,7 @@ def _experts_kernel(
     A program has an expert and BLOCK_N of its rows of w. BY_PAIR: it has a pair's expert, if that pair is the expert's
     first. GATHERED: the last expert starts first, as it may have all rows and then takes longest.
     SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
-    IN_MXFP4: w is words [E, N, K / 4], see `Mxfp4Weight`. QUARTER: 0, or w is in INT4, see `accumulate_int4`, with
+    IN_MXFP4: w is words, see `Mxfp4Weight`. QUARTER: 0, or w is in INT4, see `accumulate_int4`, with
     scales [E, K / GROUP, N]. LIMIT: 0, or that of `ClampedExperts`.
     """
     i_n, i_e = tl.program_id(0), tl.program_id(2)
@@ -235,7 +235,7 @@ def _experts_kernel(
     if SWIGLU and LIMIT == 0:
         o_w = (o_n % 2) * (N // 2) + o_n // 2
     words = K // 64 * 16  # of four numbers in INT4; the compiler sees their alignment
-    p_w = w_p + expert.to(tl.int64) * N * (words if QUARTER > 0 else K // 32 * 8 if IN_MXFP4 else K)
+    p_w = w_p + expert.to(tl.int64) * N * (words if QUARTER > 0 else words_of(K) if IN_MXFP4 else K)
     if LIMIT > 0:
         b_bias = tl.load(bias_p + expert * N + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     for start in range(tl.program_id(1) * T, count, tl.num_programs(1) * T):
@@ -248,8 +248,8 @@ def _experts_kernel(
         if SWIGLU:
             o_x = b_pair // TOP
         if IN_MXFP4:
-            p_scale = w_scale_p + expert.to(tl.int64) * N * scales_of_row(K)
-            b_acc = accumulate_mxfp4(x_p, p_w, p_scale, o_w, o_x, m_t, N, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
+            p_scale = w_scale_p + expert.to(tl.int64) * N * (words_of(K) // 32)
+            b_acc = accumulate_mxfp4(x_p, p_w, p_scale, o_w, o_x, m_t, N, K, T, BLOCK_N, EVEN_N, EVEN_K)
         elif QUARTER > 0:
             p_scale = w_scale_p + expert.to(tl.int64) * N * (K // GROUP if GROUP > 0 else 1)
             b_acc = accumulate_int4(
@@ -320,7 +320,7 @@ def experts_tile(
     """
     # if gathered, twice the rows of an expert when all are chosen equally often; once in a step's short loops
     often = 1 if fp8 and k < SHORT and rows <= STEP_ROWS else 2
-    taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8) else padded(rows)
+    taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8 or mxfp4) else padded(rows)
     wide = rows > MAX_ROWS and taken >= 64
     if fp8:
         # a block's sums are held next to the total: a wide tile of 128 rows would not stay in registers
@@ -330,8 +330,9 @@ def experts_tile(
     if quarter:
         return fitted_tile(taken, quarter, size, shared)
     if mxfp4:
-        tile = Tile(128, 128, 3, 8) if wide else Tile(64, 128, 4, 4)
-        return fitted(tile, taken, 1, size, shared), taken
+        taken = min(taken, 64)
+        stages = 4 if taken <= 32 else 2 if fp32 else 3
+        return Tile(64 if rows * top <= experts else 128, BLOCK, stages, 4), taken
     tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     return fitted(tile, taken, size, size, shared), taken
 
@@ -380,7 +381,7 @@ def multiply(
         quantized = quantize_rows(values)
         given, given_scale = quantized.data, quantized.scale
     elif mxfp4:
-        data = data.view(torch.int16)
+        data, scale = data.view(torch.int16), scale.view(torch.int32)
     elif isinstance(matrices, GroupedInt4):
         numbers = sizes_of(matrices)
     elif scale is not None and isinstance(x, QuantizedRows):
@@ -416,7 +417,7 @@ def experts_mlp(
     fp8, quarters = parts(gate_up)[1] is not None and not mxfp4, (0, 0)
     if isinstance(gate_up, GroupedInt4) and isinstance(down, GroupedInt4):
         fp8, quarters = False, (gate_up.quarter, down.quarter)
-    groups = group_rows(experts, count) if gathers(rows, fp8) else None
+    groups = group_rows(experts, count) if gathers(rows, fp8 or mxfp4) else None
     first, second = (
         experts_tile(
             rows, top, count, k, fp32=fp32, fp8=fp8, mxfp4=mxfp4, quarter=quarter, shared=shared, row_bytes=row_bytes
