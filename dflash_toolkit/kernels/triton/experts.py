@@ -331,8 +331,8 @@ def experts_tile(
         return fitted_tile(taken, quarter, size, shared)
     if mxfp4:
         taken = min(taken, 64)
-        stages = 4 if taken <= 32 else 2 if fp32 else 3
-        return Tile(64 if rows * top <= experts else 128, BLOCK, stages, 4), taken
+        narrow = rows * top <= experts or (taken == 64 and shared < SHARED_BYTES)  # 128 rows of both would spill there
+        return Tile(64 if narrow else 128, BLOCK, 4 if taken <= 32 else 2 if fp32 else 3, 4), taken
     tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     return fitted(tile, taken, size, size, shared), taken
 
@@ -380,7 +380,7 @@ def multiply(
     if by_rows:
         quantized = quantize_rows(values)
         given, given_scale = quantized.data, quantized.scale
-    elif mxfp4:
+    elif mxfp4 and scale is not None:
         data, scale = data.view(torch.int16), scale.view(torch.int32)
     elif isinstance(matrices, GroupedInt4):
         numbers = sizes_of(matrices)

@@ -89,7 +89,7 @@ def accumulate_mxfp4(
     p_scale = scale_p + o_n
     p_x = x_p + o_m[None, :].to(tl.int64) * K + o_k[:, None]
     m_n = None if EVEN_N else o_n < N
-    m_w = None if EVEN_N else m_n[:, None]
+    m_w = None if EVEN_N else (o_n < N)[:, None]
     other = None if EVEN_N else 0
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for k in range(0, K, 4 * WORDS):
