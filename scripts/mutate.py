@@ -52,7 +52,7 @@ TABLE = {  # modules and their tests, fastest first; none of them starts program
     "dflash_toolkit/kernels/reference.py": [
         "kernels/test_kernels_reference.py", "kernels/test_kernels_draws.py", "kernels/test_kernels_row_loss.py",
         "kernels/test_kernels_mask.py", "kernels/test_kernels_delta.py", "runtime/test_runtime_engine.py",
-        "runtime/test_runtime_recurrent.py", "runtime/test_runtime_dflash2.py",
+        "runtime/test_runtime_recurrent.py", "runtime/test_runtime_draft_kinds.py",
     ],
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/wait_queue.py": ["runtime/test_runtime_wait_queue.py", "runtime/test_runtime_scheduler.py"],
@@ -83,7 +83,7 @@ TABLE = {  # modules and their tests, fastest first; none of them starts program
     ],
     "dflash_toolkit/models/dspine/codes.py": ["models/test_dspine.py"],
     "dflash_toolkit/models/dspine/injection.py": ["models/test_dspine.py"],
-    "dflash_toolkit/models/dspine/proposer.py": ["runtime/test_runtime_dspine.py"],
+    "dflash_toolkit/models/dspine/proposer.py": ["runtime/test_runtime_dspine.py", "runtime/test_runtime_draft_kinds.py"],
     "dflash_toolkit/models/dspine/refinement.py": ["models/test_dspine.py"],
     "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
     "train/objective/loss.py": [

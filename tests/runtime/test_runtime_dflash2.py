@@ -1,58 +1,23 @@
-"""DFlash 2 in the engine: its drafts equal those of the reference, in any batch."""
+"""DFlash 2 in the engine: initial weights, the bits of a block in any batch, fp8."""
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_dflash2, make_drafter
-from engines import SAMPLINGS, check, check_drafts, make_engine, pair, prompts_of
+from engines import check_drafts, make_engine, pair, prompts_of
 from torch import Tensor
 
-from dflash_toolkit import SamplingParams, load_drafter
+from dflash_toolkit import SamplingParams
 from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
 from dflash_toolkit.models.dflash2.selector import CandidateSelector
-from dflash_toolkit.runtime import EngineOptions, load_engine, weights
+from dflash_toolkit.runtime import weights
 from dflash_toolkit.runtime.stack import Rows
-from dflash_toolkit.runtime.weight_updates import update_drafter
 
 NO_CONVOLUTION = {"conv_kernel_size": 0, "conv_group_size": 0}
 NO_SELECTOR = {"selector_rank": 0, "selector_top_k": 0}
 PARTS = {"both": {}, "selector": NO_CONVOLUTION, "convolution": NO_SELECTOR}
-SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}
-KINDS: dict[str, dict[str, Any]] = PARTS | {
-    "scaled": {"input_embedding_scale": 3.0, "output_multiplier": 0.2, "final_logit_softcapping": 2.0},
-    "sliding": SLIDING | {"is_causal": None},
-    "windows": SLIDING | {"is_causal": False},
-    "biases": {"attention_bias": True},
-    "taps and few candidates": {"conv_kernel_size": 3, "conv_group_size": 4, "selector_top_k": 3},
-}
-PARAMS = [SamplingParams(max_tokens=n) for n in (14, 1, 9, 20)]
-
-
-@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
-@pytest.mark.sampled
-def test_ragged_batches_draft_as_the_reference_one_by_one(changes: dict[str, Any]) -> None:
-    target, _ = pair()
-    drafter = make_dflash2(target, **changes)
-    check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(1, 5, 17, 33), *PARAMS)
-
-
-@pytest.mark.parametrize("block", [2, 5])
-def test_blocks_may_have_fewer_slots_than_in_training(block: int) -> None:
-    target, _ = pair()
-    drafter = make_dflash2(target)
-    engine = make_engine(target, drafter, num_speculative_tokens=block - 1)
-    drafter.config = drafter.config.with_block_size(block)
-    check_drafts(engine, (target, drafter), prompts_of(3, 20), SamplingParams(max_tokens=14))
-
-
-def test_sampled_answers_are_those_without_a_drafter() -> None:
-    target, _ = pair()
-    params = [replace(one, max_tokens=12) for one in SAMPLINGS[:3]]
-    check(make_engine(target, make_dflash2(target)), (target, make_dflash2(target)), prompts_of(4, 19, 7), *params)
 
 
 def test_initial_dflash2_weights_draft_as_plain_dflash() -> None:
@@ -85,20 +50,6 @@ def test_other_requests_of_a_batch_change_no_bit_of_a_block(changes: dict[str, A
         for one, two in zip(second(x, last), second(other, torch.tensor([8, 9])), strict=True):
             assert torch.equal(one, two)
     assert drafter is not None and (drafter.selector is None) == (changes is NO_SELECTOR)
-
-
-def test_dflash2_loads_from_disk_and_equals_the_module(target_dir: Path, dflash2_dir: Path) -> None:
-    options = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
-    engine = load_engine(str(target_dir), str(dflash2_dir), "cpu", options=options)[0]
-    target, drafter = pair()[0], load_drafter(str(dflash2_dir)).float()
-    check_drafts(engine, (target, drafter), prompts_of(9), SamplingParams(max_tokens=14))
-    weights = engine.runner.drafter
-    names = dict(drafter.named_parameters())
-    assert weights is not None and set(weights.parameter_views()) == set(names)
-    for parameter in names.values():
-        parameter.mul_(0.7)
-    update_drafter(weights, drafter.state_dict())
-    check_drafts(engine, (target, drafter), prompts_of(11), SamplingParams(max_tokens=14))
 
 
 @pytest.mark.parametrize("size", [0.3, 90.0])

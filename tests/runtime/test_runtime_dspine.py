@@ -1,36 +1,17 @@
-"""DSpine in the engine: its drafts equal those of the reference, in any batch."""
-
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+"""DSpine in the engine: pairs of tokens in parts, trees, the bits of a block in any batch, fp8."""
 
 import pytest
 import torch
 from conftest import make_dspine
-from engines import SAMPLINGS, check, check_drafts, make_engine, pair, prompts_of, same
+from engines import check_drafts, make_engine, pair, prompts_of, same
 from torch import Tensor
 
-from dflash_toolkit import SamplingParams, generate, load_drafter, save_drafter
+from dflash_toolkit import SamplingParams, generate
 from dflash_toolkit.models.dspine import proposer
-from dflash_toolkit.runtime import EngineOptions, load_engine, weights
+from dflash_toolkit.runtime import weights
 from dflash_toolkit.runtime.stack import Rows
-from dflash_toolkit.runtime.weight_updates import update_drafter
 
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scaled": {"input_embedding_scale": 3.0, "output_multiplier": 0.2, "final_logit_softcapping": 2.0},
-    "sliding": {"layer_types": ("sliding_attention", "full_attention") * 2, "sliding_window": 9},
-    "biases and few candidates": {"attention_bias": True, "refine_top_k": 3},
-}
 PARAMS = [SamplingParams(max_tokens=n) for n in (14, 1, 9, 20)]
-
-
-@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
-@pytest.mark.sampled
-def test_ragged_batches_draft_as_the_reference_one_by_one(changes: dict[str, Any]) -> None:
-    target, _ = pair()
-    drafter = make_dspine(target, **changes)
-    check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(1, 5, 17, 33), *PARAMS)
 
 
 def test_pairs_of_many_requests_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,21 +19,6 @@ def test_pairs_of_many_requests_are_scored_in_parts(monkeypatch: pytest.MonkeyPa
     target, _ = pair()
     drafter = make_dspine(target)
     check_drafts(make_engine(target, drafter), (target, drafter), prompts_of(1, 5, 17, 33), *PARAMS)
-
-
-@pytest.mark.parametrize("block", [2, 5])
-def test_blocks_may_have_fewer_slots_than_in_training(block: int) -> None:
-    target, _ = pair()
-    drafter = make_dspine(target)
-    engine = make_engine(target, drafter, num_speculative_tokens=block - 1)
-    drafter.config = drafter.config.with_block_size(block)
-    check_drafts(engine, (target, drafter), prompts_of(3, 20), SamplingParams(max_tokens=14))
-
-
-def test_sampled_answers_are_those_without_a_drafter() -> None:
-    target, _ = pair()
-    params = [replace(one, max_tokens=12) for one in SAMPLINGS[:3]]
-    check(make_engine(target, make_dspine(target)), (target, make_dspine(target)), prompts_of(4, 19, 7), *params)
 
 
 def test_trees_and_sampled_drafts_are_those_of_decoding() -> None:
@@ -84,21 +50,6 @@ def test_other_requests_of_a_batch_change_no_bit_of_a_block() -> None:
     with torch.inference_mode():
         found = zip(second(x, torch.tensor([7, 9])), second(other, torch.tensor([8, 9])), strict=True)
         assert all(torch.equal(one, two) for one, two in found)
-
-
-def test_dspine_loads_from_disk_and_takes_new_weights(target_dir: Path, tmp_path: Path) -> None:
-    target, _ = pair()
-    save_drafter(make_dspine(target), tmp_path)
-    options = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
-    engine = load_engine(str(target_dir), str(tmp_path), "cpu", options=options)[0]
-    drafter = load_drafter(str(tmp_path)).float()
-    check_drafts(engine, (target, drafter), prompts_of(9), SamplingParams(max_tokens=14))
-    held = engine.runner.drafter
-    assert held is not None and set(held.parameter_views()) == set(drafter.state_dict())
-    for parameter in drafter.parameters():
-        parameter.mul_(0.7)
-    update_drafter(held, drafter.state_dict())
-    check_drafts(engine, (target, drafter), prompts_of(11), SamplingParams(max_tokens=14))
 
 
 def test_fp8_drafts_are_close_and_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
