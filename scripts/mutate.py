@@ -83,7 +83,9 @@ TABLE = {  # modules and their tests, fastest first; none of them starts program
     ],
     "dflash_toolkit/models/dspine/codes.py": ["models/test_dspine.py"],
     "dflash_toolkit/models/dspine/injection.py": ["models/test_dspine.py"],
-    "dflash_toolkit/models/dspine/proposer.py": ["runtime/test_runtime_dspine.py", "runtime/test_runtime_draft_kinds.py"],
+    "dflash_toolkit/models/dspine/proposer.py": [
+        "runtime/test_runtime_dspine.py", "runtime/test_runtime_draft_kinds.py",
+    ],
     "dflash_toolkit/models/dspine/refinement.py": ["models/test_dspine.py"],
     "train/objective/blocks.py": ["train/objective/test_train_blocks.py"],
     "train/objective/loss.py": [

@@ -48,7 +48,7 @@ def test_figures_of_a_real_pair_are_consistent(target_dir: Path, drafter_dir: Pa
     text = write(tmp_path / "p.jsonl", says(*(f"ask {i} of it" for i in range(9))))
     pair = ["--target", str(target_dir), "--drafter", str(drafter_dir), "--prompts", f"own={text}", "--device", "cpu"]
     jobs = ["--workload", "chat", "agent", "first-token", "mixed", "--ways", "plain", "blocks", "trees"]
-    jobs += ["--repeats", "2"]
+    jobs += ["--repeats", "1"]
     assert program.main([*pair, *jobs, "--output", str(tmp_path / "o.json")]) == 0
     found = read_json(tmp_path / "o.json")
     assert found["engine"] == "ours" and found["accept"] is None and str(tmp_path) not in str(found["command"])
