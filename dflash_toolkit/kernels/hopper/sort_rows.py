@@ -26,6 +26,24 @@ class SortedRows(NamedTuple):
     total: Tensor  # int32 [1]: number of tiles
 
 
+@triton.jit
+def _list_tiles(expert_p, tile_p, total_p, P, E, T: tl.constexpr, COUNTED: tl.constexpr, SIDE: tl.constexpr):
+    """Stores the tiles of all experts and their number."""
+    o_e, o_l = tl.arange(0, SIDE), tl.arange(0, COUNTED)
+    b_rows = tl.zeros([SIDE], dtype=tl.int32)
+    for start in range(0, P, COUNTED):
+        b_rows += tl.histogram(tl.load(expert_p + start + o_l, mask=start + o_l < P, other=E), SIDE)
+    b_rows = tl.where(o_e < E, b_rows, 0)
+    b_tiles = (b_rows + T - 1) // T
+    b_first, b_tile = tl.cumsum(b_rows) - b_rows, tl.cumsum(b_tiles) - b_tiles
+    tl.store(total_p, tl.sum(b_tiles))
+    for at in range(0, tl.max(b_rows), T):
+        p_tile, has_more = tile_p + 3 * (b_tile + at // T), at < b_rows
+        tl.store(p_tile, o_e, mask=has_more)
+        tl.store(p_tile + 1, b_first + at, mask=has_more)
+        tl.store(p_tile + 2, tl.minimum(b_rows - at, T), mask=has_more)
+
+
 @triton.jit(do_not_specialize=["P", "SCALE_M", "SCALE_G"])
 def _sort_rows_kernel(
     x_p, x_scale_p, expert_p, pair_p, data_p, scale_p, tile_p, total_p, P, E, SCALE_M, SCALE_G,
@@ -33,44 +51,32 @@ def _sort_rows_kernel(
     CHUNK: tl.constexpr, COUNTED: tl.constexpr, SIDE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program i copies the rows of AT_ONCE pairs to their sorted places, and lists the tiles of expert i.
+    """Program 0 lists the tiles. The others copy the rows of AT_ONCE pairs each to their sorted places.
 
     The place of a pair is the number of pairs that come before it, by expert and then by row.
     """
-    i = tl.program_id(0)
-    o_p, o_x, o_g = i * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_G)
-    o_c, exists = tl.arange(0, CHUNK), o_p < P
-    b_row = o_p // TOP
-    m_x = exists[:, None] & (o_x < K)[None, :]
-    m_g = exists[:, None] & (o_g < GROUPS)[None, :]
+    i_copy = tl.program_id(0) - 1
     wait_for_previous(PDL)
-    b_own = tl.load(expert_p + o_p, mask=exists, other=0) * P + o_p
-    b_x = tl.load(x_p + b_row[:, None].to(tl.int64) * K + o_x[None, :], mask=m_x, other=0)
-    b_scale = tl.load(x_scale_p + b_row[:, None] * SCALE_M + o_g[None, :] * SCALE_G, mask=m_g, other=0.0)
-    b_before = tl.zeros([AT_ONCE, CHUNK], dtype=tl.int32)
-    for start in range(0, P, CHUNK):
-        b_each = tl.load(expert_p + start + o_c, mask=start + o_c < P, other=E) * P + start + o_c
-        b_before += (b_each[None, :] < b_own[:, None]).to(tl.int32)
     start_next(PDL)
-    b_place = tl.sum(b_before, axis=1)
-    tl.store(pair_p + b_place, o_p, mask=exists)
-    tl.store(data_p + b_place[:, None].to(tl.int64) * K + o_x[None, :], b_x, mask=m_x)
-    tl.store(scale_p + b_place[:, None] * GROUPS + o_g[None, :], b_scale, mask=m_g)
-    if i < E:
-        o_e, o_l = tl.arange(0, SIDE), tl.arange(0, COUNTED)
-        b_rows = tl.zeros([SIDE], dtype=tl.int32)
-        for start in range(0, P, COUNTED):
-            b_rows += tl.histogram(tl.load(expert_p + start + o_l, mask=start + o_l < P, other=E), SIDE)
-        b_tiles = tl.where(o_e < E, (b_rows + T - 1) // T, 0)
-        first, rows = tl.sum(tl.where(o_e < i, b_rows, 0)), tl.sum(tl.where(o_e == i, b_rows, 0))
-        tile = tl.sum(tl.where(o_e < i, b_tiles, 0))
-        for at in range(0, rows, T):
-            p_tile = tile_p + 3 * (tile + at // T)
-            tl.store(p_tile, i)
-            tl.store(p_tile + 1, first + at)
-            tl.store(p_tile + 2, tl.minimum(rows - at, T))
-        if i == 0:
-            tl.store(total_p, tl.sum(b_tiles))
+    if i_copy < 0:
+        _list_tiles(expert_p, tile_p, total_p, P, E, T, COUNTED, SIDE)
+    else:
+        o_p, o_x, o_g = i_copy * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_G)
+        o_c, exists = tl.arange(0, CHUNK), o_p < P
+        b_row = o_p // TOP
+        m_x = exists[:, None] & (o_x < K)[None, :]
+        m_g = exists[:, None] & (o_g < GROUPS)[None, :]
+        b_own = tl.load(expert_p + o_p, mask=exists, other=0) * P + o_p
+        b_x = tl.load(x_p + b_row[:, None].to(tl.int64) * K + o_x[None, :], mask=m_x, other=0)
+        b_scale = tl.load(x_scale_p + b_row[:, None] * SCALE_M + o_g[None, :] * SCALE_G, mask=m_g, other=0.0)
+        b_before = tl.zeros([AT_ONCE, CHUNK], dtype=tl.int32)
+        for start in range(0, P, CHUNK):
+            b_each = tl.load(expert_p + start + o_c, mask=start + o_c < P, other=E) * P + start + o_c
+            b_before -= (b_each[None, :] - b_own[:, None]) >> 31  # -1 if it comes before
+        b_place = tl.sum(b_before, axis=1)
+        tl.store(pair_p + b_place, o_p, mask=exists)
+        tl.store(data_p + b_place[:, None].to(tl.int64) * K + o_x[None, :], b_x, mask=m_x)
+        tl.store(scale_p + b_place[:, None] * GROUPS + o_g[None, :], b_scale, mask=m_g)
 
 
 def sort_rows(data: Tensor, scale: Tensor, experts: Tensor, count: int, tile: int) -> SortedRows:
@@ -87,7 +93,7 @@ def sort_rows(data: Tensor, scale: Tensor, experts: Tensor, count: int, tile: in
         experts.new_empty(most, 3), experts.new_empty(1),
     )  # fmt: skip
     bytes_of, bytes_to = data.view(torch.uint8), found.data.view(torch.uint8)
-    _sort_rows_kernel[(max(-(-rows * top // AT_ONCE), count),)](
+    _sort_rows_kernel[(1 + -(-rows * top // AT_ONCE),)](
         bytes_of, scale, experts, found.pairs, bytes_to, found.scale, found.tiles, found.total,
         rows * top, count, *scale.stride(),
         K=k, GROUPS=groups, TOP=top, T=tile, AT_ONCE=AT_ONCE, CHUNK=CHUNK, COUNTED=COUNTED,
