@@ -277,7 +277,7 @@ def randomise(views: Iterable[tuple[str, Tensor]], device: torch.device, seed: i
             view.fill_(STD / FP8_STD)
         elif name.endswith("_blocks"):  # of MXFP4
             view.random_(generator=generator)
-        elif name.endswith("proj_scales"):
+        elif name.endswith("_scales"):
             view.fill_(MXFP4_SCALE)
         elif view.dtype == torch.int16:  # of INT4
             view.random_(-(1 << 15), 1 << 15, generator=generator)

@@ -9,6 +9,7 @@ and of the block, normal with this standard deviation and twice it, next to each
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ from torch import Tensor
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import reference
-from dflash_toolkit.kernels.formats import DENSE, BlockScaledFp8, Format, Int4, QuantizedRows, Weight, parts
+from dflash_toolkit.kernels.clamped import ClampedExperts
+from dflash_toolkit.kernels.formats import DENSE, MXFP4, BlockScaledFp8, Format, Int4, QuantizedRows, Weight, parts
 from dflash_toolkit.kernels.hopper.experts import experts_fit, launch_experts
 from dflash_toolkit.kernels.triton import experts as gathered
 from dflash_toolkit.kernels.triton.fp8_blocks import quantize_groups
@@ -53,7 +55,7 @@ def routing(spec: MoeSpec, rows: int, skew: float, device: torch.device) -> tupl
 
 def matrices(form: Format, count: int, n: int, k: int, device: torch.device) -> Weight:
     """Returns random matrices [count, N, K]."""
-    if isinstance(form, Int4):
+    if form == MXFP4 or isinstance(form, Int4):
         weight = form.empty(count, n, k, new=lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=device))
         randomise(form.tensors("weight", weight).items(), device, 0)
         return weight
@@ -78,6 +80,8 @@ def bench(args: argparse.Namespace) -> None:
         raise UserError(f"--shape {args.shape} has no quantized experts; try qwen3.6-35b-a3b-fp8")
     count, d, width = spec.num_experts + spec.shared, model.hidden_size, spec.intermediate_size
     gate_up, down = (matrices(spec.weight, count, *shape, device) for shape in ((2 * width, d), (d, width)))
+    biases = (torch.zeros(count, n, device=device, dtype=torch.bfloat16) for n in (2 * width, d))
+    clamped = ClampedExperts(*biases, *spec.clamp) if spec.clamp else None
     read = roofline_of(device).read_tb_s
     result: dict[str, Any] = {**setting("bench/experts.py"), "shape": args.shape, "read_tb_s": read, "rows": []}
     for skew in args.skew:
@@ -86,7 +90,9 @@ def bench(args: argparse.Namespace) -> None:
             operand = QuantizedRows(x, *quantize_groups(x)) if spec.weight.groups_rows else x
             chosen = routing(spec, rows, skew, device)
             work = operand, gate_up, down, *chosen
-            ways: dict[str, Callable[..., Tensor]] = {"gathered": gathered.experts_mlp}
+            ways: dict[str, Callable[..., Tensor]] = {
+                "gathered": functools.partial(gathered.experts_mlp, clamped=clamped)
+            }
             if experts_fit(operand, gate_up, down):
                 ways["streamed"] = launch_experts
             touched = len(chosen[1].unique())
