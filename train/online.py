@@ -33,8 +33,8 @@ from .run.held_out import Evaluation
 
 AVERAGE = 0.99  # decay per step of the average of the weights (default)
 WARMUP = 20  # steps in which the learning rate rises
-TOGETHER = 8  # held-out records that are computed together
-BLOCKS, BLOCKS_ON_CPU = 128, 16  # blocks of each that are computed together; a dense mask is quadratic in them
+TOGETHER, TOKENS = 8, 8192  # held-out records that are computed together, and their tokens
+BLOCKS, BLOCKS_ON_CPU = 64, 16  # blocks of each that are computed together; a dense mask is quadratic in them
 STREAM = 4  # of `rng_for`: anchors of online steps
 
 
@@ -195,8 +195,9 @@ class OnlineTrainer:
         cuts = [record.cut(self.longest) for record in records]
         usable = sorted((i for i, record in enumerate(cuts) if record.usable), key=lambda i: len(cuts[i].tokens))
         counted = [(0, 0)] * len(cuts)
-        for at in range(0, len(usable), TOGETHER):  # of similar length
-            some = usable[at : at + TOGETHER]
+        while usable:  # some of similar length, as many as fit
+            most = max(1, min(TOGETHER, TOKENS // len(cuts[usable[min(TOGETHER, len(usable)) - 1]].tokens)))
+            some, usable = usable[:most], usable[most:]
             accepted = self._accepted(drafter or self.drafter, [cuts[i] for i in some])
             for i, found in zip(some, accepted, strict=True):
                 counted[i] = _walk(cuts[i].supervised, found)

@@ -6,7 +6,7 @@
 Every way serves the prompts in the same order, so many at a time, greedily, until the time is over, with the options of
 dflash-serve. `frozen` keeps the drafter. `adapted` trains it in another process, on `--device` or on the same GPU at
 `--share` of the time. Without `--drafter` both start from random weights. A way may have its own seconds, as plain=30.
-`wrong` counts answers that differ from the first way's.
+`wrong` counts answers that differ from the first way's, of the first prompts, which are sent again at the end.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import itertools
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from scripts.measure import setting, without_folders
 
+CHECKED = 64  # prompts whose answers are compared
+
 
 def prompts_of(args: argparse.Namespace) -> list[list[int]]:
     """Returns the prompts of all sets in turn."""
@@ -50,10 +52,9 @@ def prompts_of(args: argparse.Namespace) -> list[list[int]]:
 def serve(
     engine: Engine, prompts: list[list[int]], args: argparse.Namespace, seconds: float, poll: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each window, and then the answers."""
+    """Yields a row for each window."""
     params = SamplingParams(max_tokens=args.max_tokens)
     coming, running = itertools.cycle(enumerate(prompts)), list[tuple[int, Request]]()
-    answers = dict[int, list[int]]()
     began, done, before = time.perf_counter(), False, (0, 0)
     finished, closes = [0, 0], args.window
     while not done:
@@ -64,7 +65,6 @@ def serve(
         poll()
         for number, request in [entry for entry in running if entry[1].finished]:
             running.remove((number, request))
-            answers[number] = request.tokens
             finished = [sum(pair) for pair in zip(finished, counts_of(request), strict=True)]
         now = time.perf_counter() - began
         if now >= closes:
@@ -77,7 +77,6 @@ def serve(
             done = now >= seconds
     for _, request in running:
         engine.cancel(request)
-    yield {"answers": answers}
 
 
 def counts_of(request: Request) -> tuple[int, int]:
@@ -94,8 +93,14 @@ def used_gib(device: torch.device) -> float:
 
 
 def measure(
-    way: str, seconds: float, config: ServeConfig, prompts: list[list[int]], args: argparse.Namespace
-) -> dict[str, Any]:
+    way: str,
+    seconds: float,
+    config: ServeConfig,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    report: Callable[[dict[str, Any]], object],
+) -> tuple[dict[str, Any], dict[int, list[int]]]:
+    """Returns a row for each window, and the answers to the first prompts by the last drafter."""
     drafter = first_drafter(config)
     parts = load_parts(args.target, None if way == "plain" else copy.deepcopy(drafter))
     options = EngineOptions(
@@ -105,12 +110,19 @@ def measure(
     engine = parts.engine(options)
     while engine.prepare(everything=True):
         pass
-    if way != "adapted":
-        *rows, last = serve(engine, prompts, args, seconds, lambda: None)
-        return {"rows": rows, "answers": last["answers"]}
-    with closing(Adapting(engine, drafter, config)) as adapting:
-        *rows, last = serve(engine, prompts, args, seconds, adapting.poll)
-        return {"rows": rows, "answers": last["answers"], "training": msgspec.to_builtins(adapting.report())}
+    found: dict[str, Any] = {"rows": []}
+    with closing(Adapting(engine, drafter, config)) if way == "adapted" else nullcontext() as adapting:
+        for row in serve(engine, prompts, args, seconds, adapting.poll if adapting else lambda: None):
+            found["rows"].append(row)
+            if adapting:
+                found["training"] = msgspec.to_builtins(adapting.report())
+            report(found)
+    answers = dict[int, list[int]]()
+    for at in range(0, min(CHECKED, len(prompts)), args.requests):  # no more at a time, see docs/correctness.md
+        some = prompts[at : min(at + args.requests, CHECKED)]
+        got = engine.generate(some, SamplingParams(max_tokens=args.max_tokens))
+        answers |= {at + i: each.tokens for i, each in enumerate(got)}
+    return found, answers
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,16 +157,18 @@ def run(args: argparse.Namespace, argv: list[str] | None) -> None:
     expected: dict[int, list[int]] = {}
     for way in args.ways:
         way, _, seconds = way.partition("=")
-        found = measure(way, float(seconds or args.seconds), config, prompts, args)
-        answers = found.pop("answers")
-        both = [number for number in answers if number in expected]
-        found["wrong"], found["compared"] = sum(answers[n] != expected[n] for n in both), len(both)
+
+        def report(found: dict[str, Any], way: str = way) -> None:
+            result["ways"][way] = found
+            write_json(args.output, result)
+
+        found, answers = measure(way, float(seconds or args.seconds), config, prompts, args, report)
         expected = expected or answers
-        result["ways"][way] = found
-        write_json(args.output, result)
+        found |= {"wrong": sum(answers[n] != expected[n] for n in answers), "compared": len(answers)}
+        report(found)
         last = found["rows"][-1]
         print(f"{way}: {last['tokens_per_second']:.0f} tokens/s, {last['tokens_per_step']:.2f} tokens per step at the "
-              f"end, version {last['drafter_version']}, {found['wrong']} of {len(both)} answers differ")  # fmt: skip
+              f"end, version {last['drafter_version']}, {found['wrong']} of {len(answers)} answers differ")  # fmt: skip
 
 
 if __name__ == "__main__":
