@@ -8,7 +8,7 @@ of the next mixer may run as one kernel. That depends on the weights and the dev
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -312,8 +312,7 @@ class Stack:
             rope = ropes[kind.mixer.rope]
             return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, *next(pages[kind.mixer.kv_heads]), ops)
 
-        convolutions = [layer.mixer.conv for layer in layers if isinstance(layer.mixer, GatedDeltaNetWeights)]
-        self._convolutions = torch.stack(convolutions) if convolutions else norm.new_empty(0)
+        self._convolutions = _stacked([w.mixer for w in layers if isinstance(w.mixer, GatedDeltaNetWeights)], norm)
         self._mixers = [mixer(kind, layer) for kind, layer in zip(spec.layers, layers, strict=True)]
         ffns = (weights.ffn for weights in layers)
         self._ffns = [Moe(ffn, ops) if isinstance(ffn, MoeWeights) else Mlp(ffn, ops) for ffn in ffns]
@@ -494,3 +493,15 @@ class Stack:
             quantized=quantized, output_norm=layer.ffn_output_norm, scalar=layer.scalar,
         )  # fmt: skip
         return x, h, self._begin(i + 1, h, block) if following else None
+
+
+def _stacked(mixers: Sequence[GatedDeltaNetWeights], like: Tensor) -> Tensor:
+    """Returns the convolutions [L, C, T] of all recurrent layers; those of the weights become views of it."""
+    if not mixers:
+        return like.new_empty(0)
+    whole = mixers[0].conv._base
+    if whole is None or any(mixer.conv._base is not whole for mixer in mixers):  # of another engine with these weights
+        whole = torch.stack([mixer.conv for mixer in mixers])
+        for mixer, conv in zip(mixers, whole, strict=True):
+            mixer.conv = conv
+    return whole

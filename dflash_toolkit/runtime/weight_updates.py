@@ -14,7 +14,6 @@ from ..checkpoint.reader import EMBEDDING, HEAD, load_weights, text_name
 from ..config import UnsupportedModel, UserError
 from ..kernels.formats import Int4, RowScaledFp8
 from ..kernels.formats.mxfp4 import Mxfp4
-from ..models.spec import GatedDeltaNetSpec
 from .weights import STACKED, DrafterWeights, LayerWeights, TargetWeights
 
 META = torch.device("meta")
@@ -47,11 +46,9 @@ def update_target(weights: TargetWeights, tensors: Mapping[str, Tensor]) -> None
     """Copies tensors of a target, some or all, by their names in a Hugging Face checkpoint.
 
     Raises:
-        UnsupportedModel: a target with recurrent layers or in 4 bits: the engine holds their weights in other forms.
+        UnsupportedModel: a target in 4 bits: the engine holds its weights in other forms.
         UserError: a tensor is unknown, or has another shape or format; nothing is written then.
     """
-    if any(isinstance(layer.mixer, GatedDeltaNetSpec) for layer in weights.spec.layers):
-        raise UnsupportedModel("the weights of a target with recurrent layers cannot be replaced; start a new engine")
     if any(isinstance(form, Int4 | Mxfp4) for form in weights.spec.formats):
         raise UnsupportedModel("the weights of a target in 4 bits cannot be replaced; start a new engine")
     named = {text_name(name): tensor for name, tensor in tensors.items()}
@@ -63,6 +60,7 @@ def update_target(weights: TargetWeights, tensors: Mapping[str, Tensor]) -> None
     chosen = {name: views[name] for name in named if name in views}
     load_weights("target", {name: torch.empty_like(view, device=META) for name, view in chosen.items()}, named)
     load_weights("target", chosen, named)
+    weights.as_computed(chosen)
 
 
 def update_head(weights: DrafterWeights, head: Tensor) -> None:

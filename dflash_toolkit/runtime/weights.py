@@ -5,7 +5,7 @@ Tensors are copied from safetensors directly into their part of the fused matrix
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,14 +128,22 @@ class GatedDeltaNetWeights:
             found |= format_of(weight).tensors(f"{name}.weight", weight)
         return {f"linear_attn.{name}": view for name, view in found.items()}
 
-    def sort(self, spec: GatedDeltaNetSpec) -> None:
-        """Sorts rows that were loaded by key head: all queries, then all keys, values, gates; likewise ba."""
+    def sort(self, spec: GatedDeltaNetSpec, loaded: Collection[str] | None = None) -> None:
+        """Sorts rows that were loaded by key head: all queries, then all keys, values, gates; likewise ba.
+
+        Args:
+            loaded: names of the layer's tensors that were just loaded; None: all.
+        """
         values = spec.num_heads // spec.num_k_heads
         each, (qkvz, scale) = [*[spec.k_head_dim] * 2, *[values * spec.head_dim] * 2], parts(self.qkvz)
-        sorts = [(qkvz, each), (self.ba, [values] * 2)]
+        name = "linear_attn.in_proj_qkvz.weight"
+        sorts = [(name, qkvz, each), ("linear_attn.in_proj_ba.weight", self.ba, [values] * 2)]
         if scale is not None:
-            sorts.append((scale, [rows * len(scale) // len(qkvz) for rows in each]))
-        for matrix, rows in sorts:
+            name += format_of(self.qkvz).scale_suffix
+            sorts.append((name, scale, [rows * len(scale) // len(qkvz) for rows in each]))
+        for name, matrix, rows in sorts:
+            if loaded is not None and name not in loaded:
+                continue
             heads = matrix.unflatten(0, (spec.num_k_heads, -1))
             matrix.copy_(torch.cat([part.flatten(0, 1) for part in heads.split(rows, dim=1)]))
 
@@ -429,7 +437,7 @@ class TargetWeights:
         depth = len(spec.layers)
         unused = tuple(f"model.layers.{layer}." for layer in range(depth, depth + spec.unused_layers))
         load_files(f"target {folder}", weights.parameter_views(stacked), files, conversions(spec.formats), unused)
-        return weights._as_computed()
+        return weights.as_computed()
 
     @classmethod
     def of_module(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
@@ -438,22 +446,28 @@ class TargetWeights:
         first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
         load_weights("target", weights.parameter_views(stacked=True), state)
-        return weights._as_computed()
+        return weights.as_computed()
 
-    def _as_computed(self) -> "TargetWeights":
-        """Adds one to norms that are stored minus one, and sorts rows and values. Returns these weights."""
-        for kind, layer in zip(self.spec.layers, self.layers, strict=True):
-            if isinstance(layer.ffn, MoeWeights):
+    def as_computed(self, loaded: Collection[str] | None = None) -> "TargetWeights":
+        """Adds one to norms that are stored minus one, and sorts rows and values. Returns these weights.
+
+        Args:
+            loaded: names of the tensors that were just loaded; None: all.
+        """
+        for i, (kind, layer) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
+            prefix = f"model.layers.{i}."
+            own = None if loaded is None else {n.removeprefix(prefix) for n in loaded if n.startswith(prefix)}
+            if isinstance(layer.ffn, MoeWeights) and own is None:  # 4-bit weights are never loaded in part
                 layer.ffn.sort()
             if isinstance(kind.mixer, GatedDeltaNetSpec) and kind.mixer.by_key_heads:
                 assert isinstance(layer.mixer, GatedDeltaNetWeights)
-                layer.mixer.sort(kind.mixer)
+                layer.mixer.sort(kind.mixer, own)
             if isinstance(kind.mixer, AttentionSpec) and kind.mixer.values_are_keys:
                 assert isinstance(layer.mixer, AttentionWeights)
                 layer.mixer.copy_keys(kind.mixer)
         if self.spec.layers[-1].zero_centered:
             for name, view in self.parameter_views().items():
-                if name.endswith(CENTERED):
+                if name.endswith(CENTERED) and (loaded is None or name in loaded):
                     view.add_(1.0)
         return self
 
@@ -482,7 +496,7 @@ class TargetWeights:
                 if alike and not (centered and name.endswith((*CENTERED, *SORTED))):
                     state[name].data = view
             weights.layers.append(layer)
-        return weights._as_computed()
+        return weights.as_computed()
 
 
 @dataclass(slots=True)

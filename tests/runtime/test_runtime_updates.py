@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import make_dflash2, make_drafter, make_target
 from engines import alone, check, check_drafts, make_engine, pair, prompts_of, same
-from recurrent_engines import pair as recurrent_pair
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError
@@ -219,10 +218,23 @@ def test_a_target_that_does_not_fit_changes_nothing(change: dict[str, Tensor], w
     assert engine.generate(prompts, PARAMS)[0].tokens == alone(old, None, prompts[0], PARAMS).tokens
 
 
-def test_a_target_with_recurrent_layers_is_not_updated() -> None:
-    engine = make_engine(recurrent_pair()[0], None)
-    with pytest.raises(UserError, match="recurrent layers cannot be replaced; start a new engine"):
-        engine.update_target({})
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_an_updated_recurrent_target_answers_as_a_new_engine(kind: str) -> None:
+    """Kept states are forgotten, norms stored minus one and rows sorted by head are converted, in whole or in part."""
+    old, new = two_targets(kind, tied=False)
+    drafter, prompts = make_drafter(old), prompts_of(33, 40)
+    engine = make_engine(old, drafter, max_num_seqs=2)
+    before = engine.generate(prompts, PARAMS)
+    state = new.model.state_dict()
+    for part in ([name for name in state if "layers.1." not in name], list(state)):
+        engine.update_target({name: state[name] for name in part})
+        mixed = copy.deepcopy(old.model)
+        mixed.load_state_dict({name: state[name] for name in part}, strict=False)
+        fresh = make_engine(Target(mixed, old.tokenizer, "mixed"), drafter, max_num_seqs=2)
+        cached = engine.stats.cached_prompt_tokens
+        after = engine.generate(prompts, PARAMS)
+        assert all(map(same, after, fresh.generate(prompts, PARAMS))) and engine.stats.cached_prompt_tokens == cached
+    assert [a.tokens for a in after] != [b.tokens for b in before]
 
 
 def test_a_cleared_pool_finds_no_prefix_and_loses_no_page() -> None:
