@@ -14,8 +14,10 @@ from .cost import duration
 from .curve import Point, Value, fit
 
 PUBLISHED = Path(__file__).with_name("curve.json")  # table `training-curve` of scripts/results
+AMOUNTS = ("seen_tokens", "response_tokens")  # of a row, in millions
 SETS = {"chat": "mt_bench", "maths": "gsm8k"}
 BEYOND = 1.5  # factor over the largest measured amount from which a prediction is called extrapolated
+BELOW = 0.5  # share of the smallest measured amount below which nothing is predicted
 METRICS = "metrics.jsonl"
 
 Line = tuple[str, str, str]  # what, how much, how it was found
@@ -26,7 +28,9 @@ class Published:
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.target, self.kind, self.parameters = (rows[0][key] for key in ("target", "kind", "parameters"))
-        self.most = [max(row[key] for row in rows) for key in ("seen_tokens", "response_tokens")]
+        self.most = [max(row[key] for row in rows) for key in AMOUNTS]
+        self.least = [min(row[key] for row in rows) for key in AMOUNTS]
+        self.lowest = {name: min(row[key] for row in rows if key in row) for name, key in SETS.items()}
         self.curves = {
             name: fit([Point((row["seen_tokens"], row["response_tokens"]), row[key], row.get(f"{key}_error"))
                        for row in rows if key in row])
@@ -78,14 +82,18 @@ def outlook(
     planned, longer, wider = ([x / 1e6 for x in pair] for pair in
                               ((seen, distinct), (seen + an_hour, distinct), (seen, 2 * distinct)))  # fmt: skip
     own, why = _own(work)
-    lines = [
-        ("tokens per step", _all({name: each.at(planned) for name, each in like.curves.items()}),
-         like.source + like.beyond(planned)),
-        ("an hour more", _all({name: each.gain(planned, longer) for name, each in like.curves.items()}, "+"),
-         "the same curve and responses"),
-        ("twice the data", _all({name: each.gain(planned, wider) for name, each in like.curves.items()}, "+"),
-         "the same curve, as many steps"),
-    ]  # fmt: skip
+    if any(amount < BELOW * least for amount, least in zip(planned, like.least, strict=True)):
+        below = "\n".join(f"below {tau:.2f} ({name})" for name, tau in like.lowest.items())
+        lines = [("tokens per step", below, f"fewer tokens than any of {like.drafters} runs of {like.target}")]
+    else:
+        lines = [
+            ("tokens per step", _all({name: each.at(planned) for name, each in like.curves.items()}),
+             like.source + like.beyond(planned)),
+            ("an hour more", _all({name: each.gain(planned, longer) for name, each in like.curves.items()}, "+"),
+             "the same curve and responses"),
+            ("twice the data", _all({name: each.gain(planned, wider) for name, each in like.curves.items()}, "+"),
+             "the same curve, as many steps"),
+        ]  # fmt: skip
     if own:
         last = own[-1]
         measured = f"{last.tau:.2f} +- {last.error:.2f} after {duration(60 * last.amounts[0] / world)}"

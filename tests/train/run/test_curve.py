@@ -70,6 +70,8 @@ def test_published_drafters_are_near_their_curve() -> None:
         chat, maths = (float(part.split()[0]) for part in length.splitlines())
         assert (chat, maths) == pytest.approx((row["mt_bench"], row["gsm8k"]), rel=0.06)
         assert f"runs of {row['target']}" in how and more.startswith("+0."), "inside the measured amounts"
+    (_, little, _), *others = outlook(8e9, "dflash", 1e6, 1e6, 1e9, 1, None)
+    assert little == "below 1.90 (chat)\nbelow 4.75 (maths)" and not others, "the curve says nothing so far below it"
     (_, _, far), *_ = outlook(8e9, "dspine", 36e9, 36e9, 1e9, 1, None)
     assert "; extrapolated to " in far
 
