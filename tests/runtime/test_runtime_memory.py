@@ -75,7 +75,7 @@ def refused(said: str) -> pytest.RaisesExc[UserError]:
 
 
 def runner(room: Room) -> Any:
-    target = SimpleNamespace(spec=SimpleNamespace(kv_heads=(8, 128)))
+    target = SimpleNamespace(spec=SimpleNamespace(attention=[SimpleNamespace(head_dim=128)]))
     reach = room.context + 3 * 16
     return SimpleNamespace(device=CUDA, dtype=torch.bfloat16, max_num_seqs=4, reach=reach, target=target, trees=None)
 
