@@ -35,7 +35,7 @@ def in_modules(folder: Path) -> Iterator[Target]:
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return rows_of_reference(x, BlockScaledFp8(self.weight, self.weight_scale_inv))
+        return rows_of_reference(x, BlockScaledFp8(self.weight, self.weight_scale_inv), self.bias)
 
     def of_expert(self: Any, x: Tensor, weight: Tensor, scale: Tensor, activation_scale: None = None) -> Tensor:
         return reference.linear(x, BlockScaledFp8(weight, scale))
@@ -49,7 +49,7 @@ def in_modules(folder: Path) -> Iterator[Target]:
             gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
             found = Target.load(str(folder), "cpu")
         mlp = found.layers[0].mlp
-        assert isinstance(getattr(mlp, "up_proj", None), FP8Linear) or isinstance(mlp.experts, FP8Experts)
+        assert isinstance(getattr(mlp, "down_proj", None), FP8Linear) or isinstance(mlp.experts, FP8Experts)
         found.model.config._experts_implementation = "eager"  # one after the other
         assert found.dtype == torch.float32
         yield found
@@ -67,10 +67,11 @@ BY_KEY_HEADS = HYBRID | {"linear_key_head_dim": 128, "linear_value_head_dim": 12
 
 
 CHANGES = {"Qwen3-Next": BY_KEY_HEADS, "Qwen3.5": HYBRID, "Qwen3.5-MoE": HYBRID}
+CHANGES["Qwen2-MoE"] = {"shared_expert_intermediate_size": 256}
 
 
-def rows_of_reference(x: Tensor, weight: BlockScaledFp8) -> Tensor:
-    return reference.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+def rows_of_reference(x: Tensor, weight: BlockScaledFp8, bias: Tensor | None = None) -> Tensor:
+    return reference.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
 def in_fp8(target: Target, folder: Path) -> dict[str, torch.Tensor]:

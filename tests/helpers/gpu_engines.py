@@ -48,7 +48,8 @@ def pair(
     shape: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
         "num_attention_heads": 14 if kind == "qwen2" else 8, "num_key_value_heads": 2, "max_position_embeddings": limit,
-        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.06,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "initializer_range": 0.06,
     }  # fmt: skip
     if kind == "qwen2":  # seven query heads a KV head: two tiles of rows
         shape["hidden_size"] = 14 * 64
@@ -66,10 +67,10 @@ def pair(
         "qwen3_next": lambda: Qwen3NextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
         "phi3": lambda: Phi3Config(partial_rotary_factor=0.75, **shape),
         "granite": lambda: GraniteConfig(
-            embedding_multiplier=12.0,
-            residual_multiplier=0.22,
+            embedding_multiplier=0.5,
+            residual_multiplier=0.4,
             attention_multiplier=1 / 64,
-            logits_scaling=0.5,
+            logits_scaling=2.0,
             **shape,
         ),
         "smollm3": lambda: SmolLM3Config(**shape),
