@@ -33,7 +33,7 @@ from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 
 STD = 0.02  # standard deviation of matrices
-MXFP4_SCALE = 120  # exponent of the scales of MXFP4; that of 1 is 127
+MXFP4_SCALE = 186  # exponent of the scales of MXFP4 in memory, where that of 1 is 193
 FP8_STD = 64.0  # standard deviation of fp8 values; their scales make it STD
 INT4_STD = 4.6  # standard deviation of uniform numbers of four bits
 ROUTED_STD = 32.0  # standard deviation of embeddings if tokens choose experts
