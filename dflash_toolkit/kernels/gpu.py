@@ -4,7 +4,7 @@
 |---|---|---|
 | linear, split-K, SwiGLU | Triton; sums do not depend on the row count | cuBLAS; fp8 weights quantize the rows |
 | the same, targets in fp8 | Triton, with rows in fp8 | cuBLAS if it has them (blocks: on Hopper), else Triton |
-| the same, targets in INT4 | Triton | cuBLAS, with the weight dequantized in slices |
+| the same, targets in INT4 | Triton | Triton; above 256 rows cuBLAS, with slices of the weight dequantized |
 | argmax of a head | Triton; above 64 rows streamed (Gluon, Hopper); fp8 quantizes the rows | cuBLAS; fp8: Triton |
 | top logits of a head, log-sum-exp | Triton; fp8 quantizes the rows | cuBLAS, TOP_COLUMNS columns at a time |
 | post-attention of a dense layer, with convolutions | one persistent launch (Gluon, Hopper, bf16) | the rows above |
@@ -138,7 +138,7 @@ def linear_swiglu_quantized(x: Operand, weight: Weight, activation: Activation =
 
 def by_cublas(x: Tensor, weight: Weight) -> bool:
     """Returns whether cuBLAS multiplies these; its choice of an algorithm depends on the number of rows."""
-    if len(x) <= MAX_ROWS or isinstance(format_of(weight), Int4):  # its kernels dequantize slices for cuBLAS
+    if len(x) <= MAX_ROWS or isinstance(format_of(weight), Int4):  # its kernels call cuBLAS
         return False
     return not format_of(weight).quantizes_rows or multiplies(x, weight) or fp8_blocks.multiplies(x, weight)
 

@@ -74,8 +74,9 @@ def test_numbers_of_a_block_are_packed_by_quarters(k: int, group: int, quarter: 
 def test_int4_gemms_equal_their_definitions(
     layout: tuple[int, int], m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int4, "SLICE", 40)  # 130 rows are multiplied by three slices
     k, group = layout
+    monkeypatch.setattr(int4, "SLICE", 40)
+    monkeypatch.setattr(int4, "TILED_ROWS", 128 + group)  # 130 rows in tiles, or with three slices if group is 0
     x, weight = torch.randn(m, k, device=DEVICE).to(dtype), weight_of(96, k, group=group)
     bias = torch.randn(96, device=DEVICE).to(dtype)
     expected, terms = exact(x, weight)

@@ -38,7 +38,7 @@ from .pdl import start_next, wait_for_previous
 from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
 # maximum rows without gathering: products of 64 rows of an expert, or 32 in FP8, nearly all zero, take longer
-FEW_ROWS, FEW_ROWS_FP8 = 32, 16
+FEW_ROWS, FEW_ROWS_NARROW = 32, 16
 SHORT = 1024  # fewer columns than this are a short loop
 STEP_ROWS = 256  # maximum rows of a step; more are a prompt's
 LONG = 2048  # maximum rows of an expert per program
@@ -302,9 +302,9 @@ def top_experts(
     return weights, experts
 
 
-def gathers(rows: int, fp8: bool) -> bool:
-    """Returns whether `rows` rows are gathered by expert."""
-    return rows > (FEW_ROWS_FP8 if fp8 else FEW_ROWS)
+def gathers(rows: int, narrow: bool) -> bool:
+    """Returns whether `rows` rows are gathered by expert; `narrow`: with weights in FP8 or INT4."""
+    return rows > (FEW_ROWS_NARROW if narrow else FEW_ROWS)
 
 
 def experts_tile(
@@ -320,7 +320,8 @@ def experts_tile(
     """
     # if gathered, twice the rows of an expert when all are chosen equally often; once in a step's short loops
     often = 1 if fp8 and k < SHORT and rows <= STEP_ROWS else 2
-    taken = min(128, padded(-(-often * rows * top // experts))) if gathers(rows, fp8 or mxfp4) else padded(rows)
+    gathered = gathers(rows, fp8 or mxfp4 or quarter > 0)
+    taken = min(128, padded(-(-often * rows * top // experts))) if gathered else padded(rows)
     wide = rows > MAX_ROWS and taken >= 64
     if fp8:
         # a block's sums are held next to the total: a wide tile of 128 rows would not stay in registers
@@ -417,7 +418,7 @@ def experts_mlp(
     fp8, quarters = parts(gate_up)[1] is not None and not mxfp4, (0, 0)
     if isinstance(gate_up, GroupedInt4) and isinstance(down, GroupedInt4):
         fp8, quarters = False, (gate_up.quarter, down.quarter)
-    groups = group_rows(experts, count) if gathers(rows, fp8 or mxfp4) else None
+    groups = group_rows(experts, count) if gathers(rows, fp8 or mxfp4 or quarters[0] > 0) else None
     first, second = (
         experts_tile(
             rows, top, count, k, fp32=fp32, fp8=fp8, mxfp4=mxfp4, quarter=quarter, shared=shared, row_bytes=row_bytes
