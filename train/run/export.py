@@ -52,7 +52,7 @@ def export(config: ExportConfig) -> None:
             for each in of_set
         ]
         options = RunOptions(evaluate_prompts=1, final_tokens=config.max_tokens)
-        held_out = HeldOut(target, drafter.config, prompts, options)
+        held_out = HeldOut(target, drafter.config, [prompts[0], *prompts], options)  # it sets the first one aside
         cost = held_out.final(drafter.to(target.device), 0), held_out.final(small.to(target.device), 0)
         note |= {RECORD_KEY: export_record(small, target)} | _measured(*cost)
     save_drafter(drafter, output, note, config.dtype)
@@ -91,6 +91,7 @@ def _card(
     )
     if old := re.search(r"dflash-serve --target \S+ --drafter (\S+)", text):
         text = text.replace(old[1], name)
+    text = text.replace("## Acceptance\n", "## Acceptance in 16 bits\n")
     before = sum(file.stat().st_size for file in source.glob("*.safetensors")) / 1e6
     lines = [
         f"## Weights in {config.dtype.upper()}",
@@ -101,7 +102,7 @@ def _card(
         by_source = zip(*(each.by_source().items() for each in cost), strict=True)
         rows = "".join(f"| {key} | {full:.2f} | {small:.2f} |\n" for (key, full), (_, small) in by_source)
         lines += [
-            f"| prompts | 16 bits | {config.dtype} |\n|---|---|---|\n{rows}",
+            f"| prompts | 16 bits | {config.dtype} |\n|---|---|---|\n{rows}".rstrip(),
             f"Measured with rows in 16 bits: {_said(config.dtype, *cost)}.",
         ]
     else:

@@ -120,7 +120,8 @@ def test_a_run_writes_a_card_and_the_same_command_uploads_it(target_dir: Path, d
     assert config["quantization_config"]["format"] == "float-quantized" and hub.repositories[-1] == "me/small"
     assert config["dflash_toolkit"]["measured_on"]["max_tokens"] == 8 and config["dflash_toolkit"]["record"]["sha256"]
     assert "MB, matrices in fp8;" in card and "--drafter me/small\n" in card and "me/tiny" not in card
-    assert "## Weights in FP8" in card and said.strip() in card and "| a | " in card
+    assert "## Acceptance in 16 bits" in card and "\n\n\n" not in card.partition("## Weights in FP8")[2]
+    assert said.strip() in card and " on 3 prompts" in said and "| a | " in card
     assert hub.files["model.safetensors"] == (output / "small/model.safetensors").read_bytes() != weights
     assert load_drafter(str(output / "small")).config == load_drafter(str(output)).config
 
