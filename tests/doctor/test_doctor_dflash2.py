@@ -70,8 +70,8 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Patient:
 
 
 def test_a_healthy_drafter_has_no_findings(sick: Patient) -> None:
-    for recorded in (True, False):
-        found = sick.examine(recorded=recorded)
+    for recorded, texts in ((True, SHORT_TEXTS), (False, SHORT_TEXTS[:1])):
+        found = sick.examine(recorded=recorded, texts=texts)
         assert (found["fault"], found["warning"]) == ([], [])
         by_check = {finding.check: finding.figures for finding in found["ok"]}
         assert {"codebooks", "selector", "convolution"} <= by_check.keys()

@@ -14,7 +14,7 @@ def test_digests_of_a_pair_are_equal_in_every_mode(
     data = tmp_path / "p.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"ask {i} of it"}) + "\n" for i in range(5)))
     output = tmp_path / "digests.json"
-    words = ["--target", target_dir, "--drafter", drafter_dir, "--data", f"own={data}", "--tokens", 12, "--limit", 4]
+    words = ["--target", target_dir, "--drafter", drafter_dir, "--data", f"own={data}", "--tokens", 6, "--limit", 2]
     words += ["--max-model-len", 64, "--device", "cpu", "--output", output]
     for expected in ((), ("--expect", output)):
         monkeypatch.setattr("sys.argv", ["tokens.py", *map(str, [*words, *expected])])
