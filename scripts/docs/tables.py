@@ -144,7 +144,8 @@ def models() -> str:
         others = [yes(drafter.check_served, BY_NAME[other], release, name, target) for other, release in READ.items()]
         sizes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
         inside = (
-            "moe_intermediate_size", "shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim"
+            "moe_intermediate_size", "shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim",
+            "global_head_dim",
         )  # fmt: skip
         sizes |= dict.fromkeys(each.options.keys() & set(inside), 128)
         in_blocks = each.config(**sizes).get_text_config(decoder=True)

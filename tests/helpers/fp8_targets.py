@@ -66,7 +66,8 @@ HYBRID = {
 BY_KEY_HEADS = HYBRID | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # heads are blocks
 
 
-CHANGES = {"Qwen3-Next": BY_KEY_HEADS, "Qwen3.5": HYBRID, "Qwen3.5-MoE": HYBRID}
+GEMMA = {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 128}
+CHANGES = {"Qwen3-Next": BY_KEY_HEADS, "Qwen3.5": HYBRID, "Qwen3.5-MoE": HYBRID, "Gemma 4": GEMMA}
 CHANGES["Qwen2-MoE"] = {"shared_expert_intermediate_size": 256}
 
 
