@@ -140,8 +140,18 @@ def training_minutes(raw: Raw) -> Iterable[Row]:
             }  # fmt: skip
 
 
+def int4(raw: Raw) -> Iterable[Row]:
+    """The products of a layer in INT4 and in bf16, added up."""
+    found = raw("matrices.json")["rows"]
+    for rows in dict.fromkeys(row["rows"] for row in found):
+        parts = [row for row in found if row["rows"] == rows]
+        int4_us, bf16_us, roofline_us = (sum(row[key] for row in parts) for key in ("us", "bf16_us", "roofline_us"))
+        yield {"rows": rows, "int4_us": int4_us, "bf16_us": bf16_us, "share": roofline_us / int4_us}
+
+
 TABLES: dict[str, Callable[[Raw], Iterable[Row]]] = {
     "decode": decode,
+    "int4": int4,
     "requests-8b": requests_8b,
     "requests-fp8": requests_fp8,
     "server": server,

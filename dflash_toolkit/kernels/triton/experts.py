@@ -303,7 +303,7 @@ def top_experts(
 
 
 def gathers(rows: int, narrow: bool) -> bool:
-    """Returns whether `rows` rows are gathered by expert; `narrow`: with weights in FP8 or INT4."""
+    """Returns whether `rows` rows are gathered by expert; `narrow`: with weights in 8 or 4 bits."""
     return rows > (FEW_ROWS_NARROW if narrow else FEW_ROWS)
 
 
