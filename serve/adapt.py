@@ -31,7 +31,7 @@ PACK_TOKENS, SHARED_PACK_TOKENS = 12288, 4096  # of a training batch on a GPU of
 BYTES_PER_PARAMETER = 28  # fp32: weights, gradients, two moments, average, and two served versions
 WORKSPACE = 8 << 30  # bytes of a training step, of the head and of CUDA
 LEAST_SHARE = 0.2  # of the GPU's memory that the engine keeps
-ANCHORS = 64  # blocks of a request and step on a CPU
+ANCHORS = 8  # blocks of a request and step on a CPU: few blocks of many requests teach more than many blocks of one
 
 
 def first_drafter(config: "ServeConfig") -> Drafter:

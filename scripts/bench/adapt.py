@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from scripts.measure import setting, without_folders
 
+PREPARE_S = 15.0  # time to capture steps before the first request
 CHECKED = 64  # prompts whose answers are compared
 
 
@@ -108,7 +109,8 @@ def measure(
         num_speculative_tokens=0 if way == "plain" else None, gpu_memory_utilization=args.memory, prefix_cache=False,
     )  # fmt: skip
     engine = parts.engine(options)
-    while engine.prepare(everything=True):
+    began = time.perf_counter()
+    while time.perf_counter() - began < PREPARE_S and engine.prepare(everything=True):
         pass
     found: dict[str, Any] = {"rows": []}
     with closing(Adapting(engine, drafter, config)) if way == "adapted" else nullcontext() as adapting:
