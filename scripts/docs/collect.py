@@ -149,6 +149,20 @@ def int4(raw: Raw) -> Iterable[Row]:
         yield {"rows": rows, "int4_us": int4_us, "bf16_us": bf16_us, "share": roofline_us / int4_us}
 
 
+def live(raw: Raw) -> Iterable[Row]:
+    """A drafter that learns from its traffic, and plain decoding; each row is the mean of three windows."""
+    ways = raw("live.json")["ways"]
+    plain = [row["tokens_per_second"] for row in ways["plain"]["rows"]]
+    rows = ways["adapted"]["rows"]
+    for some in (rows[at : at + 3] for at in range(0, len(rows) - 2, 3)):
+        tokens = sum(row["tokens_per_second"] for row in some)
+        steps = sum(row["tokens_per_second"] / row["tokens_per_step"] for row in some)
+        yield {
+            "seconds": some[-1]["second"], "plain": sum(plain) / len(plain), "adapted": tokens / len(some),
+            "tau": tokens / steps, "version": some[-1]["drafter_version"],
+        }  # fmt: skip
+
+
 TABLES: dict[str, Callable[[Raw], Iterable[Row]]] = {
     "decode": decode,
     "int4": int4,
@@ -156,6 +170,7 @@ TABLES: dict[str, Callable[[Raw], Iterable[Row]]] = {
     "requests-fp8": requests_fp8,
     "server": server,
     "training-minutes": training_minutes,
+    "live": live,
 }
 
 

@@ -67,6 +67,17 @@ def test_trained_drafters_become_points_of_the_curve(tmp_path: Path) -> None:
         list(collect.training_minutes(collect.Raw(tmp_path / "none", "abc", "day")))
 
 
+def test_live_rows_are_means_of_three_windows(tmp_path: Path) -> None:
+    rows = [
+        {"second": 5.0 * i, "tokens_per_second": 100.0 * i, "tokens_per_step": float(i), "drafter_version": i}
+        for i in range(1, 6)
+    ]
+    ways = {"plain": {"rows": rows[:2]}, "adapted": {"rows": rows}}
+    (tmp_path / "live.json").write_text(json.dumps(MACHINE | {"ways": ways}))
+    found = list(collect.live(collect.Raw(tmp_path, "abc", "day")))
+    assert found == [{"seconds": 15.0, "plain": 150.0, "adapted": 200.0, "tau": 2.0, "version": 3}]
+
+
 def test_compact_files_hold_the_same_json() -> None:
     run = {"gpu": "H", "commands": ["a", "b"]}
     table = {"runs": [run, run], "columns": [["µs", "a"]], "rows": [{"a": 1.5}, {"a": None}], "chart": {"x": "a"}}
