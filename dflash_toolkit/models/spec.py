@@ -16,9 +16,16 @@ from .rope import ROPE_TYPES, full_rope, rope_of, scaled_frequencies
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-
 EXPERTS = ("num_experts", "n_routed_experts")  # keys of a configuration
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+
+
+def refusal(config: Any, what: str) -> UnsupportedModel:
+    """Returns the error for a configuration that this engine does not serve."""
+    name = config.name_or_path or config.model_type
+    return UnsupportedModel(
+        f"target {name}: {what} is not served by this engine, but vLLM may (dflash-serve --engine vllm)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +45,7 @@ class Rope:
         parameters = rope_of(config, kind)
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in (*ROPE_TYPES, "longrope", "proportional"):
-            name = config.name_or_path or config.model_type
-            raise UnsupportedModel(
-                f"target {name}: rope type {rope_type!r} is not supported by the runtime: {', '.join(ROPE_TYPES)}"
-            )
+            raise refusal(config, f"rope type {rope_type!r}")
         if rope_type != "default":
             return cls(*scaled_frequencies(config, kind))
         exponents = torch.arange(0, turning, 2, dtype=torch.float32) / turning
@@ -281,10 +285,7 @@ class Architecture:
         size = config.intermediate_size if self.clamped else config.moe_intermediate_size
         shared = getattr(config, "shared_expert_intermediate_size", 0) or getattr(config, "n_shared_experts", 0) * size
         if shared % size:
-            raise UnsupportedModel(
-                f"target {config.name_or_path or config.model_type}: a shared expert of {shared} is no multiple of the "
-                f"others, of {size}, which this engine needs, but vLLM may serve it (dflash-serve --engine vllm)"
-            )
+            raise refusal(config, f"a shared expert of {shared}, no multiple of the others' {size},")
         return MoeSpec(
             num_experts=count,
             top_k=config.num_experts_per_tok,
@@ -327,6 +328,7 @@ ARCHITECTURES = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": replace(HYBRID, experts=True),
     "phi3": Architecture(qkv_bias=False, o_bias=False, partial_rope=True, fused_qkv=True, fused_gate_up=True),
+    "ernie4_5": Architecture(interleaved=True),
     "granite": Architecture(),
     "smollm3": Architecture(),
     "olmo2": Architecture(joint_qk_norm=True, norms=OUTPUTS, fp32_norms=True),
@@ -419,24 +421,18 @@ class ModelSpec:
         c: Any = config
         name = c.name_or_path or c.model_type
         if c.model_type not in ARCHITECTURES:
-            raise UnsupportedModel(
-                f"target {name}: architecture {c.model_type!r} is not served by this engine, "
-                f"but vLLM may (dflash-serve --engine vllm)"
-            )
+            raise refusal(c, f"architecture {c.model_type!r}")
         quantized = QuantizedModules.of(config)
         every = SLIDING if getattr(c, "sliding_window", None) else FULL
         kinds = getattr(c, "layer_types", None) or [every] * c.num_hidden_layers
         if unknown := {*kinds} - {SLIDING, FULL, "linear_attention"}:
-            raise UnsupportedModel(f"target {name}: layers of {min(unknown)!r} are not supported by the runtime")
-        for key in ("mlp_bias", *GEMMA_PARTS):
+            raise refusal(c, f"a layer of {min(unknown)!r}")
+        for key in ("mlp_bias", "use_bias", *GEMMA_PARTS):
             if (value := getattr(c, key, None)) and value != "vision":  # of images
-                raise UnsupportedModel(
-                    f"target {name}: architecture {c.model_type!r} is not served by this engine with {key} {value!r}, "
-                    f"but vLLM may (dflash-serve --engine vllm)"
-                )
+                raise refusal(c, f"architecture {c.model_type!r} with {key} {value!r}")
         architecture = ARCHITECTURES[c.model_type]
         if architecture.hybrid:
-            _check_hybrid(name, c)
+            _check_hybrid(c)
 
         def attention_of(kind: str) -> AttentionSpec:
             shape = c.per_layer_config[kind] if getattr(c, "is_heterogeneous", False) else c
@@ -471,12 +467,9 @@ class ModelSpec:
                         f"target {name}: expert {shared!r} and the others must all be quantized or all 16-bit"
                     )
                 if ffn.shared > 1 and ffn.weight not in (DENSE, FP8_BLOCK):
-                    raise UnsupportedModel(
-                        f"target {name}: {shared!r} is quantized and larger than other experts, which this engine does "
-                        f"not serve, but vLLM may (dflash-serve --engine vllm)"
-                    )
+                    raise refusal(c, f"a quantized {shared!r} that is larger than other experts")
             if isinstance(ffn, MoeSpec) and ffn.clamp and ffn.weight not in (DENSE, MXFP4):
-                raise UnsupportedModel(f"target {name}: its experts must be in MXFP4 or in 16 bits for this engine")
+                raise refusal(c, "a mixture whose experts are neither in MXFP4 nor in 16 bits")
             mixer: AttentionSpec | GatedDeltaNetSpec
             if kinds[layer] in attention:
                 mixer = attention[kinds[layer]]
@@ -487,13 +480,10 @@ class ModelSpec:
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
             gates = f"{part}.linear_attn.in_proj_b{'a' * architecture.by_key_heads}"
             if quantized.format != FP8_BLOCK and kind == "linear_attn" and gates in quantized:
-                raise UnsupportedModel(
-                    f"target {name}: {gates!r} with quantized weights is not served by this engine, "
-                    f"but vLLM may (dflash-serve --engine vllm)"
-                )
+                raise refusal(c, f"{gates!r} with quantized weights")
             mixer = replace(mixer, weight=format_of(f"{part}.{kind}", mixer.matrices(d)))
             if mixer.weight == FP8_BLOCK and architecture.by_key_heads:
-                _check_heads_are_blocks(name, c)
+                _check_heads_are_blocks(c)
             return LayerSpec(
                 mixer,
                 ffn,
@@ -535,11 +525,7 @@ def _activation(config: Any) -> Activation:
     """Returns the activation of an FFN's gates. Raises UnsupportedModel."""
     given = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     if given not in ACTIVATIONS:
-        name = config.name_or_path or config.model_type
-        raise UnsupportedModel(
-            f"target {name}: hidden_act {given!r} is not supported by the runtime, but vLLM may serve it "
-            f"(dflash-serve --engine vllm)"
-        )
+        raise refusal(config, f"hidden_act {given!r}")
     return ACTIVATIONS[given]
 
 
@@ -554,14 +540,14 @@ def _gated_delta_net(config: Any, by_key_heads: bool) -> GatedDeltaNetSpec:
     )
 
 
-def _check_heads_are_blocks(name: str, config: Any) -> None:
+def _check_heads_are_blocks(config: Any) -> None:
     """Rows of a block are sorted with one scale. Raises UnsupportedModel for a block with rows of two heads."""
     for key in ("linear_key_head_dim", "linear_value_head_dim"):
         if (width := getattr(config, key)) % BLOCK:
-            raise UnsupportedModel(f"target {name}: {key} {width} is no multiple of its fp8 blocks of {BLOCK}")
+            raise refusal(config, f"{key} {width}, no multiple of its fp8 blocks of {BLOCK},")
 
 
-def _check_hybrid(name: str, config: Any) -> None:
+def _check_hybrid(config: Any) -> None:
     """Raises UnsupportedModel for what transformers' Qwen3-Next and Qwen3.5 do not compute, or our layers do not."""
     for key, computed in (
         ("output_gate_type", (None, "silu", "swish")),
@@ -569,9 +555,9 @@ def _check_hybrid(name: str, config: Any) -> None:
         ("attention_bias", (None, False)),
     ):
         if (value := getattr(config, key, None)) not in computed:
-            raise UnsupportedModel(f"target {name}: {key} {value!r} is not supported by the runtime")
+            raise refusal(config, f"{key} {value!r}")
     if "full_attention" not in config.layer_types:
-        raise UnsupportedModel(f"target {name}: no layer of full attention is not supported by the runtime")
+        raise refusal(config, "a stack without a layer of full attention")
 
 
 def logit_scale(config: Any) -> LogitScale:

@@ -105,6 +105,7 @@ ARCHITECTURES = {
         Architecture("OLMo 2", "Olmo2Config"),
         Architecture("OLMo 3", "Olmo3Config", SLIDING),
         Architecture("GLM-4", "Glm4Config", {"head_dim": 8}),
+        Architecture("Ernie 4.5", "Ernie4_5Config", {"head_dim": 8}),
         Architecture("Gemma 2", "Gemma2Config", {**GEMMA, "final_logit_softcapping": 2.0}),
         Architecture("Gemma 3", "Gemma3TextConfig", GEMMA),
         Architecture("Gemma 3 with images", "Gemma3Config", GEMMA, SIGLIP),

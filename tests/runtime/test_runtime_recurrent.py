@@ -306,5 +306,5 @@ def test_norms_round_where_those_of_transformers_do() -> None:
     [({"attention_bias": True}, "attention_bias True"), ({"output_gate_type": "tanh"}, "output_gate_type 'tanh'")],
 )
 def test_options_that_transformers_treats_differently_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=f"{said} is not supported by the runtime"):
+    with pytest.raises(UserError, match=f"{said} is not served by this engine"):
         ModelSpec.of_target(ARCHITECTURES["Qwen3.5"].config(**changes))

@@ -158,9 +158,9 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     [
         (
             Gemma4TextConfig(hidden_size_per_layer_input=8),
-            "this engine with hidden_size_per_layer_input 8",
+            "with hidden_size_per_layer_input 8 is not served by this engine",
         ),
-        (LlamaConfig(layer_types=["chunked_attention"] * 32), "layers of 'chunked_attention'"),
+        (LlamaConfig(layer_types=["chunked_attention"] * 32), "a layer of 'chunked_attention'"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),
         (LlamaConfig(hidden_act="gelu"), "hidden_act 'gelu'"),
         (LlamaConfig(rope_parameters=DYNAMIC), "rope type 'dynamic'"),

@@ -21,6 +21,7 @@ SERVED = {
     "MistralForCausalLM": ("vllm", "sglang"),
     "Mistral3ForConditionalGeneration": ("vllm",),
     "Phi3ForCausalLM": ("vllm", "sglang"),
+    "Ernie4_5ForCausalLM": ("vllm",),
     "GraniteForCausalLM": ("vllm",),
     "SmolLM3ForCausalLM": ("vllm",),
     "Qwen2ForCausalLM": ("vllm",),

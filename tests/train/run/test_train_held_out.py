@@ -303,7 +303,7 @@ def test_fewer_prompts_are_decoded_together_if_memory_is_short(monkeypatch: pyte
 def test_evaluate_runtime_engine_refuses_unsupported_targets() -> None:
     target = make_target(mlp_bias=True)
     drafter = random_drafter(target, 1)
-    with pytest.raises(UserError, match="mlp_bias is not supported by the runtime"):
+    with pytest.raises(UserError, match="mlp_bias True is not served by this engine"):
         HeldOut(target, drafter.config, PROMPTS, options("engine"))
     assert HeldOut(target, drafter.config, PROMPTS, options("auto"))(drafter).prompts == 1, "on a CPU, the reference"
 
