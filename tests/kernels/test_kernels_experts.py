@@ -1,7 +1,9 @@
 """The kernels of a mixture of experts against their definitions, on the interpreter where there is no GPU."""
 
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,7 @@ from kernel_pages import _interpretable as _interpretable
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.clamped import ClampedExperts
-from dflash_toolkit.kernels.formats import BlockScaledFp8, Mxfp4Weight, Operand, QuantizedRows
+from dflash_toolkit.kernels.formats import BlockScaledFp8, Mxfp4Weight, Operand, QuantizedRows, Weight
 from dflash_toolkit.kernels.hopper import experts as hopper
 from dflash_toolkit.kernels.routing import SigmoidRouting
 from dflash_toolkit.kernels.triton import experts as kernels
@@ -113,15 +115,28 @@ def test_experts_with_no_rows_or_all_rows_are_exact(m: int, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("fp8_type")
 @pytest.mark.parametrize(
-    ("shape", "by_rows"),
-    [((6, 2, 40, 24), False), ((3, 2, 128, 128), False), ((3, 2, 128, 128), True), *((s, False) for s in ON_GPU)],
+    ("shape", "form"),
+    [
+        ((6, 2, 40, 24), "dense"),
+        ((6, 2, 96, 32), "mxfp4"),
+        ((3, 2, 128, 128), "blocks"),
+        ((3, 2, 128, 128), "rows"),
+        *((shape, "blocks") for shape in ON_GPU),
+        *((shape, "mxfp4") for shape in ON_GPU[:1]),
+    ],
 )
 @pytest.mark.sampled
-def test_row_bits_do_not_depend_on_batch_size(shape: tuple[int, int, int, int], by_rows: bool) -> None:
+def test_row_bits_do_not_depend_on_batch_size(shape: tuple[int, int, int, int], form: str) -> None:
     """Checks the experts' outputs of a row and their sum: alone, padded and gathered."""
     dtype = DTYPES[-1]
     (x, *matrices), routing = operands(128, shape, dtype), routed(128, *shape[:2], dtype)
-    weights = matrices if shape[2] == 40 else [in_fp8(matrix, by_rows) for matrix in matrices]
+    quantize: Callable[[Tensor], Weight] = {
+        "dense": lambda matrix: matrix,
+        "mxfp4": Mxfp4Weight.of,
+        "blocks": in_fp8,
+        "rows": functools.partial(in_fp8, by_rows=True),
+    }[form]
+    weights = [quantize(matrix) for matrix in matrices]
     whole = kernels.experts_mlp(x, *weights, *routing)
     norm = torch.ones(shape[2], device=DEVICE, dtype=dtype)
     total, _ = add_rms_norm(x, whole, norm, 1e-6)
