@@ -1,6 +1,7 @@
 """The step's Triton kernels against their definitions, on the GPU or, where there is none, in Triton's interpreter."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,15 @@ def test_attention_is_batch_invariant_bit_for_bit(causal: bool, dtype: torch.dty
     contexts = (63, 0, 200)
     q, pages = randn(3 * 3, 2 * 3, 64, dtype=dtype), make_pages(contexts, 3, 16, 2, 64, dtype)
     check_invariant(q, pages, contexts, 3, causal=causal)
+
+
+@pytest.mark.parametrize("way", [{"whole": True}, {"whole": False}, {"far": 128}], ids=str)
+def test_keys_before_the_window_are_not_read(way: dict[str, Any]) -> None:
+    pages, q = make_pages((260,), 3, 16, 1, 64), randn(3, 2, 64)
+    found = attend(q, pages, causal=True, window=50, **way)
+    before = replace(pages.one(0), lengths=torch.zeros_like(pages.lengths)).slots(208)[0]  # 211, to whole tiles
+    pages.cache[:, before] = math.nan
+    assert torch.equal(attend(q, pages, causal=True, window=50, **way), found)
 
 
 def test_slots_of_a_free_block_do_not_feel_each_others_queries() -> None:

@@ -5,7 +5,8 @@ form tiles of 64 rows, whatever the block length, and keys are cut at fixed posi
 its own query, its position and the cache, not on the block length, a batch of up to 8 or the other rows, bit for bit.
 Requests may differ in their number of rows (`TreeRows`): the rows are a chain of draft tokens or a tree. The keys of a
 tree are in the order of its nodes, and a row sees its ancestors. Masked keys contribute exact zeros, and a split that
-a row does not reach merges as an exact no-op. `hopper/attention.py` can replace the first kernel.
+a row does not reach merges as an exact no-op; so keys before a window are not read. Sinks are added to the sum at the
+end. `hopper/attention.py` can replace the first kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def"
