@@ -281,8 +281,8 @@ def _serve(config: "ServeConfig", path: Path, channel: Channel) -> int:
         dtype = str(weights.embedding.dtype).removeprefix("torch.")
         check_target(config.from_report, weights.parameter_views(stacked=True).items(), dtype)
     threading.Thread(target=_read_grammars, args=(engine,), name="first grammars", daemon=True).start()
+    background = Adapting(engine, drafter, config) if config.adaptation.adapt else None  # it starts meanwhile
     _capture(engine)
-    background = Adapting(engine, drafter, config) if config.adaptation.adapt else None
     loop = EngineLoop(engine, path, channel.socket, background)
     gc.collect()
     gc.freeze()  # these objects stay; collecting them repeatedly would pause every answer

@@ -109,11 +109,11 @@ def measure(
         num_speculative_tokens=0 if way == "plain" else None, gpu_memory_utilization=args.memory, prefix_cache=False,
     )  # fmt: skip
     engine = parts.engine(options)
-    began = time.perf_counter()
-    while time.perf_counter() - began < PREPARE_S and engine.prepare(everything=True):
-        pass
     found: dict[str, Any] = {"rows": []}
     with closing(Adapting(engine, drafter, config)) if way == "adapted" else nullcontext() as adapting:
+        began = time.perf_counter()
+        while time.perf_counter() - began < PREPARE_S and engine.prepare(everything=True):
+            pass
         for row in serve(engine, prompts, args, seconds, adapting.poll if adapting else lambda: None):
             found["rows"].append(row)
             if adapting:

@@ -5,6 +5,7 @@ drafters.
 """
 
 import contextlib
+import copy
 import logging
 import math
 import multiprocessing
@@ -232,6 +233,13 @@ def _main(connection: Any, busy: Any) -> None:
         _train(receive(connection), connection, busy)
 
 
+def _warm_up(trainer: OnlineTrainer) -> None:
+    """Takes a step on an empty record and undoes it: kernels are compiled while the engine starts."""
+    state = copy.deepcopy(trainer.state_dict())
+    trainer.step([Record([1] * 64, torch.ones(63, trainer.drafter.config.feature_size), [(1, 64)])])
+    trainer.load_state_dict(state)
+
+
 def _train(work: Work, connection: Any, busy: Any) -> None:
     if work.device.type == "cpu":
         torch.set_num_threads(1)
@@ -239,6 +247,7 @@ def _train(work: Work, connection: Any, busy: Any) -> None:
         torch.cuda.set_device(work.device)
     drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
     trainer = OnlineTrainer(work.head.to(work.device), drafter, work.config)
+    _warm_up(trainer)
     link = _Link(connection, work.head.dtype)
     link.adapter = adapter = Adapter(link, trainer, **work.options)
     worked_s = passed_s = 0.0  # both decay, so that they are about those of the last minute
