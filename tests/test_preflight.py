@@ -100,9 +100,9 @@ def test_a_supported_target_needs_no_weights_to_be_checked(target_dir: Path, tmp
 
 def test_only_the_engine_refuses_transformers_only_models(target_dir: Path, tmp_path: Path) -> None:
     values = json.loads((target_dir / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "olmo2"}))
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "olmo"}))
     check_target(str(tmp_path), "auto")
-    with pytest.raises(UnsupportedModel, match="'olmo2' is not served"):
+    with pytest.raises(UnsupportedModel, match="'olmo' is not served"):
         check_target(str(tmp_path), "engine")
 
 
