@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from conftest import make_dflash2, make_drafter, make_target
 from engines import alone, check, check_drafts, make_engine, pair, prompts_of, same
 from torch import Tensor
@@ -152,7 +153,8 @@ def test_a_drafter_of_another_kind_is_refused() -> None:
 
 def two_targets(kind: str = "llama", tied: bool = True) -> tuple[Target, Target]:
     """Returns two targets of one shape."""
-    first, second = (make_target(kind, tied=tied) for _ in range(2))
+    both = [ARCHITECTURES[kind].target() if kind in ARCHITECTURES else make_target(kind, tied=tied) for _ in range(2)]
+    first, second = both
     generator = torch.Generator().manual_seed(8)
     for parameter in second.model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -218,8 +220,8 @@ def test_a_target_that_does_not_fit_changes_nothing(change: dict[str, Tensor], w
     assert engine.generate(prompts, PARAMS)[0].tokens == alone(old, None, prompts[0], PARAMS).tokens
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
-def test_an_updated_recurrent_target_answers_as_a_new_engine(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "Gemma 2", "Qwen2-MoE"])
+def test_updated_targets_of_other_forms_answer_as_new_engines(kind: str) -> None:
     """Kept states are forgotten, norms stored minus one and rows sorted by head are converted, in whole or in part."""
     old, new = two_targets(kind, tied=False)
     drafter, prompts = make_drafter(old), prompts_of(33, 40)
