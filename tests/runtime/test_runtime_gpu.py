@@ -160,7 +160,7 @@ def in_fp8(target: Target) -> TargetWeights:
         matrix = BlockScaledFp8.of(state[name].flatten(0, -2))  # experts' blocks are blocks of them all
         state[name], state[scale] = (t.view(views[at].shape) for t, at in ((matrix.data, name), (matrix.scale, scale)))
     load_weights("target", views, state)
-    return weights._as_computed()
+    return weights.as_computed()
 
 
 def in_mxfp4(target: Target) -> TargetWeights:
