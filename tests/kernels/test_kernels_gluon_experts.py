@@ -12,7 +12,7 @@ from kernel_inputs import DEVICE, randn
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.formats import BlockScaledFp8, QuantizedRows, quantize_groups
 from dflash_toolkit.kernels.hopper import experts as hopper
-from dflash_toolkit.kernels.hopper import sort_rows as sorting
+from dflash_toolkit.kernels.hopper.sort_rows import sort_rows
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="interprets kernels on a CPU")
 
@@ -24,12 +24,10 @@ def random_experts(rows: int, top: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 37])
-def test_rows_are_sorted_by_expert_then_by_row(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorting, "CHUNK", 32)
-    monkeypatch.setattr(sorting, "COUNTED", 64)
+def test_rows_are_sorted_by_expert_then_by_row(rows: int) -> None:
     experts, top, tile = random_experts(rows, 3, 9), 3, 16
     data, scale = quantize_groups(randn(rows, 256))
-    found = sorting.sort_rows(data, scale, experts, 9, tile)
+    found = sort_rows(data, scale, experts, 9, tile)
     order = experts.flatten().argsort(stable=True)
     assert found.pairs.tolist() == order.tolist()
     assert torch.equal(found.data.float(), data[order // top].float()) and torch.equal(found.scale, scale[order // top])

@@ -43,11 +43,12 @@ class Cut(NamedTuple):
 
 
 def cut_for(rows: int, top: int, experts: int) -> Cut:
-    """Returns tiles of the rows of an expert when all are chosen equally often.
+    """Returns tiles of the rows of an expert when all are chosen equally often; of 64 only if it has more than 48.
 
     From a sweep on an H200 with the experts of Qwen3.6-35B-A3B, and routing that is even and uneven.
     """
-    tile = min(64, padded(-(-rows * top // experts)))
+    each = -(-rows * top // experts)
+    tile = 64 if each > 48 else min(32, padded(each))
     programs = 2 if tile == 16 else 1
     transposed = (4 if rows <= MAX_ROWS else 1) * BLOCK * tile  # bytes; tiles in 16 bits in parts
     return Cut(tile, (SHARED_BYTES // programs - transposed) // (BLOCK * (2 * BLOCK + tile)), programs)
