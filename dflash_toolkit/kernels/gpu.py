@@ -10,8 +10,8 @@
 | post-attention of a dense layer, with convolutions | one persistent launch (Gluon, Hopper, bf16) | the rows above |
 | messages and pairs of slots | Triton | Triton; sums do not depend on the row count |
 | experts | Triton: up to 32 rows all with every expert, more gathered by expert | the same, partial sums rounded |
-| experts in MXFP4 | the same, gathered above 16 rows; values are made in registers | the same |
 | experts in fp8 | the same up to 16 rows; more sorted by expert and streamed (Gluon, Hopper) | the same |
+| experts in MXFP4 | Triton, gathered above 16 rows; values are made in registers | the same |
 | attention, also of trees | Gluon on Hopper, else Triton | the same; FlashAttention, if installed, for one chunk |
 | delta rule of a prompt | Triton, in chunks; in fp32 row by row | the same |
 
