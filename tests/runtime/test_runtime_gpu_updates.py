@@ -31,8 +31,9 @@ def served(engine: Engine, prompts: list[list[int]], together: int, versions: li
 def test_swaps_of_drafters_change_no_bit(kind: str, together: int, prefix_cache: bool) -> None:
     """With a prefix cache the requests come one by one, so that both engines have the same prefix hits."""
     target, drafter = pair(kind)
-    versions = [drafter, Drafter(drafter.config).to("cuda", torch.bfloat16)]
-    versions[1].init_weights(torch.Generator().manual_seed(9), std=0.05)
+    other = Drafter(drafter.config)
+    other.init_weights(torch.Generator().manual_seed(9), std=0.05)
+    versions = [drafter, other.to("cuda", torch.bfloat16)]
     dice = random.Random(2)
     stems = [[dice.randrange(VOCAB - 1) for _ in range(n)] for n in (40, 150)]
     prompts = [dice.choice(stems) + [dice.randrange(VOCAB - 1) for _ in range(dice.randint(1, 60))] for _ in range(24)]

@@ -23,7 +23,7 @@ from dflash_toolkit.runtime.capture import Served
 from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
 from dflash_toolkit.train.live.pipe import receive, send
-from dflash_toolkit.train.live.process import TrainerProcess
+from dflash_toolkit.train.live.process import TrainerProcess, interval
 from dflash_toolkit.train.objective.target_head import HeadWeights
 
 LATE_S = 240
@@ -179,6 +179,11 @@ def test_a_trainer_without_memory_ends_and_serving_goes_on(shared_pair: Pair) ->
     wait(trainer, lambda: trainer.error is not None)
     assert "the trainer has ended (exit code" in str(trainer.error)
     assert right(target, serve(engine, trainer, PROMPTS))
+
+
+def test_a_long_piece_of_work_is_not_paid_for_in_full() -> None:
+    assert interval(0.2, 0.1) == pytest.approx(2.0) and interval(0.2, 1.0) == 0.2
+    assert interval(30.0, 0.1) == 30.0 and interval(3.0, 0.1) == 10.0, "kernels were compiled"
 
 
 def test_a_trainer_that_cannot_start_is_reported() -> None:

@@ -39,6 +39,9 @@ NICE = 10  # lower priority of the trainer on the processor
 IDLE_S = 0.05  # pause of a trainer without enough records
 END_S = 5.0
 MINUTE_S = 60.0
+LONG_S = 1.0
+THREADS = 1  # of the trainer on the processor
+WAITING = 16  # part of the memory for requests that wait to be sent, which is pinned
 log = logging.getLogger(__name__)
 
 
@@ -101,7 +104,7 @@ class TrainerProcess:
         self.status = Status()
         self.error: str | None = None
         self._on_swap = on_swap
-        self._engine, self._capture = engine, engine.start_capture(memory // 4)
+        self._engine, self._capture = engine, engine.start_capture(memory // WAITING)
         options = {"memory": memory, "batch": batch, "every": every, "anchors": list(anchors)}
         place = torch.device(device) if device is not None else head.device
         host = torch.device("cpu")  # copied now: a copy from a GPU in a thread would disturb the capture of a graph
@@ -229,6 +232,8 @@ class _Link:
 
 def _main(connection: Any, busy: Any) -> None:
     os.nice(NICE)
+    torch.set_num_threads(THREADS)  # the engine's thread launches steps of a millisecond, and must not wait for a core
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):  # the engine closed
         _train(receive(connection), connection, busy)
 
@@ -240,10 +245,17 @@ def _warm_up(trainer: OnlineTrainer) -> None:
     trainer.load_state_dict(state)
 
 
+def interval(taken: float, share: float) -> float:
+    """Returns the time from the begin of a piece of work to that of the next one.
+
+    A piece that takes longer than LONG_S counts as LONG_S: the first ones compile kernels, and paying for half a minute
+    of that would stop the training for minutes.
+    """
+    return max(taken, min(taken, LONG_S) / share)
+
+
 def _train(work: Work, connection: Any, busy: Any) -> None:
-    if work.device.type == "cpu":
-        torch.set_num_threads(1)
-    elif work.device.index is not None:
+    if work.device.index is not None and work.device.type == "cuda":
         torch.cuda.set_device(work.device)
     drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
     trainer = OnlineTrainer(work.head.to(work.device), drafter, work.config)
@@ -266,6 +278,6 @@ def _train(work: Work, connection: Any, busy: Any) -> None:
             len(adapter.versions), worked_s / passed_s,
         )  # fmt: skip
         send(connection, status)
-        ends = began + (taken / work.share if worked else IDLE_S)
+        ends = began + interval(taken, work.share) if worked else began + IDLE_S
         while (left := ends - time.perf_counter()) > 0 and (busy.value or not worked):
             time.sleep(min(left, IDLE_S))
