@@ -28,7 +28,15 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "roofline", "threads"},
-    {"evaluation.report.schema", "generation", "models.quantized", "openai_http", "sampling", "string_pattern"},
+    {
+        "evaluation.report.schema",
+        "generation",
+        "models.layer_spec",
+        "models.quantized",
+        "openai_http",
+        "sampling",
+        "string_pattern",
+    },
     {
         "checkpoint",
         "models.cache",
