@@ -343,7 +343,7 @@ def test_unsupported_targets_suggest_the_reference(tmp_path: Path, capfd: pytest
         EnginePair.load(target, make_drafter(target))
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5 with images", "Gemma 3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["Qwen3.5 with images", "Gemma 4 E2B with images"])
 def test_auto_runtime_falls_back_to_the_reference(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = tiny(name)
     target.model.save_pretrained(tmp_path / "target")
