@@ -72,7 +72,9 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
     assert_as_exact_as_torch(cache[0, slots], expected_cache[0, slots], exact_keys)
     values = each[:, heads + groups :]
     if "v" in normed:
-        assert_as_exact_as_torch(cache[1, slots], expected_cache[1, slots], exact_norm(values, torch.ones(width)))
+        assert_as_exact_as_torch(
+            cache[1, slots], expected_cache[1, slots], exact_norm(values, torch.ones_like(values[0, 0]))
+        )
     else:
         assert torch.equal(cache[1, slots], values)
     assert only_changed(before, cache, slots)
