@@ -12,8 +12,10 @@ from engines import alone, check, check_drafts, make_engine, pair, prompts_of, s
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError
+from dflash_toolkit.generation import Step
 from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.runtime import Engine, weights
+from dflash_toolkit.runtime.engine import EngineStats
 from dflash_toolkit.runtime.pages import PagePool
 from dflash_toolkit.runtime.weight_updates import update_drafter
 from dflash_toolkit.runtime.weights import DrafterWeights
@@ -260,3 +262,26 @@ def test_weights_update_without_an_engine() -> None:
     mine, theirs = DrafterWeights.of_module(old), DrafterWeights.of_module(new)
     update_drafter(mine, new.state_dict())
     assert torch.equal(mine.context_kv, theirs.context_kv) and torch.equal(mine.k_norms, theirs.k_norms)
+
+
+def test_a_swap_forgets_the_acceptance_of_the_old_drafter() -> None:
+    target, _ = pair()
+    old, new = drafters(2, target)
+    engine = make_engine(target, old, draft_tree=12, num_speculative_tokens=None)
+    engine.generate(prompts_of(9, 17), PARAMS)
+    trees, choose = engine.runner.trees, engine.scheduler.choose_shape
+    assert trees is not None and engine._expected.known
+    fitted = replace(trees.calibration, slope=2.0)
+    trees.calibrate(fitted)
+    engine.load_drafter(new)
+    assert not engine._expected.known and trees.calibration != fitted and engine.scheduler.choose_shape is not choose
+    steps = engine.stats.by_version[0][0]
+    engine.generate(prompts_of(9), PARAMS)
+    assert engine.stats.by_version[0][0] == steps and engine.stats.by_version[1][0] > 0
+
+
+def test_steps_are_counted_for_the_first_and_the_newest_versions() -> None:
+    stats = EngineStats()
+    for version in range(20):
+        stats.add_step(Step(3, 1, (1, 2)), version)
+    assert list(stats.by_version) == [0, *range(13, 20)] and stats.by_version[19] == (1, 2)

@@ -132,7 +132,8 @@ def test_body_outside_the_schema_gets_400(client: TestClient, document: dict[str
 
 def test_security_is_described_if_keys_are_required() -> None:
     with warnings.catch_warnings(action="error"):
-        app = create_app(make_engine(make_reciting(), None), "m", ["secret"], root_path="/under", aliases=["n"])
+        engine = make_engine(make_reciting(), None)
+        app = create_app(engine, "m", ["secret"], root_path="/under", aliases=["n"], admin_keys=["admin"])
     with TestClient(app) as client:
         for path in ("/health", "/under/health"):  # with proxies that remove the path and with others
             assert client.get(path).status_code == 200
@@ -141,6 +142,8 @@ def test_security_is_described_if_keys_are_required() -> None:
         document = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
     names = document["components"]["schemas"]["ChatRequest"]["properties"]["model"]
     assert names == {"enum": ["m", "n"]}, "every name"
+    part = document["components"]["schemas"]["UpdateWeightsRequest"]["properties"]["model"]
+    assert part["enum"] == ["target", "drafter"], "not a served name"
     assert document["servers"] == [{"url": "/under"}]
     paths = document["paths"]
     assert "401" in paths["/v1/models"]["get"]["responses"] and "security" not in paths["/v1/models"]["get"]
