@@ -91,7 +91,8 @@ def test_nothing_of_a_document_reaches_another(name: str, poisoned: int) -> None
             if i == poisoned:
                 assert found.isnan().all()
             else:
-                assert torch.equal(found, expected), (part, i)
+                # NaN moves tokens to other experts, whose products then have other numbers of rows
+                assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), (part, i)
 
 
 def test_a_soft_cap_is_applied_with_every_attention() -> None:
