@@ -160,6 +160,18 @@ def test_page_colours_drafted_and_own_tokens(tab: Page) -> None:
     assert tab.run("document.querySelector('.answer .text').textContent") == shown, "a reload keeps the conversation"
 
 
+def test_page_shows_what_the_drafter_has_learned(tab: Page) -> None:
+    assert not tab.visible("#learning"), "nothing is trained"
+    state = {"training": {"error": None}, "summary": "drafter version 7, learnt from 1,840 requests"}
+    tab.run(
+        "const real = window.fetch; window.fetch = (path, more) => path.endsWith('v1/drafter') ? "
+        f"Promise.resolve(new Response({json.dumps(json.dumps(state))})) : real(path, more); null"
+    )
+    tab.wait("document.getElementById('learning').checkVisibility()")
+    assert tab.text("#learning") == state["summary"]
+    tab.go(tab.run("location.href"))
+
+
 def test_escape_stops_and_the_partial_answer_is_kept(tab: Page, page_engine: AsyncEngine) -> None:
     with gated(page_engine, turns=4) as gate:
         send(tab, "Count.", wait=False)
