@@ -96,7 +96,8 @@ def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: Pair) -> None:
     wait(trainer, lambda: (trainer.status.held_out or 0.0) > 2.0)
     last = served(0)
     assert sum(len(r.generation.steps) for r in last) < 0.8 * sum(len(r.generation.steps) for r in first)
-    assert engine.drafter_version == trainer.status.promotions > 0 and trainer.status.learnt_from > 0
+    wait(trainer, lambda: engine.drafter_version == trainer.status.promotions + trainer.status.rollbacks)
+    assert trainer.status.promotions > 0 and trainer.status.learnt_from > 0
     assert trainer.alive and trainer.error is None
 
 
