@@ -28,9 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import debug_barrier
 
 from ..features import features_of
+from ..launch import LOG2_E
 from ..paged import PagedKV
 from ..tree import TreeRows
-from ..triton.merge import LOG2_E, MARGIN, MIDDLE
+from ..triton.merge import MARGIN, MIDDLE
 from .grid import grid_launch, grid_wait
 from .tiles import (
     KEYS,
@@ -401,7 +402,7 @@ def hopper_attention_kernel(
         o_q = ((row.to(gl.int64) + o_slot) * G + i_g) * GROUP + (i_r * ROWS + o_tile) % GROUP
         if sinks_p is not None:
             head = i_g * GROUP + (i_r * ROWS + o_tile) % GROUP
-            b_l = b_l + gl.exp2(gl.load(sinks_p + head).to(gl.float32) * LOG2_E - b_m)
+            b_l = b_l + gl.exp2(gl.load(sinks_p + head).to(gl.float32) * 1.4426950408889634 - b_m)
         b_out = b_out / gl.where(m_row, b_l, 1.0)[:, None]
         gl.store(out_p + o_q[:, None] * HEAD + o_h[None, :], b_out.to(gl.bfloat16), mask=m_row[:, None])
 
@@ -453,7 +454,7 @@ def launch(
     hopper_attention_kernel[(-(-block * group // ROWS.value), requests * groups, programs)](
         *boxes(kv), q, lengths, lengths if counts is None else counts, *of_rows, kv.table, kv.sinks, out, *states,
         block if rows is None else m, kv.table.shape[1], kv.table.stride(0), slots,
-        kv.score_factor * LOG2_E.value, splits,
+        kv.score_factor * LOG2_E, splits,
         G=groups, GROUP=group, HEAD=width, PAGE=kv.size, WHOLE=whole, PAIRS=pairs, RAGGED=rows is not None,
         TREE=rows is not None and not causal, COUNTED=counts is not None, CAUSAL=causal, WINDOW=kv.window, **cuts,
         num_warps=4, launch_pdl=True,

@@ -5,13 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import LOG2_E as _LOG2_E
 from ..launch import next_power_of_two, pdl
 from ..paged import PagedKV
 from ..tree import TreeRows
 from .pdl import start_next, wait_for_previous
 
-LOG2_E = tl.constexpr(_LOG2_E)
 MARGIN = tl.constexpr(128)  # a request has one split if its context ends so many positions before the first cut
 MIDDLE = tl.constexpr(4)  # short splits that a middle one is as long as; they cover as many keys as the short ones
 MERGE_SPLITS = 16  # splits that are merged at a time
@@ -53,7 +51,7 @@ def _window_start(position, WINDOW: tl.constexpr, KEYS: tl.constexpr):
 def _with_sink(b_l, b_m, sinks_p, head):
     """Adds the sink of each head to the sums of rows with the maxima b_m, see `PagedKV`."""
     if sinks_p is not None:
-        sink = tl.load(sinks_p + head).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks_p + head).to(tl.float32) * 1.4426950408889634  # LOG2_E, see `_pairs` in rope.py
         b_l += tl.exp2(sink - b_m)
     return b_l
 

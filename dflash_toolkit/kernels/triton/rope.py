@@ -25,10 +25,10 @@ def _pairs(HALF, TURNS, BLOCK: tl.constexpr, PAIRS: tl.constexpr):
     """Returns the places of both numbers of a head's pairs, [BLOCK] each; the first TURNS pairs turn."""
     o_first = tl.arange(0, BLOCK)
     o_second = o_first + HALF
-    if PAIRS == INTERLEAVED:
+    if PAIRS == 2:  # as numbers: Triton's key of a kernel misses constants that only inner functions read
         o_first *= 2
         o_second = o_first + 1
-    if PAIRS == PARTIAL:
+    if PAIRS == 1:
         o_second = o_first + tl.where(o_first < TURNS, TURNS, HALF)
         o_first += tl.where(o_first < TURNS, 0, TURNS)
     return o_first, o_second
