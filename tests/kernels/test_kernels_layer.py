@@ -92,9 +92,10 @@ def test_unsupported_shapes_launch_each_operation_separately(biased: bool, monke
     def run(ops: Ops, dtype: torch.dtype, tap: Tensor | None = None) -> tuple[Any, ...]:
         w = {name: t.to(dtype) for name, t in weights.items()}
         o_bias = None if bias is None else bias.to(dtype)
-        mixer = AttentionWeights(w["qkv"], None, None, None, w["o"], o_bias)
+        mixer = AttentionWeights(w["qkv"], None, None, None, w["o"], o_bias, None)
         layers = [LayerWeights(w["norm"], mixer, w["post_norm"], MlpWeights(w["gate_up"], w["down"]))] * 2
-        stack = Stack(spec, layers, w["norm"], x, torch.empty(2, 0), ops)
+        rope = spec.attention[0].rope
+        stack = Stack(spec, layers, w["norm"], {rope: x}, {spec.attention[0].kv_heads: torch.empty(2, 0)}, ops)
         total, normed, begun = stack._finish(0, x.to(dtype), a.to(dtype), None, 1, tap)
         assert begun is not None
         return total, normed, begun[0]
