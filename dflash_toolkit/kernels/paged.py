@@ -26,7 +26,7 @@ class PagedKV:
     scales: Tensor | None = None  # [2, G, slots] of an fp8 cache, see `quantized_heads`
     factor: float | None = None  # of the scores; None: H ** -0.5
     soft_cap: float = 0.0  # a score s becomes soft_cap * tanh(s / soft_cap); 0 is no cap
-    sinks: Tensor | None = None  # [N], one more score of each head, whose value is zero
+    sinks: Tensor | None = None  # [N], one more score of each head; its value is zero
 
     @property
     def plain(self) -> bool:

@@ -446,7 +446,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(x: Tensor, rope: Tensor, positions: Tensor, interleaved: bool = False) -> Tensor:
     """Applies RoPE to the first R of x [M, heads, H]; rope [2, positions, R / 2] has cosines and sines.
 
-    A pair is one number of each half of the R (as in GPT-NeoX), or `interleaved` two neighbours.
+    A pair is one number of each half of the R (as in GPT-NeoX), or with `interleaved` two adjacent ones.
     """
     cos, sin = rope[0, positions, None], rope[1, positions, None]  # [M, 1, R / 2]
     half = cos.shape[-1]
@@ -667,7 +667,7 @@ def rope_write(
         cache: [2, slots, G, H], keys and values of one layer, written in place.
         counts: int32 [B]; rows k >= counts[b] are padding and write to the null block, page 0. None: no padding.
         at: int32 [M], the slots of the rows if they are not those of their positions; the page table is not read.
-        interleaved: pairs that turn are neighbours, see `_rotate`.
+        interleaved: pairs that turn are adjacent numbers, see `_rotate`.
         normed_values: each head of v is also normed, without weights.
         gated: each head of q is followed by its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
         scales: [2, G, slots] of an fp8 cache, written in place.

@@ -30,7 +30,7 @@ class Rope:
 
     @classmethod
     def of(cls, config: Any, kind: str, turning: int) -> "Rope":
-        """Reads the rope of layers of a kind, whose heads turn so many numbers, from a Hugging Face config.
+        """Reads the rope of layers of a kind from a Hugging Face config; `turning` numbers of each head turn.
 
         Raises:
             UnsupportedModel: the type of the rope is unknown.
@@ -70,11 +70,11 @@ class AttentionSpec:
     window: int = 0  # 0 is full attention
     factor: float | None = None  # of the scores; None: H ** -0.5
     soft_cap: float = 0.0  # of the scores, see `PagedKV`; 0 is no cap
-    sinks: bool = False  # one more score of each head, whose value is zero
+    sinks: bool = False  # one more score of each head; its value is zero
     gated: bool = False  # a head's output is multiplied with the sigmoid of as many more numbers, after its query
     fused: bool = False  # checkpoints have queries, keys and values in one matrix
     joint_qk_norm: bool = False  # a norm of the queries of all heads together, and one of the keys
-    interleaved: bool = False  # pairs of numbers that turn are neighbours
+    interleaved: bool = False  # pairs of numbers that turn are adjacent
     values_are_keys: bool = False  # values are the keys before their norm and rotation
     normed_values: bool = False  # the values of every head are normed, without weights
     weight: Format = DENSE  # of its matrices

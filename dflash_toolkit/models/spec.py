@@ -264,7 +264,7 @@ class ModelSpec:
                 if ffn.shared > 1 and ffn.weight not in (DENSE, FP8_BLOCK):
                     raise refusal(c, f"a quantized {shared!r} that is larger than other experts")
             if isinstance(ffn, MoeSpec) and ffn.clamp and ffn.weight not in (DENSE, MXFP4):
-                raise refusal(c, "a mixture whose experts are neither in MXFP4 nor in 16 bits")
+                raise refusal(c, "experts that are neither in MXFP4 nor in 16 bits")
             mixer: AttentionSpec | GatedDeltaNetSpec
             if kinds[layer] in attention:
                 mixer = attention[kinds[layer]]

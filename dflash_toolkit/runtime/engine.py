@@ -41,7 +41,7 @@ from .trees.result import TreeStepResult
 from .weight_updates import update_drafter, update_head, update_target
 from .weights import DrafterWeights, TargetWeights
 
-VERSIONS = 8  # of drafters whose steps are counted apart
+VERSIONS = 8  # of drafters; steps of each are counted
 log = logging.getLogger(__name__)
 
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 from scripts.measure import setting, without_folders
 
 PREPARE_S = 15.0  # time to capture steps before the first request
-CHECKED = 64  # prompts whose answers are compared
+CHECKED = 64  # prompts; their answers are compared
 
 
 def prompts_of(args: argparse.Namespace) -> list[list[int]]:

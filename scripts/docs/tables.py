@@ -7,8 +7,8 @@ The table NAME is the file scripts/results/NAME.json:
 
     runs      list of {gpu, versions, commit, date, commands}: the commands as they were run, and where
     columns   list of [title, key, format]; the key "a/b" divides, the format is one of str.format ("{}" by default)
-    rows      list of objects; a value "=FILE; key=value; ... : key" is read from that row of another table; a row whose
-              "listed" is false is not shown
+    rows      list of objects; a value "=FILE; key=value; ... : key" is read from that row of another table. Rows with
+              "listed": false are not shown
     chart     optional: {title, x, x_name, series: [[key, name], ...], format} for docs/assets/NAME.svg
 
 Two tables are computed: `models` from the tests' architectures, `measured` from the files of the page's other tables.

@@ -1,4 +1,4 @@
-"""Sums of products with MXFP4 weights, whose values are made in registers; see `Mxfp4Weight` for their order.
+"""Sums of products with MXFP4 weights. Registers hold the values; `Mxfp4Weight` defines their order.
 
 The four values of a 16-bit word are columns of the four groups of a block, so each group is one product with one scale
 per row, and no value moves between threads. In bf16 three instructions make two values: the bits of a value, moved to

@@ -16,7 +16,7 @@ from ..launch import keys_are_split, next_power_of_two, pdl
 from .fp8 import to_bits
 from .pdl import start_next, wait_for_previous
 
-# Which numbers of a head are a pair: those of its two halves; of the halves of the part that turns; neighbours
+# The pairs of a head: numbers of its two halves; of the two halves of the part that turns; adjacent numbers
 HALVES, PARTIAL, INTERLEAVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
