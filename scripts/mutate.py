@@ -43,17 +43,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, 
 from scripts.faults import Fault, sample
 
 ROOT = Path(__file__).parents[1]
+REFERENCE_MODULES = ("attention", "experts", "layer", "loss", "matmul", "norm", "rope", "sampling", "selection")
+REFERENCE_TESTS = [
+    "kernels/test_kernels_reference.py",
+    "kernels/test_kernels_draws.py",
+    "kernels/test_kernels_row_loss.py",
+    "kernels/test_kernels_mask.py",
+    "kernels/test_kernels_delta.py",
+    "runtime/test_runtime_engine.py",
+    "runtime/test_runtime_recurrent.py",
+    "runtime/test_runtime_draft_kinds.py",
+]
 TABLE = {  # modules and their tests, fastest first; none of them starts programs
     "dflash_toolkit/decode.py": [
         "test_decode.py", "test_grammar.py", "models/test_architectures.py", "runtime/test_runtime_prompt_logprobs.py",
     ],
     "dflash_toolkit/generation.py": ["test_generation.py", "test_decode.py"],
     "dflash_toolkit/sampling.py": ["test_sampling.py", "test_decode.py", "test_grammar.py"],
-    "dflash_toolkit/kernels/reference.py": [
-        "kernels/test_kernels_reference.py", "kernels/test_kernels_draws.py", "kernels/test_kernels_row_loss.py",
-        "kernels/test_kernels_mask.py", "kernels/test_kernels_delta.py", "runtime/test_runtime_engine.py",
-        "runtime/test_runtime_recurrent.py", "runtime/test_runtime_draft_kinds.py",
-    ],
+    **{f"dflash_toolkit/kernels/reference/{module}.py": REFERENCE_TESTS for module in REFERENCE_MODULES},
     "dflash_toolkit/runtime/pages.py": ["runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/wait_queue.py": ["runtime/test_runtime_wait_queue.py", "runtime/test_runtime_scheduler.py"],
     "dflash_toolkit/runtime/exact.py": ["runtime/test_runtime_budget.py", "runtime/test_runtime_scheduler.py"],

@@ -185,14 +185,14 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
 
 
 # how kernels are launched, what several are made of, and the choice among them
-SUPPORT = {"clamped", "delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference_attention"}
-SUPPORT |= {"reference_delta", "reference_slots", "reference_tree", "routing", "tree"}
+SUPPORT = {"clamped", "delta", "features", "formats", "launch", "loss_terms", "ops", "paged", "reference", "routing"}
+SUPPORT |= {"tree"}
 SUPPORT |= {"hopper.attention", "hopper.grid", "hopper.layer", "hopper.pipeline", "hopper.sort_rows", "hopper.tiles"}
 SUPPORT |= {"triton.attention", "triton.argmax", "triton.convolution", "triton.delta", "triton.delta_row", "triton.fp8"}
 SUPPORT |= {"triton.fp8_blocks", "triton.int4", "triton.linear", "triton.merge", "triton.mxfp4", "triton.pages"}
 SUPPORT |= {"triton.pdl", "triton.tile"}
 # no kernel imports them
-DEFINITIONS = {"ops", "reference", "reference_attention", "reference_delta", "reference_slots", "reference_tree"}
+DEFINITIONS = {"ops", "reference"}
 
 
 def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
@@ -206,10 +206,10 @@ def test_a_kernel_file_imports_no_other_and_the_reference_only_torch() -> None:
             assert {name for name in inner if not any(f"{name}.".startswith(f"{s}.") for s in SUPPORT)} == set(), path
         if path.parts[2] in ("hopper", "triton"):
             assert not {name.split(".")[2] for name in ours if name.count(".") > 1} & DEFINITIONS, path
-        if path.stem in DEFINITIONS - {"ops"}:
+        if path.parts[2] == "reference":
             assert not any(name.split(".")[2:3] in (["gpu"], ["hopper"], ["triton"]) for name in ours), path
-    for name in ("reference", "loss", *(f"formats/{path.stem}" for path in kernels if path.parent.name == "formats")):
-        assert third_party(Path(f"dflash_toolkit/kernels/{name}.py")) == {"torch"}
+        if path.stem == "loss" or path.parts[2] in ("formats", "reference"):
+            assert third_party(path) <= {"torch"}, path
 
 
 def test_only_one_module_asks_what_a_gpu_can_do() -> None:

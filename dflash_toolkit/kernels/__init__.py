@@ -1,1 +1,1 @@
-"""Tensor operations: `ops.py` is their type, `reference.py` their definition, `gpu.py` the choice among kernels."""
+"""Tensor operations: `ops.py` is their type, `reference` their definition, `gpu.py` the choice among kernels."""

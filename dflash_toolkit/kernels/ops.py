@@ -7,7 +7,7 @@ from .features import LEAST_CAPABILITY, features_of
 
 
 class Reference:
-    """All operations in plain torch; `reference.py` documents each with the shapes of its arguments.
+    """All operations in plain torch; `reference` documents each with the shapes of its arguments.
 
     A row's result does not depend on the other rows (batch-invariant), up to MAX_ROWS rows.
     `Gpu` overrides the operations that have a kernel. mypy compares the signatures.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.reference_attention import slots_of
+from ..kernels.reference import slots_of
 from .graphs import to_device
 
 PAGES = 16  # pages that are copied to the host together; a long answer would need much memory at once

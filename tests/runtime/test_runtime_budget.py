@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_toolkit.kernels.launch import MAX_ROWS
-from dflash_toolkit.kernels.reference_tree import cut_trees, draft_children, expected_accepted, grow_trees
+from dflash_toolkit.kernels.reference import cut_trees, draft_children, expected_accepted, grow_trees
 from dflash_toolkit.runtime.request import StepShape, Trust
 from dflash_toolkit.runtime.step_costs import StepCosts
 from dflash_toolkit.runtime.timing import Times

@@ -9,7 +9,7 @@ from engines import make_engine, pair
 
 from dflash_toolkit import Drafter
 from dflash_toolkit.calibration import Calibration
-from dflash_toolkit.kernels.reference_tree import accept_trees, cut_trees, draft_children, grow_trees
+from dflash_toolkit.kernels.reference import accept_trees, cut_trees, draft_children, grow_trees
 from dflash_toolkit.runtime.trees.feedback import CalibrationFeed, NodeOutcomes, node_outcomes
 
 BATCH, SLOTS, COUNT, VOCABULARY = 4, 5, 4, 9

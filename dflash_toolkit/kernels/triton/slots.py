@@ -1,4 +1,4 @@
-"""DSpine's operations between the slots of blocks, in Triton; see `reference_slots.py`.
+"""DSpine's operations between the slots of blocks, in Triton; see `reference/slots.py`.
 
 A row's result does not depend on the number of rows, also beyond MAX_ROWS.
 """

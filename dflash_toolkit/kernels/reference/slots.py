@@ -69,11 +69,6 @@ def pair_scores(
     return F.embedding(candidates, head).float() @ refined.to(head.dtype).float().mT
 
 
-def linear_many_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies x [M, K] with weight [N, K] transposed; batch-invariant for any M, unlike `linear`."""
-    return F.linear(x, weight)
-
-
 def _injected(x: Tensor, written: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) / math.sqrt(x.shape[-1])
     return (x.float() + length * written).to(x.dtype)

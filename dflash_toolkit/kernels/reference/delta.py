@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .delta import DeltaMemory, TreeInputs
-from .tree import TreeRows
+from ..delta import DeltaMemory, TreeInputs
+from ..tree import TreeRows
 
 
 def delta_inputs(

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .paged import PagedKV
-from .tree import TreeRows
+from ..paged import PagedKV
+from ..tree import TreeRows
 
 
 def slots_of(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:

@@ -7,27 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import Weight, dequantized
-from .loss_terms import LogitScale
-from .tree import TreeRows, Trees
+from ..tree import TreeRows, Trees
 
 EXTREME = 1e-6  # probabilities this close to 0 or 1 count as this
-
-
-def linear_top_lse(x: Tensor, weight: Weight, count: int, scale: LogitScale) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the `count` largest logits of every row, their columns, and the log-sum-exp of all logits.
-
-    Larger logits come first; among equal products in x's dtype, lower columns do.
-
-    Returns:
-        Logits after `scale`, fp32 [M, count]; columns, int64 [M, count]; the log-sum-exp of all logits, fp32 [M].
-    """
-    products = F.linear(x, dequantized(weight, x.dtype))
-    found = products.sort(dim=-1, descending=True, stable=True)
-    top, every = found.values[:, :count].float().contiguous(), products.float()
-    scale.apply_(top)
-    scale.apply_(every)
-    return top, found.indices[:, :count], every.logsumexp(-1)
 
 
 def draft_children(
