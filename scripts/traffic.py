@@ -48,6 +48,7 @@ WORKLOADS = {
     "retrieval": Workload(8_000, 250, {1: 1.2, 8: 1.15, 32: 1.1}),
     "agent": Workload(32_000, 400, {1: 1.5, 8: 1.3, 16: 1.2}, shared=0.9),
     "summary": Workload(16_000, 300, {1: None, 8: None}),
+    "writing": Workload(100, 500, {32: None, 128: None, 256: None}),
     "mixed": Workload(1_000, 250, {8: None, 32: None}, arriving=32_000),
     "first-token-512": Workload(512, 1, {1: 1.0}),
     "first-token-8192": Workload(8_192, 1, {1: 1.0}),

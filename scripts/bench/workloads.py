@@ -8,7 +8,8 @@
 
 `peers/vllm_workloads.py` writes the same file for vLLM; `scripts/traffic.py` defines the workloads. All requests of a
 job are sent at once, have new prompts and write all their tokens. `agent` has two turns: the second prompt is the
-first one, its answer and a new part; the row is the second turn. `mixed` sends a long prompt while requests decode.
+first one, its answer and a new part; the row is the second turn. `mixed` sends a long prompt while requests decode;
+`writing` has short prompts and long answers, so decoding decides.
 `first-token` sends one prompt of each length. Each job runs once without counting, then `--repeats` times; the run
 with the median time counts.
 
