@@ -7,9 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton.language as tl
 from triton import knobs
 from triton.compiler import compiler
+from triton.runtime.jit import JITFunction
 
+import dflash_toolkit.kernels.triton  # noqa: F401  (corrects the keys)
 from dflash_toolkit import UserError
 from dflash_toolkit.kernels import features
 from dflash_toolkit.kernels.features import KNOWN, VARIABLE, Features, features_of
@@ -100,3 +103,19 @@ def test_interpreted_kernels_take_the_tiles_of_the_card(monkeypatch: pytest.Monk
     monkeypatch.setattr(features, "_features", {})
     monkeypatch.setenv(VARIABLE, "sm_86")
     assert features_of(cpu).shared_memory == 99 << 10
+
+
+SIZE = tl.constexpr(8)
+
+
+def test_a_cache_key_has_constants_of_called_functions() -> None:
+    def inner(x_p):
+        tl.store(x_p + tl.arange(0, SIZE), 0.0)
+
+    def outer(x_p):
+        called(x_p)
+
+    called = JITFunction(inner)
+    kernel = JITFunction(outer)
+    assert kernel.cache_key  # before that of `called`
+    assert [name for name, _ in kernel.used_global_vals] == ["SIZE"]
