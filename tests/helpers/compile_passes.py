@@ -152,13 +152,18 @@ def _of_quantized() -> Iterator[Pass]:
 
 
 def _of_other_families() -> Iterator[Pass]:
-    """Yields operations of families that no model above has, with the sizes of OLMo 2 7B and Gemma 3 12B."""
+    """Yields operations of families that no model above has, with sizes of OLMo 2 7B, Gemma 3 12B and Gemma 4 31B."""
     with META:
         parts, rows, norm = torch.empty(4, 16, 3 * 4096), torch.empty(2, 16, 4096), torch.empty(4096)
     joint = parts, None, norm, norm, 1e-6, torch.bfloat16
     yield "norms of the queries of all heads, and of the keys", lambda: Gpu.norm_queries_keys(*joint)
     outputs = _bf16(16, 4096), rows, None, 1e-6, None, norm
     yield "norms of outputs", lambda: Gpu.add_rms_norm(*outputs)
+    with META:
+        sums, weight, rope = torch.empty(1, 16, 40 * 512), torch.empty(512), torch.empty(2, 64, 256)
+        place = torch.empty(1, 1, dtype=torch.int32)
+    written = sums, None, weight, weight, 1e-6, rope, place[0], place, _bf16(2, 64, 4, 512), 64
+    yield "normed values", lambda: Gpu.rope_write(*written, normed_values=True)
     for count in (16, 256):
         x, gate_up = _bf16(count, 3840), _bf16(2 * 15360, 3840)
         yield f"gelu of {count} rows", lambda x=x, w=gate_up: Gpu.linear_swiglu(x, w, "gelu_tanh")

@@ -171,7 +171,8 @@ def _rope_write_kernel(
     else:
         if NORM_VALUES:
             ones = tl.full([1, BLOCK], 1.0, dtype=tl.float32)
-            b_first, b_second = _norm_rotate(b_first, b_second, ones, ones, ones, 0.0 * ones, eps, HALF, True)
+            v_first, v_second = _norm_rotate(b_first, b_second, ones, ones, ones, 0.0 * ones, eps, HALF, True)
+            b_first, b_second = v_first.to(b_first.dtype), v_second.to(b_second.dtype)
         _store_to_cache(
             cache_p, scales_p, 1, slot, i_h - N - G, b_first, b_second, slots, G, HALF, TURNS, HEADS, BLOCK, PAIRS
         )
