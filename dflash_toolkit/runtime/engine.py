@@ -221,6 +221,7 @@ class Engine:
         Requests go on, and captured steps and the prefix cache stay valid: drafts only propose, so answers do not
         change. Keys and values that the old drafter wrote for the context stay too; they cost some acceptance until
         their pages are released. Expected acceptance and the calibration of trees are those of a new engine again.
+        Ends `stop_drafting`.
 
         Args:
             tensors: all of the drafter, on any device, in any dtype.
@@ -230,7 +231,29 @@ class Engine:
         """
         update_drafter(self._drafter(), tensors)
         self.drafter_version += 1
+        if not self.runner.drafting:
+            self._start_drafting()
         self._expect_as_new()
+
+    def stop_drafting(self) -> None:
+        """Decodes without the drafter until `update_drafter`, as fast as an engine without one. Taps are kept.
+
+        Raises:
+            UserError: the engine keeps no taps.
+        """
+        if self.runner.taps is None:
+            raise UserError("stop_drafting needs a drafter and an engine with EngineOptions(keep_taps=True)")
+        self.runner.drafting = False
+        self.scheduler.choose_shape = self._chooser()
+
+    def _start_drafting(self) -> None:
+        """Writes the drafter's context of all requests. Cached prefixes have none and are forgotten."""
+        self.runner.drafting = True
+        self.pool.clear()
+        for request in self.scheduler.running:
+            self.runner.write_kept_context(request.pages, request.reach)
+        for request in self.scheduler.prefilling:
+            self.runner.write_kept_context(request.pages, request.prefilled)
 
     def update_target(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies weights [named as in a Hugging Face checkpoint], some or all, over those of the target.
@@ -392,12 +415,22 @@ class Engine:
     def prepare(self, *, everything: bool = False) -> bool:
         """Captures one step that batches may need and that has no graph yet; returns False if there is none.
 
-        Without a graph a step takes longer, and some are captured when a batch needs them, see `StepGraphs`.
+        Without a graph a step takes longer, and some are captured when a batch needs them, see `StepGraphs`. After
+        `stop_drafting` steps without the drafter are first, and those that follow `update_drafter` come next.
 
         Args:
             everything: also steps of large batches, which take long to capture.
         """
-        return self.runner.prepare(sorted({1, *self._sizes}), self._tree_shapes, everything=everything)
+        runner, sizes = self.runner, sorted({1, *self._sizes})
+        if runner.drafting or runner.drafter is None:
+            return runner.prepare(sizes, self._tree_shapes, everything=everything)
+        if runner.prepare([1], everything=everything):
+            return True
+        runner.drafting = True
+        try:
+            return runner.prepare(sizes, self._tree_shapes, everything=everything)
+        finally:
+            runner.drafting = False
 
     def _on_finish(self, request: Request) -> None:
         taps = self.runner.taps
@@ -446,14 +479,15 @@ class Engine:
         return [request.generation for request in requests]
 
     def _chooser(self) -> Callable[[Sequence[Request]], StepShape]:
-        choose, counts = self._choose_drafted(), self.stats.draft_lengths
-        trees = self._trees = self._tree_chooser()
+        drafting, counts = self.runner.drafting, self.stats.draft_lengths
+        choose, self._trees = self._choose_drafted(), self._tree_chooser()
+        trees = self._trees if drafting else None
 
         def chosen(requests: Sequence[Request]) -> StepShape:
             drafts = [request.drafts for request in requests]
             over_trees = trees is not None and any(drafts) and trees.available(requests)
             shape = trees(requests) if trees is not None and over_trees else StepShape(1)
-            if not shape.rows:  # past acceptance predicts blocks better than draft probabilities do
+            if drafting and not shape.rows:  # past acceptance predicts blocks better than draft probabilities do
                 shape = StepShape(choose(requests) if all(drafts) else 1)  # either all requests have a block or none
             counts[shape.block - 1] = counts.get(shape.block - 1, 0) + 1
             return shape

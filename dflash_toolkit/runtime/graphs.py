@@ -93,6 +93,7 @@ class StepGraphs:
     def __init__(self, capture: Captures, device: torch.device, advanced: Sequence[Tensor], slots: Tensor) -> None:
         self.capture: Callable[[Callable[[], Any]], tuple[torch.cuda.CUDAGraph, Any]] = capture
         self.captured: dict[Hashable, Captured] = {}
+        self._others: dict[Hashable, Captured] = {}
         self.started, self.missed = False, 0
         self._next_capture = 0.0  # time from which a part may be captured that a step needs
         self.advanced, self._slots, self._device = list(advanced), slots, device
@@ -125,6 +126,10 @@ class StepGraphs:
                 for tensor, value in zip(self.advanced, saved, strict=True):
                     tensor.copy_(value)
         return self.captured[part]
+
+    def exchange(self) -> None:
+        """Hides the graphs, and shows those that were hidden before."""
+        self.captured, self._others = self._others, self.captured
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -233,9 +233,13 @@ class Planner:
         return MARGIN + scratch + rows * (each + size * widest) + min(rows, MAX_ROWS) * widest * 4 * SPLITS // 2
 
     def _graphs(self, options: EngineOptions, most: int, nodes: int, reach: int) -> int:
-        parts = captured_parts(options, self.config, most, nodes)
+        parts, prefills = captured_parts(options, self.config, most, nodes), 1
+        if options.keep_taps and self.config:  # those without the drafter too, see `Engine.stop_drafting`
+            parts += parts_of(buckets_up_to(most), [1], lambda batch: (), masked=True)
+            prefills = 2
         small = sum(part.kind in ("choose", "end") for part in parts)
-        large = len(parts) - small + sum(s <= reach for s in PREFILL_SIZES) + len(batch_shapes(most, reach))
+        prefills *= sum(s <= reach for s in PREFILL_SIZES) + len(batch_shapes(most, reach))
+        large = len(parts) - small + prefills
         layers = sum(len(spec.layers) for spec in self._specs)
         return large * layers * GRAPH_BYTES_PER_LAYER + small * SMALL_GRAPH_BYTES
 

@@ -12,8 +12,9 @@ from ..kernels.loss_terms import LogitScale
 from ..kernels.ops import Ops
 from ..models.drafting import Draft as Draft
 from ..models.drafting import Head, sampled, slots_of
+from .graphs import to_device
 from .stack import Rows, Stack
-from .tap_cache import TapCache
+from .tap_cache import PAGES, TapCache
 from .weights import DrafterWeights
 
 
@@ -61,13 +62,16 @@ class Proposer:
     Args:
         embedding: [V, D], the target's.
         taps: keeps the features that `write_context` gets; None keeps none.
+
+    Attributes:
+        drafting: whether `write_context` computes keys and values; otherwise it only keeps the features.
     """
 
     def __init__(
         self, weights: DrafterWeights, stack: Stack, embedding: Tensor, head: Head, taps: TapCache | None = None
     ) -> None:
         self.weights, self.stack, self._embedding, self._head = weights, stack, embedding, head
-        self.taps = taps
+        self.taps, self.drafting = taps, True
 
     def propose(self, last: Tensor, rows: Rows, block: int) -> Draft:
         """Returns `block` - 1 tokens after `last` [B], the most probable ones."""
@@ -106,16 +110,30 @@ class Proposer:
             counts: int32 [B].
         """
         self._keep(features, rows, counts)
-        self._write(self._context_of(features), rows, counts)
+        if self.drafting:
+            self._write(self._context_of(features), rows, counts)
+
+    def write_kept_context(self, pages: Sequence[int], count: int) -> None:
+        """Writes the context of the first `count` tokens in a request's `pages`, from the features that were kept."""
+        assert self.taps is not None
+        size, device = self.taps.page_size, self._embedding.device
+        table = to_device([*pages, *[0] * (-len(pages) % 16)], torch.int32, device)[None]  # see COLUMNS in prefill.py
+        for start in range(0, count, PAGES * size):
+            some = pages[start // size : -(-count // size)][:PAGES]
+            left = min(count - start, len(some) * size)
+            place = to_device([start] * 4 + [left] * 4, torch.int32, device)  # each at 16 bytes, for kernels
+            rows = Rows(place[:1], table, size)
+            self._write(self._context_of(self.taps.of_pages(some)), rows, place[4:5])
 
     def write_packed_context(self, features: Tensor, rows: Rows, counts: Tensor, sizes: Sequence[int]) -> None:
         """Writes the context of chunks of `sizes` tokens, which are adjacent in `features`; see `write_context`."""
-        chunks = features.split(list(sizes)), self._context_of(features).split(list(sizes))
+        kv = self._context_of(features).split(list(sizes)) if self.drafting else [None] * len(sizes)
         places = torch.stack([rows.lengths, counts], dim=1).repeat_interleave(4, dim=1)  # each at 16 bytes, for kernels
-        for taps, kv, place, table in zip(*chunks, places, rows.page_table, strict=True):
+        for taps, own_kv, place, table in zip(features.split(list(sizes)), kv, places, rows.page_table, strict=True):
             own, count = replace(rows, lengths=place[:1], page_table=table[None]), place[4:5]
             self._keep(taps, own, count)
-            self._write(kv, own, count)
+            if own_kv is not None:
+                self._write(own_kv, own, count)
 
     def _keep(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
         if self.taps is not None:

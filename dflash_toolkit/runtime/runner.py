@@ -162,6 +162,25 @@ class StepRunner:
         return self.proposer.taps if self.proposer is not None else None
 
     @property
+    def drafting(self) -> bool:
+        """Whether the drafter runs: it drafts, and its context is written."""
+        return self.proposer is not None and self.proposer.drafting
+
+    @drafting.setter
+    def drafting(self, on: bool) -> None:
+        assert self.proposer is not None
+        if on != self.proposer.drafting:
+            self.proposer.drafting = on
+            self.graphs.exchange()
+            self.prefills.exchange()
+
+    @torch.inference_mode()
+    def write_kept_context(self, pages: Sequence[int], count: int) -> None:
+        """See `Proposer.write_kept_context`."""
+        assert self.proposer is not None
+        self.proposer.write_kept_context(pages, count)
+
+    @property
     def step_s(self) -> float:
         """Seconds of a recent decoding step; 0 if none was measured."""
         return self.pace.step_s

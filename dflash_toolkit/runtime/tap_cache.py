@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.reference import slots_of
 from .graphs import to_device
 
-PAGES = 16  # pages that are copied to the host together; a long answer would need much memory at once
+PAGES = 16  # pages that are read together; a long answer would need much memory at once
 
 
 class TapCache:
@@ -23,7 +23,7 @@ class TapCache:
     """
 
     def __init__(self, num_pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self._taps = torch.zeros(num_pages * page_size, width, dtype=dtype, device=device)
 
     @property
@@ -43,7 +43,7 @@ class TapCache:
             page_table: int32 [B, pages of a request].
         """
         steps = torch.arange(len(features) // len(lengths), device=lengths.device)
-        slots = slots_of(lengths[:, None] + steps, page_table, self._page_size)
+        slots = slots_of(lengths[:, None] + steps, page_table, self.page_size)
         slots = torch.where(steps < counts[:, None], slots, 0)
         self._taps.index_copy_(0, slots.flatten(), features)
 
@@ -56,8 +56,11 @@ class TapCache:
         """
         on_gpu = self._taps.is_cuda
         found = torch.empty(count, self._taps.shape[1], dtype=self._taps.dtype, pin_memory=on_gpu)
-        held = to_device(pages[: -(-count // self._page_size)], torch.int64, self._taps.device)
-        by_page = self._taps.unflatten(0, (-1, self._page_size))
-        for part, some in zip(found.split(PAGES * self._page_size), held.split(PAGES), strict=True):
-            part.copy_(by_page[some].flatten(0, 1)[: len(part)], non_blocking=on_gpu)
+        for start, part in zip(range(0, len(pages), PAGES), found.split(PAGES * self.page_size), strict=False):
+            part.copy_(self.of_pages(pages[start : start + PAGES])[: len(part)], non_blocking=on_gpu)
         return found
+
+    def of_pages(self, pages: Sequence[int]) -> Tensor:
+        """Returns the taps of all tokens in some pages, [pages * page_size, K * D] on the device."""
+        held = to_device(pages, torch.int64, self._taps.device)
+        return self._taps.unflatten(0, (-1, self.page_size))[held].flatten(0, 1)

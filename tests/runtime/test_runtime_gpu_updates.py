@@ -37,9 +37,14 @@ def test_swaps_of_drafters_change_no_bit(kind: str, together: int, prefix_cache:
     dice = random.Random(2)
     stems = [[dice.randrange(VOCAB - 1) for _ in range(n)] for n in (40, 150)]
     prompts = [dice.choice(stems) + [dice.randrange(VOCAB - 1) for _ in range(dice.randint(1, 60))] for _ in range(24)]
-    options = {"prefix_cache": prefix_cache, "num_speculative_tokens": 15}
+    options = {"prefix_cache": prefix_cache, "num_speculative_tokens": 15, "keep_taps": True}
     engine, plain = make_engine(target, drafter, **options), make_engine(target, None, prefix_cache=prefix_cache)
     expected = served(plain, prompts, together, [])
+    if not prefix_cache:
+        engine.stop_drafting()  # until the first swap, which also empties a prefix cache
+        for _ in range(30):
+            engine.prepare()
+        assert engine.runner.graphs.captured and not engine.runner.drafting
     assert served(engine, prompts, together, versions) == expected and engine.drafter_version > 20
     assert (engine.stats.cached_prompt_tokens > 0) == prefix_cache
     assert engine.stats.cached_prompt_tokens == plain.stats.cached_prompt_tokens

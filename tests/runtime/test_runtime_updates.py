@@ -17,6 +17,7 @@ from dflash_toolkit.kernels.formats import RowScaledFp8
 from dflash_toolkit.runtime import Engine, weights
 from dflash_toolkit.runtime.engine import EngineStats
 from dflash_toolkit.runtime.pages import PagePool
+from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.runtime.weight_updates import update_drafter
 from dflash_toolkit.runtime.weights import DrafterWeights
 
@@ -285,3 +286,45 @@ def test_steps_are_counted_for_the_first_and_the_newest_versions() -> None:
     for version in range(20):
         stats.add_step(Step(3, 1, (1, 2)), version)
     assert list(stats.by_version) == [0, *range(13, 20)] and stats.by_version[19] == (1, 2)
+
+
+# ---- without drafts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_an_engine_decodes_plainly_until_its_drafter_is_updated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that run, or whose prompts are half computed, then have the context that they would always have had."""
+    target, _ = pair(kind)
+    old, new = drafters(2, target)
+    options = {"keep_taps": True, "max_num_batched_tokens": 16, "page_size": 4, "num_speculative_tokens": 3}
+    engine, expected = make_engine(target, old, **options), make_engine(target, new, **options)
+    engine.stop_drafting()
+    assert engine.runner.proposer is not None and expected.runner.proposer is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.proposer, "_forward", None)
+        patched.setattr(engine.runner.proposer, "_write", None)
+        prompts = prompts_of(5, 18, 33)
+        short, long = ([e.submit(p, PARAMS) for e in (engine, expected)] for p in prompts[::2])
+        while not long[0].prefilled:
+            engine.step()
+    assert set(engine.stats.draft_lengths) <= {0} and not long[0].tokens
+    engine.load_drafter(new)
+    for each, request in ((engine, long[0]), (expected, long[1])):
+        while len(request.tokens) < 4:
+            each.step()
+    for got, wanted in (short, long):
+        count = min(got.length, wanted.length)
+        torch.testing.assert_close(context_of(engine, got, count), context_of(expected, wanted, count))
+    for each in (engine, expected):
+        while each.step():
+            pass
+    assert engine.stats.drafted > 0 and engine.drafter_version == 1
+    for got, wanted in (short, long):
+        assert got.tokens == wanted.tokens == alone(target, None, got.prompt_ids, PARAMS).tokens
+
+
+def context_of(engine: Engine, request: Request, count: int) -> Tensor:
+    """Returns the drafter's keys and values of the first `count` tokens of a request."""
+    assert engine.runner.proposer is not None
+    (cached,) = engine.runner.proposer.stack.cached
+    return cached.unflatten(2, (-1, 4))[:, :, request.pages].flatten(2, 3)[:, :, :count]

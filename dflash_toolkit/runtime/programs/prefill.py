@@ -69,6 +69,12 @@ class PrefillPrograms:
         self._tables = tables.view(PREFILL_LIMITS.most, -1)
         self.captured_batches: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._not_run = self.uncaptured_shapes
+        self._others: Any = {}, {}, self.uncaptured_shapes
+
+    def exchange(self) -> None:
+        """Hides the graphs, and shows those that were hidden before."""
+        own = self.captured, self.captured_batches, self._not_run
+        (self.captured, self.captured_batches, self._not_run), self._others = self._others, own
 
     def capture_next(self) -> bool:
         """Captures one prefill that has no graph yet; returns False if there is none."""
