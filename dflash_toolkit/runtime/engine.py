@@ -432,6 +432,10 @@ class Engine:
         finally:
             runner.drafting = False
 
+    def step_shapes(self, batch: int) -> list[StepShape]:
+        """Returns the shapes of all steps that a batch of so many computed rows may run."""
+        return [*map(StepShape, sorted({1, *self._sizes})), *self._tree_shapes(batch)]
+
     def _on_finish(self, request: Request) -> None:
         taps = self.runner.taps
         if request.params.return_taps and taps is not None:

@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             f"drafter {args.drafter} has a selector; recorded slots must be independent, so use plain DFlash"
         )
-    options = EngineOptions(max_num_seqs=args.batch, max_model_len=args.max_model_len, draft_tree=0)
-    engine, tokenizer = load_engine(target, drafter, options=options)
+    tokens = (args.batch + 1) * args.max_model_len
+    options = EngineOptions(max_num_seqs=args.batch, max_model_len=args.max_model_len, kv_cache_tokens=tokens)
+    engine, tokenizer = load_engine(target, options=options)  # starts sooner than with the drafter
     recorder, found = Recorder(target, drafter, args.max_tokens), list[dict[str, object]]()
     for name, rows in asked.items():
         prompts = [encode_chat(tokenizer, row.messages) for row in rows]

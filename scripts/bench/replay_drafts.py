@@ -39,6 +39,7 @@ from dflash_toolkit.runtime.draft_length import block_sizes
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.proposer import Draft
 from dflash_toolkit.runtime.request import Request
+from dflash_toolkit.runtime.step_times import launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
@@ -215,6 +216,15 @@ class Requests:
         return each | ({"of_each_failing": bad / took / failing} if failing else {})
 
 
+def capture(engine: Engine, requests: Sequence[int]) -> None:
+    """Captures the greedy steps of batches of these numbers of requests."""
+    runner = engine.runner
+    for batch in {runner.bucket(each) for each in requests}:
+        for shape in engine.step_shapes(batch):
+            launcher(runner, batch, shape)
+    runner.graphs.started = True
+
+
 def run(args: argparse.Namespace) -> None:
     recorded = [each for each in torch.load(args.trace) if args.sets is None or each["set"] in args.sets]
     recorded = in_rows(recorded, args.length, seed=0)
@@ -236,8 +246,8 @@ def run(args: argparse.Namespace) -> None:
         )  # fmt: skip
         engine = Engine(target, drafter, (), options)
         requests = Requests(engine, trace, args.prompt, seed=0)
-        while engine.prepare():
-            pass
+        with torch.inference_mode():
+            capture(engine, args.requests)
         for at_a_time, failing in itertools.product(args.requests, sorted({0, args.failing})):
             engine.reset_acceptance()
             answers = itertools.cycle(range(trace.count))  # the same for every way
@@ -246,6 +256,7 @@ def run(args: argparse.Namespace) -> None:
             row = requests.load(at_a_time, failing, rounds, answers)
             rounded = {name: round(value, 2) for name, value in row.items()}
             found.append({"way": way, "requests": at_a_time, "failing": failing} | rounded)
+            print(found[-1], flush=True)
             if args.output:
                 said = {"ways": WAYS, "tokens_per_step_of_blocks": fixed, "rows": found}
                 write_json(args.output, setting("bench/replay_drafts.py", words) | said)

@@ -41,6 +41,7 @@ def test_replay_commits_recorded_answers(way: dict[str, Any], monkeypatch: pytes
     engine = load_engine(target, make_drafter(target), options=options)[0]
     trace = script.Trace(made, 7, engine.vocabulary, engine.runner.device)
     source = script.Requests(engine, trace, 6, seed=3)
+    script.capture(engine, [3, 4])
     requests = [source.submit(answer) for answer in (0, 1, 2, trace.count)]
     while engine.step():
         pass
