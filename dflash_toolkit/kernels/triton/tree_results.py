@@ -14,6 +14,7 @@ from .pdl import start_next, wait_for_previous
 
 SLOTS = tl.constexpr(64)  # slots of a block, more than the depth of trees
 MOST_SUMMED = 512  # maximum nodes of a warp
+COPIED = tl.constexpr(256)  # values that a program copies at once
 
 
 @triton.jit(do_not_specialize=["blocks", "B", "K"])
@@ -84,10 +85,12 @@ def _nonfinite_rows_kernel(hidden_p, nonfinite_p, D, stride, BLOCK: tl.constexpr
 def _pack_results_kernel(
     starts_p, row_tokens_p, parents_p, depths_p, log_probs_p, nonfinite_p, tokens_p, counts_p, path_p, expected_p,
     out_p, B, M, S, sums,
-    R_BLOCK: tl.constexpr, S_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    R_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Packs the result of one request; the last program copies the fields of the whole batch."""
+    """Packs the result of one request; the last program copies the fields of the whole batch.
+
+    Blocks do not depend on sizes: every variant would take time to compile.
+    """
     i_b = tl.program_id(0)
     path_out_p = out_p + B * (3 + S)
     rest_p = path_out_p + B * S
@@ -95,7 +98,7 @@ def _pack_results_kernel(
     start_next(PDL)
     if i_b < B:
         start = tl.load(starts_p + i_b)
-        o_r, o_s = start + tl.arange(0, R_BLOCK), tl.arange(0, S_BLOCK)
+        o_r, o_s = start + tl.arange(0, R_BLOCK), tl.arange(0, SLOTS)
         m_r, m_s = o_r < tl.load(starts_p + i_b + 1), o_s < S
         b_path = tl.load(path_p + i_b * S + o_s, mask=m_s, other=0)
         b_token = tl.load(tokens_p + i_b * S + o_s, mask=m_s, other=0)
@@ -107,17 +110,23 @@ def _pack_results_kernel(
         tl.store(answer_p + 3 + o_s, tl.where(b_nonfinite > 0, -1, b_token), mask=m_s)
         tl.store(path_out_p + i_b * S + o_s, b_path, mask=m_s)
     else:
-        o_b, o_m, o_p = tl.arange(0, B_BLOCK), tl.arange(0, M_BLOCK), tl.arange(0, P_BLOCK)
-        m_b, m_m, m_p = o_b <= B, o_m < M, o_p < sums
-        tl.store(rest_p + o_b, tl.load(starts_p + o_b, mask=m_b, other=0).to(tl.int64), mask=m_b)
-        rest_p += B + 1
-        tl.store(rest_p + o_m, tl.load(row_tokens_p + o_m, mask=m_m, other=0), mask=m_m)
-        tl.store(rest_p + M + o_m, tl.load(parents_p + o_m, mask=m_m, other=0).to(tl.int64), mask=m_m)
-        tl.store(rest_p + 2 * M + o_m, tl.load(depths_p + o_m, mask=m_m, other=0).to(tl.int64), mask=m_m)
-        b_log = tl.load(log_probs_p + o_m, mask=m_m, other=0.0)
-        tl.store(rest_p + 3 * M + o_m, b_log.to(tl.int32, bitcast=True).to(tl.int64), mask=m_m)
-        b_expected = tl.load(expected_p + o_p, mask=m_p, other=0.0)
-        tl.store(rest_p + 4 * M + o_p, b_expected.to(tl.int32, bitcast=True).to(tl.int64), mask=m_p)
+        fields_p, sums_p = rest_p + B + 1, rest_p + B + 1 + 4 * M
+        for first in range(0, B + 1, COPIED):
+            o_b = first + tl.arange(0, COPIED)
+            b_start = tl.load(starts_p + o_b, mask=o_b <= B, other=0)
+            tl.store(rest_p + o_b, b_start.to(tl.int64), mask=o_b <= B)
+        for first in range(0, M, COPIED):
+            o_m = first + tl.arange(0, COPIED)
+            m_m = o_m < M
+            b_log = tl.load(log_probs_p + o_m, mask=m_m, other=0.0)
+            tl.store(fields_p + o_m, tl.load(row_tokens_p + o_m, mask=m_m, other=0), mask=m_m)
+            tl.store(fields_p + M + o_m, tl.load(parents_p + o_m, mask=m_m, other=0).to(tl.int64), mask=m_m)
+            tl.store(fields_p + 2 * M + o_m, tl.load(depths_p + o_m, mask=m_m, other=0).to(tl.int64), mask=m_m)
+            tl.store(fields_p + 3 * M + o_m, b_log.to(tl.int32, bitcast=True).to(tl.int64), mask=m_m)
+        for first in range(0, sums, COPIED):
+            o_p = first + tl.arange(0, COPIED)
+            b_expected = tl.load(expected_p + o_p, mask=o_p < sums, other=0.0)
+            tl.store(sums_p + o_p, b_expected.to(tl.int32, bitcast=True).to(tl.int64), mask=o_p < sums)
 
 
 def expected_accepted(
@@ -141,7 +150,7 @@ def pack_tree_results(
 ) -> Tensor:
     """Returns a step's result, int64 in one dimension; see the reference. Trees have at most MOST_NODES nodes."""
     (batch, depth), (m, width), device = path.shape, hidden.shape, path.device
-    assert hidden.dtype != torch.float64 and hidden.stride(1) == 1
+    assert depth <= SLOTS.value and hidden.dtype != torch.float64 and hidden.stride(1) == 1
     nonfinite = torch.empty(m, dtype=torch.int32, device=device)
     block = next_power_of_two(width)
     _nonfinite_rows_kernel[(m,)](
@@ -151,8 +160,6 @@ def pack_tree_results(
     out = torch.empty(size, dtype=torch.int64, device=device)
     _pack_results_kernel[(batch + 1,)](
         rows.starts, rows.tokens, rows.parents, rows.depths, rows.log_probs, nonfinite, tokens, counts, path, expected,
-        out, batch, m, depth, expected.numel(), R_BLOCK=next_power_of_two(min(MOST_NODES, m - batch) + 1),
-        S_BLOCK=next_power_of_two(depth), B_BLOCK=next_power_of_two(batch + 1), M_BLOCK=next_power_of_two(m),
-        P_BLOCK=next_power_of_two(expected.numel()), num_warps=2, **pdl(hidden),
+        out, batch, m, depth, expected.numel(), R_BLOCK=next_power_of_two(MOST_NODES + 1), num_warps=2, **pdl(hidden),
     )  # fmt: skip
     return out
