@@ -19,7 +19,7 @@ def measure_steps(runner: StepRunner, shapes: Collection[Shape]) -> Times:
     """Returns the seconds of steps.
 
     The batch is empty. For steps over trees and steps that write recurrent states, it has requests without a context.
-    If the time of a step depends on its tokens, the tokens are random. Graphs are kept except those of random tokens.
+    Tokens that choose experts are random. Graphs are kept except those of random tokens.
     """
     on_gpu, lengths = runner.device.type == "cuda", runner.state.lengths
 
@@ -28,7 +28,7 @@ def measure_steps(runner: StepRunner, shapes: Collection[Shape]) -> Times:
         return seconds_of(step, runner.device)
 
     with contextlib.ExitStack() as around:
-        if runner.target.spec.depends_on_requests:
+        if runner.target.spec.routes:
             around.enter_context(random_tokens(runner))
         if runner.trees or runner.state.recurrent:
             around.enter_context(full_batch(runner))
@@ -61,7 +61,7 @@ def run_all_parts(runner: StepRunner, rows: int, block: int, mode: Mode) -> None
 def random_tokens(runner: StepRunner) -> Iterator[None]:
     """Within the block, steps of an empty batch start with random tokens and verify random tokens.
 
-    Equal rows would all choose the same experts and share one state. Graphs of such steps are dropped at the end.
+    Equal rows would all choose the same experts. Graphs of such steps are dropped at the end.
     """
     generator = torch.Generator(runner.device).manual_seed(0)
     state, rows, vocab = runner.state, runner.max_num_seqs, runner.target.spec.vocab_size
@@ -70,12 +70,10 @@ def random_tokens(runner: StepRunner) -> Iterator[None]:
     with runner.graphs.set_aside():
         runner.context.random_tokens = tokens[rows:]
         state.last_token.copy_(tokens[:rows])
-        state.states[0].copy_(torch.arange(1, 1 + rows, device=runner.device))
         try:
             yield
         finally:
             state.last_token.zero_()
-            state.states.zero_()
             runner.context.random_tokens = None
 
 
@@ -83,12 +81,14 @@ def random_tokens(runner: StepRunner) -> Iterator[None]:
 def full_batch(runner: StepRunner) -> Iterator[None]:
     """Within the block, an empty batch is full of greedy requests without a context, with room for whole trees.
 
-    They write to the null block. At the end, all state that steps have advanced is restored.
+    They write to the null block, and each to recurrent states of its own. At the end, all state that steps have
+    advanced is restored.
     """
     state = runner.state
     fields = [*runner.advanced(), state.active, state.sampler.ends_at]
     saved = [field.clone() for field in fields]
     state.active.fill_(True)
+    state.states[0].copy_(torch.arange(1, 1 + runner.max_num_seqs, device=runner.device))
     state.sampler.ends_at.fill_(runner.reach)
     try:
         yield

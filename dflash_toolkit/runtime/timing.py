@@ -26,13 +26,12 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 PASSES = ("graphs", "runner", "stack", "proposer", "verifier", "sampler", "batch_state", "step_times", "timing")
 NOISE = 1.02  # speed-up of a step with more rows that counts as noise
 AGAIN = 3  # maximum rounds of measuring again
-LARGE_BATCH = 32  # requests; only some of the larger batches are measured
 MEASURED_ROWS = 1024  # of a step; the times of longer blocks are extrapolated
 
 
 def measured_batches(max_num_seqs: int) -> list[int]:
-    """Returns the batch sizes for which steps are measured: all small ones, and few large ones."""
-    return [n for n in buckets_up_to(max_num_seqs) if n <= LARGE_BATCH or n == max_num_seqs or n & (n - 1) == 0]
+    """Returns the batch sizes for which steps are measured: powers of two, and the largest."""
+    return [n for n in buckets_up_to(max_num_seqs) if n == max_num_seqs or n & (n - 1) == 0]
 
 
 def shapes_to_measure(max_num_seqs: int, sizes: Sequence[int]) -> list[Shape]:
