@@ -95,7 +95,7 @@ class Adapting:
         self._saved: queue.SimpleQueue[tuple[Callable[[str | None], object], str | None]] = queue.SimpleQueue()
         self._trainer = TrainerProcess(
             engine, head, drafter, training, device=device, share=options.adapt_share if shared else 1.0,
-            memory=int(options.adapt_memory_gib * 2**30), on_swap=self._swapped,
+            memory=int(options.adapt_memory_gib * 2**30), fresh=config.drafter is None, on_swap=self._swapped,
         )  # fmt: skip
 
     def poll(self) -> None:

@@ -60,7 +60,7 @@ class AdaptOptions:
         "weights)",
         common=True,
     )
-    adapt_share: float = option(0.1, "share of the time in which the trainer works while requests run")
+    adapt_share: float = option(0.1, "share of its speed that the engine gives up to the trainer while requests run")
     adapt_device: str | None = option(None, "device of the trainer (default: the engine's)")
     adapt_memory_gib: float = option(4.0, "host memory for captured requests, in GiB")
     adapt_output: str | None = option(

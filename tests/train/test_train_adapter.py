@@ -47,11 +47,13 @@ def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "HELD_OUT", 0.5)
 
 
-def test_a_server_gets_faster_on_its_traffic_and_answers_the_same() -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_server_gets_faster_on_its_traffic_and_answers_the_same(fresh: bool) -> None:
     target = bigram_target()
-    engine, adapter, _ = adapted(target)
+    engine, adapter, _ = adapted(target, fresh=fresh)
     prompts = prompts_of(*[4] * 48)
     first = serve(engine, prompts)
+    assert (set(engine.stats.draft_lengths) == {0}) == fresh, "an untrained drafter would only cost time"
     for _ in range(61):
         adapter.work()
     last = serve(engine, prompts)
@@ -60,6 +62,9 @@ def test_a_server_gets_faster_on_its_traffic_and_answers_the_same() -> None:
     assert [r.tokens for r in last] == [r.tokens for r in first]
     served = adapter.served
     assert served.learnt_from == 48 and served.held_out is not None and served.held_out > 1.3
+    for _ in range(2):
+        adapter.roll_back()
+    assert engine.runner.drafting == (not adapter.served.plain) and adapter.rollbacks == 1
 
 
 def test_a_drafter_follows_a_target_that_is_trained_further() -> None:

@@ -25,6 +25,7 @@ from dflash_toolkit.runtime.request import Request
 from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
 from dflash_toolkit.train.live.pipe import receive, send
 from dflash_toolkit.train.live.process import TrainerProcess, interval
+from dflash_toolkit.train.live.slowdown import Slowdown
 from dflash_toolkit.train.objective.target_head import HeadWeights
 
 LATE_S = 240
@@ -39,24 +40,24 @@ Pair = tuple[Engine, TrainerProcess, Target]
 
 
 @contextlib.contextmanager
-def started() -> Iterator[Pair]:
+def started(fresh: bool) -> Iterator[Pair]:
     target = bigram_target()
     drafter = make_drafter(target)
     engine = make_engine(target, drafter, max_num_seqs=8, keep_taps=True)
     head = HeadWeights(target.embedding.weight, target.head_weight, target.head_bias)
-    with closing(TrainerProcess(engine, head, drafter, CONFIG, every=10)) as trainer:
+    with closing(TrainerProcess(engine, head, drafter, CONFIG, every=10, fresh=fresh)) as trainer:
         yield engine, trainer, target
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with started() as found:
+    with started(fresh=True) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def shared_pair() -> Iterator[Pair]:
-    with started() as found:
+    with started(fresh=False) as found:
         yield found
 
 
@@ -94,6 +95,7 @@ def test_a_trainer_in_its_own_process_speeds_up_the_engine(pair: Pair) -> None:
         return found
 
     first = served(0)
+    assert trainer.status.promotions or set(engine.stats.draft_lengths) == {0}
     many = 114 if os.environ.get("DFLASH_LONG") else 1
     for turn in range(1, many):
         served(turn)
@@ -189,6 +191,21 @@ def test_a_trainer_without_memory_ends_and_serving_goes_on(pair: Pair) -> None:
 def test_a_long_piece_of_work_is_not_paid_for_in_full() -> None:
     assert interval(0.2, 0.1) == pytest.approx(2.0) and interval(0.2, 1.0) == 0.2
     assert interval(30.0, 0.1) == 30.0 and interval(3.0, 0.1) == 10.0, "kernels were compiled"
+
+
+def test_the_trainer_works_more_if_it_costs_the_engine_less() -> None:
+    slowdown = Slowdown()
+    for _ in range(100):
+        slowdown.add(8, True, 2.0)
+        assert slowdown.cost == 1.0, "it is not known yet"
+    for _ in range(100):
+        slowdown.add(8, False, 1.0)
+        slowdown.add(1, False, 0.1)
+    assert slowdown.cost == pytest.approx(0.5) and interval(0.2, 0.1, slowdown.cost) == pytest.approx(1.0)
+    for _ in range(2000):
+        slowdown.add(2, True, 1.0)
+        slowdown.add(2, False, 1.0)
+    assert slowdown.cost == 0.2, "it never counts as free"
 
 
 def test_a_trainer_that_cannot_start_is_reported() -> None:

@@ -8,7 +8,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dflash_toolkit.acceptance import prompt_length_group
@@ -26,6 +26,7 @@ LONGEST = 8
 MOST = 64  # records of a step
 LEAST_HELD_OUT = 8  # records for a look
 LOOK = 64  # newest held-out records that versions are compared on
+PAYS = 1.3  # tokens per step from which drafting is faster than plain decoding
 log = logging.getLogger(__name__)
 
 
@@ -44,6 +45,8 @@ class Serving(Protocol):
 
     def load_drafter(self, drafter: Drafter) -> None: ...
 
+    def stop_drafting(self) -> None: ...
+
 
 @dataclass(slots=True)
 class Version:
@@ -54,6 +57,7 @@ class Version:
     state: dict[str, Any]  # of the trainer, when it was promoted
     learnt_from: int  # requests in the buffer until then
     held_out: float | None  # tokens per step on the held-out records; None for the first version
+    plain: bool = False  # the engine decoded without it, as it was untrained
     live: LiveAcceptance = field(default_factory=LiveAcceptance)
     walked: dict[Record, tuple[int, int]] = field(default_factory=dict)  # tokens and steps of held-out records
 
@@ -69,6 +73,7 @@ class Adapter:
         every: steps until the first look at the held-out records. The gap grows by as many with each promotion and
             doubles after a look without one, up to LONGEST * every.
         anchors: records of the drafter's own training, see `ReplayBuffer`.
+        fresh: the drafter is untrained, so the engine decodes without it until a version is faster.
 
     Attributes:
         versions: all served versions that are kept: the current one, and the one before it.
@@ -77,14 +82,16 @@ class Adapter:
 
     def __init__(
         self, engine: Serving, trainer: OnlineTrainer, *, memory: int = 1 << 30, batch: int = 8, every: int = 20,
-        anchors: Sequence[Record] = (), seed: int = 0,
+        anchors: Sequence[Record] = (), fresh: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         self._engine, self._trainer, self._batch, self._every = engine, trainer, batch, every
         self._gap, self._looked = every, 0  # steps until the next look, and at the last one
         self._capture = engine.start_capture(memory // 4)
         self.buffer = ReplayBuffer(memory - memory // 4, anchors, seed=seed)
         self._promotion, self._rollback = Promotion(), Rollback()
-        first = Version(engine.drafter_version, *self._saved(), 0, None)
+        first = Version(engine.drafter_version, *self._saved(), 0, None, plain=fresh)
+        if fresh:
+            engine.stop_drafting()
         self.versions = [first]
         self.promotions = self.rollbacks = 0
 
@@ -107,14 +114,15 @@ class Adapter:
         if len(records) < self._batch:
             return False
         try:
-            self._trainer.step(records)
+            found = self._trainer.step(records)
         except (UserError, ValueError) as error:
             log.error("the drafter's training continues from the served version: %s", error)
             self.buffer.discard(records)
             self._trainer.load_state_dict(copy.deepcopy(self.served.state))
             self._looked = self._trainer.steps
             return True
-        if self._trainer.steps >= self._looked + self._gap:
+        hopeless = self.served.plain and found["acceptance_length"] < PAYS
+        if self._trainer.steps >= self._looked + self._gap and not hopeless:
             self._may_promote()
         return True
 
@@ -142,9 +150,11 @@ class Adapter:
         held = self.buffer.held_out[-LOOK:]
         if len(held) < LEAST_HELD_OUT:
             return
-        candidate, now = self._trainer.held_out(held), self._served_on(held)
+        candidate = self._trainer.held_out(held)
+        plain = self.served.plain
+        now = replace(candidate, steps=candidate.tokens) if plain else self._served_on(held)
         self._looked, self._gap = self._trainer.steps, min(2 * self._gap, LONGEST * self._every)
-        if self._promotion.judge(candidate, now):
+        if self._promotion.judge(candidate, now) and (candidate.tau >= PAYS or not plain):
             self._gap = min((self.promotions + 2) * self._every, LONGEST * self._every)
             drafter, state = self._saved()
             self._engine.load_drafter(drafter)
@@ -173,6 +183,8 @@ class Adapter:
         if len(self.versions) == 2:
             old, _ = self.versions
             self._engine.load_drafter(old.drafter)
+            if old.plain:
+                self._engine.stop_drafting()
             self._trainer.load_state_dict(copy.deepcopy(old.state))
             self._looked, self._gap = self._trainer.steps, self._every
             old.number, self.versions = self._engine.drafter_version, [old]

@@ -6,6 +6,7 @@ drafters.
 
 import contextlib
 import copy
+import ctypes
 import logging
 import math
 import multiprocessing
@@ -32,8 +33,9 @@ from ..objective.target_head import HeadWeights
 from ..online import OnlineTrainer, Record
 from .adapter import Adapter
 from .pipe import receive, send
+from .slowdown import Slowdown
 
-ROLL_BACK = "roll back"
+ROLL_BACK, STOP_DRAFTING = "roll back", "stop drafting"  # messages
 IN_FLIGHT = 16  # served requests on their way to the trainer
 NICE = 10  # lower priority of the trainer on the processor
 IDLE_S = 0.05  # pause of a trainer without enough records
@@ -41,6 +43,7 @@ END_S = 5.0
 MINUTE_S = 60.0
 LONG_S = 1.0
 THREADS = 1  # of the trainer on the processor
+POLLS = 64  # between two estimates of what the trainer costs
 WAITING = 16  # part of the memory for requests that wait to be sent, which is pinned
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,15 @@ class Status:
     rollbacks: int = 0
     versions: int = 1  # that are kept; 2: the current one can be rolled back
     busy_share: float = 0.0  # share of the last minute in which it worked
+
+
+class Shared(ctypes.Structure):
+    """State that both processes read and write at any time."""
+
+    busy: bool  # the engine has requests
+    working: bool  # the trainer does not pause
+    cost: float  # see `Slowdown`
+    _fields_ = (("busy", ctypes.c_bool), ("working", ctypes.c_bool), ("cost", ctypes.c_double))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +95,9 @@ class TrainerProcess:
         drafter: the served drafter.
         config: see `OnlineTrainer`.
         device: of the trainer (default: that of `head`).
-        share: share of the time in which the trainer works while requests run; without requests it always does.
+        share: share of the engine's speed that the trainer may cost while requests run; otherwise it always works.
         memory: bytes of captured records, in host memory.
-        anchors, batch, every: see `Adapter`.
+        anchors, batch, every, fresh: see `Adapter`.
         on_swap: called with the weights of each new version when the engine has them.
 
     Attributes:
@@ -96,7 +108,7 @@ class TrainerProcess:
     def __init__(
         self, engine: Engine, head: HeadWeights, drafter: Drafter, config: TrainConfig | None = None, *,
         device: torch.device | str | None = None, share: float = 1.0, memory: int = 1 << 30, batch: int = 8,
-        every: int = 20, anchors: Sequence[Record] = (),
+        every: int = 20, anchors: Sequence[Record] = (), fresh: bool = False,
         on_swap: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
     ) -> None:  # fmt: skip
         if not 0.0 < share <= 1.0:
@@ -105,15 +117,18 @@ class TrainerProcess:
         self.error: str | None = None
         self._on_swap = on_swap
         self._engine, self._capture = engine, engine.start_capture(memory // WAITING)
-        options = {"memory": memory, "batch": batch, "every": every, "anchors": list(anchors)}
+        if fresh:
+            engine.stop_drafting()
+        options = {"memory": memory, "batch": batch, "every": every, "anchors": list(anchors), "fresh": fresh}
         place = torch.device(device) if device is not None else head.device
         host = torch.device("cpu")  # copied now: a copy from a GPU in a thread would disturb the capture of a graph
         weights = {name: tensor.detach().to(host) for name, tensor in drafter.state_dict().items()}
         work = Work(head.to(host), drafter.config, weights, config, place, share, options)
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
-        self._busy = context.Value("b", 0, lock=False)
-        self._process = context.Process(target=_main, args=(end, self._busy), name="trainer", daemon=True)
+        self._shared: Shared = context.RawValue(Shared, False, True, 1.0)
+        self._slowdown, self._last, self._polls = Slowdown(), (0, False, 0.0), 0
+        self._process = context.Process(target=_main, args=(end, self._shared), name="trainer", daemon=True)
         self._process.start()
         end.close()
         self._going: queue.Queue[Any] = queue.Queue(IN_FLIGHT)
@@ -133,7 +148,8 @@ class TrainerProcess:
 
     def poll(self) -> None:
         """Sends what was served, and swaps in a drafter that has arrived. Never waits for the trainer, never raises."""
-        self._busy.value = not self._engine.scheduler.idle
+        self._shared.busy = not self._engine.scheduler.idle
+        self._count_step()
         if not self._going.full():
             for served in self._capture.take(IN_FLIGHT - self._going.qsize()):
                 self._going.put(served)
@@ -142,12 +158,24 @@ class TrainerProcess:
             if isinstance(message, Status):
                 self.status = message
                 continue
+            if message == STOP_DRAFTING:
+                self._engine.stop_drafting()
+                continue
             try:
                 self._engine.update_drafter(message)
                 self._on_swap(message)
             except (UserError, torch.OutOfMemoryError) as mistake:
                 log.error("a new drafter was not used: %s", mistake)
             self._going_later(self._engine.drafter_version)
+
+    def _count_step(self) -> None:
+        """Counts the time since the poll before, if neither the batch nor the trainer's state has changed."""
+        requests, working, now = len(self._engine.scheduler.running), self._shared.working, time.perf_counter()
+        if requests and self._last[:2] == (requests, working):
+            self._slowdown.add(requests, working, now - self._last[2])
+        self._last, self._polls = (requests, working, now), self._polls + 1
+        if self._polls % POLLS == 0:
+            self._shared.cost = self._slowdown.cost
 
     def roll_back(self) -> str | None:
         """Asks for the version before the served one; returns why that is impossible, if it is."""
@@ -229,13 +257,16 @@ class _Link:
         send(self._connection, {name: tensor.to(self._dtype) for name, tensor in drafter.state_dict().items()})
         self.drafter_version = -1  # until the engine sends its number
 
+    def stop_drafting(self) -> None:
+        send(self._connection, STOP_DRAFTING)
 
-def _main(connection: Any, busy: Any) -> None:
+
+def _main(connection: Any, shared: Shared) -> None:
     os.nice(NICE)
     torch.set_num_threads(THREADS)  # the engine's thread launches steps of a millisecond, and must not wait for a core
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):  # the engine closed
-        _train(receive(connection), connection, busy)
+        _train(receive(connection), connection, shared)
 
 
 def _warm_up(trainer: OnlineTrainer) -> None:
@@ -245,16 +276,16 @@ def _warm_up(trainer: OnlineTrainer) -> None:
     trainer.load_state_dict(state)
 
 
-def interval(taken: float, share: float) -> float:
-    """Returns the time from the begin of a piece of work to that of the next one.
+def interval(taken: float, share: float, cost: float = 1.0) -> float:
+    """Returns the time from the begin of a piece of work to that of the next one, in which it costs `share`.
 
     A piece that takes longer than LONG_S counts as LONG_S: the first ones compile kernels, and paying for half a minute
     of that would stop the training for minutes.
     """
-    return max(taken, min(taken, LONG_S) / share)
+    return max(taken, min(taken, LONG_S) * cost / share)
 
 
-def _train(work: Work, connection: Any, busy: Any) -> None:
+def _train(work: Work, connection: Any, shared: Shared) -> None:
     if work.device.index is not None and work.device.type == "cuda":
         torch.cuda.set_device(work.device)
     drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
@@ -265,11 +296,11 @@ def _train(work: Work, connection: Any, busy: Any) -> None:
     worked_s = passed_s = 0.0  # both decay, so that they are about those of the last minute
     ended = time.perf_counter()
     while True:
-        began = time.perf_counter()
+        began, shared.working = time.perf_counter(), True
         worked = adapter.work()
         if worked and work.device.type == "cuda":
             torch.cuda.synchronize(work.device)
-        now = time.perf_counter()
+        now, shared.working = time.perf_counter(), False
         taken, live, decay = now - began, adapter.served.live, math.exp((ended - now) / MINUTE_S)
         worked_s, passed_s, ended = decay * worked_s + taken * worked, decay * passed_s + now - ended, now
         status = Status(
@@ -278,6 +309,6 @@ def _train(work: Work, connection: Any, busy: Any) -> None:
             len(adapter.versions), worked_s / passed_s,
         )  # fmt: skip
         send(connection, status)
-        ends = began + interval(taken, work.share) if worked else began + IDLE_S
-        while (left := ends - time.perf_counter()) > 0 and (busy.value or not worked):
+        ends = began + (interval(taken, work.share, shared.cost) if worked else IDLE_S)
+        while (left := ends - time.perf_counter()) > 0 and (shared.busy or not worked):
             time.sleep(min(left, IDLE_S))
