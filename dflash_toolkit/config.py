@@ -127,7 +127,8 @@ def _build(cls: type[C], values: Any, prefix: str) -> C:
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in built:
-            raise UserError(f"{prefix}{name}: required, but not given")
+            flag = f"--{prefix}{name}".replace("_", "-")
+            raise UserError(f"{prefix}{name} is required; give {flag}")
     try:
         return cls(**built)
     except ValueError as error:

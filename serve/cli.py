@@ -23,7 +23,7 @@ from .vllm_flags import translate_vllm_flags
 PROG = "dflash-serve"
 DESCRIPTION = """\
 Serves a target over OpenAI's API. A drafter makes decoding faster and does not change the output; without a drafter
-the server decodes plainly. Requests are batched continuously: they join and leave the batch at every step."""
+the server decodes plainly. Requests are batched continuously: every step can add and remove some."""
 EXAMPLE = "dflash-serve --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --max-model-len 16384"
 MAX_FOLDER = 96  # bytes; a socket's path has at most 107
 EXTRA = ("fastapi", "pydantic", "uvicorn", "prometheus_client", "httptools")  # what `dflash-toolkit[serve]` installs

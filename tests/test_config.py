@@ -129,7 +129,7 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict[str, object], mes
 
 
 def test_a_required_key_that_is_missing_is_named() -> None:
-    with pytest.raises(UserError, match=r"^run\.yaml: target: required, but not given$"):
+    with pytest.raises(UserError, match=r"^run\.yaml: target is required; give --target$"):
         from_mapping(Settings, {"steps": 3}, "run.yaml")
 
 

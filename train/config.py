@@ -93,9 +93,7 @@ class DrafterOptions:
     block_size: int = option(
         BLOCK_SIZE, "size of a draft block: one anchor and block_size - 1 drafted tokens", common=True
     )
-    mask_token_id: int | None = option(
-        None, "row of the target's embedding that stands for a masked slot (default: an unused row)"
-    )
+    mask_token_id: int | None = option(None, "row of the target's embedding for masked slots (default: an unused row)")
     num_heads: int | None = option(None, "query heads (default: the target's)")
     num_kv_heads: int | None = option(None, "key/value heads (default: the target's)")
     head_dim: int | None = option(None, "size of an attention head (default: the target's)")
@@ -185,7 +183,7 @@ class SynthesisOptions:
         None, "keep only prompts in this script, as Unicode names it: latin, cyrillic, cjk, ... (default: any)"
     )
     temperature: float = option(1.0, "temperature of prompts")
-    max_tokens: int = option(512, "longest prompt, in tokens; longer ones are left out")
+    max_tokens: int = option(512, "longest prompt, in tokens; longer ones are skipped")
 
     def __post_init__(self) -> None:
         if self.turns < 1:

@@ -260,7 +260,7 @@ def _compared(runs: Sequence[Run], name: str, same_machine: bool, warnings: list
     for run, found in zip(runs, requests, strict=True):
         if len(found) > len(shared):
             warnings.append(
-                f"{run.name} ({name}): {len(found) - len(shared)} of {len(found)} requests are left out, because "
+                f"{run.name} ({name}): {len(found) - len(shared)} of {len(found)} requests are skipped, because "
                 f"not all runs have them."
             )
     by_set = {one: [key for key in shared if key[0] == one] for one in dict.fromkeys(key[0] for key in shared)}

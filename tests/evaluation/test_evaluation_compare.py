@@ -198,7 +198,7 @@ def test_only_shared_requests_are_compared(reports: list[dict[str, Any]], compar
     rows = reports[0]["sections"][0]["sets"]["sky"]["per_request"][1:]
     tau = sum(row["tau"] * row["steps"] for row in rows) / sum(row["steps"] for row in rows)
     assert found["sections"][0]["sets"]["sky"]["runs"][0]["tau_pooled"] == pytest.approx(tau)
-    said = "out/first (greedy): 1 of 8 requests are left out, because not all runs have them."
+    said = "out/first (greedy): 1 of 8 requests are skipped, because not all runs have them."
     assert said in found["warnings"]
 
 

@@ -65,7 +65,9 @@ def test_default_taps_are_those_of_published_drafters(layers: int, taps: int, id
 @settings(derandomize=True)
 def test_default_taps_rise_from_layer_1_to_layer_n_minus_3(layers: int, taps: int) -> None:
     if taps > layers - 3:
-        with pytest.raises(ValueError, match=f"{layers} layers has no {taps} distinct"):
+        with pytest.raises(
+            ValueError, match=f"{taps} taps, but {layers} layers of the target allow {max(1, layers - 3)}"
+        ):
             default_target_layer_ids(layers, taps)
         return
     ids = default_target_layer_ids(layers, taps)

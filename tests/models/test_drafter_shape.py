@@ -98,7 +98,7 @@ def test_given_sizes_replace_the_defaults() -> None:
 def test_a_shallow_target_of_experts_gets_fewer_taps() -> None:
     config = target("Qwen3Moe", num_hidden_layers=6)
     assert drafter_shape(config).target_layer_ids == (1, 2, 3)
-    with pytest.raises(ValueError, match="6 layers has no 8 distinct"):
+    with pytest.raises(ValueError, match="8 taps, but 6 layers of the target allow 3"):
         drafter_shape(config, taps=8)
 
 

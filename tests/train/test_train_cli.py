@@ -217,7 +217,7 @@ TEXTS = {
         (["--target", "T5"], "'t5' is not supported"),
         (["drafter.block_size=1"], "block_size"),
         (["drafter.layers=0"], "at least one layer"),
-        (["drafter.taps=5"], "no 5 distinct layers"),
+        (["drafter.taps=5"], "lower drafter.taps"),
         (["drafter.target_layer_ids=[1,1]"], "names a layer twice"),
         (["drafter.num_heads=3"], "num_heads 3 is not a multiple of num_kv_heads 2"),
         (["drafter.mask_token_id=257"], "257 is the end-of-sequence or padding token"),

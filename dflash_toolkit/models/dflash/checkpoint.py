@@ -426,8 +426,8 @@ def _read_architecture(path: Path, raw: dict[str, Any], sizes: dict[str, Any]) -
     if unknown := [name for name in names if named(name) is None]:
         *known, last = (each.names[0] for each in architectures())
         raise UserError(
-            f"drafter {path}: config.json: architecture {unknown[0]!r} is not known; {', '.join(known)} and {last} are"
-            f"{served_elsewhere(unknown[0])}"
+            f"drafter {path}: config.json: architecture {unknown[0]!r} is not that of a drafter "
+            f"({', '.join(known)} or {last}){served_elsewhere(unknown[0])}"
         )
     found = next((each for each in map(named, names) if each), None)
     if "speculators_model_type" in raw:

@@ -168,7 +168,10 @@ def default_target_layer_ids(
         span = num_target_layers - 4
         ids = tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
     if list(ids) != sorted(set(ids)) or max(ids) > num_target_layers - 2:
-        raise ValueError(f"a target of {num_target_layers} layers has no {num_taps} distinct layers to tap")
+        most = max(1, num_target_layers - 3)
+        raise ValueError(
+            f"{num_taps} taps, but {num_target_layers} layers of the target allow {most}; lower drafter.taps"
+        )
     if "linear_attention" in layer_types:
         full = [i for i, kind in enumerate(layer_types[:-1]) if kind == "full_attention"]
         nearest = tuple(min(full, key=lambda layer: abs(layer - i)) for i in ids) if full else ()
