@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma4TextConfig,
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
@@ -175,6 +176,22 @@ SHAPES: dict[str, PreTrainedConfig] = {
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         tie_word_embeddings=False,
+    ),
+    "gemma-4-31b": Gemma4TextConfig(
+        vocab_size=262144,
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=60,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=256,
+        num_global_key_value_heads=4,
+        global_head_dim=512,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=1024,
+        final_logit_softcapping=30.0,
+        max_position_embeddings=262144,
     ),
     "qwen3-30b-a3b": Qwen3MoeConfig(  # type: ignore[call-arg]  # its layers read head_dim, its class declares none
         vocab_size=151936,
