@@ -370,32 +370,31 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "weights_s": time.perf_counter() - began,
         "rows": [],
     }
-    for block, batch in itertools.product(args.block, args.batch):
-        for kind, drafter in drafters.items():
-            began = time.perf_counter()
-            options = EngineOptions(
-                max_num_seqs=batch,
-                max_model_len=args.max_model_len,
-                num_speculative_tokens=block - 1 if block else None,
-                draft_tree=0,
-                draft_dtype=args.draft_dtype,
-                prefix_cache=args.prefix_cache,
-                synthetic=synthetic,
-            )
-            engine = Engine(target, drafter, (), options)
-            if args.zero_acceptance:  # the first requests get the first rows, and stay there until they end
-                engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
-            start_s = time.perf_counter() - began
-            with random_tokens(engine.runner) if target.spec.depends_on_requests else contextlib.nullcontext():
-                for prompt in args.prompt:
-                    row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
-                    result["rows"].append(row | measured(args, engine, target, batch, block, prompt))
-                    if args.output:  # keeps the rows so far if the next one fails
-                        write_json(args.output, result)
-                    show(result["rows"][-1])
-            del engine
-            gc.collect()
-            torch.cuda.empty_cache()
+    for block, (kind, drafter) in itertools.product(args.block, drafters.items()):
+        began = time.perf_counter()
+        options = EngineOptions(
+            max_num_seqs=max(args.batch),
+            max_model_len=args.max_model_len,
+            num_speculative_tokens=block - 1 if block else None,
+            draft_tree=0,
+            draft_dtype=args.draft_dtype,
+            prefix_cache=args.prefix_cache,
+            synthetic=synthetic,
+        )
+        engine = Engine(target, drafter, (), options)
+        if args.zero_acceptance:  # the first requests get the first rows, and stay there until they end
+            engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
+        start_s = time.perf_counter() - began
+        with random_tokens(engine.runner) if target.spec.depends_on_requests else contextlib.nullcontext():
+            for batch, prompt in itertools.product(args.batch, args.prompt):
+                row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
+                result["rows"].append(row | measured(args, engine, target, batch, block, prompt))
+                if args.output:  # keeps the rows so far if the next one fails
+                    write_json(args.output, result)
+                show(result["rows"][-1])
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def graph_ms(engine: Engine, rows: int, block: int) -> float:
