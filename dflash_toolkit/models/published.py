@@ -68,8 +68,8 @@ PUBLISHED = (
     Published("Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash", _HYBRID_MOE, block_size=16),
     Published("Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash", _HYBRID_MOE),
     Published(
-        "Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", _HYBRID, block_size=16, licence="MIT",
-        note="4 layers of a window of 2048; licence by a third-party card",
+        "Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash", _HYBRID, block_size=16, licence="MIT by a third-party card",
+        note="4 layers of a window of 2048",
     ),
     Published("Qwen3.6-27B", "JetBrains/Qwen3.6-27B-DFlash2", _HYBRID, "DFlash 2", source=NOTES),
     Published("Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash", _HYBRID_MOE, note="6 layers, 8 taps"),

@@ -21,7 +21,7 @@ from dflash_toolkit.kernels.features import KNOWN
 from dflash_toolkit.models.dflash.architecture import architectures
 from dflash_toolkit.models.dflash.serving import SERVED, block_scale
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.published import PUBLISHED, Published
+from dflash_toolkit.models.published import NOTES, PUBLISHED, Published
 from dflash_toolkit.models.spec import ARCHITECTURES, ModelSpec
 from dflash_toolkit.preflight import GIB, size
 from dflash_toolkit.roofline import SHEETS
@@ -101,13 +101,14 @@ def servers(each: Published) -> list[str]:
 
 
 def published_drafters() -> Rows:
-    rows = [["target", "drafter", "kind", "block", "served by", "licence", "source", "note"]]
+    rows = [["target", "drafter", "kind", "block", "served by", "note"]]
     for each in PUBLISHED:
-        name = f"[{each.drafter}](https://huggingface.co/{each.drafter})"
+        name = f"[{each.drafter}](https://huggingface.co/{each.drafter})" + (" *" if each.source == NOTES else "")
         kind = each.kind if each.form == "z-lab" else f"{each.kind}, {each.form} form"
         block = str(each.block_size) if each.block_size else "-"
         served = ", ".join(servers(each)) or "not checked"
-        rows.append([each.target, name, kind, block, served, each.licence or "-", each.source, each.note])
+        note = "; ".join(filter(None, [each.note, each.licence and f"licence: {each.licence}"]))
+        rows.append([each.target, name, kind, block, served, note])
     return rows
 
 
