@@ -17,6 +17,7 @@ from .argmax import ordered
 EXTREME = tl.constexpr(1e-6)  # probabilities this close to 0 or 1 count as this
 # fields packed with a path in 64 bits: 6 of depth, 7 of the parent's place, 4 of order, 6 of the parent's candidate
 DEEPEST, FARTHEST, LAST = tl.constexpr(63), tl.constexpr(127), tl.constexpr(15)
+PADDED = tl.constexpr(256)  # rows without a node that are filled at once
 CANDIDATES = 64
 
 
@@ -178,8 +179,7 @@ def _cut_kernel(
     tokens_p, parents_p, depths_p, log_probs_p, ancestors_p, last_p, lengths_p, pages_p,
     starts_p, requests_p, row_parents_p, row_depths_p, row_tokens_p, positions_p, slots_p, row_log_probs_p,
     row_ancestors_p, B, N, M, width,
-    B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, M_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROUNDS: tl.constexpr,
-    PDL: tl.constexpr,
+    B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the cut in one program: two binary searches for the last node that is kept, then every row."""
     if PDL:
@@ -237,16 +237,17 @@ def _cut_kernel(
     tl.store(row_log_probs_p + o_row, tl.load(log_probs_p + o_node, mask=kept, other=0.0), mask=kept)
     tl.store(row_ancestors_p + o_row, tl.load(ancestors_p + o_node, mask=kept, other=0), mask=kept)
 
-    o_m = tl.arange(0, M_BLOCK)
-    rest = (o_m >= total) & (o_m < M)
-    tl.store(requests_p + o_m, o_m * 0 - 1, mask=rest)
-    tl.store(row_parents_p + o_m, o_m, mask=rest)
-    tl.store(row_depths_p + o_m, o_m * 0, mask=rest)
-    tl.store(row_tokens_p + o_m, o_m.to(tl.int64) * 0, mask=rest)
-    tl.store(positions_p + o_m, o_m * 0, mask=rest)
-    tl.store(slots_p + o_m, o_m * 0, mask=rest)
-    tl.store(row_log_probs_p + o_m, o_m.to(tl.float32) * 0, mask=rest)
-    tl.store(row_ancestors_p + o_m, o_m.to(tl.int64) * 0, mask=rest)
+    for first in range(0, M, PADDED):
+        o_m = first + tl.arange(0, PADDED)
+        rest = (o_m >= total) & (o_m < M)
+        tl.store(requests_p + o_m, o_m * 0 - 1, mask=rest)
+        tl.store(row_parents_p + o_m, o_m, mask=rest)
+        tl.store(row_depths_p + o_m, o_m * 0, mask=rest)
+        tl.store(row_tokens_p + o_m, o_m.to(tl.int64) * 0, mask=rest)
+        tl.store(positions_p + o_m, o_m * 0, mask=rest)
+        tl.store(slots_p + o_m, o_m * 0, mask=rest)
+        tl.store(row_log_probs_p + o_m, o_m.to(tl.float32) * 0, mask=rest)
+        tl.store(row_ancestors_p + o_m, o_m.to(tl.int64) * 0, mask=rest)
 
 
 def draft_children(
@@ -307,7 +308,7 @@ def cut_trees(
         trees.tokens, trees.parents, trees.depths, trees.log_probs, trees.ancestors, last_token, lengths, page_table,
         starts, requests, parents, depths, tokens, positions, slots, log_probs, ancestors,
         batch, nodes, rows, page_table.stride(0),
-        B_BLOCK=b_block, N_BLOCK=n_block, M_BLOCK=next_power_of_two(rows), PAGE=page_size,
+        B_BLOCK=b_block, N_BLOCK=n_block, PAGE=page_size,
         ROUNDS=(b_block * n_block).bit_length(), num_warps=max(4, min(16, b_block * n_block // 256)), **pdl(lengths),
     )  # fmt: skip
     return TreeRows(starts, requests, parents, depths, tokens, positions, slots, log_probs, ancestors)
