@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .decode import generate, stream
     from .generation import Generation
     from .models.dflash.checkpoint import load_drafter, save_drafter
-    from .models.dflash.network import Drafter, DrafterConfig
+    from .models.dflash.config import DrafterConfig
+    from .models.dflash.network import Drafter
     from .models.target import Target
     from .sampling import SamplingParams
 else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .config import UnsupportedModel, UserError
 
 if TYPE_CHECKING:
-    from .models.dflash.network import DrafterConfig
+    from .models.dflash.config import DrafterConfig
 
 GIB = 2**30
 ANSWER_BYTES = 12  # bytes per response token: its id as text in JSON, then in the mapped rows

@@ -20,7 +20,8 @@ from torch import Tensor
 from .fingerprint import joint_digest, json_digest, tensor_digest
 from .models.dflash.architecture import all_sizes
 from .models.dflash.checkpoint import stored_tensors
-from .models.dflash.network import Drafter, DrafterConfig
+from .models.dflash.config import DrafterConfig
+from .models.dflash.network import Drafter
 from .models.target import Target
 
 RECORD_KEY = "record"  # within the provenance

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..models.dflash.network import DrafterConfig
+from ..models.dflash.config import DrafterConfig
 from .edits import Edit, Tensors, exchanged
 
 Change = Callable[[Tensor], Tensor]

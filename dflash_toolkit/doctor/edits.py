@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..models.dflash.architecture import Swap
-from ..models.dflash.network import DrafterConfig
+from ..models.dflash.config import DrafterConfig
 
 Tensors = Mapping[str, Tensor]
 EVERY_ORDER = 4  # up to this many things are tried in every order (23 orders); more only in likely orders

@@ -23,7 +23,8 @@ from ..models.dflash.checkpoint import (
     read_tensors,
     tensor_shapes,
 )
-from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.dflash.config import DrafterConfig
+from ..models.dflash.network import Drafter
 from ..models.rope import RopeScaling, full_rope
 from ..record import RECORD_KEY, SCHEMA, seal
 from ..stop_tokens import stop_tokens

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.features import features_of
-from ..models.dflash.network import DrafterConfig
+from ..models.dflash.config import DrafterConfig
 from ..models.spec import ModelSpec
 from ..preflight import GIB, size
 from .options import MOST_MEMORY, EngineOptions, resolve_draft_dtype

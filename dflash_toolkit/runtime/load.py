@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from ..models.dflash.network import Drafter, DrafterConfig
+    from ..models.dflash.config import DrafterConfig
+    from ..models.dflash.network import Drafter
     from ..models.target import Target
     from .engine import Engine
     from .weights import DrafterWeights, TargetWeights

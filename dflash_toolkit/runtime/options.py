@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..models.dflash.network import DrafterConfig
+    from ..models.dflash.config import DrafterConfig
     from ..models.spec import ModelSpec
 
 CHOICES = {

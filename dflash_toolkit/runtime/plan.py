@@ -14,7 +14,8 @@ from ..kernels.formats import DENSE, FP8_BLOCK, Int4, RowScaledFp8
 from ..kernels.formats.int4 import SLICE
 from ..kernels.launch import FAR_REQUESTS, LONGEST_SPLIT, MAX_ROWS, MOST_SPLIT, far_keys
 from ..kernels.ops import Reference
-from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.dflash.config import DrafterConfig
+from ..models.dflash.network import Drafter
 from ..models.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from .allocations import CountBytes
 from .draft_length import block_sizes

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.features import Features, emulated, features_of
-from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.dflash.config import DrafterConfig
+from ..models.dflash.network import Drafter
 from ..models.spec import ModelSpec
 from .options import EngineOptions
 from .plan import captured_parts, runner_arguments

@@ -20,7 +20,8 @@ from ..kernels.clamped import ClampedExperts
 from ..kernels.formats import Activation, Mxfp4Weight, RowScaledFp8, Weight, format_of, parts
 from ..kernels.ops import Ops, ops_for
 from ..kernels.routing import SigmoidRouting
-from ..models.dflash.network import Drafter, DrafterConfig
+from ..models.dflash.config import DrafterConfig
+from ..models.dflash.network import Drafter
 from ..models.drafting import BetweenWeights, SelectorWeights
 from ..models.spec import (
     AttentionSpec,

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.config import DrafterConfig
+from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.capture import Served
 

@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.loss_terms import PLAIN, LogitScale, LossMix
-from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.config import DrafterConfig
+from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.spec import logit_scale
 
 from ..config import LossOptions, TrainConfig

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import open_text, template_variables
 from dflash_toolkit.data.sources import Source
-from dflash_toolkit.models.dflash.network import DrafterConfig
+from dflash_toolkit.models.dflash.config import DrafterConfig
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size

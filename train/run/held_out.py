@@ -18,7 +18,8 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.measure.decoders import EngineDecoder, ReferenceDecoder, decode_all, free_memory
 from dflash_toolkit.evaluation.stats.bootstrap import student_quantile
 from dflash_toolkit.generation import Generation
-from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.config import DrafterConfig
+from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.runtime import Engine, EngineOptions

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.config import DrafterConfig
+from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.preflight import size
 
 from ..config import TrainConfig, why_target_stays

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig
 from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import check_fits, load_drafter, read_json, reduced_vocabulary
-from dflash_toolkit.models.dflash.network import Drafter, DrafterConfig
+from dflash_toolkit.models.dflash.config import DrafterConfig
+from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import with_attention
 
 from ..config import DrafterOptions

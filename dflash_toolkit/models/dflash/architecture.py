@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from ..drafting import BetweenWeights, Empty, SelectorWeights, TokenSelector
     from ..spec import ConvolutionSpec
-    from .network import Drafter, DrafterConfig
+    from .config import DrafterConfig
+    from .network import Drafter
 
 BUILT_IN = ("dflash2", "dspine")  # folders next to this one; each has an ARCHITECTURE in `architecture.py`
 DRAFT_CANDIDATES = 16  # best tokens of a slot that its draft is sampled from, where no selector has a number of its own
@@ -127,7 +128,7 @@ class DraftArchitecture:
     def config(self) -> "type[DrafterConfig]":
         """The class of its configurations. A kind with sizes that `DrafterConfig` lacks adds fields to it, with default
         0."""
-        from .network import DrafterConfig
+        from .config import DrafterConfig
 
         return DrafterConfig
 

@@ -26,8 +26,9 @@ from ...checkpoint.reader import MASK_EMBEDDING, each_tensor, load_weights, loca
 from ...config import UserError
 from ..rope import read_rope, warn_of_vllm
 from .architecture import DFLASH, DraftArchitecture, architectures, named, of_sizes
+from .config import DrafterConfig
 from .eight_bits import in_eight_bits, narrowed, widened
-from .network import Drafter, DrafterConfig
+from .network import Drafter
 from .serving import served_elsewhere
 
 PROVENANCE_KEY = "dflash_toolkit"  # ignored by every other loader

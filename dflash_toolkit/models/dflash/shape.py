@@ -8,7 +8,7 @@ from .architecture import asked_by, of_kind
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from .network import DrafterConfig
+    from .config import DrafterConfig
 
 LAYERS, TAPS, BLOCK_SIZE = 5, 5, 16
 LAYERS_FOR_EXPERTS, TAPS_FOR_EXPERTS = 6, 8

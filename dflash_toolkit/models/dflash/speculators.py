@@ -13,7 +13,8 @@ from ...config import UserError
 from ..rope import warn_of_vllm
 from .architecture import DFLASH
 from .checkpoint import PROVENANCE_KEY, WEIGHTS, config_json, load_drafter, scales_of, staged
-from .network import Drafter, DrafterConfig
+from .config import DrafterConfig
+from .network import Drafter
 
 
 def check_form(config: DrafterConfig, path: str | Path) -> None:

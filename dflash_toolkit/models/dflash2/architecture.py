@@ -8,7 +8,7 @@ from ..dflash.architecture import DraftArchitecture, Idle, Part, Size, Swap
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..dflash.network import DrafterConfig
+    from ..dflash.config import DrafterConfig
     from ..drafting import Empty
     from ..spec import ConvolutionSpec
     from .convolution import DynamicConvolution

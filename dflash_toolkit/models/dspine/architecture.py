@@ -9,7 +9,8 @@ from ..dflash.architecture import DraftArchitecture, Idle, Part, Size
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..dflash.network import Drafter, DrafterConfig
+    from ..dflash.config import DrafterConfig
+    from ..dflash.network import Drafter
     from ..drafting import Empty, TokenSelector
     from .injection import Injection
     from .proposer import InjectionWeights

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..dflash.network import DrafterConfig
+from ..dflash.config import DrafterConfig
 
 EPSILON = 1e-12  # added to mean squares
 

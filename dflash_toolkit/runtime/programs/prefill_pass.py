@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...models.dflash.network import DrafterConfig
+from ...models.dflash.config import DrafterConfig
 from ...models.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from ..pace import Pace
 from ..prefill_job import PrefillJob
