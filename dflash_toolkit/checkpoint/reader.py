@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     Conversions = Callable[[str], tuple[str, Callable[[Tensor], Tensor]] | None]
 
-OTHER_MODULES = ("model.visual.", "mtp.")  # tensors of Qwen3.5 outside its text model, nor in transformers' model
+# beginnings of the names of tensors outside of the text model: of Qwen3.5, which also drafts tokens; of Gemma 3 and 4
+OTHER_MODULES = (
+    "model.visual.", "mtp.", *(
+        f"{whole}{part}." for whole in ("", "model.")
+        for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector")
+    ),
+)  # fmt: skip
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # last parts of names: scales of a quantized KV cache
 MASK_EMBEDDING = "mask_embedding.pt"  # next to a drafter: a learned embedding of the mask token, which vLLM reads
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -253,7 +259,8 @@ def _joined(first: int, second: int, third: int) -> list[tuple[int, int]]:
 
 def text_name(stored: str) -> str:
     """Returns the name that a tensor has in a checkpoint without a vision tower."""
-    return stored.replace("model.language_model.", "model.", 1)
+    name = stored.removeprefix("language_model.")  # of the first releases of Gemma 3
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def missing_tensors(names: Iterable[str]) -> str:

@@ -60,6 +60,7 @@ from .triton.accept import accept
 from .triton.convolution import block_conv, conv_add_rms_norm
 from .triton.delta import delta_inputs, delta_rule, fold_, gated_rms_norm, gated_rms_norm_quantized
 from .triton.fp8 import multiplies, multiply_quantized, quantize_rows, scaled_linear
+from .triton.layer_inputs import gate_layer_input, layer_inputs
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm, add_rms_norm_quantized, norm_queries_keys
 from .triton.pages import read_pages
@@ -322,6 +323,8 @@ class Gpu(Reference):
     fused_conv_post_attention = staticmethod(fused_conv_post_attention)
     top_experts = staticmethod(grouped.top_experts)
     experts_mlp = staticmethod(experts_mlp)
+    layer_inputs = staticmethod(layer_inputs)
+    gate_layer_input = staticmethod(gate_layer_input)
     norm_queries_keys = staticmethod(norm_queries_keys)
     rope_write = staticmethod(rope_write)
     gate_heads = staticmethod(gate_heads)

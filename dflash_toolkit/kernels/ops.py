@@ -39,6 +39,8 @@ class Reference:
     fused_conv_post_attention = staticmethod(definitions.fused_conv_post_attention)
     top_experts = staticmethod(definitions.top_experts)
     experts_mlp = staticmethod(definitions.experts_mlp)
+    layer_inputs = staticmethod(definitions.layer_inputs)
+    gate_layer_input = staticmethod(definitions.gate_layer_input)
     norm_queries_keys = staticmethod(definitions.norm_queries_keys)
     rope_write = staticmethod(definitions.rope_write)
     gate_heads = staticmethod(definitions.gate_heads)

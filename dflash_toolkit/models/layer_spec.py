@@ -77,6 +77,7 @@ class AttentionSpec:
     interleaved: bool = False  # pairs of numbers that turn are adjacent
     values_are_keys: bool = False  # values are the keys before their norm and rotation
     normed_values: bool = False  # the values of every head are normed, without weights
+    source: int | None = None  # an earlier layer of the same kind, with the keys and values; None: it has its own
     weight: Format = DENSE  # of its matrices
 
     @property
@@ -86,7 +87,7 @@ class AttentionSpec:
 
     @property
     def qkv_rows(self) -> int:
-        return self.q_rows + 2 * self.kv_width
+        return self.q_rows + 2 * self.kv_width * (self.source is None)
 
     @property
     def kv_heads(self) -> tuple[int, int]:
@@ -107,10 +108,13 @@ class AttentionSpec:
         """Shapes of a checkpoint's matrices in a model of hidden size d."""
         if self.fused:
             return {"qkv_proj": (self.qkv_rows, d), "o_proj": (d, self.width)}
-        found = {"q_proj": (self.q_rows, d), "k_proj": (self.kv_width, d)}
-        if not self.values_are_keys:
-            found["v_proj"] = (self.kv_width, d)
-        return found | {"o_proj": (d, self.width)}
+        own = {f"{letter}_proj": (self.kv_width, d) for letter in self.own_projections}
+        return {"q_proj": (self.q_rows, d)} | own | {"o_proj": (d, self.width)}
+
+    @property
+    def own_projections(self) -> str:
+        """Returns the letters of the projections of keys and values in a checkpoint."""
+        return "" if self.source is not None else "k" if self.values_are_keys else "kv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +178,8 @@ class MoeSpec:
     sigmoid: tuple[int, int, float] | None = None  # groups, best ones and scale of `SigmoidRouting`
     clamp: tuple[float, float] | None = None  # alpha and limit of `ClampedExperts`; then the router also has a bias
     weight: Format = DENSE  # format of the matrices of the experts
+    activation: Activation = "silu"
+    scaled: bool = False  # the router norms its input, and scales what it norms and the weight of every expert
 
     @property
     def experts(self) -> int:
@@ -223,3 +229,10 @@ class LayerSpec:
     fp32_norms: bool = False  # weights of its norms multiply in fp32; implied by `zero_centered`
     norms: NormNames = NormNames()
     scaled: bool = False  # the sum is multiplied with a number of the layer
+    experts: MoeSpec | None = None  # next to the FFN, see `ParallelExperts`
+    input_size: int = 0  # P of its own embedding of every token, see `LayerInputWeights`; 0: it has none
+
+    @property
+    def routed(self) -> MoeSpec | None:
+        """Returns the experts of the layer."""
+        return self.ffn if isinstance(self.ffn, MoeSpec) else self.experts

@@ -1,6 +1,6 @@
 """Reads the shapes and the arithmetic of a stack of decoder layers from its configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +103,8 @@ OUTPUTS = NormNames(
     mixer_input=None, mixer_output="post_attention_layernorm", ffn_input=None, ffn_output="post_feedforward_layernorm"
 )  # OLMo's
 
-# options of Gemma 3 and 4 that this engine does not compute
-GEMMA_PARTS = (
-    "use_bidirectional_attention", "hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"
-)  # fmt: skip
+LAYER_INPUT_MATRICES = ("per_layer_input_gate", "per_layer_projection")  # names in a checkpoint
+NOT_COMPUTED = ("mlp_bias", "use_bias", "use_bidirectional_attention")  # options that this engine refuses
 
 HYBRID = Architecture(
     qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, partial_rope=True, hybrid=True
@@ -163,6 +161,11 @@ class ModelSpec:
     logit_scale: LogitScale = PLAIN  # of the head's products
 
     @property
+    def input_size(self) -> int:
+        """Returns the size of each layer's own embedding of a token, or 0."""
+        return self.layers[0].input_size
+
+    @property
     def quantized(self) -> bool:
         """Whether any matrix is quantized."""
         return self.formats != {DENSE}
@@ -175,7 +178,8 @@ class ModelSpec:
     @property
     def attention(self) -> list[AttentionSpec]:
         """Returns the mixers of the layers that have pages, in layer order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+        return [mixer for mixer in mixers if mixer.source is None]
 
     @property
     def delta_nets(self) -> list[GatedDeltaNetSpec]:
@@ -195,7 +199,7 @@ class ModelSpec:
     @property
     def routes(self) -> bool:
         """Whether the weights that a step reads depend on its tokens."""
-        return any(isinstance(layer.ffn, MoeSpec) for layer in self.layers)
+        return any(layer.routed for layer in self.layers)
 
     @property
     def depends_on_requests(self) -> bool:
@@ -208,7 +212,8 @@ class ModelSpec:
         d = self.hidden_size
         mixers = sum(n * k for layer in self.layers for n, k in layer.mixer.matrices(d).values())
         widths = [layer.ffn.intermediate_size for layer in self.layers if isinstance(layer.ffn, MlpSpec)]
-        return mixers + 3 * d * sum(widths) + self.vocab_size * d
+        inputs = 3 * d * self.input_size * len(self.layers)
+        return mixers + 3 * d * sum(widths) + inputs + self.vocab_size * d
 
     @classmethod
     def of_target(cls, config: "PreTrainedConfig") -> "ModelSpec":
@@ -222,7 +227,7 @@ class ModelSpec:
         kinds = getattr(c, "layer_types", None) or [every] * c.num_hidden_layers
         if unknown := {*kinds} - {SLIDING, FULL, "linear_attention"}:
             raise refusal(c, f"a layer of {min(unknown)!r}")
-        for key in ("mlp_bias", "use_bias", *GEMMA_PARTS):
+        for key in NOT_COMPUTED:
             if (value := getattr(c, key, None)) and value != "vision":  # of images
                 raise refusal(c, f"architecture {c.model_type!r} with {key} {value!r}")
         architecture = ARCHITECTURES[c.model_type]
@@ -247,12 +252,18 @@ class ModelSpec:
             )
 
         attention = {kind: attention_of(kind) for kind in (SLIDING, FULL) if kind in kinds}
+        sources, experts, input_size = _sources(c, kinds), _parallel_experts(c), _input_size(c)
+        dense_parts = [*["experts", "router.proj"] * bool(experts), *LAYER_INPUT_MATRICES * bool(input_size)]
 
         def format_of(part: str, shapes: Mapping[str, tuple[int, int]]) -> Format:
             return quantized.format_of({f"{part}.{matrix}": shape for matrix, shape in shapes.items()})
 
         def layer_of(layer: int) -> LayerSpec:
             part, ffn, d = f"model.layers.{layer}", architecture.ffn(c, layer), c.hidden_size
+            if layer in sources and getattr(c, "use_double_wide_mlp", False):
+                ffn = replace(ffn, intermediate_size=2 * ffn.intermediate_size)
+            if other := next((name for name in dense_parts if f"{part}.{name}" in quantized), None):
+                raise refusal(c, f"'{part}.{other}' with quantized weights")
             where = ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
             ffn = replace(ffn, weight=format_of(f"{part}.mlp{where}", ffn.matrices(d)))
             if isinstance(ffn, MoeSpec) and ffn.shared:
@@ -267,7 +278,7 @@ class ModelSpec:
                 raise refusal(c, "experts that are neither in MXFP4 nor in 16 bits")
             mixer: AttentionSpec | GatedDeltaNetSpec
             if kinds[layer] in attention:
-                mixer = attention[kinds[layer]]
+                mixer = replace(attention[kinds[layer]], source=sources.get(layer))
                 if (turning := getattr(c, "no_rope_layers", None)) and not turning[layer]:
                     mixer = replace(mixer, rope=mixer.rope.still())
             else:
@@ -286,6 +297,8 @@ class ModelSpec:
                 fp32_norms=architecture.zero_centered or architecture.fp32_norms,
                 norms=architecture.norms,
                 scaled=architecture.scaled_layers,
+                experts=experts,
+                input_size=input_size,
             )
 
         # Granite multiplies what layers add to the residual stream. Here the stream is smaller by that factor instead,
@@ -306,6 +319,37 @@ class ModelSpec:
             rounds_embedding_scale=architecture.scaled_embedding,
             logit_scale=logit_scale(c),
         )
+
+
+def _sources(config: Any, kinds: Sequence[str]) -> dict[int, int]:
+    """Returns for each layer without own keys and values the last layer of its kind that has some (Gemma 4 E2B)."""
+    first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    last = {kind: layer for layer, kind in enumerate(kinds[:first])}
+    if missing := {*kinds} - {*last}:
+        raise refusal(config, f"num_kv_shared_layers {config.num_kv_shared_layers}, all layers of {min(missing)!r},")
+    return {layer: last[kinds[layer]] for layer in range(first, len(kinds))}
+
+
+def _input_size(config: Any) -> int:
+    """Returns the size of every layer's embedding of a token (Gemma 4 E2B). Raises UnsupportedModel."""
+    size = getattr(config, "hidden_size_per_layer_input", 0) or 0
+    if size and config.vocab_size_per_layer_input != config.vocab_size:
+        raise refusal(config, f"vocab_size_per_layer_input {config.vocab_size_per_layer_input}, not vocab_size,")
+    return size
+
+
+def _parallel_experts(config: Any) -> MoeSpec | None:
+    """Returns the experts next to every MLP (Gemma 4 26B-A4B)."""
+    if not getattr(config, "enable_moe_block", False):
+        return None
+    return MoeSpec(
+        num_experts=config.num_experts,
+        top_k=config.top_k_experts,
+        intermediate_size=config.moe_intermediate_size,
+        normalized=True,
+        activation=_activation(config),
+        scaled=True,
+    )
 
 
 def _score_factor(config: Any) -> float | None:

@@ -16,7 +16,7 @@ from ..kernels.launch import FAR_REQUESTS, LONGEST_SPLIT, MAX_ROWS, MOST_SPLIT, 
 from ..kernels.ops import Reference
 from ..models.dflash.config import DrafterConfig
 from ..models.dflash.network import Drafter
-from ..models.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec
+from ..models.spec import AttentionSpec, MlpSpec, ModelSpec
 from .allocations import CountBytes
 from .draft_length import block_sizes
 from .graphs import buckets_up_to
@@ -215,16 +215,15 @@ class Planner:
     def _layers(self, rows: int) -> int:
         """Temporary bytes of a pass of the layers: states, features of the drafter, and the widest products."""
         spec, size, d = self.spec, self.dtype.itemsize, self.spec.hidden_size
-        each = size * (8 * d + (self.config.feature_size if self.config else 0))
+        inputs = 3 * spec.input_size * len(spec.layers)
+        each = size * (8 * d + (self.config.feature_size if self.config else 0) + inputs)
         widest = 0
         for layer in spec.layers:
             mixer = sum(n for n, _ in layer.mixer.matrices(d).values())
-            if isinstance(layer.ffn, MoeSpec):
-                ffn = (layer.ffn.top_k + 1) * (3 * layer.ffn.intermediate_size + 2 * d)
-            else:
-                assert isinstance(layer.ffn, MlpSpec)
-                ffn = 3 * layer.ffn.intermediate_size
-            widest = max(widest, mixer, ffn)
+            experts = layer.routed
+            routed = (experts.top_k + 1) * (3 * experts.intermediate_size + 2 * d) if experts else 0
+            dense = 3 * layer.ffn.intermediate_size if isinstance(layer.ffn, MlpSpec) else 0
+            widest = max(widest, mixer, routed, dense)
         if spec.recurrent:
             each += 4 * 4 * max(net.channels + net.width for net in spec.delta_nets)  # in fp32
         scratch = 0

@@ -106,6 +106,10 @@ class Attention:
         assert isinstance(projected, Tensor), "partial sums"
         w, spec, ops = self.weights, self.spec, self.ops
         lengths, pages, size, counts = rows.lengths, rows.page_table, rows.page_size, rows.counts
+        rope_write = functools.partial(
+            ops.rope_write, gated=spec.gated, interleaved=spec.interleaved, normed_values=spec.normed_values,
+            queries_only=spec.source is not None, scales=self.scales,
+        )  # fmt: skip
         qkv, cache = (projected, w.qkv_bias, w.q_norm, w.k_norm, self.eps, self.rope), self.cache
         if spec.joint_qk_norm:
             assert w.q_norm is not None and w.k_norm is not None
@@ -117,20 +121,14 @@ class Attention:
         )  # fmt: skip
         if (tree := rows.tree) is not None:
             assert rows.paths is not None and spec.causal
-            q = ops.rope_write(
-                *qkv, tree.positions, pages, cache, size, at=tree.slots, scales=self.scales, gated=spec.gated,
-                interleaved=spec.interleaved, normed_values=spec.normed_values,
-            )  # fmt: skip
+            q = rope_write(*qkv, tree.positions, pages, cache, size, at=tree.slots)
             if rows.chains:
                 longest = min(rows.paths.shape[1:])
                 mixed = ops.chain_attention(q, kv, tree, longest)
             else:
                 mixed = ops.tree_attention(q, kv, tree, rows.paths)
         else:
-            q = ops.rope_write(
-                *qkv, lengths, pages, cache, size, counts, scales=self.scales, gated=spec.gated,
-                interleaved=spec.interleaved, normed_values=spec.normed_values,
-            )  # fmt: skip
+            q = rope_write(*qkv, lengths, pages, cache, size, counts)
             mixed = ops.block_attention(q, kv, causal=spec.causal, counts=counts)
         return ops.gate_heads(mixed, projected, spec.head_dim) if spec.gated else mixed
 
@@ -302,6 +300,7 @@ class Stack:
             for shape, cache in caches.items()
         }
         states = iter(enumerate(self.memories))
+        mixers = list[Attention | GatedDeltaNet]()
 
         def mixer(kind: LayerSpec, layer: LayerWeights) -> Attention | GatedDeltaNet:
             if isinstance(kind.mixer, GatedDeltaNetSpec):
@@ -309,11 +308,18 @@ class Stack:
                 number, own = next(states)
                 return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, own, number, ops)
             assert isinstance(layer.mixer, AttentionWeights)
-            rope = ropes[kind.mixer.rope]
-            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, rope, *next(pages[kind.mixer.kv_heads]), ops)
+            if kind.mixer.source is None:
+                cache = next(pages[kind.mixer.kv_heads])
+            else:
+                source = mixers[kind.mixer.source]
+                assert isinstance(source, Attention)
+                cache = source.cache, source.scales
+            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, ropes[kind.mixer.rope], *cache, ops)
 
         self._convolutions = _stacked([w.mixer for w in layers if isinstance(w.mixer, GatedDeltaNetWeights)], norm)
-        self._mixers = [mixer(kind, layer) for kind, layer in zip(spec.layers, layers, strict=True)]
+        for kind, weights in zip(spec.layers, layers, strict=True):
+            mixers.append(mixer(kind, weights))
+        self._mixers = mixers
         ffns = (weights.ffn for weights in layers)
         self._ffns = [Moe(ffn, ops) if isinstance(ffn, MoeWeights) else Mlp(ffn, ops) for ffn in ffns]
         self._around_mixers = [SublayerConvolutions(weights.mixer_conv, ops) for weights in layers]
@@ -417,10 +423,15 @@ class Stack:
         """
         return exhaust(self.slices(x, rows, taps))
 
-    def slices(self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None) -> Slices[Tensor]:
+    def slices(
+        self, x: Tensor, rows: Rows, taps: dict[int, Tensor] | None = None, inputs: Tensor | None = None
+    ) -> Slices[Tensor]:
         """Runs `forward` in slices: yields after each mixer and after each layer.
 
         After its mixer, the last layer computes only the wanted rows, and all rows if its output is tapped.
+
+        Args:
+            inputs: [M, L, P], see `TokenInputWeights`; None where layers have none.
         """
         taps, block = taps or {}, 1 if rows.tree is not None else len(x) // len(rows.lengths)
         h: Operand
@@ -440,9 +451,10 @@ class Stack:
             if rows.wanted is not None and i + 1 == len(self._mixers):
                 wanted = x.index_select(0, rows.wanted), mixed.index_select(0, rows.wanted)
                 if i in taps:
-                    self._finish(i, x, mixed, after, block, taps.pop(i))
+                    self._finish(i, x, mixed, after, block, taps.pop(i), inputs)
                 x, mixed = wanted
-            x, h, begun = self._finish(i, x, mixed, after, block, taps.get(i))
+                inputs = None if inputs is None else inputs.index_select(0, rows.wanted)
+            x, h, begun = self._finish(i, x, mixed, after, block, taps.get(i), inputs)
             del mixed
             if self.between is not None and i + 1 < len(self._mixers):
                 assert anchors is not None
@@ -459,7 +471,14 @@ class Stack:
         return self._mixers[i].project(inside), after
 
     def _finish(
-        self, i: int, x: Tensor, mixed: Operand, after: Tensor | None, block: int, tap: Tensor | None
+        self,
+        i: int,
+        x: Tensor,
+        mixed: Operand,
+        after: Tensor | None,
+        block: int,
+        tap: Tensor | None,
+        inputs: Tensor | None,
     ) -> tuple[Tensor, Operand, tuple[Operand, Tensor | None] | None]:
         """Computes the rest of a layer after its mixer: its output [M, D], the norm, and `_begin` of the next layer."""
         layer, ops, eps = self.layers[i], self.ops, self.spec.rms_norm_eps
@@ -488,9 +507,13 @@ class Stack:
         )  # fmt: skip
         inside, after = self._around_ffns[i].enter(h, block)
         quantized = following is not None and self._mixers[i + 1].groups_input
+        sums, output_norm = self._ffns[i](inside), layer.ffn_output_norm
+        if layer.inputs is not None and inputs is not None:
+            x, _ = ops.add_rms_norm(x, sums, None, eps, None, output_norm)
+            sums, output_norm = layer.inputs.partial_sums(x, inputs[:, i], ops), layer.inputs.norm
         x, h = self._around_ffns[i].leave(
-            x, self._ffns[i](inside), after, block, norm, eps, tap,
-            quantized=quantized, output_norm=layer.ffn_output_norm, scalar=layer.scalar,
+            x, sums, after, block, norm, eps, tap,
+            quantized=quantized, output_norm=output_norm, scalar=layer.scalar,
         )  # fmt: skip
         return x, h, self._begin(i + 1, h, block) if following else None
 

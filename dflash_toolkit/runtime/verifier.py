@@ -56,7 +56,10 @@ class Verifier:
         embedded = F.embedding(ids, self.weights.embedding)
         if self._embedding_scale != 1.0:
             embedded *= self._embedding_scale
-        slices = self.stack.slices(embedded, rows, taps)
+        inputs, spec = None, self.weights.spec
+        if self.weights.inputs is not None:
+            inputs = self.weights.inputs.inputs(ids, embedded, spec.rms_norm_eps, self.stack.ops)
+        slices = self.stack.slices(embedded, rows, taps, inputs)
         return slices if features is None else self._scaled(slices, features), features
 
     def _scaled(self, slices: Slices[Tensor], features: Tensor) -> Slices[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.int4 import conversions
-from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, weight_files
+from ..checkpoint.reader import EMBEDDING, HEAD, load_files, load_weights, tensor_names, text_name, weight_files
 from ..config import UnsupportedModel
 from ..kernels.clamped import ClampedExperts
 from ..kernels.formats import Activation, Mxfp4Weight, RowScaledFp8, Weight, format_of, parts
@@ -32,6 +32,7 @@ from ..models.spec import (
     ModelSpec,
     MoeSpec,
 )
+from .layer_inputs import TOKEN_INPUTS, LayerInputWeights, TokenInputWeights
 
 CENTERED = ("_layernorm.weight", ".q_norm.weight", ".k_norm.weight", "model.norm.weight")  # where norms are
 SORTED = (".in_proj_qkvz.weight", ".in_proj_ba.weight")  # see `GatedDeltaNetWeights.sort`
@@ -57,11 +58,12 @@ class AttentionWeights:
         cls, spec: AttentionSpec, d: int, new: Callable[..., Tensor], norm: Callable[[int], Tensor]
     ) -> "AttentionWeights":
         matrix, normed = functools.partial(spec.weight.empty, new=new), spec.qk_norm or spec.joint_qk_norm
+        shares = spec.source is not None
         return cls(
             qkv=matrix(spec.qkv_rows, d),
             qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
             q_norm=norm(spec.width if spec.joint_qk_norm else spec.head_dim) if normed else None,
-            k_norm=norm(spec.kv_width if spec.joint_qk_norm else spec.head_dim) if normed else None,
+            k_norm=norm(spec.kv_width if spec.joint_qk_norm else spec.head_dim) if normed and not shares else None,
             o=matrix(d, spec.width),
             o_bias=new(d) if spec.o_bias else None,
             sinks=new(spec.num_heads) if spec.sinks else None,
@@ -70,15 +72,16 @@ class AttentionWeights:
     def parameter_views(self, spec: AttentionSpec) -> dict[str, Tensor]:
         tensors = spec.weight.tensors
         found = tensors("self_attn.o_proj.weight", self.o)
-        heads = [spec.q_rows, *[spec.num_kv_heads * spec.head_dim] * 2]
+        letters = "q" + spec.own_projections
+        heads = [spec.q_rows, *[spec.kv_width] * (2 if len(letters) > 1 else 0)]
         if spec.fused:
             found |= tensors("self_attn.qkv_proj.weight", self.qkv)
         else:
-            letters = "qk" if spec.values_are_keys else "qkv"
             for letter, weight in zip(letters, self.qkv.split(heads), strict=False):
                 found |= tensors(f"self_attn.{letter}_proj.weight", weight)
         if self.qkv_bias is not None:
-            found |= zip((f"self_attn.{letter}_proj.bias" for letter in "qkv"), self.qkv_bias.split(heads), strict=True)
+            names = [f"self_attn.{letter}_proj.bias" for letter in letters]
+            found |= zip(names, self.qkv_bias.split(heads), strict=False)
         optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
         optional["sinks"] = self.sinks
         return found | {f"self_attn.{name}": t for name, t in optional.items() if t is not None}
@@ -285,6 +288,7 @@ class LayerWeights:
     ffn_conv: ConvolutionWeights | None = None
     mixer_output_norm: Tensor | None = None  # [D], of the mixer's output
     ffn_output_norm: Tensor | None = None  # [D], of the FFN's output
+    inputs: LayerInputWeights | None = None
     scalar: Tensor | None = None  # [1], multiplies the layer's output
 
     @classmethod
@@ -302,6 +306,9 @@ class LayerWeights:
         outputs = [norm(d) if name else None for name in (names.mixer_output, names.ffn_output)]
         layer = cls(inputs[0], mixer, inputs[1], _ffn_weights(spec.ffn, d, new), *convs)
         layer.mixer_output_norm, layer.ffn_output_norm = outputs
+        if spec.input_size:
+            assert isinstance(spec.ffn, MlpSpec)
+            layer.inputs = LayerInputWeights.empty(spec.input_size, d, spec.ffn.activation, new, norm)
         layer.scalar = new(1) if spec.scaled else None
         return layer
 
@@ -386,12 +393,24 @@ class LayerWeights:
             assert isinstance(spec.mixer, AttentionSpec)
             mixer, o = self.mixer.parameter_views(spec.mixer), "self_attn.o_proj.weight"
             found |= {o: mixer[o]} | ffn | mixer
+        if self.inputs is not None:
+            found |= self.inputs.parameter_views()
         if self.scalar is not None:
             found["layer_scalar"] = self.scalar
         for part, conv in (("attention_conv", self.mixer_conv), ("mlp_conv", self.ffn_conv)):
             if conv is not None:
                 found |= {f"{part}.{name}": view for name, view in conv.parameter_views().items()}
         return found
+
+
+def _unused(spec: ModelSpec) -> tuple[str, ...]:
+    """Returns the beginnings of the names of tensors in checkpoints that the engine does not read."""
+    depth = len(spec.layers)
+    found = [f"model.layers.{layer}." for layer in range(depth, depth + spec.unused_layers)]
+    for layer, kind in enumerate(spec.layers):
+        if isinstance(kind.mixer, AttentionSpec) and kind.mixer.source is not None:
+            found += [f"model.layers.{layer}.self_attn.{letter}_" for letter in "kv"]
+    return tuple(found)
 
 
 @dataclass(slots=True)
@@ -403,6 +422,7 @@ class TargetWeights:
     layers: list[LayerWeights]
     norm: Tensor  # [D]
     head: Tensor  # [V, D], the embedding itself when tied
+    inputs: TokenInputWeights | None = None
 
     @classmethod
     def empty(cls, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> "TargetWeights":
@@ -411,13 +431,19 @@ class TargetWeights:
         head = embedding if spec.tied_head else torch.empty(v, d, device=device, dtype=dtype)
         layers = [LayerWeights.empty(layer, d, device, dtype) for layer in spec.layers]
         norm = torch.empty(d, device=device, dtype=_norm_dtype(spec.layers[-1], dtype))
-        return cls(spec, embedding, layers, norm, head)
+        inputs = None
+        if size := spec.input_size:
+            whole, narrow = (functools.partial(torch.empty, device=device, dtype=t) for t in (dtype, norm.dtype))
+            inputs = TokenInputWeights.empty(v, len(layers), size, d, whole, narrow)
+        return cls(spec, embedding, layers, norm, head, inputs)
 
     def parameter_views(self, stacked: bool = False) -> dict[str, Tensor]:
         """Checkpoint name -> the view that the tensor is copied into; `stacked`: see `MoeWeights`."""
         found = {EMBEDDING: self.embedding, "model.norm.weight": self.norm}
         if not self.spec.tied_head:
             found[HEAD] = self.head
+        if self.inputs is not None:
+            found |= self.inputs.parameter_views()
         for i, (kind, layer) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
             found |= {f"model.layers.{i}.{name}": view for name, view in layer.parameter_views(kind, stacked).items()}
         return found
@@ -434,16 +460,14 @@ class TargetWeights:
         if not files:
             raise UnsupportedModel(f"target {folder}: no *.safetensors file in its directory, the only known format")
         weights = cls.empty(spec, device, dtype)
-        stacked = any(name.endswith(STACKED) for name in tensor_names(files))
-        depth = len(spec.layers)
-        unused = tuple(f"model.layers.{layer}." for layer in range(depth, depth + spec.unused_layers))
-        load_files(f"target {folder}", weights.parameter_views(stacked), files, conversions(spec.formats), unused)
+        views = weights.parameter_views(stacked=any(name.endswith(STACKED) for name in tensor_names(files)))
+        load_files(f"target {folder}", views, files, conversions(spec.formats), _unused(spec))
         return weights.as_computed()
 
     @classmethod
     def of_module(cls, model: Any, spec: ModelSpec) -> "TargetWeights":
         """Copies the weights of a loaded Hugging Face model, on its device."""
-        state = model.state_dict()
+        state = {text_name(name): tensor for name, tensor in model.state_dict().items()}
         first = state[EMBEDDING]
         weights = cls.empty(spec, first.device, first.dtype)
         load_weights("target", weights.parameter_views(stacked=True), state)
@@ -481,12 +505,16 @@ class TargetWeights:
         """
         if spec.quantized:
             return cls.of_module(model, spec)
-        state = model.state_dict(keep_vars=True)  # buffers too
+        state = {text_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}  # buffers too
         embedding = state.pop(EMBEDDING).data
         head = embedding if spec.tied_head else state.pop(HEAD).data
         norm, centered = state.pop("model.norm.weight").data, spec.layers[-1].zero_centered
         norm = norm.to(_norm_dtype(spec.layers[-1], norm.dtype), copy=centered)
-        weights = cls(spec, embedding, [], norm, head)
+        inputs = None
+        if spec.input_size:
+            inputs = TokenInputWeights(*(state.pop(name).data for name in TOKEN_INPUTS))
+            inputs = inputs._replace(norm=inputs.norm.to(norm.dtype))
+        weights = cls(spec, embedding, [], norm, head, inputs)
         for i, kind in enumerate(spec.layers):
             layer = LayerWeights.empty(kind, spec.hidden_size, embedding.device, embedding.dtype)
             prefix = f"model.layers.{i}."

@@ -39,7 +39,8 @@ GEMMA_4_31B = {
     **GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
 GEMMA_4_E2B = {
-    **GEMMA_4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    **GEMMA_4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 SMALL_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,

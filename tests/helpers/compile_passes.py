@@ -164,6 +164,11 @@ def _of_other_families() -> Iterator[Pass]:
         place = torch.empty(1, 1, dtype=torch.int32)
     written = sums, None, weight, weight, 1e-6, rope, place[0], place, _bf16(2, 64, 4, 512), 64
     yield "normed values", lambda: Gpu.rope_write(*written, normed_values=True)
+    with META:
+        ids, size = torch.empty(16, dtype=torch.int64), torch.empty(256)
+    of_layers = ids, _bf16(9, 8960), _bf16(16, 8960), size, 1e-6, 1.0
+    yield "inputs of layers", lambda: Gpu.layer_inputs(*of_layers)
+    yield "their gates", lambda: Gpu.gate_layer_input(rows[..., :256], _bf16(16, 256), "gelu_tanh")
     for count in (16, 256):
         x, gate_up = _bf16(count, 3840), _bf16(2 * 15360, 3840)
         yield f"gelu of {count} rows", lambda x=x, w=gate_up: Gpu.linear_swiglu(x, w, "gelu_tanh")

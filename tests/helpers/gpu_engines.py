@@ -104,6 +104,15 @@ def pair(
             hidden_size_per_layer_input=0,
             **windows,
         ),
+        "gemma4_e2b": lambda: Gemma4TextConfig(
+            head_dim=128,
+            global_head_dim=256,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=64,
+            vocab_size_per_layer_input=VOCAB,
+            **windows,
+        ),
         "qwen3_5": lambda: Qwen3_5TextConfig(**hybrid, **shape),
         "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(shared_expert_intermediate_size=256, **hybrid, **routed, **shape),
     }[kind]()

@@ -83,6 +83,16 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
     first = partials[:, :1].contiguous()
     alone = rope.rope_write(first, bias, *arguments, one.lengths, one.table, alone_cache, size, **how)
     assert torch.equal(alone, q[:1]) and torch.equal(alone_cache[:, slots[0]], cache[:, slots[0]])
+    # a layer without own keys and values
+    own, bias, after = (
+        partials[..., : heads * width].contiguous(),
+        bias if bias is None else bias[: heads * width],
+        cache.clone(),
+    )
+    for write in (rope.rope_write, reference.rope_write):
+        queries = write(own, bias, q_weight, None, EPS, table, *where, cache, size, queries_only=True)
+        assert_as_exact_as_torch(queries, expected, exact_rotated(each[:, :heads], q_weight, table, positions))
+    assert torch.equal(cache, after)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

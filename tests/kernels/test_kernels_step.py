@@ -17,7 +17,7 @@ from kernel_pages import attend, check_attention, check_invariant, check_padding
 
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.formats import values_of
-from dflash_toolkit.kernels.triton import accept, attention, merge, norm
+from dflash_toolkit.kernels.triton import accept, attention, layer_inputs, merge, norm
 
 # ---- attention -------------------------------------------------------------------------------------
 
@@ -190,6 +190,18 @@ def test_queries_of_all_heads_are_normed_together_and_keys(rows: int, biased: bo
     exact = torch.cat([exact_norm(qkv[:, :120], q_weight), exact_norm(qkv[:, 120:160], k_weight), qkv[:, 160:]], dim=1)
     assert_as_exact_as_torch(found, expected, exact[None])
     assert torch.equal(found[:, -1:], norm.norm_queries_keys(partials[:, -1:].contiguous(), *arguments))
+
+
+@pytest.mark.parametrize(("activation", "size", "dtype"), in_turn([("silu", 40), ("gelu_tanh", 256)]), ids=str)
+def test_inputs_of_layers_equal_their_definitions(activation: Any, size: int, dtype: torch.dtype) -> None:
+    ids = torch.tensor([5, 0, 8], device=DEVICE)
+    table, projected = randn(9, 2 * size, dtype=dtype), randn(3, 2 * size, dtype=dtype)
+    given = ids, table, projected, randn(size), EPS, 0.3
+    inputs, expected = (each.layer_inputs(*given) for each in (layer_inputs, reference))
+    torch.testing.assert_close(inputs, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
+    gates = randn(2, 3, size)
+    found, gated = (each.gate_layer_input(gates, expected[:, 1], activation) for each in (layer_inputs, reference))
+    torch.testing.assert_close(found, gated, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.mark.parametrize(("parts", "total"), [((1e8, -1e8, 1.0), 1), ((1.0, -1e8, 1e8), 0)])

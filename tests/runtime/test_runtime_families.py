@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "Gemma 4": {},
+    "Gemma 4 E2B with images": {},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     **{name: {} for name in (*FP8_FAMILIES, *OTHER_FAMILIES)},
 }

@@ -30,6 +30,7 @@ from scripts.shapes import SHAPES, named_shape, random_drafter, random_target
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 CPU = torch.device("cpu")
 STORED = ["Llama", "Qwen2", "Qwen3", "Qwen3-MoE", "Phi-3", "OLMo 2", "GLM-4", "Granite", "Qwen2-MoE", "GLM-4-MoE"]
+STORED += ["Gemma 4 E2B with images"]
 
 
 def test_engine_loaded_by_name_equals_engine_from_modules(
@@ -91,16 +92,26 @@ def test_sharded_and_untied_checkpoints_load(name: str, tmp_path: Path) -> None:
     for same in (copied, shared):
         for key, view in loaded.parameter_views().items():
             assert torch.equal(view, same.parameter_views()[key]), key
-    assert (loaded.layers[0].mixer.q_norm is not None) == (name in ("Qwen3", "Qwen3-MoE", "OLMo 2", "GLM-4-MoE"))
+    normed = ("Qwen3", "Qwen3-MoE", "OLMo 2", "GLM-4-MoE", "Gemma 4 E2B with images")
+    assert (loaded.layers[0].mixer.q_norm is not None) == (name in normed)
     assert (loaded.layers[0].mixer.qkv_bias is not None) == (name in ("Qwen2", "GLM-4", "Qwen2-MoE", "GLM-4-MoE"))
 
 
-def test_layers_that_draft_tokens_are_skipped(tmp_path: Path) -> None:
-    target = ARCHITECTURES["GLM-4-MoE"].target()
+@pytest.mark.parametrize(
+    ("architecture", "unused", "unknown"),
+    [
+        ("GLM-4-MoE", "layers.6.eh_proj", "layers.7.eh_proj"),  # a layer that drafts tokens
+        ("Gemma 4 E2B with images", "layers.5.self_attn.k_proj", "layers.2.self_attn.r_proj"),  # of a shared layer
+    ],
+)
+def test_unused_tensors_of_checkpoints_are_skipped(
+    architecture: str, unused: str, unknown: str, tmp_path: Path
+) -> None:
+    target = ARCHITECTURES[architecture].target()
     target.model.save_pretrained(tmp_path)
-    for layer in (6, 7):  # it has six, and one more in its checkpoint
-        damage(tmp_path / WEIGHTS, {f"model.layers.{layer}.eh_proj.weight": torch.zeros(1)})
-        refused = pytest.raises(UserError, match=r"layers\.7") if layer == 7 else contextlib.nullcontext()
+    for name in (unused, unknown):
+        damage(tmp_path / WEIGHTS, {f"model.{name}.weight": torch.zeros(1)})
+        refused = pytest.raises(UserError, match=name) if name == unknown else contextlib.nullcontext()
         with refused:
             TargetWeights.load(tmp_path, ModelSpec.of_target(target.config), CPU, torch.float32)
 
@@ -157,8 +168,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ("config", "message"),
     [
         (
-            Gemma4TextConfig(hidden_size_per_layer_input=8),
-            "with hidden_size_per_layer_input 8 is not served by this engine",
+            Gemma4TextConfig(hidden_size_per_layer_input=8, vocab_size_per_layer_input=9),
+            "vocab_size_per_layer_input 9, not vocab_size, is not served by this engine",
         ),
         (LlamaConfig(layer_types=["chunked_attention"] * 32), "a layer of 'chunked_attention'"),
         (LlamaConfig(mlp_bias=True), "mlp_bias"),

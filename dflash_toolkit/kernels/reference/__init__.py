@@ -7,6 +7,7 @@ from .attention import *
 from .delta import *
 from .experts import *
 from .layer import *
+from .layer_inputs import *
 from .loss import *
 from .matmul import *
 from .norm import *

@@ -41,6 +41,7 @@ def rope_write(
     normed_values: bool = False,
     at: Tensor | None = None,
     scales: Tensor | None = None,
+    queries_only: bool = False,
 ) -> Tensor:
     """Adds up qkv, norms and rotates queries and keys, and writes keys and values to the pages of their positions.
 
@@ -59,11 +60,13 @@ def rope_write(
         normed_values: each head of v is also normed, without weights.
         gated: each head of q is followed by its gate, [P, M, (2 * N + 2 * G) * H]; see `gate_heads`.
         scales: [2, G, slots] of an fp8 cache, written in place.
+        queries_only: partial_sums and bias have no keys and values, and the cache is not written.
 
     Returns:
         Queries [M, N, H] in that dtype.
     """
     groups, width = cache.shape[2:]
+    groups *= not queries_only
     total = partial_sums.float().sum(0)
     qkv = (total if bias is None else total + bias.float()).to(cache.dtype if scales is None else scales.dtype)
     block = len(qkv) // len(lengths)
@@ -71,6 +74,9 @@ def rope_write(
     q, k, v = qkv.unflatten(1, (-1, width)).split([qkv.shape[1] // width - 2 * groups, groups, groups], dim=1)
     q = q[:, ::2] if gated else q
     q = rms_norm(q, q_weight, eps) if q_weight is not None else q
+    q_rotated = rotate(q, rope, positions.flatten(), interleaved)
+    if queries_only:
+        return q_rotated
     k = rms_norm(k, k_weight, eps) if k_weight is not None else k
     v = rms_norm(v, torch.ones_like(v[0, 0], dtype=torch.float32), eps) if normed_values else v
     if at is None:
@@ -81,7 +87,7 @@ def rope_write(
     slots = at.long()
     for side, heads in enumerate((rotate(k, rope, positions.flatten(), interleaved), v)):
         store_heads(cache[side], None if scales is None else scales[side], slots, heads)
-    return rotate(q, rope, positions.flatten(), interleaved)
+    return q_rotated
 
 
 def gate_heads(x: Tensor, partial_sums: Tensor, head_dim: int) -> Tensor:

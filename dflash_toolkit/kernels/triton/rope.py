@@ -270,13 +270,15 @@ def rope_write(
     normed_values: bool = False,
     at: Tensor | None = None,
     scales: Tensor | None = None,
+    queries_only: bool = False,
 ) -> Tensor:
     """Adds partial_sums [P, M, (N + 2 G) H] and bias; returns queries [M, N, H], writes keys and values to the cache.
 
-    With gates after the heads of queries, partial_sums have 2 N instead of N.
+    With gates after the heads of queries, partial_sums have 2 N instead of N; with `queries_only`, no 2 G.
     On a GPU, `lengths`, `counts`, `page_table` and `at` are read while the previous launch still runs.
     """
     _, slots, groups, width = cache.shape
+    groups *= not queries_only
     cache, scales, dtype = _stored(cache, scales)
     parts, m, columns = partial_sums.shape
     heads = columns // width
@@ -289,8 +291,9 @@ def rope_write(
     pairs = INTERLEAVED if interleaved else PARTIAL if turns < width // 2 else HALVES
     early = keys_are_split(m, len(lengths))  # always early, a step of 16 is 1.5 % slower (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
-        partial_sums, partial_sums if bias is None else bias, q_weight if norm else q, k_weight if norm else q,
-        rope, lengths, lengths if counts is None else counts, page_table, lengths if at is None else at,
+        partial_sums, partial_sums if bias is None else bias, q if q_weight is None else q_weight,
+        q if k_weight is None else k_weight, rope,
+        lengths, lengths if counts is None else counts, page_table, lengths if at is None else at,
         cache, scales, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, turns, rope.shape[1], page_table.stride(0), slots,
         eps,

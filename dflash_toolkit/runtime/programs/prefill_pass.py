@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...models.dflash.config import DrafterConfig
-from ...models.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from ...models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from ..pace import Pace
 from ..prefill_job import PrefillJob
 from ..stack import Slices
@@ -98,6 +98,7 @@ def _attention(layer: LayerSpec, jobs: Sequence[PrefillJob]) -> float:
 
 def _parameters(layer: LayerSpec, d: int) -> int:
     """Returns the parameters that a row is multiplied with."""
-    ffn = layer.ffn
-    used = (ffn.top_k + ffn.shared) if isinstance(ffn, MoeSpec) else 1
-    return sum(n * k for n, k in layer.mixer.matrices(d).values()) + 3 * used * d * ffn.intermediate_size
+    widths = layer.ffn.intermediate_size if isinstance(layer.ffn, MlpSpec) else 0
+    if experts := layer.routed:
+        widths += (experts.top_k + experts.shared) * experts.intermediate_size
+    return sum(n * k for n, k in layer.mixer.matrices(d).values()) + (3 * widths + 3 * layer.input_size) * d
