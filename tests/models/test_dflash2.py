@@ -335,7 +335,7 @@ def nested(**changes: Any) -> Changes:
     [
         (
             {"architectures": ["DFlash2BeamDraftModel"]},
-            "DSpineDraftModel are; start vllm 0.33.0 or sglang 0.5.23 directly",
+            "DSpineDraftModel); start vllm 0.33.0 or sglang 0.5.23 directly",
         ),
         ({"architectures": "DFlash2DraftModel"}, "'architectures' is 'DFlash2DraftModel', not a list"),
         ({"architectures": ["DFlashDraftModel"]}, "'conv_kernel_size' is of DFlash2DraftModel, but 'architectures' is"),

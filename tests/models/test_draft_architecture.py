@@ -106,7 +106,7 @@ def test_registered_architecture_checkpoints_are_validated(tmp_path: Path) -> No
         (('"bias_candidates": 5', '"bias_candidates": 999'), "bias_candidates is 999; the vocabulary has 300"),
         (('"bias_candidates": 5', '"bias_candidates": -1'), "bias_candidates is -1; give a number >= 1"),
         (('"bias_candidates": 5', '"bias_candidates": 0'), "'bias_candidates' is missing, but 'architectures' is"),
-        (('"BiasDraftModel"', '"Other"'), "DFlash2DraftModel, DSpineDraftModel and BiasDraftModel are"),
+        (('"BiasDraftModel"', '"Other"'), "DFlash2DraftModel, DSpineDraftModel or BiasDraftModel)"),
     ):
         (tmp_path / "bias/config.json").write_text(text.replace(*change))
         with pytest.raises(UserError, match=re.escape(said)):
