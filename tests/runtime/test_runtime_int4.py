@@ -160,10 +160,11 @@ def test_a_drafter_changes_no_token_of_an_int4_target(kind: str, tmp_path: Path)
         drafted = engine.generate(prompts, params)
         assert [answer.tokens for answer in drafted] == plain
         assert sum(len(answer.steps) for answer in drafted) < 64 * 47 / 2.5, "drafts were accepted"
-    dense = Target.load(str(tmp_path), "cuda")
+    dense, regrets = Target.load(str(tmp_path), "cuda"), []
     for prompt, answer in zip(prompts, plain, strict=True):
         text = torch.tensor([prompt + answer], device="cuda")
         with torch.inference_mode():
             logprobs = dense.model(text).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        regret = logprobs.amax(-1) - logprobs.gather(1, text[0, len(prompt) :, None])[:, 0]
-        assert (regret <= 0.4).all(), "nats; the modules' weights are rounded to bf16"
+        regrets.append(logprobs.amax(-1) - logprobs.gather(1, text[0, len(prompt) :, None])[:, 0])
+    # the modules' weights are rounded to bf16, which may change an expert or a near tie; wrong ones change all tokens
+    assert torch.cat(regrets).mean() <= 0.01, "nats"
