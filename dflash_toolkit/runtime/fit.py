@@ -38,6 +38,12 @@ CHANGES: tuple[dict[str, Any], ...] = (
 log = logging.getLogger(__name__)
 
 
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Returns the free bytes of a GPU and all of them. What deleted engines and weights took is free."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
 class Budget(NamedTuple):
     """The memory of a GPU."""
 
@@ -48,7 +54,7 @@ class Budget(NamedTuple):
     @classmethod
     def of(cls, options: EngineOptions, device: torch.device) -> "Budget":
         """Returns what is free now. Displays and other programs leave less than the GPU has."""
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = free_memory(device)
         return cls(options.memory_share(total), total, free)
 
     @property

@@ -13,7 +13,7 @@ from ..kernels.ops import unsupported_heads
 from ..models.spec import ModelSpec
 from ..preflight import GIB, size
 from ..sampling import MAX_LOGPROBS
-from .fit import LEAST_CONTEXT, Budget, advice, fit, round_down
+from .fit import LEAST_CONTEXT, Budget, advice, fit, free_memory, round_down
 from .graphs import no_collection
 from .options import EngineOptions
 from .plan import Planner
@@ -144,7 +144,7 @@ def check_weights(name: str, planner: Planner, device: torch.device, asked: Engi
     Raises:
         UnsupportedModel, UserError: the memory does not suffice.
     """
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = free_memory(device)
     if (needed := planner.target_bytes) > free:
         less = planner.saved_in_fp8()
         smaller = f" (an FP8 target needs {size(less)} less)" if less else ""
@@ -194,7 +194,6 @@ def _cache_budget(probe: StepRunner, options: EngineOptions, graphs: int) -> tup
             f"a kernel for heads of {heads} in {str(probe.dtype).removeprefix('torch.')} does not fit this GPU "
             f"({error}); use dtype bfloat16, or serve the target with vLLM or SGLang"
         ) from error
-    torch.cuda.empty_cache()
     return Budget.of(options, probe.device).bytes - workspace.total - graphs, workspace.step
 
 

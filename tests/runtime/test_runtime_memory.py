@@ -29,7 +29,7 @@ from dflash_toolkit.preflight import GIB
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance, load_engine, memory
 from dflash_toolkit.runtime import engine as engine_module
 from dflash_toolkit.runtime import load as loading
-from dflash_toolkit.runtime.fit import fit
+from dflash_toolkit.runtime.fit import Budget, fit
 from dflash_toolkit.runtime.memory import Room, Workspace, check_weights, room_for_cache
 from dflash_toolkit.runtime.plan import Planner
 from dflash_toolkit.runtime.prefill_job import PrefillLimits
@@ -158,6 +158,17 @@ def test_an_engine_that_finds_no_memory_names_its_options(where: str, draft_dtyp
     with refused(r"Tried to allocate 3.00 GiB.*lower max_num_seqs, max_model_len") as caught:
         load_engine(target, make_drafter(target), options=EngineOptions(max_num_seqs=2, draft_dtype=draft_dtype))
     assert ("set draft_dtype to full" in str(caught.value)) == (draft_dtype == "fp8")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_memory_of_a_deleted_engine_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps it until its cache is emptied; the driver does not count it as free."""
+    free = [0]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(TOTAL))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free[-1], TOTAL))
+    assert Budget.of(OPTIONS, CUDA).free == TOTAL
+    del free[1:]
+    check_weights("T", PLANNER, CUDA)
 
 
 @pytest.mark.usefixtures("gpu")
