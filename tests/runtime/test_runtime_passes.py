@@ -61,7 +61,7 @@ def test_one_prompt_takes_less_time_than_the_steps_between_its_slices() -> None:
     assert device.between_steps() == [1] * SLICES
 
 
-@pytest.mark.parametrize(("prompts", "seconds"), [(2, 0.04 * SHARE), (3, 0.09 * SHARE), (5, LONGEST_S)])
+@pytest.mark.parametrize(("prompts", "seconds"), [(2, 0.04 * SHARE), (3, 0.09 * SHARE), (6, LONGEST_S)])
 def test_waiting_prompts_take_more_time_up_to_a_limit(prompts: int, seconds: float) -> None:
     device = SlicedDevice()
     scheduler = busy(device)
