@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from datetime import UTC, datetime
 from typing import Any
 
-from dflash_toolkit.runtime.client import request_name
+from dflash_toolkit.runtime.connection import request_name
 
 from .errors import error_response
 from .protocol import ApiError

@@ -15,7 +15,7 @@ from fastapi.responses import Response, StreamingResponse
 from dflash_toolkit.config import UserError
 from dflash_toolkit.generation import PromptError
 from dflash_toolkit.runtime import EngineClient, EngineClosedError, RequestFailedError
-from dflash_toolkit.runtime.client import CompileQueueError, PreparedRequest
+from dflash_toolkit.runtime.connection import CompileQueueError, PreparedRequest
 from dflash_toolkit.sampling import BiasError, Grammar, GrammarError, SamplingParams
 
 from .answer import Answer, AnswerOptions, Piece, speculative_decoding, usage

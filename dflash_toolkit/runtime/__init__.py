@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .client import AsyncEngine, EngineClient, EngineClosedError, Progress, RequestFailedError, Responses
+    from .client import AsyncEngine, EngineClient
+    from .connection import EngineClosedError, Progress, RequestFailedError, Responses
     from .engine import Engine, EngineStats
     from .load import load_engine
     from .options import EngineOptions, SyntheticAcceptance

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from dflash_toolkit.data.prompts import template_variables
-from dflash_toolkit.runtime.client import PreparedRequest
+from dflash_toolkit.runtime.connection import PreparedRequest
 from dflash_toolkit.sampling import MAX_LOGPROBS, Grammar
 
 from ..body import Strict

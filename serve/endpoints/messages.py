@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, TypeAdapter
 
-from dflash_toolkit.runtime.client import PreparedRequest
+from dflash_toolkit.runtime.connection import PreparedRequest
 
 from ..answer import Answer, Piece
 from ..errors import MESSAGES, messages_error

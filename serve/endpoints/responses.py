@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from dflash_toolkit.runtime.client import PreparedRequest
+from dflash_toolkit.runtime.connection import PreparedRequest
 
 from ..answer import Answer, Piece
 from ..logprobs import AnswerToken, TokenStrings, chat_logprobs

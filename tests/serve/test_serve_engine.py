@@ -28,7 +28,7 @@ from dflash_toolkit.runtime import (
     load_engine,
 )
 from dflash_toolkit.runtime import loop as loop_module
-from dflash_toolkit.runtime.client import RequestFailedError
+from dflash_toolkit.runtime.connection import RequestFailedError
 from dflash_toolkit.runtime.wire import Channel
 from dflash_toolkit.serve import processes
 from dflash_toolkit.serve.app import create_app
