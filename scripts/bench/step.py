@@ -144,6 +144,11 @@ def measure(
     return row
 
 
+def first_token_ms(engine: Engine, prompt: int, repeats: int) -> float:
+    """Returns the median milliseconds from a single request to its first token."""
+    return 1e3 * statistics.median([run(engine, prompt, 1, 1, seed).seconds for seed in range(1 + repeats)][1:])
+
+
 def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int, block: int) -> int:
     """Returns the bytes that one step must move: the weights, with the expected number of experts of its rows if all
     are equally likely, and recurrent states, which are read and written."""
@@ -274,6 +279,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     parser.add_argument("--short", type=int, default=64)
     parser.add_argument("--long", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--first-token", type=int, nargs="+", default=[], metavar="TOKENS", help="also time prompts of so many tokens"
+    )
     parser.add_argument("--first", action="store_true", help="measure the first requests of an engine only")
     parser.add_argument("--prefix-cache", action="store_true", help="keep prefixes in the cache, as when serving")
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -297,6 +305,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
         parser.error(f"--short is {args.short}; it must be less than --long")
     if max(args.prompt) + args.long > args.max_model_len:
         parser.error(f"--prompt and --long are {max(args.prompt) + args.long} tokens; raise --max-model-len")
+    if max(args.first_token, default=0) >= args.max_model_len:
+        parser.error(f"--first-token is {max(args.first_token)}; raise --max-model-len")
     if not 0 <= args.zero_acceptance <= min(args.batch):
         parser.error(
             f"--zero-acceptance is {args.zero_acceptance}; every --batch has {min(args.batch)} requests at least"
@@ -369,6 +379,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "draft_dtype": resolve_draft_dtype(args.draft_dtype, device, dtype),
         "weights_s": time.perf_counter() - began,
         "rows": [],
+        "first_token_ms": [],
     }
     for block, (kind, drafter) in itertools.product(args.block, drafters.items()):
         began = time.perf_counter()
@@ -392,6 +403,12 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 if args.output:  # keeps the rows so far if the next one fails
                     write_json(args.output, result)
                 show(result["rows"][-1])
+            for prompt in args.first_token:
+                ms = first_token_ms(engine, prompt, args.repeats)
+                result["first_token_ms"].append({"drafter_kind": kind, "block": block, "prompt": prompt, "ms": ms})
+                print(result["first_token_ms"][-1], flush=True)
+                if args.output:
+                    write_json(args.output, result)
         del engine
         gc.collect()
         torch.cuda.empty_cache()

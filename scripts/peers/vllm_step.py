@@ -8,9 +8,13 @@ prefix is cached. Every k has its own engine in its own process, and the file is
 environment with vllm (0.33, or 0.26 for dense shapes) and this project. Mixtures of experts and gated delta nets
 (`--shape qwen3.8-27b-fp8`) run vLLM's Triton kernels, so no other package is needed. Rows choose their own experts,
 as in our benchmark (`vllm_routing.py`); the result has this under "routing".
+vLLM captures steps of 1, 2, 3, 4, 6, 8, 12 ... requests, up to the largest batch. Several of these programs may start
+at the same time on one GPU: with `--together` each waits until all are ready, and they are timed in turns.
 """
 
 import argparse
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import random
@@ -18,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +44,7 @@ from scripts.shapes import named_shape
 
 UNQUANTIZED = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")  # as published
 ROUTING = "own_experts"  # defined in vllm_routing.py
+PATIENCE_S = 120  # for engines that start together
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
 
 
@@ -62,6 +67,8 @@ class Work(NamedTuple):
     short: int
     long: int
     repeats: int
+    first_token: Sequence[int]  # tokens of single prompts
+    together: tuple[Path, int] | None  # a folder that engines share, and their number
     name: str  # the engine's name in the result
     result: dict[str, Any]  # the result so far
     output: Path
@@ -80,6 +87,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=3)
     add("--max-model-len", type=int, default=8192)
     add("--gpu-memory-utilization", type=float, default=0.5)
+    add("--kv-cache-gib", type=float, help="GiB of the cache, instead of --gpu-memory-utilization")
+    add("--first-token", type=int, nargs="+", default=[], metavar="TOKENS", help="also time prompts of so many tokens")
+    add("--together", nargs=2, metavar=("FOLDER", "N"), help="an empty folder for N engines that start together")
     add("--no-compile", action="store_true", help="CUDA graphs without torch.compile: faster start, slower decoding")
     add("--output", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -90,6 +100,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, least in (("batch", min(args.batch)), ("prompt", args.prompt), ("repeats", args.repeats)):
         if least < 1:
             parser.error(f"--{name} is {least}; it must be >= 1")
+    if max(args.first_token, default=0) >= args.max_model_len:
+        parser.error(f"--first-token is {max(args.first_token)}; raise --max-model-len")
     if args.prompt + args.long > args.max_model_len:
         tokens = f"--prompt and --long are {args.prompt + args.long} tokens"
         parser.error(f"{tokens}; vllm is started for {args.max_model_len}")
@@ -142,6 +154,32 @@ def options_of(args: argparse.Namespace, folder: Path, k: int) -> dict[str, Any]
     return options
 
 
+def for_batches(options: dict[str, Any], args: argparse.Namespace, k: int) -> dict[str, Any]:
+    """Returns the arguments with graphs for these batches and those that they shrink to, and a cache of that size."""
+    sizes = {n for i in range(16) for n in (2**i, 3 * 2**i) if n <= max(args.batch)} | {*args.batch}
+    graphs = {"cudagraph_capture_sizes": sorted(size * (k + 1) for size in sizes)}
+    options = options | {"compilation_config": options.get("compilation_config", {}) | graphs}
+    if args.kv_cache_gib:
+        options |= {"kv_cache_memory_bytes": int(args.kv_cache_gib * 2**30), "gpu_memory_utilization": 0.1}
+    return options
+
+
+@contextlib.contextmanager
+def turn(together: tuple[Path, int] | None) -> Iterator[None]:
+    """Waits until all engines are ready, at most PATIENCE_S, and then for those that are timed."""
+    if together is None:
+        yield
+        return
+    folder, count = together
+    (folder / f"ready-{os.getpid()}").touch()
+    until = time.monotonic() + PATIENCE_S
+    while len([*folder.glob("ready-*")]) < count and time.monotonic() < until:
+        time.sleep(0.2)
+    with open(folder / "timed", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def measure(work: Work) -> dict[str, Any]:
     """Start an engine, time every batch, write the result after each of them and return it.
 
@@ -175,7 +213,19 @@ def measure(work: Work) -> dict[str, Any]:
         written = sum(len(answer.outputs[0].token_ids) for answer in answers)
         return Run(decoding_s(answers), written, steps if drafts else written / batch - 1, accepted)
 
+    def first_token_ms(prompt: int) -> float:
+        seconds = []
+        for _ in range(1 + work.repeats):
+            ids = [dice.randrange(1000, work.vocabulary - 1000) for _ in range(prompt)]
+            params = vllm.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+            began = time.perf_counter()
+            llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+            seconds.append(time.perf_counter() - began)
+        return 1e3 * statistics.median(seconds[1:])
+
+    own_turn = contextlib.ExitStack()
     try:
+        own_turn.enter_context(turn(work.together))
         for batch in work.batches:
             for tokens in (work.short, work.long):
                 run(batch, tokens)  # compiles what is missing
@@ -183,8 +233,13 @@ def measure(work: Work) -> dict[str, Any]:
             found["rows"].append({"batch": batch, "prompt": work.prompt} | figures(batch, short, long))
             print(found["rows"][-1], file=sys.stderr, flush=True)
             write_json(work.output, work.result)  # kept even if the next row fails
+        for prompt in work.first_token:
+            found.setdefault("first_token_ms", {})[str(prompt)] = first_token_ms(prompt)
+            print(work.name, found["first_token_ms"], file=sys.stderr, flush=True)
+            write_json(work.output, work.result)
     finally:
         llm.llm_engine.engine_core.shutdown()  # a process that this one would wait for
+        own_turn.close()
     return work.result
 
 
@@ -245,12 +300,13 @@ def run(args: argparse.Namespace) -> None:
     if getattr(named_shape(args.shape), "num_experts", None):
         result["routing"] = "every row of every layer chooses by random logits of its own, through vllm's top-k kernel"
     result["engines"] = {}
+    together = (Path(args.together[0]), int(args.together[1])) if args.together else None
     for k in args.k:
         with tempfile.TemporaryDirectory() as folder:
             vocabulary, lengths = named_shape(args.shape).vocab_size, (args.prompt, args.short, args.long)
             work = Work(
-                options_of(args, Path(folder), k), vocabulary, args.batch, *lengths, args.repeats,
-                f"k{k}" if k else "plain", result, args.output,
+                for_batches(options_of(args, Path(folder), k), args, k), vocabulary, args.batch, *lengths, args.repeats,
+                args.first_token, together, f"k{k}" if k else "plain", result, args.output,
             )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 result = pool.submit(measure, work).result()

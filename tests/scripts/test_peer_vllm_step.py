@@ -1,5 +1,6 @@
 """scripts/peers/vllm_step.py without vllm: what it asks of it, and what it makes of what it measured."""
 
+import fcntl
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -24,6 +25,21 @@ def test_engine_options_have_shape_and_acceptance(tmp_path: Path) -> None:
     assert (drafter.block_size, drafter.num_layers, drafter.hidden_size) == (4, 5, 4096)
     (tmp_path / "plain").mkdir()
     assert "speculative_config" not in program.options_of(args, tmp_path / "plain", 0)
+
+
+def test_steps_of_measured_batches_are_captured(tmp_path: Path) -> None:
+    args = program.parse(["--output", "x.json", "--batch", "1", "5", "--kv-cache-gib", "2", "--no-compile"])
+    options = program.for_batches(program.options_of(args, tmp_path, 3), args, 3)
+    assert options["compilation_config"]["cudagraph_capture_sizes"] == [4, 8, 12, 16, 20]
+    assert options["compilation_config"]["mode"] == 0 and options["kv_cache_memory_bytes"] == 2 << 30
+
+
+def test_engines_that_start_together_are_timed_in_turns(tmp_path: Path) -> None:
+    (tmp_path / "ready-1").touch()
+    with program.turn((tmp_path, 2)), open(tmp_path / "timed") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(tmp_path / "timed") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.parametrize(
