@@ -31,6 +31,7 @@ from .weights import (
     LayerWeights,
     MlpWeights,
     MoeWeights,
+    ParallelExperts,
     TargetWeights,
 )
 
@@ -217,15 +218,35 @@ class Moe:
         """Whether the rows that experts get are quantized in groups."""
         return format_of(self.weights.gate_up).groups_rows
 
-    def __call__(self, h: Operand) -> Tensor:
-        """Returns partial sums [k, M, D] of normed rows h [M, D], one for every expert of a row."""
+    def __call__(self, h: Operand, routed: Operand | None = None) -> Tensor:
+        """Returns partial sums [k, M, D] of normed rows h [M, D], one for every expert of a row.
+
+        Args:
+            routed: what the router reads, [M, D]; None: h.
+        """
         spec, w, ops = self.weights.spec, self.weights, self.ops
-        logits = ops.linear_split_k(h, w.router, w.router_bias)[:, :, : spec.router_rows]
-        dtype = torch.float32 if w.sigmoid else values_of(h).dtype
+        logits = ops.linear_split_k(h if routed is None else routed, w.router, w.router_bias)[:, :, : spec.router_rows]
+        if spec.scaled:
+            logits = logits * w.router.shape[1] ** -0.5
+        dtype = torch.float32 if w.sigmoid or spec.scaled else values_of(h).dtype
         routing = ops.top_experts(
-            logits, dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared, sigmoid=w.sigmoid
-        )
-        return ops.experts_mlp(h, w.gate_up, w.down, *routing, w.clamped)
+            logits, dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared, sigmoid=w.sigmoid,
+            scales=w.scales,
+        )  # fmt: skip
+        return ops.experts_mlp(h, w.gate_up, w.down, *routing, w.clamped, spec.activation)
+
+
+def add_experts(weights: ParallelExperts, x: Tensor, sums: Tensor, eps: float, ops: Ops) -> Tensor:
+    """Returns the output of an MLP, partial sums [P, M, D], and of the experts next to it as sums [1, M, D].
+
+    Args:
+        x: the residual stream [M, D], which both read.
+    """
+    _, routed = ops.add_rms_norm(x, None, weights.experts.router_norm, eps)
+    _, h = ops.add_rms_norm(x, None, weights.input_norm, eps)
+    found = Moe(weights.experts, ops)(h, routed)
+    total, _ = ops.add_rms_norm(torch.zeros_like(x), sums, None, eps, None, weights.mlp_norm)
+    return ops.add_rms_norm(total, found, None, eps, None, weights.output_norm)[0][None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +529,8 @@ class Stack:
         inside, after = self._around_ffns[i].enter(h, block)
         quantized = following is not None and self._mixers[i + 1].groups_input
         sums, output_norm = self._ffns[i](inside), layer.ffn_output_norm
+        if layer.experts is not None:
+            sums = add_experts(layer.experts, x, sums, eps, ops)
         if layer.inputs is not None and inputs is not None:
             x, _ = ops.add_rms_norm(x, sums, None, eps, None, output_norm)
             sums, output_norm = layer.inputs.partial_sums(x, inputs[:, i], ops), layer.inputs.norm

@@ -189,6 +189,8 @@ class MoeWeights:
     router_bias: Tensor | None = None  # as many as rows
     clamped: ClampedExperts | None = None
     sigmoid: SigmoidRouting | None = None
+    router_norm: Tensor | None = None  # [D], of the norm before the router, which then divides its logits by root D
+    scales: Tensor | None = None  # [E], of the weights of experts
 
     @classmethod
     def empty(cls, spec: MoeSpec, d: int, new: Callable[..., Tensor]) -> "MoeWeights":
@@ -202,6 +204,8 @@ class MoeWeights:
         if spec.clamp:
             found.clamped = ClampedExperts(new(count, 2 * i), new(count, d), *spec.clamp)
             found.router_bias = new(len(router)).zero_()
+        if spec.scaled:
+            found.router_norm, found.scales = new(d), new(spec.num_experts)
         return found
 
     def parameter_views(self, stacked: bool) -> dict[str, Tensor]:
@@ -209,6 +213,10 @@ class MoeWeights:
         count, i, tensors = self.spec.num_experts, self.spec.intermediate_size, self.spec.weight.tensors
         if self.clamped and self.router_bias is not None:
             return self._clamped_views(self.clamped, self.router_bias)
+        if self.router_norm is not None and self.scales is not None:
+            found = {"router.scale": self.router_norm, "router.per_expert_scale": self.scales}
+            found["router.proj.weight"] = self.router[:count]
+            return found | tensors("experts.gate_up_proj", self.gate_up) | tensors("experts.down_proj", self.down)
         found = {"mlp.gate.weight": self.router[:count]}
         if stacked:
             for part, whole in (("gate_up", self.gate_up), ("down", self.down)):
@@ -276,6 +284,27 @@ class ConvolutionWeights(NamedTuple):
         return {"base_kernel": self.base, "kernel_projection.weight": self.projection}
 
 
+class ParallelExperts(NamedTuple):
+    """Experts next to an MLP, as in Gemma 4 26B-A4B: norm(mlp) + norm(experts(norm(x))) is the output of both."""
+
+    input_norm: Tensor  # [D], before the experts
+    output_norm: Tensor  # [D], of their output
+    mlp_norm: Tensor  # [D], of the output of the MLP
+    experts: MoeWeights
+
+    @classmethod
+    def empty(
+        cls, spec: MoeSpec, d: int, new: Callable[..., Tensor], norm: Callable[[int], Tensor]
+    ) -> "ParallelExperts":
+        return cls(norm(d), norm(d), norm(d), MoeWeights.empty(spec, d, new))
+
+    def parameter_views(self) -> dict[str, Tensor]:
+        names = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1"
+        norms = self.input_norm, self.output_norm, self.mlp_norm
+        found = {f"{name}.weight": norm for name, norm in zip(names, norms, strict=True)}
+        return found | self.experts.parameter_views(stacked=True)
+
+
 @dataclass(slots=True)
 class LayerWeights:
     """One decoder layer."""
@@ -288,6 +317,7 @@ class LayerWeights:
     ffn_conv: ConvolutionWeights | None = None
     mixer_output_norm: Tensor | None = None  # [D], of the mixer's output
     ffn_output_norm: Tensor | None = None  # [D], of the FFN's output
+    experts: ParallelExperts | None = None
     inputs: LayerInputWeights | None = None
     scalar: Tensor | None = None  # [1], multiplies the layer's output
 
@@ -306,6 +336,8 @@ class LayerWeights:
         outputs = [norm(d) if name else None for name in (names.mixer_output, names.ffn_output)]
         layer = cls(inputs[0], mixer, inputs[1], _ffn_weights(spec.ffn, d, new), *convs)
         layer.mixer_output_norm, layer.ffn_output_norm = outputs
+        if spec.experts:
+            layer.experts = ParallelExperts.empty(spec.experts, d, new, norm)
         if spec.input_size:
             assert isinstance(spec.ffn, MlpSpec)
             layer.inputs = LayerInputWeights.empty(spec.input_size, d, spec.ffn.activation, new, norm)
@@ -393,8 +425,9 @@ class LayerWeights:
             assert isinstance(spec.mixer, AttentionSpec)
             mixer, o = self.mixer.parameter_views(spec.mixer), "self_attn.o_proj.weight"
             found |= {o: mixer[o]} | ffn | mixer
-        if self.inputs is not None:
-            found |= self.inputs.parameter_views()
+        for more in (self.experts, self.inputs):
+            if more is not None:
+                found |= more.parameter_views()
         if self.scalar is not None:
             found["layer_scalar"] = self.scalar
         for part, conv in (("attention_conv", self.mixer_conv), ("mlp_conv", self.ffn_conv)):

@@ -75,7 +75,7 @@ def bench(args: argparse.Namespace) -> None:
     device = use_device("cuda")
     torch.manual_seed(0)
     model = ModelSpec.of_target(named_shape(args.shape))
-    spec = next((layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeSpec)), None)
+    spec = next((layer.routed for layer in model.layers if layer.routed), None)
     if spec is None or spec.weight == DENSE:
         raise UserError(f"--shape {args.shape} has no quantized experts; try qwen3.6-35b-a3b-fp8")
     count, d, width = spec.num_experts + spec.shared, model.hidden_size, spec.intermediate_size

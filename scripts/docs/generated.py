@@ -43,7 +43,6 @@ MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", flags=
 Rows = list[list[str]]
 
 TOO_LARGE = ("Qwen3.5-122B-A10B",)  # for one GPU, and the engine takes one
-OTHER_FORMS = ("gemma-4-26B-A4B-it",)  # experts next to an MLP, which the engine does not compute
 Z_LAB_CLIENT = ("Qwen3ForCausalLM", "LlamaForCausalLM")  # its README: "only Qwen3 and LLaMA-3.1"
 
 
@@ -88,7 +87,7 @@ def servers(each: Published) -> list[str]:
     found = []
     # the speculators form of DFlash 2 is a layout of its own
     readable = each.form == "z-lab" or each.kind == "DFlash"
-    if readable and computed(each.architecture) and each.target not in (*TOO_LARGE, *OTHER_FORMS):
+    if readable and computed(each.architecture) and each.target not in TOO_LARGE:
         found.append("our engine")
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
         scaled = block_scale(engine, each.architecture, 2) != 1.0

@@ -31,6 +31,6 @@ def test_published_drafters_list_only_servers_that_read_them(generated: ModuleTy
     assert served["z-lab/Qwen3-8B-DFlash-b16"] == ["our engine", "vLLM", "SGLang", "z-lab's client"]
     assert served["z-lab/gpt-oss-20b-DFlash"] == ["our engine", "vLLM", "SGLang"]
     assert served["z-lab/gemma-4-31B-it-DFlash"] == ["our engine", "vLLM"]  # SGLang scales a plain drafter's blocks
-    assert served["z-lab/gemma-4-26B-A4B-it-DFlash"] == ["vLLM"]
+    assert served["z-lab/gemma-4-26B-A4B-it-DFlash"] == ["our engine", "vLLM"]
     assert served["RedHatAI/Qwen3-8B-speculator.dflash2"] == ["vLLM"]  # a form of its own
     assert served["z-lab/Kimi-K2.5-DFlash"] == []

@@ -42,6 +42,9 @@ GEMMA_4_E2B = {
     **GEMMA_4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }  # fmt: skip
+GEMMA_4_MOE = {
+    **GEMMA_4_31B, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16,
+}  # fmt: skip
 SMALL_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
     "num_hidden_layers": 1, "patch_size": 4, "position_embedding_size": 16,
@@ -111,6 +114,7 @@ ARCHITECTURES = {
         Architecture("Gemma 3", "Gemma3TextConfig", GEMMA),
         Architecture("Gemma 3 with images", "Gemma3Config", GEMMA, SIGLIP),
         Architecture("Gemma 4", "Gemma4TextConfig", GEMMA_4_31B),
+        Architecture("Gemma 4 26B-A4B", "Gemma4TextConfig", GEMMA_4_MOE),
         Architecture("Gemma 4 E2B with images", "Gemma4Config", GEMMA_4_E2B, SMALL_VISION),
         Architecture("Qwen3-MoE", "Qwen3MoeConfig", {"head_dim": 8, "norm_topk_prob": True, **EXPERTS}),
         Architecture("GLM-4-MoE", "Glm4MoeConfig", SIGMOID),

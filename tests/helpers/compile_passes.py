@@ -152,7 +152,7 @@ def _of_quantized() -> Iterator[Pass]:
 
 
 def _of_other_families() -> Iterator[Pass]:
-    """Yields operations of families that no model above has, with sizes of OLMo 2 7B, Gemma 3 12B and Gemma 4 31B."""
+    """Yields operations of families that no model above has, with sizes of OLMo 2 7B, Gemma 3 12B and Gemma 4."""
     with META:
         parts, rows, norm = torch.empty(4, 16, 3 * 4096), torch.empty(2, 16, 4096), torch.empty(4096)
     joint = parts, None, norm, norm, 1e-6, torch.bfloat16
@@ -169,6 +169,12 @@ def _of_other_families() -> Iterator[Pass]:
     of_layers = ids, _bf16(9, 8960), _bf16(16, 8960), size, 1e-6, 1.0
     yield "inputs of layers", lambda: Gpu.layer_inputs(*of_layers)
     yield "their gates", lambda: Gpu.gate_layer_input(rows[..., :256], _bf16(16, 256), "gelu_tanh")
+    logits, scales = _bf16(1, 16, 128), _bf16(128)
+    yield "scaled experts", lambda: Gpu.top_experts(logits, torch.float32, 8, normalized=True, shared=0, scales=scales)
+    with META:
+        chosen = torch.empty(16, 8), torch.empty(16, 8, dtype=torch.int32), None
+    inside = _bf16(16, 2816), _bf16(128, 1408, 2816), _bf16(128, 2816, 704), *chosen
+    yield "gelu of experts", lambda: Gpu.experts_mlp(*inside, "gelu_tanh")
     for count in (16, 256):
         x, gate_up = _bf16(count, 3840), _bf16(2 * 15360, 3840)
         yield f"gelu of {count} rows", lambda x=x, w=gate_up: Gpu.linear_swiglu(x, w, "gelu_tanh")

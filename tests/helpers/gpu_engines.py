@@ -104,6 +104,18 @@ def pair(
             hidden_size_per_layer_input=0,
             **windows,
         ),
+        "gemma4_moe": lambda: Gemma4TextConfig(
+            head_dim=128,
+            global_head_dim=256,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=16,
+            top_k_experts=4,
+            moe_intermediate_size=256,
+            **windows,
+        ),
         "gemma4_e2b": lambda: Gemma4TextConfig(
             head_dim=128,
             global_head_dim=256,

@@ -49,12 +49,13 @@ def test_every_expert_of_a_row_is_as_good_as_torch_s(
 ) -> None:
     inputs = operands(m, shape, dtype)
     routing = routed(m, *shape[:2], dtype, shared=shape[0] % 2 == 1)
-    found = kernels.experts_mlp(*inputs, *routing)
+    how = None, "gelu_tanh" if shape[0] % 2 else "silu"
+    found = kernels.experts_mlp(*inputs, *routing, *how)
     assert found.dtype == (torch.float32 if m <= 128 else dtype) and found.shape == (shape[1], m, shape[2])
-    exact = reference.experts_mlp(*(t.double() for t in inputs), *routing)
+    exact = reference.experts_mlp(*(t.double() for t in inputs), *routing, *how)
     # sums in one piece of up to 2,048 terms in fp32 are off by more than torch's, which are made of parts
     slack = 16 * torch.finfo(torch.float32).eps * exact.abs().max().item()
-    assert_as_exact_as_torch(found.to(dtype), reference.experts_mlp(*inputs, *routing), exact, slack)
+    assert_as_exact_as_torch(found.to(dtype), reference.experts_mlp(*inputs, *routing, *how), exact, slack)
 
 
 CLAMPED = [(5, 3, 96, 64), (4, 2, 160, 32), *([(32, 4, 2880, 2880)] if DEVICE == "cuda" else [])]  # gpt-oss-20b
@@ -191,7 +192,8 @@ def test_the_likeliest_experts_are_those_of_the_definition(
     (count, top, parts), width = router, router[0] + (shared > 0 and groups is None)
     logits = 3 * randn(parts, 7, width + 5)[:, :, :width]  # columns of a wider product
     sigmoid = SigmoidRouting(0.3 * randn(count) - 1.0, *groups, scale=2.5) if groups else None
-    how = {"normalized": normalized, "shared": shared, "sigmoid": sigmoid}
+    scales = randn(count, dtype=dtype) if normalized and not shared else None
+    how = {"normalized": normalized, "shared": shared, "sigmoid": sigmoid, "scales": scales}
     weights, experts = kernels.top_experts(logits, dtype, top, **how)
     expected, chosen = reference.top_experts(logits, dtype, top, **how)
     assert experts.dtype == torch.int32 and torch.equal(experts, chosen)

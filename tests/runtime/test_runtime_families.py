@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "Gemma 4": {},
+    "Gemma 4 26B-A4B": {},
     "Gemma 4 E2B with images": {},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     **{name: {} for name in (*FP8_FAMILIES, *OTHER_FAMILIES)},
@@ -119,6 +120,12 @@ PUBLISHED = {  # the drafter's part of a configuration, as model pages have it, 
     "Qwen3.8-27B-DFlash2": ("Qwen3.5", {"layers": 5, "layer_types": (SLIDING,) * 5}, {}),
     "Qwen3.6-27B-DFlash": ("Qwen3.5", {"layers": 5, "layer_types": (*[SLIDING] * 4, FULL)}, {}),
     "gpt-oss-20b-DFlash": ("gpt-oss", {"layers": 6}, {}),  # the target's experts are in MXFP4
+    "gemma-4-26B-A4B-it-DFlash": (
+        "Gemma 4 26B-A4B",
+        {"layers": 5, "layer_types": (*[SLIDING] * 4, FULL), "final_logit_softcapping": 30.0},
+        {},
+    ),
+    "gemma-4-E2B-it-DFlash2": ("Gemma 4 E2B with images", {"layers": 2, "final_logit_softcapping": 30.0}, {}),
     "Qwen3.6-35B-A3B-DFlash": (
         "Qwen3.5-MoE",
         {"layers": 6, "taps": 8},

@@ -46,7 +46,7 @@ from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
 OTHERS = ("phi3", "granite", "smollm3", "olmo2", "glm4", "qwen2_moe", "glm4_moe")
-GEMMA = ("gemma2", "gemma3", "gemma4", "gemma4_e2b")
+GEMMA = ("gemma2", "gemma3", "gemma4", "gemma4_e2b", "gemma4_moe")
 KINDS = (*OTHERS, *GEMMA, "qwen3", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
 

@@ -30,7 +30,7 @@ from scripts.shapes import SHAPES, named_shape, random_drafter, random_target
 OPTIONS = EngineOptions(max_num_seqs=2, kv_cache_tokens=1200, page_size=4, num_speculative_tokens=7)
 CPU = torch.device("cpu")
 STORED = ["Llama", "Qwen2", "Qwen3", "Qwen3-MoE", "Phi-3", "OLMo 2", "GLM-4", "Granite", "Qwen2-MoE", "GLM-4-MoE"]
-STORED += ["Gemma 4 E2B with images"]
+STORED += ["Gemma 4 E2B with images", "Gemma 4 26B-A4B"]
 
 
 def test_engine_loaded_by_name_equals_engine_from_modules(
@@ -92,7 +92,7 @@ def test_sharded_and_untied_checkpoints_load(name: str, tmp_path: Path) -> None:
     for same in (copied, shared):
         for key, view in loaded.parameter_views().items():
             assert torch.equal(view, same.parameter_views()[key]), key
-    normed = ("Qwen3", "Qwen3-MoE", "OLMo 2", "GLM-4-MoE", "Gemma 4 E2B with images")
+    normed = ("Qwen3", "Qwen3-MoE", "OLMo 2", "GLM-4-MoE", *STORED[-2:])
     assert (loaded.layers[0].mixer.q_norm is not None) == (name in normed)
     assert (loaded.layers[0].mixer.qkv_bias is not None) == (name in ("Qwen2", "GLM-4", "Qwen2-MoE", "GLM-4-MoE"))
 

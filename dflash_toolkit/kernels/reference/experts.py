@@ -1,13 +1,12 @@
 """Defines the routing and the FFN of a mixture of experts."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..clamped import ClampedExperts
-from ..formats import Operand, Weight, values_of
+from ..formats import Activation, Operand, Weight, values_of
 from ..routing import SigmoidRouting
-from .matmul import linear
+from .matmul import activate, linear
 
 
 def top_experts(
@@ -18,6 +17,7 @@ def top_experts(
     normalized: bool,
     shared: int,
     sigmoid: SigmoidRouting | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the most probable experts of every row and their weights, routed like in transformers.
 
@@ -28,6 +28,7 @@ def top_experts(
         normalized: the weights of a row's `top_k` are divided by their sum.
         shared: the experts from E on, the last ones of every row, weighted with the sigmoid of their gate.
         sigmoid: how else the experts and their weights follow from the logits; there is no gate then.
+        scales: [E], multiply the weights after that.
 
     Returns:
         Weights fp32 [M, top_k + shared] and experts int32 of that shape, most probable first, lower ids first if equal.
@@ -42,7 +43,8 @@ def top_experts(
     weights = scores.gather(1, experts)
     if normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
-    weights = (weights * sigmoid.scale if sigmoid else weights).to(dtype).float()
+    weights = weights * sigmoid.scale if sigmoid else weights
+    weights = (weights if scales is None else weights * scales[experts]).to(dtype).float()
     if shared:
         gates = logits[:, count:].sigmoid().float() if gated else torch.ones_like(weights[:, :1])
         numbers = torch.arange(count, count + shared, device=experts.device)
@@ -68,6 +70,7 @@ def experts_mlp(
     weights: Tensor,
     experts: Tensor,
     clamped: ClampedExperts | None = None,
+    activation: Activation = "silu",
 ) -> Tensor:
     """Returns the outputs of each row's experts times their weights.
 
@@ -76,7 +79,7 @@ def experts_mlp(
         gate_up: [E, 2 * I, D], the gates of an expert, then its ups.
         down: [E, D, I].
         weights, experts: [M, k], see `top_experts`.
-        clamped: biases and the activation, if it is not silu(gate) * up; then gates and ups alternate.
+        clamped: biases and what they compute, if it is not activation(gate) * up; then gates and ups alternate.
 
     Returns:
         Partial sums [k, M, D], in the order of each row's experts, for `add_rms_norm`.
@@ -88,7 +91,7 @@ def experts_mlp(
         first_bias, second_bias = (None, None) if clamped is None else clamped.biases(expert)
         product = linear(x[rows], gate_up[expert], first_bias)
         gate, up = product.chunk(2, dim=-1)
-        active = clamped.activate(product) if clamped else F.silu(gate) * up
+        active = clamped.activate(product) if clamped else activate(gate, activation) * up
         output = linear(active, down[expert], second_bias)
         found[ranks, rows] = output * weights[rows, ranks, None].to(x.dtype)
     return found

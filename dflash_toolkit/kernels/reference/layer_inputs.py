@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import Activation
+from .matmul import activate
 from .norm import rms_norm
 
 
@@ -26,4 +27,4 @@ def layer_inputs(ids: Tensor, table: Tensor, projected: Tensor, norm: Tensor, ep
 def gate_layer_input(partial_sums: Tensor, inputs: Tensor, activation: Activation) -> Tensor:
     """Returns activation(gate) * inputs, [M, P], for the gate's split-K partial sums [N, M, P]."""
     gate = partial_sums.float().sum(0).to(inputs.dtype)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * inputs
+    return activate(gate, activation) * inputs

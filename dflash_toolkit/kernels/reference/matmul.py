@@ -32,7 +32,11 @@ def linear_swiglu(x: Operand, weight: Weight, activation: Activation = "silu") -
     """
     product = linear(x, weight)
     gate, up = product.chunk(2, 1) if format_of(weight).halves else (product[:, 0::2], product[:, 1::2])
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return activate(gate, activation) * up
+
+
+def activate(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
 def linear_swiglu_quantized(x: Operand, weight: Weight, activation: Activation = "silu") -> Operand:

@@ -20,6 +20,7 @@ from ..formats import (
     FP8_MAX,
     LEAST,
     MXFP4,
+    Activation,
     GroupedInt4,
     Operand,
     QuantizedRows,
@@ -67,7 +68,7 @@ def _inside_best_groups(b_choice, o_e, SIZE, GROUPS: tl.constexpr, TOP_GROUPS: t
 
 @triton.jit(do_not_specialize=["stride_part"])
 def _top_experts_kernel(
-    part_p, correction_p, weight_p, expert_p, E, stride_part, stride_row, scale,
+    part_p, correction_p, scales_p, weight_p, expert_p, E, stride_part, stride_row, scale,
     PARTS: tl.constexpr, TOP: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
     NORMALIZED: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_SIDE: tl.constexpr, PDL: tl.constexpr,
@@ -120,6 +121,8 @@ def _top_experts_kernel(
         b_weight = b_weight / (tl.sum(b_weight, axis=0) + (1e-20 if SIGMOID else 0.0))
     if SIGMOID:
         b_weight *= scale
+    if scales_p is not None:
+        b_weight *= tl.load(scales_p + b_expert).to(tl.float32)
     b_weight = tl.where(total == total, b_weight, total)  # the weights of rows with NaN stay NaN
     if SHARED > 0:
         of_shared = 1.0
@@ -200,7 +203,7 @@ def _experts_kernel(
     TOP: tl.constexpr, SIDE: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATHERED: tl.constexpr, BY_PAIR: tl.constexpr, SWIGLU: tl.constexpr,
     SCALED: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr, IN_MXFP4: tl.constexpr,
-    QUARTER: tl.constexpr, GROUP: tl.constexpr,
+    QUARTER: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiplies x [M, K] with w [E, N, K] to out [M * TOP, N / 2] if SWIGLU; else x [M * TOP, K] to out [TOP, M, N].
@@ -274,7 +277,7 @@ def _experts_kernel(
             if not SWIGLU:
                 b_acc *= tl.load(weight_p + b_pair, mask=m_t, other=0.0)[None, :]
                 o_out = b_pair % TOP * M + b_pair // TOP
-            store_tile(b_acc, out_p, out_p, o_n, o_out, m_t, M, N, i_n, first, T, BLOCK_N, False, SWIGLU)
+            store_tile(b_acc, out_p, out_p, o_n, o_out, m_t, M, N, i_n, first, T, BLOCK_N, False, SWIGLU, GELU)
 
 
 def top_experts(
@@ -285,6 +288,7 @@ def top_experts(
     normalized: bool,
     shared: int,
     sigmoid: SigmoidRouting | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns weights fp32 [M, top_k + shared] and experts int32 for partial sums [P, M, E or E + 1], maybe a view."""
     count, rows, width = partial_sums.shape
@@ -293,7 +297,7 @@ def top_experts(
     weights = torch.empty(rows, top_k + shared, dtype=torch.float32, device=partial_sums.device)
     experts = torch.empty(rows, top_k + shared, dtype=torch.int32, device=partial_sums.device)
     _top_experts_kernel[(rows,)](
-        partial_sums, how.correction, weights, experts, width - (shared > 0 and sigmoid is None),
+        partial_sums, how.correction, scales, weights, experts, width - (shared > 0 and sigmoid is None),
         *partial_sums.stride()[:2], how.scale, PARTS=count, TOP=top_k, SIDE=side, BLOCK=block, FORMAT=FORMATS[dtype],
         NORMALIZED=normalized, SHARED=int(shared), SIGMOID=sigmoid is not None, GROUPS=how.groups,
         TOP_GROUPS=how.top_groups, GROUP_SIDE=next_power_of_two(how.groups),
@@ -359,6 +363,7 @@ def multiply(
     out: Tensor,
     cut: tuple[Tile, int],
     clamped: ClampedExperts | None = None,
+    activation: Activation = "silu",
     *,
     swiglu: bool,
 ) -> Tensor:
@@ -397,6 +402,7 @@ def multiply(
         rows, n, k, TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=groups is not None, BY_PAIR=by_pair,
         SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, IN_MXFP4=mxfp4, **numbers,
+        GELU=activation == "gelu_tanh",
         ALPHA=clamped.alpha if clamped else 0.0, LIMIT=clamped.limit if clamped else 0.0, FP8_MAX=FP8_MAX, LEAST=LEAST,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(values),
     )  # fmt: skip
@@ -410,6 +416,7 @@ def experts_mlp(
     weights: Tensor,
     experts: Tensor,
     clamped: ClampedExperts | None = None,
+    activation: Activation = "silu",
 ) -> Tensor:
     """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
     (rows, top), (count, d, width), values = experts.shape, down.shape, values_of(x)
@@ -426,7 +433,9 @@ def experts_mlp(
         for k, quarter in zip((values.shape[1], width), quarters, strict=True)
     )
     routing = weights, experts, groups
-    active = multiply(x, gate_up, *routing, values.new_empty(rows * top, width), first, clamped, swiglu=True)
+    active = multiply(
+        x, gate_up, *routing, values.new_empty(rows * top, width), first, clamped, activation, swiglu=True
+    )
     wide = torch.float32 if rows <= MAX_ROWS else values.dtype
     out = values.new_empty(top, rows, d, dtype=wide)
     return multiply(active, down, *routing, out, second, clamped, swiglu=False)
