@@ -32,7 +32,7 @@ def check_target(name: str, runtime: str = "reference", drafter: "DrafterConfig 
     from .models.dflash.checkpoint import check_fits
     from .models.quantized import dequantized_format
     from .models.spec import ModelSpec
-    from .models.target import check_architecture, load_config
+    from .models.target_files import check_architecture, load_config
 
     config = load_config(name)
     if drafter is not None:

@@ -24,13 +24,13 @@ from transformers import (
 from dflash_toolkit.config import UserError
 from dflash_toolkit.kernels.formats import cast_fp8
 from dflash_toolkit.kernels.formats.int4 import SYMMETRIC_ZERO
+from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.dflash.config import DrafterConfig
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.quantized import FORM
 from dflash_toolkit.models.restrictions import Restrictions
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 

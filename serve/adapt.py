@@ -13,7 +13,7 @@ import torch
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
 from dflash_toolkit.models.dflash.network import Drafter
-from dflash_toolkit.models.target import load_config, load_tokenizer
+from dflash_toolkit.models.target_files import load_config, load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.wire import Adaptation
 from dflash_toolkit.train.config import LossOptions, OptimOptions, RunOptions, TrainConfig

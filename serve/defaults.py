@@ -3,7 +3,7 @@
 import math
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.models.target import load_generation_config
+from dflash_toolkit.models.target_files import load_generation_config
 from dflash_toolkit.sampling import COLDEST, LEAST_TOP_P, SamplingParams
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import transformers
 
 from dflash_toolkit.config import UserError
-from dflash_toolkit.models.target import load_config, load_tokenizer
+from dflash_toolkit.models.target_files import load_config, load_tokenizer
 from dflash_toolkit.runtime import EngineClient
 from dflash_toolkit.runtime.wire import Info
 from dflash_toolkit.threads import use_threads

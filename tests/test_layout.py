@@ -48,6 +48,7 @@ LEVELS = [
         "models.structure",
     },
     {"calibration", "draft_tree", "fingerprint", "json_schema", "stop_tokens", "templates"},
+    {"models.device", "models.target_files"},
     {"data", "files", "models", "models.dflash", "models.target", "tracking"},
     {"grammar", *(f"models.{folder}" for folder in BUILT_IN)},  # the backbone finds them by name
     {"confidence", "decode", "grammar_process", "record"},

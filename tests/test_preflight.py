@@ -14,7 +14,7 @@ from dflash_toolkit import Target, preflight
 from dflash_toolkit.config import UnsupportedModel, UserError
 from dflash_toolkit.doctor.cli import main as doctor
 from dflash_toolkit.evaluation.cli import main as evaluate
-from dflash_toolkit.models.target import load_config
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.preflight import check_new_folder, check_space, check_target
 from dflash_toolkit.runtime.load import load_engine, load_parts
 from dflash_toolkit.serve.cli import main as serve

@@ -15,16 +15,11 @@ from dflash_toolkit.data.sources import Source
 from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder
 from dflash_toolkit.files import locked, write_json
 from dflash_toolkit.fingerprint import template_digest
+from dflash_toolkit.models.device import resolve_device, resolve_dtype
 from dflash_toolkit.models.dflash.checkpoint import check_fits, read_config
 from dflash_toolkit.models.restrictions import restrictions
-from dflash_toolkit.models.target import (
-    context_limit,
-    load_config,
-    load_generation_config,
-    resolve_device,
-    resolve_dtype,
-    warn_of_penalty,
-)
+from dflash_toolkit.models.spec import context_limit
+from dflash_toolkit.models.target_files import load_config, load_generation_config, warn_of_penalty
 from dflash_toolkit.openai_http import find_models
 from dflash_toolkit.options import PromptOptions
 from dflash_toolkit.preflight import ANSWER_BYTES, check_target, disk_line

@@ -15,10 +15,12 @@ from dflash_toolkit.config import to_mapping
 from dflash_toolkit.evaluation.measure.decoders import Decoder
 from dflash_toolkit.files import finite, locked, read_json, write_json
 from dflash_toolkit.fingerprint import template_digest
+from dflash_toolkit.models.device import resolve_device
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, check_fits, read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.dflash.speculators import save_speculators
-from dflash_toolkit.models.target import context_limit, load_config, resolve_device
+from dflash_toolkit.models.spec import context_limit
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.progress import disable_library_bars
 from dflash_toolkit.record import RECORD_KEY, export_record, target_signature
 from dflash_toolkit.threads import use_threads

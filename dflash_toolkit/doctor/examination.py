@@ -16,7 +16,9 @@ from ..data.prompts import Prompt, encode_chat
 from ..data.skipped import Skipped
 from ..files import write_json
 from ..fingerprint import model_digest
-from ..models.target import Target, load_config, load_tokenizer, resolve_dtype, use_device
+from ..models.device import resolve_dtype, use_device
+from ..models.target import Target
+from ..models.target_files import load_config, load_tokenizer
 from ..preflight import check_target
 from ..progress import Progress, disable_library_bars
 from ..threads import use_threads

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..models.dflash.architecture import architectures
 from ..models.spec import logit_scale
-from ..models.target import RESERVED_WORDS
+from ..models.target_files import RESERVED_WORDS
 from ..progress import Progress
 from .conversions import conversions
 from .edits import Edit, edits, likely_orders

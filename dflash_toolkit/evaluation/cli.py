@@ -291,7 +291,7 @@ def _run(config: EvalConfig) -> None:
     prompts = config.sets.read(skipped)
     hashes = {each.name: each.contents(config.sets.split) for each in config.sets.sets}
     # imports torch and transformers, which take seconds, while the disk already reads
-    from ..models.target import resolve_device
+    from ..models.device import resolve_device
     from .measure.encoding import encode_sets
     from .measure.run import Setting, evaluate_all, serving_command
     from .measure.sweeps import Sweeps
@@ -372,7 +372,7 @@ def _only_run(output: Path) -> Iterator[None]:
 
 def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
     """Returns the pair to measure, and whether to decode plainly as well."""
-    from ..models.target import load_tokenizer
+    from ..models.target_files import load_tokenizer
     from .measure.endpoint import EndpointPair
 
     server = config.server
@@ -389,7 +389,8 @@ def _pair(config: EvalConfig) -> "tuple[Pair, bool]":
 
 def _load(config: EvalConfig) -> "Pair":
     from ..models.dflash.checkpoint import load_drafter
-    from ..models.target import Target, load_tokenizer, warn_of_penalty
+    from ..models.target import Target
+    from ..models.target_files import load_tokenizer, warn_of_penalty
     from .measure.pairs import EnginePair, ReferencePair, suggest_reference
 
     assert config.drafter is not None

@@ -7,12 +7,9 @@ If no logits are needed, the forward stops after the highest tapped layer.
 import contextlib
 import functools
 import importlib.util
-import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,36 +17,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import cached_file
+from transformers import AutoModelForCausalLM
 
 from ..checkpoint.dense import dense_tensors
-from ..checkpoint.reader import check_merged, locate, missing_tensors, weight_files
+from ..checkpoint.reader import locate, missing_tensors, weight_files
 from ..config import UnsupportedModel, UserError
 from ..draft_tree import width_for
-from ..kernels.features import emulated
-from ..network import unreachable
 from ..stop_tokens import stop_tokens
-from ..templates import choose_template
 from . import packed
 from .cache import BatchCache, TargetCache
+from .device import resolve_dtype, use_device
 from .quantized import dequantized_format
 from .restrictions import Restrictions, restrictions
 from .spec import context_limit
 from .structure import Structure, text_config
+from .target_files import (
+    load_generation_config,
+    load_tokenizer,
+    one_line,
+    whole_config,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel  # takes seconds to import, and the runtime needs none of it
 
-MODELOPT_FILE = "hf_quant_config.json"
 DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -64,152 +56,6 @@ class TargetOutput:
 
 class _EnoughLayers(Exception):
     """Ends the forward after the highest tapped layer."""
-
-
-def resolve_device(device: str) -> torch.device:
-    """Returns the device; `auto` is cuda if there is one, else cpu. Raises UserError for a missing or unknown one."""
-    try:
-        emulated()
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(f"device {device!r}: not a torch device; use auto, cpu or cuda") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise UserError(f"device {device!r} is not supported; use auto, cpu or cuda")
-    if resolved.type == "cuda" and (
-        not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count()
-    ):
-        raise UserError(
-            f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto"
-        )
-    return resolved
-
-
-def use_device(device: str) -> torch.device:
-    """Calls `resolve_device` and makes the device current in this thread: kernels are launched there."""
-    resolved = resolve_device(device)
-    if resolved.type == "cuda" and resolved.index is not None:
-        torch.cuda.set_device(resolved)
-    return resolved
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype; `auto` is bfloat16 on a GPU, float32 on a CPU (most lack bf16 units). Raises UserError."""
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in known:
-        raise UserError(f"dtype {dtype!r} is not one of auto, {', '.join(known)}")
-    return known[dtype]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
-
-
-def load_config(name: str) -> PreTrainedConfig:
-    """Returns the configuration of the target's language model, without weights, see `text_config`.
-
-    Raises:
-        UserError: it is missing, cannot be read or is not a causal language model.
-    """
-    return text_config(_whole_config(name))
-
-
-def _whole_config(name: str) -> PreTrainedConfig:
-    if not os.path.isdir(name) and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise UserError(f"target {name}: no such directory")
-    check_merged(name)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # transformers checks little of a file's content, so any error may follow
-        if not os.path.isdir(name) and unreachable(error):
-            raise UserError(
-                f"target {name}: no such directory, and the hub cannot be reached; give the directory of a model"
-            ) from error
-        raise UserError(f"target {name}: cannot read its config.json ({_one_line(error)})") from error
-    if getattr(config, "quantization_config", None) is None:  # older exports of modelopt have a file of their own
-        found = cached_file(
-            name,
-            MODELOPT_FILE,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if found is not None:
-            config.quantization_config = {"quant_method": "modelopt", **_modelopt(Path(found))}
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedModel(
-            f"target {name}: architecture {config.model_type!r} is not supported: transformers has no causal language "
-            f"model of it"
-        )
-    return config
-
-
-def _modelopt(file: Path) -> dict[str, Any]:
-    """Returns the quantization of a checkpoint of modelopt. Raises UserError."""
-    try:
-        return dict(json.loads(file.read_bytes())["quantization"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file}: cannot be read ({_one_line(error)})") from error
-
-
-def check_architecture(name: str) -> None:
-    """Builds the target without memory for weights, from its config.json alone, and finds its parts.
-
-    Raises:
-        UserError: the configuration cannot be read, or no model can be built from it.
-        UnsupportedModel: see `Structure.of_model`.
-    """
-    config = _whole_config(name)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # as in `_whole_config`
-        raise UserError(f"target {name}: no model can be made of its config.json ({_one_line(error)})") from error
-    Structure.of_model(model, name)
-
-
-def load_tokenizer(name: str, **rendering: Any) -> Any:
-    """Returns the target's tokenizer, with a template chosen by `choose_template(**rendering)`. Raises UserError."""
-    try:
-        found = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # as above; the tokenizers library has no error class for a bad tokenizer.json
-        raise UserError(f"target {name}: cannot load its tokenizer ({_one_line(error)})") from error
-    return choose_template(found, **rendering)
-
-
-def load_generation_config(name: str | Path) -> GenerationConfig | None:
-    """Returns a checkpoint's generation_config.json; None if it has none.
-
-    Raises:
-        UserError: it cannot be read, or has a key that is not supported, see `restrictions`.
-    """
-    local = os.path.isdir(name)
-    if local and not (Path(name) / "generation_config.json").exists():
-        return None
-    try:
-        found = GenerationConfig.from_pretrained(name)
-    except Exception as error:
-        if isinstance(error, OSError) and not local:
-            return None  # the Hub's answer for a checkpoint without one
-        raise UserError(f"target {name}: cannot read its generation_config.json ({_one_line(error)})") from error
-    restrictions(str(name), found, 0)
-    return found
-
-
-def warn_of_penalty(name: str) -> None:
-    """Warns on stderr if generation_config.json has a repetition penalty: only dflash-serve applies it."""
-    penalty = getattr(load_generation_config(name), "repetition_penalty", None)
-    if penalty not in (None, 1.0):
-        print(
-            f"warning: the target's generation_config.json sets repetition_penalty {penalty}, which is not applied "
-            f"here; dflash-serve applies it, unless it is given --sampling-defaults openai",
-            file=sys.stderr,
-        )
 
 
 def _dequantized_fp8(asked: dict[str, Any], name: str, slices: int = 1) -> dict[str, Any]:
@@ -258,31 +104,6 @@ def _computes_fp8(where: torch.device, mesh: "DeviceMesh | None") -> bool:
     return False
 
 
-RESERVED_WORDS = ("reserved", "unused", "extra", "placeholder", "empty")
-
-
-def choose_mask_token(tokenizer: Any, embedding_rows: int) -> int:
-    """Returns an id that no text produces, for masked slots.
-
-    The first row of the embedding that the tokenizer does not use (Qwen3: 151669); else the last special token
-    with a name like `reserved` or `unused` that is not the bos, eos, pad or unk token.
-
-    Raises:
-        UserError: there is neither; then `drafter.mask_token_id` is required.
-    """
-    if len(tokenizer) < embedding_rows:
-        return len(tokenizer)
-    taken = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    reserved = [
-        token
-        for text, token in tokenizer.get_added_vocab().items()
-        if token not in taken and any(word in text.lower() for word in RESERVED_WORDS)
-    ]
-    if not reserved:
-        raise UserError("the target has no unused embedding row for the mask; give one as drafter.mask_token_id=ID")
-    return max(reserved)
-
-
 class Target:
     """A frozen causal LM with its tokenizer. Every method runs without gradients unless noted."""
 
@@ -325,7 +146,7 @@ class Target:
             UserError: missing or corrupt weights or configurations, an unsupported architecture, no such device, a
                 quantized checkpoint without its library or without dense embedding and head.
         """
-        whole = _whole_config(name)
+        whole = whole_config(name)
         config = text_config(whole)
         stop_tokens(config, load_generation_config(name))  # transformers ignores a file that it cannot read
         where = use_device(device)
@@ -365,7 +186,7 @@ class Target:
                 device_map={"": where} if quantized and mesh is None else None,
             )
         except (ImportError, OSError, SafetensorError, RuntimeError, ValueError) as error:
-            raise UserError(f"target {name}: cannot load its weights ({_one_line(error)})") from error
+            raise UserError(f"target {name}: cannot load its weights ({one_line(error)})") from error
         # transformers would fill the tensors named here with random numbers and continue
         if mismatched := sorted(info["mismatched_keys"]):
             tensor, stored, wanted = mismatched[0]
@@ -465,7 +286,7 @@ class Target:
             rest = self.forward(ids[:, 8:], cache=cache, final=True).final
         except ValueError as error:
             raise UnsupportedModel(
-                f"target {self.name}: it does not support transformers' cache ({_one_line(error)})"
+                f"target {self.name}: it does not support transformers' cache ({one_line(error)})"
             ) from error
         assert whole is not None and rest is not None
         off = float((rest - whole[:, 8:]).norm() / whole[:, 8:].norm())
@@ -510,7 +331,7 @@ class Target:
             tree = self.forward(ids[:, 8:], cache=cache, visible=visible, final=True).final
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(
-                f"target {self.name}: it does not accept the mask of a draft tree ({_one_line(error)}); "
+                f"target {self.name}: it does not accept the mask of a draft tree ({one_line(error)}); "
                 f"use chains (--draft-tree-width 1)"
             ) from error
         for path in paths:

@@ -62,7 +62,7 @@ def load_engine(
     if f"{__package__}.engine" not in sys.modules:  # otherwise there is no import to wait for
         read_ahead(drafter if isinstance(drafter, str) else None, target)
     # not above: it imports torch and transformers for seconds, while the disk already reads
-    from ..models.target import load_config, load_tokenizer
+    from ..models.target_files import load_config, load_tokenizer
 
     load_config(target)  # reports first if there is no such target
     tokenizer = load_tokenizer(target, chat_template=chat_template)
@@ -93,8 +93,9 @@ def load_parts(
     Raises:
         UserError: something does not fit, is missing or is not supported.
     """
+    from ..models.device import resolve_dtype, use_device
     from ..models.spec import ModelSpec
-    from ..models.target import load_config, load_generation_config, load_tokenizer, resolve_dtype, use_device
+    from ..models.target_files import load_config, load_generation_config, load_tokenizer
     from ..stop_tokens import stop_tokens
     from . import precompile
     from .engine import operations

@@ -77,7 +77,7 @@ class WeightReader:
 
         from ..models.dflash.checkpoint import load_drafter
         from ..models.spec import ModelSpec
-        from ..models.target import load_config
+        from ..models.target_files import load_config
 
         folder, runner = Path(message.folder), self._engine.runner
         if not folder.is_dir():

@@ -27,7 +27,7 @@ from dflash_toolkit import SamplingParams
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.files import write_json
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.runtime.request import Request

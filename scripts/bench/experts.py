@@ -27,8 +27,8 @@ from dflash_toolkit.kernels.formats import DENSE, MXFP4, BlockScaledFp8, Format,
 from dflash_toolkit.kernels.hopper.experts import experts_fit, launch_experts
 from dflash_toolkit.kernels.triton import experts as gathered
 from dflash_toolkit.kernels.triton.fp8_blocks import quantize_groups
+from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.spec import ModelSpec, MoeSpec
-from dflash_toolkit.models.target import use_device
 from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.runtime.timing import median_seconds
 

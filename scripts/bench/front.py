@@ -129,7 +129,7 @@ def engine_main(args: argparse.Namespace, vocabulary: int, path: Path, control: 
 
 
 def measure(args: argparse.Namespace, conversations: list[list[dict[str, str]]]) -> dict[str, Any]:
-    from dflash_toolkit.models.target import load_tokenizer
+    from dflash_toolkit.models.target_files import load_tokenizer
     from dflash_toolkit.serve.config import ServeConfig
     from dflash_toolkit.serve.front import front_main
     from dflash_toolkit.serve.server import bind, share_address, url_of

@@ -23,7 +23,7 @@ from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import Parts, load_parts
 

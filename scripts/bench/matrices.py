@@ -20,8 +20,8 @@ from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import gpu
 from dflash_toolkit.kernels.formats import DENSE, Weight
+from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.spec import AttentionSpec, MlpSpec, ModelSpec
-from dflash_toolkit.models.target import use_device
 from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.runtime.timing import median_seconds
 

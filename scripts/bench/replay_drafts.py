@@ -31,9 +31,9 @@ from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
+from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.draft_length import block_sizes
 from dflash_toolkit.runtime.graphs import no_collection

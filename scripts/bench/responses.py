@@ -37,7 +37,7 @@ from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.measure.decoders import EngineDecoder
 from dflash_toolkit.files import read_json, write_json
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.runtime import EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.load import Parts, load_parts
 from dflash_toolkit.train.responses.generate import seed_of

@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash_toolkit import Drafter, save_drafter
 from dflash_toolkit.files import write_json
+from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import use_device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 

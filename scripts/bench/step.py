@@ -30,9 +30,9 @@ from dflash_toolkit.config import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.launch import dependent_launches
+from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import use_device
 from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.engine import resolve_draft_dtype

@@ -24,9 +24,9 @@ import torch
 from dflash_toolkit.config import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.files import write_json
+from dflash_toolkit.models.device import use_device
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import use_device
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance, load_engine
 from dflash_toolkit.sampling import SamplingParams
 

@@ -32,9 +32,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dflash_toolkit.files import finite, write_json
+from dflash_toolkit.models.device import resolve_device
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.target import Target, resolve_device
+from dflash_toolkit.models.target import Target
 from dflash_toolkit.roofline import roofline_of
 from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes

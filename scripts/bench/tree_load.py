@@ -23,7 +23,7 @@ from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.load import load_parts

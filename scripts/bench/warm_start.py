@@ -36,12 +36,8 @@ from dflash_toolkit.evaluation.cli import main as dflash_eval
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
-from dflash_toolkit.models.target import (
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    resolve_device,
-)
+from dflash_toolkit.models.device import resolve_device
+from dflash_toolkit.models.target_files import load_config, load_generation_config, load_tokenizer
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.train.cli import main as dflash_train

@@ -33,7 +33,7 @@ from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Step
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions, SyntheticAcceptance
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.runtime.load import Parts, load_parts

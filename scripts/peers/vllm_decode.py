@@ -37,12 +37,8 @@ from dflash_toolkit.evaluation.report.schema import read_report
 from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import finite, write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
-from dflash_toolkit.models.target import (
-    context_limit,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-)
+from dflash_toolkit.models.spec import context_limit
+from dflash_toolkit.models.target_files import load_config, load_generation_config, load_tokenizer
 from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 

@@ -30,7 +30,7 @@ from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
-from dflash_toolkit.models.target import load_config, load_generation_config, load_tokenizer
+from dflash_toolkit.models.target_files import load_config, load_generation_config, load_tokenizer
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.train.responses.vllm_backend import import_vllm

@@ -24,7 +24,7 @@ from dflash_toolkit.checkpoint.reader import locate
 from dflash_toolkit.config import UserError, run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.dflash.checkpoint import read_config
-from dflash_toolkit.models.target import load_config
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.runtime.graphs import no_collection
 from dflash_toolkit.train.responses.vllm_backend import import_vllm
 

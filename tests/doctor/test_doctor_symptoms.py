@@ -21,7 +21,8 @@ from dflash_toolkit.doctor.files import Case
 from dflash_toolkit.doctor.probe import Scores
 from dflash_toolkit.doctor.symptoms import _cliff
 from dflash_toolkit.models.dflash.network import ContextKV, Drafter
-from dflash_toolkit.models.target import Target, load_config
+from dflash_toolkit.models.target import Target
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.train.objective.blocks import Blocks
 
 # ---- training against serving ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dflash_toolkit import UserError
 from dflash_toolkit.kernels import features
 from dflash_toolkit.kernels.features import KNOWN, VARIABLE, Features, features_of
 from dflash_toolkit.kernels.ops import unsupported
-from dflash_toolkit.models.target import use_device
+from dflash_toolkit.models.device import use_device
 
 GPU = torch.device("cuda")
 FLAGS = ("dependent_launches", "fp8_products", "hopper", "cublas_fp8_rows", "cublas_fp8_blocks")

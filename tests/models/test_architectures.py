@@ -31,7 +31,7 @@ from dflash_toolkit.models.cache import TargetCache
 from dflash_toolkit.models.spec import ARCHITECTURES as COMPUTED
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.structure import text_config
-from dflash_toolkit.models.target import load_config
+from dflash_toolkit.models.target_files import load_config
 
 # for Qwen3.5 with images transformers loads the language model alone, which is listed here itself
 EACH = pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not re.match("Qwen.*images", name)])

@@ -8,7 +8,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from dflash_toolkit.models.dflash.shape import default_kind, default_target_layer_ids, drafter_shape
-from dflash_toolkit.models.target import choose_mask_token
+from dflash_toolkit.models.target_files import choose_mask_token
 
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 

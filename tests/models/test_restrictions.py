@@ -15,7 +15,7 @@ from programs import altered
 from dflash_toolkit import SamplingParams, Target, UserError, generate
 from dflash_toolkit.evaluation.measure.batched import BatchedDecoder
 from dflash_toolkit.models.restrictions import REFUSED, REFUSED_IF_SAMPLED, Restrictions
-from dflash_toolkit.models.target import load_config
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.sampling import Grammar
 

@@ -18,15 +18,9 @@ from refusals import refusal
 from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import Target, UserError
-from dflash_toolkit.models.target import (
-    choose_mask_token,
-    context_limit,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
+from dflash_toolkit.models.device import resolve_device, resolve_dtype
+from dflash_toolkit.models.spec import context_limit
+from dflash_toolkit.models.target_files import choose_mask_token, load_config, load_generation_config, load_tokenizer
 
 KINDS = ["llama", "qwen2", "qwen3"]
 IDS = torch.randint(0, 256, (2, 11), generator=torch.Generator().manual_seed(1))

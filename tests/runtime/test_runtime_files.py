@@ -13,8 +13,7 @@ from refusals import refusal
 from safetensors.torch import load_file, save_file
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate, save_drafter
-from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import context_limit
+from dflash_toolkit.models.spec import ModelSpec, context_limit
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.load import load_parts
 

@@ -36,7 +36,7 @@ from dflash_toolkit.kernels.formats import (
 from dflash_toolkit.kernels.ops import Reference
 from dflash_toolkit.models.quantized import EIGHT, FORM, GROUP
 from dflash_toolkit.models.spec import GatedDeltaNetSpec, ModelSpec
-from dflash_toolkit.models.target import load_config
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.runtime import EngineOptions, load_engine
 from dflash_toolkit.runtime.weights import GatedDeltaNetWeights, TargetWeights
 from scripts.shapes import named_shape, random_target

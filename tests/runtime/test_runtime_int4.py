@@ -18,7 +18,7 @@ from dflash_toolkit.checkpoint.int4 import conversions
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.kernels.formats import DENSE, GroupedInt4, Int4
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import load_config
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
 
 SIZES = {

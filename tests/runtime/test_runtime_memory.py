@@ -22,7 +22,8 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError
 from dflash_toolkit.config import UnsupportedModel
 from dflash_toolkit.evaluation.measure import pairs as runtimes
 from dflash_toolkit.kernels.features import KNOWN
-from dflash_toolkit.models import target as target_module
+from dflash_toolkit.models import device as devices
+from dflash_toolkit.models import target_files
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.preflight import GIB
@@ -254,9 +255,11 @@ def test_unsupported_heads_are_refused_before_loading(
     monkeypatch.setattr(TargetWeights, "load", lambda *_: loaded.append(1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL, TOTAL))
     monkeypatch.setattr(loading, "locate", lambda what, name: Path(name))
-    for name, found in (("load_config", target.config), ("use_device", torch.device("cuda")),
-                        ("load_generation_config", None), ("load_tokenizer", target.tokenizer)):  # fmt: skip
-        monkeypatch.setattr(target_module, name, lambda *_, found=found: found)
+    monkeypatch.setattr(devices, "use_device", lambda _: torch.device("cuda"))
+    for name, found in (
+        ("load_config", target.config), ("load_generation_config", None), ("load_tokenizer", target.tokenizer),
+    ):  # fmt: skip
+        monkeypatch.setattr(target_files, name, lambda *_, found=found: found)
     monkeypatch.setattr(engine_module, "operations", lambda _: None)
 
     said = rf"attention heads of {width} in \w+ need \d+ KiB of shared memory .*{way_out}"
@@ -273,7 +276,7 @@ def test_a_drafters_heads_are_checked_before_loading(
     target, device = make_target(), torch.device("cuda")
     drafter = make_drafter(target, head_dim=1024)
     monkeypatch.setattr(TargetWeights, "load", lambda *_: pytest.fail("the target is loaded"))
-    for module in (backends, runtimes, loading, engine_module, target_module):
+    for module in (backends, runtimes, loading, engine_module, devices, target_files):
         for name, found in (("load_config", target.config), ("use_device", device), ("resolve_dtype", torch.bfloat16),
                             ("load_tokenizer", target.tokenizer), ("read_drafter", drafter), ("operations", None),
                             ("read_drafter_config", drafter.config)):  # fmt: skip

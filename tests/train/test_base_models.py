@@ -15,7 +15,7 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.doctor.cli import main as examine
 from dflash_toolkit.evaluation.cli import main as evaluate
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.serve.cli import main as serve
 from dflash_toolkit.train.responses.conversation import recorded_rows
 from dflash_toolkit.train.responses.corpus import Corpus

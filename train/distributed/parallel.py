@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.models.device import resolve_device
 from dflash_toolkit.models.dflash.network import Drafter
-from dflash_toolkit.models.target import resolve_device
 
 from ..config import TrainConfig
 from ..features.gpu_memory import OutOfMemory

@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from dflash_toolkit.checkpoint.reader import each_tensor, locate, weight_files
 from dflash_toolkit.config import UserError
+from dflash_toolkit.models.device import resolve_dtype, use_device
 from dflash_toolkit.models.structure import Structure
-from dflash_toolkit.models.target import Target, TargetOutput, load_config, load_tokenizer, resolve_dtype, use_device
+from dflash_toolkit.models.target import Target, TargetOutput
+from dflash_toolkit.models.target_files import load_config, load_tokenizer
 from dflash_toolkit.openai_http import TryAgainError, base_url, find_models, request_json
 
 CONNECTIONS = 32  # concurrent requests

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 from dflash_toolkit.config import UnsupportedModel, UserError
 from dflash_toolkit.evaluation.measure.batched import BatchedDecoder, unbatchable_reason
 from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder, ReferenceDecoder, free_memory
-from dflash_toolkit.models.target import Target, load_config, resolve_dtype, use_device
+from dflash_toolkit.models.device import resolve_dtype, use_device
+from dflash_toolkit.models.target import Target
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.runtime import EngineOptions
 from dflash_toolkit.runtime.load import load_parts, read_drafter
 

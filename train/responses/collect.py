@@ -11,7 +11,7 @@ from typing import Any
 from dflash_toolkit import UserError
 from dflash_toolkit.config import to_mapping
 from dflash_toolkit.files import read_json, write_json
-from dflash_toolkit.models.target import load_config, load_generation_config
+from dflash_toolkit.models.target_files import load_config, load_generation_config
 from dflash_toolkit.stop_tokens import stop_tokens
 
 from ..distributed.parallel import Processes

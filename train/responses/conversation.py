@@ -11,7 +11,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.data.conversations import Conversation, Message, Tool, with_call_ids
 from dflash_toolkit.data.prompts import apply_template, encode_chat, warn_of_thinking
 from dflash_toolkit.evaluation.measure.decoders import Chat, Response
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.sampling import SamplingParams
 
 from .rows import Row, Span

@@ -22,7 +22,7 @@ from dflash_toolkit.data.prompts import open_text, template_variables
 from dflash_toolkit.data.sources import Source
 from dflash_toolkit.models.dflash.config import DrafterConfig
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.target import load_config, load_tokenizer
+from dflash_toolkit.models.target_files import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
 
 from ..config import TrainConfig, own_count

@@ -8,10 +8,12 @@ from typing import Any
 from dflash_toolkit import DrafterConfig, UserError
 from dflash_toolkit.config import to_mapping
 from dflash_toolkit.fingerprint import drafter_digest, template_digest
+from dflash_toolkit.models.device import resolve_device
 from dflash_toolkit.models.dflash.checkpoint import check_fits
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.dflash.speculators import check_form
-from dflash_toolkit.models.target import choose_mask_token, context_limit, load_config, resolve_device, warn_of_penalty
+from dflash_toolkit.models.spec import context_limit
+from dflash_toolkit.models.target_files import choose_mask_token, load_config, warn_of_penalty
 from dflash_toolkit.preflight import check_target, make_folder
 from dflash_toolkit.tracking import import_wandb
 

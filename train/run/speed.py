@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from dflash_toolkit.config import UserError
+from dflash_toolkit.models.device import resolve_device
 from dflash_toolkit.models.dflash.config import DrafterConfig
-from dflash_toolkit.models.target import resolve_device
 from dflash_toolkit.preflight import GIB
 from dflash_toolkit.roofline import SHEETS, roofline_of, sheet_of
 from dflash_toolkit.runtime.options import EngineOptions

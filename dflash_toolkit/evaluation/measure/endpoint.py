@@ -28,7 +28,8 @@ import torch
 from ...config import UserError
 from ...fingerprint import template_digest
 from ...generation import FinishReason, Generation, Step
-from ...models.target import context_limit, load_config, load_tokenizer
+from ...models.spec import context_limit
+from ...models.target_files import load_config, load_tokenizer
 from ...openai_http import TryAgainError, base_url, find_model, open_reply, request_json, stream_json, without_login
 from ...sampling import SamplingParams
 from .decoders import EngineDecoder, OnStep, ReferenceDecoder, ThreadedDecoder

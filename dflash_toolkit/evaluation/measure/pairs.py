@@ -14,7 +14,8 @@ from ...draft_tree import WIDTH, width_for
 from ...fingerprint import drafter_digest, sample_digest, template_digest
 from ...generation import Generation
 from ...models.dflash.network import Drafter
-from ...models.target import Target, load_config, load_tokenizer
+from ...models.target import Target
+from ...models.target_files import load_config, load_tokenizer
 from ...runtime import EngineOptions
 from ...runtime.engine import resolve_draft_dtype
 from ...runtime.load import Parts, load_parts

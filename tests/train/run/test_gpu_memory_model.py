@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.models.target import load_config
+from dflash_toolkit.models.target_files import load_config
 from dflash_toolkit.preflight import GIB
 from dflash_toolkit.roofline import SHEETS
 from dflash_toolkit.train import pipeline

@@ -19,7 +19,7 @@ from dflash_toolkit.calibration import Calibration
 from dflash_toolkit.confidence import LIKELY, JudgedNode, calibrate, judged_nodes
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.models.target import load_tokenizer
+from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import TargetWeights
