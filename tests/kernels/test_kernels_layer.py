@@ -96,7 +96,7 @@ def test_unsupported_shapes_launch_each_operation_separately(biased: bool, monke
         layers = [LayerWeights(w["norm"], mixer, w["post_norm"], MlpWeights(w["gate_up"], w["down"]))] * 2
         rope = spec.attention[0].rope
         stack = Stack(spec, layers, w["norm"], {rope: x}, {spec.attention[0].kv_heads: torch.empty(2, 0)}, ops)
-        total, normed, begun = stack._finish(0, x.to(dtype), a.to(dtype), None, 1, tap)
+        total, normed, begun = stack._finish(0, x.to(dtype), a.to(dtype), None, 1, tap, None)
         assert begun is not None
         return total, normed, begun[0]
 
