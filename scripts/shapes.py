@@ -229,7 +229,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
 
 WEIGHTS = {  # suffix of a shape's name -> `quantization_config`
     "-fp8": FORM,
-    "-awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+    "-awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
 }
 
 

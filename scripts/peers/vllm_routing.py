@@ -32,6 +32,16 @@ class OwnExperts(RoutingStrategy):
         indices_type: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights [M, top_k] and experts [M, top_k] of rows [M, D] with logits [M, E]."""
+        own = self.generate_monolithic_logits(router_logits)
+        return fused_topk(hidden_states, own, top_k, renormalize=True, indices_type=indices_type)[:2]
+
+    @property
+    def supports_monolithic_logits(self) -> bool:
+        """Returns whether kernels that choose experts themselves can be used (gpt-oss)."""
+        return True
+
+    def generate_monolithic_logits(self, router_logits: torch.Tensor) -> torch.Tensor:
+        """Returns other logits [M, E] for the router's."""
         rows, experts = router_logits.shape
         if self._logits is None:
             dice = torch.Generator(router_logits.device).manual_seed(0)
@@ -40,8 +50,7 @@ class OwnExperts(RoutingStrategy):
             self._logits = made.to(router_logits.dtype)
         self._calls += 1
         start = self._calls * STRIDE % OFFSETS
-        own = self._logits[start : start + rows]
-        return fused_topk(hidden_states, own, top_k, renormalize=True, indices_type=indices_type)[:2]
+        return self._logits[start : start + rows]
 
 
 class Worker:

@@ -15,6 +15,7 @@ at the same time on one GPU: with `--together` each waits until all are ready, a
 import argparse
 import contextlib
 import fcntl
+import json
 import multiprocessing
 import os
 import random
@@ -90,6 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kv-cache-gib", type=float, help="GiB of the cache, instead of --gpu-memory-utilization")
     add("--first-token", type=int, nargs="+", default=[], metavar="TOKENS", help="also time prompts of so many tokens")
     add("--together", nargs=2, metavar=("FOLDER", "N"), help="an empty folder for N engines that start together")
+    add("--options", type=json.loads, default={}, help="more arguments of vllm.LLM, a JSON object")
     add("--no-compile", action="store_true", help="CUDA graphs without torch.compile: faster start, slower decoding")
     add("--output", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -118,7 +120,7 @@ def write_shapes(folder: Path, shape: str, k: int) -> tuple[Path, Path]:
     target.mkdir()
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
     stated = config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
-    if quantized := stated.get("quantization_config"):
+    if (quantized := stated.get("quantization_config")) and quantized["quant_method"] == "fp8":
         kept = [f"model.layers.{layer}.{name}" for layer in range(config.num_hidden_layers) for name in UNQUANTIZED]
         stated["quantization_config"] = {**quantized, "modules_to_not_convert": ["lm_head", *kept]}
     write_json(target / "config.json", stated)
@@ -161,7 +163,7 @@ def for_batches(options: dict[str, Any], args: argparse.Namespace, k: int) -> di
     options = options | {"compilation_config": options.get("compilation_config", {}) | graphs}
     if args.kv_cache_gib:
         options |= {"kv_cache_memory_bytes": int(args.kv_cache_gib * 2**30), "gpu_memory_utilization": 0.1}
-    return options
+    return options | args.options
 
 
 @contextlib.contextmanager
@@ -295,7 +297,8 @@ def run(args: argparse.Namespace) -> None:
     named_shape(args.shape)
     result = setting("peers/vllm_step.py")
     result |= {
-        key: getattr(args, key) for key in ("shape", "accept", "prompt", "short", "long", "repeats", "no_compile")
+        key: getattr(args, key)
+        for key in ("shape", "accept", "prompt", "short", "long", "repeats", "no_compile", "options")
     }
     if getattr(named_shape(args.shape), "num_experts", None):
         result["routing"] = "every row of every layer chooses by random logits of its own, through vllm's top-k kernel"

@@ -28,10 +28,13 @@ def test_engine_options_have_shape_and_acceptance(tmp_path: Path) -> None:
 
 
 def test_steps_of_measured_batches_are_captured(tmp_path: Path) -> None:
-    args = program.parse(["--output", "x.json", "--batch", "1", "5", "--kv-cache-gib", "2", "--no-compile"])
+    args = program.parse(
+        ["--output", "x.json", "--batch", "1", "5", "--kv-cache-gib", "2", "--no-compile", "--options", '{"seed": 7}']
+    )
     options = program.for_batches(program.options_of(args, tmp_path, 3), args, 3)
     assert options["compilation_config"]["cudagraph_capture_sizes"] == [4, 8, 12, 16, 20]
     assert options["compilation_config"]["mode"] == 0 and options["kv_cache_memory_bytes"] == 2 << 30
+    assert options["seed"] == 7
 
 
 def test_engines_that_start_together_are_timed_in_turns(tmp_path: Path) -> None:
@@ -46,6 +49,8 @@ def test_engines_that_start_together_are_timed_in_turns(tmp_path: Path) -> None:
     ("shape", "architecture", "experts", "recurrent"),
     [
         ("qwen3-8b-fp8", "Qwen3ForCausalLM", False, False),
+        ("gpt-oss-20b", "GptOssForCausalLM", True, False),
+        ("gemma-4-31b", "Gemma4ForCausalLM", False, False),
         ("qwen3-30b-a3b", "Qwen3MoeForCausalLM", True, False),
         ("qwen3.8-27b-fp8", "Qwen3_5ForCausalLM", False, True),
         ("qwen3.6-35b-a3b-fp8", "Qwen3_5MoeForCausalLM", True, True),
