@@ -9,7 +9,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -
 # The tests start some fifty processes; without bytecode each would compile the project again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast check words kernels docs wheel tables format test-gpu test-peers test-long test-newest mutate clean
+.PHONY: help demo demo-live test test-fast check words kernels docs wheel tables format test-gpu test-peers test-long test-newest mutate clean
 
 help:            ## list these commands
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 16
@@ -24,6 +24,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)   ## fetch a small target, train a drafter, write the report, serve one request (about 5 minutes on 2 cores)
 	$(BIN)/python scripts/demo/demo.py
+
+demo-live: $(READY) ## serve the demo's pair with a drafter that learns from a new kind of question
+	$(BIN)/python scripts/demo/live.py
 
 test: $(READY)   ## run the whole test suite on a CPU; `make kernels` compiles the kernels
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not compiles and not newest'  # the tests compute in one thread each

@@ -13,10 +13,11 @@ import torch
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.checkpoint import load_drafter, save_drafter
 from dflash_toolkit.models.dflash.network import Drafter
+from dflash_toolkit.models.dflash.shape import WIDTH_FOR_PARTS
 from dflash_toolkit.models.target_files import load_config, load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.wire import Adaptation
-from dflash_toolkit.train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
 from dflash_toolkit.train.live.process import TrainerProcess
 from dflash_toolkit.train.objective.target_head import HeadWeights
 from dflash_toolkit.train.online import AVERAGE
@@ -31,11 +32,13 @@ PACK_TOKENS, SHARED_PACK_TOKENS = 12288, 4096  # of a training batch on a GPU of
 BYTES_PER_PARAMETER = 28  # fp32: weights, gradients, two moments, average, and two served versions
 WORKSPACE = 8 << 30  # bytes of a training step, of the head and of CUDA
 LEAST_SHARE = 0.2  # of the GPU's memory that the engine keeps
+SHARED_PACK_BLOCKS = 384
+FIRST_LAYERS = 2  # of a new drafter for a small target: it learns in half the time, and five are little better
 ANCHORS = 8  # blocks of a request and step on a CPU: few blocks of many requests teach more than many blocks of one
 
 
 def first_drafter(config: "ServeConfig") -> Drafter:
-    """Returns the drafter to start from, in fp32: the given one, or random weights of the default shape.
+    """Returns the drafter to start from, in fp32: the given one, or random weights.
 
     Raises:
         UserError: it cannot be loaded, or the target has no unused token for the mask.
@@ -43,7 +46,9 @@ def first_drafter(config: "ServeConfig") -> Drafter:
     if config.drafter is not None:
         return load_drafter(config.drafter, dtype=torch.float32)
     target, tokenizer = load_config(config.target), load_tokenizer(config.target)
-    return Drafter.fresh(drafter_config(TrainConfig(target=config.target), target, tokenizer), 0)
+    layers = FIRST_LAYERS if target.hidden_size < WIDTH_FOR_PARTS else None
+    shape = TrainConfig(target=config.target, drafter=DrafterOptions(layers=layers))
+    return Drafter.fresh(drafter_config(shape, target, tokenizer), 0)
 
 
 def training_options(device: torch.device, rate: float | None, *, fresh: bool, shared: bool) -> TrainConfig:
@@ -55,8 +60,11 @@ def training_options(device: torch.device, rate: float | None, *, fresh: bool, s
         shared: the engine uses the same device.
     """
     on_gpu = device.type == "cuda"
-    tokens = SHARED_PACK_TOKENS if shared else PACK_TOKENS
-    optim = OptimOptions(ema=AVERAGE, learning_rate=rate, pack_tokens=tokens if on_gpu else None, recompute=on_gpu)
+    tokens, blocks = (SHARED_PACK_TOKENS, SHARED_PACK_BLOCKS) if shared else (PACK_TOKENS, None)
+    optim = OptimOptions(
+        ema=AVERAGE, learning_rate=rate, pack_tokens=tokens if on_gpu else None, pack_blocks=blocks if on_gpu else None,
+        recompute=on_gpu,
+    )  # fmt: skip
     optim = replace(optim, learning_rate=peak_rate(optim, on_gpu, warm=not fresh))
     # the step is not compiled: that takes a minute, in which a day-0 drafter learns much
     return TrainConfig(target="", optim=optim, loss=LossOptions(anchors=ANCHORS), run=RunOptions(compile="off"))

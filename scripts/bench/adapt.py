@@ -5,7 +5,7 @@
 
 Every way serves the prompts in the same order, so many at a time, greedily, until the time is over, with the options of
 dflash-serve. `frozen` keeps the drafter. `adapted` trains it in another process, on `--device` or on the same GPU at
-`--share` of the time. Without `--drafter` both start from random weights. A way may have its own seconds, as plain=30.
+`--share` of its speed. Without `--drafter` both start from random weights. A way may have its own seconds, as plain=30.
 `wrong` counts answers that differ from the first way's, of the first prompts, which are sent again at the end.
 """
 
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from scripts.measure import setting, without_folders
 
-PREPARE_S = 15.0  # time to capture steps before the first request
+PREPARE_S = 40.0  # most time to capture steps before the first request
 CHECKED = 64  # prompts; their answers are compared
 
 
@@ -118,6 +118,7 @@ def measure(
             found["rows"].append(row)
             if adapting:
                 found["training"] = msgspec.to_builtins(adapting.report())
+                row |= {name: found["training"][name] for name in ("steps", "busy_share")}
             report(found)
     answers = dict[int, list[int]]()
     for at in range(0, min(CHECKED, len(prompts)), args.requests):  # no more at a time, see docs/correctness.md

@@ -41,13 +41,13 @@ def stage(title: str, line: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
+def server(target: str, drafter: str, *words: str) -> Iterator[str]:
     """dflash-serve on a free port; its base URL. It is stopped when the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     line = command(
-        "dflash-serve", "--target", "demo/target", "--drafter", "demo/drafter", "--port", str(port), "--no-access-log"
+        "dflash-serve", "--target", target, "--drafter", drafter, "--port", str(port), "--no-access-log", *words
     )
     print(f"\n== serve\n$ {shlex.join([Path(line[0]).name, *line[1:]])}", flush=True)
     process = subprocess.Popen(line, cwd=ROOT)
@@ -86,12 +86,17 @@ def chat(url: str) -> None:
             print(f"\n\nusage: {chunk.usage.model_dump(exclude_none=True)}", flush=True)
 
 
+def build() -> None:
+    """Fetches the target and trains the drafter, unless they are there."""
+    stage("target", [sys.executable, "scripts/demo/fetch_target.py", "demo/target"])
+    stage("train", command("dflash-train", "--config", "configs/demo.yaml"))
+
+
 def main() -> None:
     """Four stages and a summary."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     started = time.perf_counter()
-    stage("target", [sys.executable, "scripts/demo/fetch_target.py", "demo/target"])
-    stage("train", command("dflash-train", "--config", "configs/demo.yaml"))
+    build()
     report, weights = DEMO / "report" / "report.json", DEMO / "drafter" / "model.safetensors"
     if not report.exists() or report.stat().st_mtime < weights.stat().st_mtime:
         stage(
@@ -101,7 +106,7 @@ def main() -> None:
                 f"counting={REPORT}", "--max-tokens", "48", "--output", "demo/report",
             ),
         )  # fmt: skip
-    with server() as url:
+    with server("demo/target", "demo/drafter") as url:
         chat(url)
     print(f"\ndone in {time.perf_counter() - started:.0f} s")
     for what, path in (("target", "target"), ("drafter", "drafter"), ("report", "report/report.html")):

@@ -271,9 +271,11 @@ def _main(connection: Any, shared: Shared) -> None:
 
 
 def _warm_up(trainer: OnlineTrainer) -> None:
-    """Takes a step on an empty record and undoes it: kernels are compiled while the engine starts."""
+    """Takes a step on an empty record and undoes it, and measures: kernels are compiled while the engine starts."""
     state = copy.deepcopy(trainer.state_dict())
-    trainer.step([Record([1] * 64, torch.ones(63, trainer.drafter.config.feature_size), [(1, 64)])])
+    record = Record([1] * 64, torch.ones(63, trainer.drafter.config.feature_size), [(1, 64)])
+    trainer.step([record])
+    trainer.held_out([record, record])
     trainer.load_state_dict(state)
 
 
