@@ -23,6 +23,7 @@ class PagedKV:
     table: Tensor  # int32 [B, pages of a request]
     size: int  # positions of a page
     window: int = 0  # a key at a distance of `window` positions or more is not seen; 0 is no window
+    # -C: the positions are cut into chunks of C, and a causal row sees only keys of its own chunk
     scales: Tensor | None = None  # [2, G, slots] of an fp8 cache, see `quantized_heads`
     factor: float | None = None  # of the scores; None: H ** -0.5
     soft_cap: float = 0.0  # a score s becomes soft_cap * tanh(s / soft_cap); 0 is no cap
@@ -36,6 +37,10 @@ class PagedKV:
     @property
     def score_factor(self) -> float:
         return self.cache.shape[3] ** -0.5 if self.factor is None else self.factor
+
+    def in_window(self, distance: Tensor, position: Tensor) -> Tensor:
+        """Returns whether keys at distances from rows at positions are in their window, or chunk."""
+        return distance.abs() < self.window if self.window > 0 else distance <= position % -self.window
 
     def read(self, slots: Tensor) -> Tensor:
         """Returns the keys and the values [2, ..., G, H] of slots, in the dtype of the model."""

@@ -39,13 +39,22 @@ SHAPES = [  # S, heads of a group, head width, contexts, page size, window, scor
     (16, 4, 64, (0, 260), 16, 0, "sinks"),
     (2, 2, 512, (70,), 16, 40, "cap"),
 ]
+CHUNKS = [
+    (7, 5, 64, (125, 260, 0), 16, -64, ""),
+    (16, 7, 40, (120,), 64, -128, "sinks"),
+    (3, 2, 8, (1, 130), 16, -3, ""),
+]
 Shape = tuple[int, int, int, tuple[int, ...], int, int, str]
 
 
 BLOCKS = [(causal, dtype) for causal in (True, False) for dtype in DTYPES]  # each in turn meets a window
 
 
-@pytest.mark.parametrize(("shape", "way"), in_turn([(shape,) for shape in SHAPES], BLOCKS), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    in_turn([(shape,) for shape in SHAPES], BLOCKS) + in_turn([(shape,) for shape in CHUNKS], BLOCKS[:2]),
+    ids=str,
+)
 @pytest.mark.sampled
 def test_attention_is_as_exact_as_torch_in_one_pass_and_in_two(shape: Shape, way: tuple[bool, torch.dtype]) -> None:
     (block, group, width, contexts, size, window, scores), (causal, dtype) = shape, way
@@ -84,6 +93,8 @@ CROSSINGS = [  # S, group, context, window, whole, scores: blocks that cross a t
     (8, 4, 60, 0, False, ""),
     (8, 4, 124, 50, False, "sinks"),
     (8, 4, 124, 0, True, "cap"),
+    (8, 4, 124, -128, False, ""),  # chunks
+    (16, 7, 120, -125, True, "sinks"),
     (16, 7, 120, 0, False, ""),
     (3, 1, 0, 0, False, "cap"),
 ]
@@ -112,13 +123,15 @@ def test_attention_is_batch_invariant_bit_for_bit(causal: bool, dtype: torch.dty
     check_invariant(q, pages, contexts, 3, causal=causal)
 
 
+@pytest.mark.parametrize("window", [50, -70], ids=["window", "chunks"])
 @pytest.mark.parametrize("way", [{"whole": True}, {"whole": False}, {"far": 128}], ids=str)
-def test_keys_before_the_window_are_not_read(way: dict[str, Any]) -> None:
+def test_keys_before_the_window_are_not_read(way: dict[str, Any], window: int) -> None:
     pages, q = make_pages((260,), 3, 16, 1, 64), randn(3, 2, 64)
-    found = attend(q, pages, causal=True, window=50, **way)
+    found = attend(q, pages, causal=True, window=window, **way)
+    check_attention(q, pages, found, causal=True, window=window)
     before = replace(pages.one(0), lengths=torch.zeros_like(pages.lengths)).slots(208)[0]  # 211, to whole tiles
     pages.cache[:, before] = math.nan
-    assert torch.equal(attend(q, pages, causal=True, window=50, **way), found)
+    assert torch.equal(attend(q, pages, causal=True, window=window, **way), found)
 
 
 def test_slots_of_a_free_block_do_not_feel_each_others_queries() -> None:

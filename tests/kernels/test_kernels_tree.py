@@ -33,6 +33,7 @@ FORESTS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, 
     ((127, 95), 16, 20, 40, 32, 1, 3, 128, 50, "sinks"),
     ((64, 0, 31, 32, 33, 5, 96, 170), 15, 30, 64, 32, 2, 2, 16, 20, ""),
     ((130,), 15, 63, 70, 64, 1, 1, 256, 0, ""),  # followed by padding
+    ((62, 30), 4, 9, 22, 16, 1, 5, 16, -32, ""),  # chunks that begin inside trees
 ]
 
 
@@ -54,6 +55,7 @@ MANY = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, win
     ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 8, 48, 16, 1, 2, 64, 0, "sinks"),
     ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20, ""),
     ((3, 0, 31, 32, 33, 5, 96, 1, 127), 4, 30, 150, 64, 1, 7, 24, 9, "sinks"),  # a window shorter than trees
+    ((30, 0, 31, 32, 33, 5, 62, 1, 61), 4, 8, 80, 16, 1, 5, 8, -32, ""),  # chunks that begin inside trees
     ((0, 1, 31, 32, 33, 5, 62, 1, 95), 6, 64, 590, 32, 1, 1, 8, 0, "cap"),  # every node that there may be
     ((0, 1, 2, 63, 64, 65, 30, 1, 9), 3, 8, 150, 64, 1, 1, 128, 0, ""),  # more padding than a tile
 ]
@@ -80,6 +82,7 @@ CHAINS = [  # contexts, slots, nodes, rows, page, KV heads, group, head width, w
     ((127, 95), 16, 16, 20, 32, 1, 3, 128, 50, "sinks"),
     ((64, 0, 31, 32, 33, 5, 96, 1, 200), 5, 5, 40, 16, 1, 2, 64, 0, "cap"),  # in one pass
     ((64, 0, 31, 32, 33, 5, 96, 1, 170), 15, 30, 64, 32, 2, 2, 16, 20, ""),
+    ((126, 61), 9, 9, 24, 16, 1, 5, 64, -64, ""),  # chunks that begin inside chains
     ((64, 3, 31, 32, 33, 5, 96, 1, 17), 3, 8, 70, 64, 1, 1, 256, 0, ""),  # followed by padding
     ((130,), 3, 3, 90, 64, 1, 1, 24, 0, ""),  # padding, more than a tile
 ]

@@ -73,7 +73,7 @@ def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.con
 
     The fused multiplications are written out, so that all compiled copies of this function round the same way.
     """
-    if WINDOW > 0 or first + KEYS > full:
+    if WINDOW != 0 or first + KEYS > full:
         o_t = first + gl.arange(0, KEYS, gl.SliceLayout(0, b_s.type.layout))
         visible = (o_t < end)[None, :]
         if tree is not None:
@@ -81,13 +81,17 @@ def _softmax(b_s, b_m, b_l, o_pos, tree, first, end, full, scale, CAUSAL: gl.con
             o_place = o_t - length
             bits = gl.minimum(gl.maximum(o_place - 1, 0), 63).to(gl.int64)  # the anchor's place has no node
             visible = visible & ((o_place <= 0)[None, :] | ((ancestors[:, None] >> bits[None, :]) & 1 != 0))
-            if WINDOW > 0:
+            if WINDOW != 0:
                 depths = gl.load(p_depths + o_place, mask=(o_place > 0) & (o_t < end), other=0)
                 o_t = gl.where(o_place > 0, length + depths, o_t)
         if CAUSAL:
             visible = visible & (o_t[None, :] <= o_pos[:, None])
-        if WINDOW > 0:
-            visible = visible & (gl.abs(o_pos[:, None] - o_t[None, :]) < WINDOW)
+        if WINDOW != 0:
+            distance = o_pos[:, None] - o_t[None, :]
+            if WINDOW < 0:
+                visible = visible & (distance <= (o_pos % -WINDOW)[:, None])
+            else:
+                visible = visible & (gl.abs(distance) < WINDOW)
         b_s = gl.where(visible, b_s, -float("inf"))
     top = gl.maximum(b_m, gl.max(b_s, axis=1) * scale)
     base = gl.where(top == -float("inf"), 0.0, top)
@@ -179,8 +183,9 @@ def _state(
 
 @gluon.jit
 def _window_start(position, WINDOW: gl.constexpr):
-    """Returns the first of KEYS keys that contain the start of the window of a row at this position."""
-    return gl.maximum(position - (WINDOW - 1), 0) // KEYS * KEYS
+    """Returns the first of KEYS keys that contain the start of the window, or chunk, of a row at this position."""
+    begin = position // -WINDOW * -WINDOW if WINDOW < 0 else gl.maximum(position - (WINDOW - 1), 0)
+    return begin // KEYS * KEYS
 
 
 @gluon.jit
@@ -308,7 +313,7 @@ def hopper_attention_kernel(
         count = gl.load(starts_p + i_b + 1) - row
     else:
         row, count = i_b * S, S
-    if WINDOW > 0:
+    if WINDOW != 0:
         tokens = count
         if COUNTED:
             tokens = gl.load(counts_p + i_b)
@@ -360,7 +365,7 @@ def hopper_attention_kernel(
         tree = (gl.load(ancestors_p + row + o_slot, mask=o_slot < count, other=0), length, depths_p + row)
     else:
         o_pos, tree = length + o_slot, None
-        if WINDOW > 0 and COUNTED:
+        if WINDOW != 0 and COUNTED:
             o_pos = length + gl.minimum(o_slot, tokens - 1)
     rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     o_tile = gl.arange(0, ROWS, rows)

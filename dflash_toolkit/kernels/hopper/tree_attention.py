@@ -91,7 +91,7 @@ def hopper_prefix_kernel(
     grid_launch()
     length = gl.load(lengths_p + i_b)
     shifted = 0  # 1: the first split of a pair is before the window
-    if WINDOW > 0:
+    if WINDOW != 0:
         if PAIRS:
             shifted = (_window_start(length, WINDOW) >= stop).to(gl.int32)
         start, stop = _in_window(start, stop, length, i_s, SHORT, SHORT_SPLITS, LONG, PAIRS, WINDOW)
@@ -155,7 +155,7 @@ def hopper_prefix_kernel(
             gl.store(m_p + o_part + GROUP, gl.convert_layout(m_1, rows), mask=o_row < heads)
             gl.store(l_p + o_part + GROUP, gl.convert_layout(l_1, rows), mask=o_row < heads)
             gl.store(acc_p + (o_part + GROUP)[:, None] * HEAD + o_h[None, :], b_1, mask=(o_row < heads)[:, None])
-    if WINDOW > 0 and PAIRS:
+    if WINDOW != 0 and PAIRS:
         o_part = o_part + gl.where(after > end, shifted * GROUP, 0)
     gl.store(m_p + o_part, gl.convert_layout(b_m, rows), mask=o_row < heads)
     gl.store(l_p + o_part, gl.convert_layout(b_l, rows), mask=o_row < heads)
@@ -216,7 +216,7 @@ def hopper_tail_kernel(
 
     p_head = cache_p + i_g * HEAD
     part = (i_x.to(gl.int64) * SPLITS + i_s) * GROUP
-    if WINDOW > 0:
+    if WINDOW != 0:
         begin = gl.maximum(begin, _window_start(length, WINDOW))
     before = real & (start > begin)
     o_s = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))

@@ -52,7 +52,7 @@ def block_attention(q: Tensor, kv: PagedKV, *, causal: bool, counts: Tensor | No
     distance = positions[:, :, None] - keys[:, None]  # [B, S, T]; padding sees what the last token sees
     visible = inside[:, None] & (distance >= 0) if causal else inside[:, None].expand_as(distance)
     if kv.window:
-        visible = visible & (distance.abs() < kv.window)
+        visible = visible & kv.in_window(distance, positions[..., None])
     out = _attend(q.unflatten(0, (-1, block)).transpose(1, 2), k, v, visible[:, None], kv)
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -79,7 +79,7 @@ def tree_attention(q: Tensor, kv: PagedKV, rows: TreeRows, paths: Tensor) -> Ten
         visible[:, length:] = torch.zeros_like(visible[:, length:]).scatter_(1, above, True)
         if kv.window:
             positions = torch.cat([keys[:length], length + depths[:, 0]])
-            visible &= length + depths - positions < kv.window
+            visible &= kv.in_window(length + depths - positions, length + depths)
         attended = _attend(q[start:end].transpose(0, 1), k, v, visible, kv)
         out[start:end] = attended.transpose(0, 1).flatten(1)
     return out

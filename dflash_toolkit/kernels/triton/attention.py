@@ -26,6 +26,7 @@ from .merge import (
     MERGE_SPLITS,
     MIDDLE,
     _end,
+    _in_window,
     _merge_kernel,
     _split_start,
     _window_start,
@@ -131,13 +132,13 @@ def _split_state(
             o_place = o_t - length
             bits = tl.minimum(tl.maximum(o_place - 1, 0), 63).to(tl.int64)  # the anchor's place has no node
             visible = visible & ((o_place <= 0)[None, :] | ((b_ancestors[:, None] >> bits[None, :]) & 1 != 0))
-            if WINDOW > 0:
+            if WINDOW != 0:
                 depth = tl.load(p_depths + o_place, mask=m_t & (o_place > 0), other=0)
                 distance = o_pos[:, None] - tl.where(o_place > 0, length + depth, o_t)[None, :]
         if CAUSAL:
             visible = visible & (distance >= 0)
-        if WINDOW > 0:
-            visible = visible & (tl.abs(distance) < WINDOW)
+        if WINDOW != 0:
+            visible = visible & _in_window(distance, o_pos[:, None], WINDOW)
         b_s = tl.where(visible, b_s, -float("inf"))
         top = tl.maximum(b_m, tl.max(b_s, axis=1))
         base = tl.where(top == -float("inf"), 0.0, top)
@@ -217,7 +218,7 @@ def _attention_kernel(
         count = tl.load(counts_p + i_b)
     end = _end(length, count, i_r, GROUP, ROWS, CAUSAL or TREE)  # ancestors come before a node
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
-    if WINDOW > 0:
+    if WINDOW != 0:
         lowest = length
         if not (TREE or (SHORT == LONG and not WHOLE)):  # `_merge_far_kernel` expects the window of the first row
             lowest = length + tl.minimum(i_r * ROWS // GROUP, count - 1)
@@ -231,7 +232,7 @@ def _attention_kernel(
     m_out = m_row[:, None] & (o_h < H)[None, :]
     b_q = tl.load(q_p + o_out, mask=m_out, other=0.0)
     o_pos = length + o_slot
-    if WINDOW > 0 and COUNTED:
+    if WINDOW != 0 and COUNTED:
         o_pos = length + tl.minimum(o_slot, count - 1)  # padding sees what the last token sees
     if TREE:
         o_pos = length + tl.load(depths_p + o_m, mask=m_row, other=0)
@@ -241,7 +242,7 @@ def _attention_kernel(
     p_pages = pages_p + i_b * width
     if WHOLE:
         b_m, b_l, b_acc = _split_state(
-            b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start if WINDOW > 0 else 0, end, end, scale, cap,
+            b_q, o_pos, tree, cache_p, scales_p, p_pages, i_g, start if WINDOW != 0 else 0, end, end, scale, cap,
             slots, G, H, HEAD, ROWS, KEYS, PAGE, CAUSAL, WINDOW, EVEN_H,
         )  # fmt: skip
         b_l = _with_sink(b_l, b_m, sinks_p, o_head)

@@ -43,8 +43,15 @@ def _end(length, count, i_r, GROUP, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _window_start(position, WINDOW: tl.constexpr, KEYS: tl.constexpr):
-    """Returns the first of KEYS keys that contain the start of the window of a row at this position."""
-    return tl.maximum(position - (WINDOW - 1), 0) // KEYS * KEYS
+    """Returns the first of KEYS keys that contain the start of the window, or chunk, of a row at this position."""
+    begin = position // -WINDOW * -WINDOW if WINDOW < 0 else tl.maximum(position - (WINDOW - 1), 0)
+    return begin // KEYS * KEYS
+
+
+@triton.jit
+def _in_window(distance, position, WINDOW: tl.constexpr):
+    """Returns whether keys at distances from rows at positions are in their window, or chunk; see `PagedKV`."""
+    return distance <= position % -WINDOW if WINDOW < 0 else tl.abs(distance) < WINDOW
 
 
 @triton.jit
@@ -98,13 +105,13 @@ def _merge_kernel(
     b_l = 0.0
     b_acc = tl.zeros([HEAD], dtype=tl.float32)
     first = 0
-    if WINDOW > 0:  # the splits before the window have no states
+    if WINDOW != 0:  # the splits before the window have no states
         begin = _window_start(length + tl.minimum(slot, count - 1), WINDOW, 1)
         first = _split_of(begin, SHORT, SHORT_SPLITS, LONG) // MERGE_SPLITS * MERGE_SPLITS
     while _split_start(first, SHORT, SHORT_SPLITS, LONG) < end:
         m_0 = _split_start(first + o_s, SHORT, SHORT_SPLITS, LONG) < end
         m_1 = _split_start(first + o_s + 1, SHORT, SHORT_SPLITS, LONG) < end
-        if WINDOW > 0:
+        if WINDOW != 0:
             stop_0 = _split_start(first + o_s + 1, SHORT, SHORT_SPLITS, LONG)
             stop_1 = _split_start(first + o_s + 2, SHORT, SHORT_SPLITS, LONG)
             m_1 = m_1 & (stop_1 > begin)
@@ -113,9 +120,9 @@ def _merge_kernel(
             if PATHS > 0:
                 apart = _split_start(first + o_s + 2, SHORT, SHORT_SPLITS, LONG) > joined
             m_1 = m_1 & apart
-            if WINDOW > 0:
+            if WINDOW != 0:
                 stop_0 = tl.where(apart, stop_0, stop_1)
-        if WINDOW > 0:
+        if WINDOW != 0:
             m_0 = m_0 & (stop_0 > begin)
         o_part = (i_x * SPLITS + first + o_s).to(tl.int64) * ROWS + i_row
         top_0, l_0, acc_0 = _load_state(m_p, l_p, acc_p, o_part, o_h, m_0, HEAD)
@@ -194,7 +201,7 @@ def _merge_far_kernel(
     if COUNTED:
         end = tl.minimum(end, length + tl.load(counts_p + request))
     m_s = o_s * FAR < end
-    if WINDOW > 0:  # that of the request's first row, as rows of trees have other positions
+    if WINDOW != 0:  # that of the request's first row, as rows of trees have other positions
         m_s = m_s & ((o_s + 1) * FAR > _window_start(length, WINDOW, 1))
     for head in range(0, GROUP):
         if RAGGED:

@@ -22,7 +22,7 @@ from ..paged import PagedKV
 from ..tree import TreeRows
 from . import attention
 from .attention import _scores, _split_state
-from .merge import _split_of, _split_start, _window_start, merge_rows
+from .merge import _in_window, _split_of, _split_start, _window_start, merge_rows
 from .pages import load_heads, stored_heads
 
 
@@ -51,7 +51,7 @@ def _prefix_kernel(
     count = tl.load(starts_p + i_b + 1) - first
     end = length // KEYS * KEYS
     start = _split_start(i_s, SHORT, SHORT_SPLITS, LONG)
-    if WINDOW > 0:
+    if WINDOW != 0:
         start = tl.maximum(start, _window_start(length, WINDOW, KEYS))
         end = tl.minimum(end, _split_start(i_s + 1, SHORT, SHORT_SPLITS, LONG))
     if (start >= end) | (i_r * ROWS >= count * GROUP):
@@ -110,7 +110,7 @@ def _tail_kernel(
     b_q = tl.load(q_p + o_q, mask=m_row[:, None] & m_h[None, :], other=0.0)
     o_part = (i_x.to(tl.int64) * SPLITS + i_s) * GROUP + o_row
     p_acc = acc_p + o_part[:, None] * HEAD + o_h[None, :]
-    if WINDOW > 0:
+    if WINDOW != 0:
         begin = tl.maximum(begin, _window_start(length, WINDOW, KEYS))
     m_before = m_row & real & (start > begin)
     b_m = tl.load(m_p + o_part, mask=m_before, other=-float("inf"))
@@ -128,8 +128,8 @@ def _tail_kernel(
         b_k, b_v = load_heads(cache_p, scales_p, b_slot, m_t, i_g, slots, G, H, HEAD, EVEN_H)
         b_s = _scores(b_q, b_k, scale, cap)  # the same as `_split_state` from here on
         visible = m_t[None, :]
-        if WINDOW > 0:
-            visible = visible & (position - o_t < WINDOW)[None, :]
+        if WINDOW != 0:
+            visible = visible & _in_window(position - o_t, position, WINDOW)[None, :]
         b_s = tl.where(visible, b_s, -float("inf"))
         top = tl.maximum(b_m, tl.max(b_s, axis=1))
         base = tl.where(top == -float("inf"), 0.0, top)
