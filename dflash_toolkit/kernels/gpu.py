@@ -234,11 +234,12 @@ def experts_mlp(
     experts: Tensor,
     clamped: ClampedExperts | None = None,
     activation: Activation = "silu",
+    weighted_inputs: bool = False,
 ) -> Tensor:
     """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
-    if clamped is None and activation == "silu" and experts_fit(x, gate_up, down):
+    if clamped is None and not weighted_inputs and activation == "silu" and experts_fit(x, gate_up, down):
         return launch_experts(x, gate_up, down, weights, experts)
-    return grouped.experts_mlp(x, gate_up, down, weights, experts, clamped, activation)
+    return grouped.experts_mlp(x, gate_up, down, weights, experts, clamped, activation, weighted_inputs)
 
 
 def fuses_post_attention(x: Tensor, weights: Sequence[Weight | None]) -> bool:

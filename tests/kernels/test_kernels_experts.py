@@ -49,13 +49,14 @@ def test_every_expert_of_a_row_is_as_good_as_torch_s(
 ) -> None:
     inputs = operands(m, shape, dtype)
     routing = routed(m, *shape[:2], dtype, shared=shape[0] % 2 == 1)
-    how = None, "gelu_tanh" if shape[0] % 2 else "silu"
-    found = kernels.experts_mlp(*inputs, *routing, *how)
-    assert found.dtype == (torch.float32 if m <= 128 else dtype) and found.shape == (shape[1], m, shape[2])
-    exact = reference.experts_mlp(*(t.double() for t in inputs), *routing, *how)
-    # sums in one piece of up to 2,048 terms in fp32 are off by more than torch's, which are made of parts
-    slack = 16 * torch.finfo(torch.float32).eps * exact.abs().max().item()
-    assert_as_exact_as_torch(found.to(dtype), reference.experts_mlp(*inputs, *routing, *how), exact, slack)
+    for weighted_inputs in (False, True) if shape == SHAPES[0] else (False,):
+        how = None, "gelu_tanh" if shape[0] % 2 else "silu", weighted_inputs
+        found = kernels.experts_mlp(*inputs, *routing, *how)
+        assert found.dtype == (torch.float32 if m <= 128 else dtype) and found.shape == (shape[1], m, shape[2])
+        exact = reference.experts_mlp(*(t.double() for t in inputs), *routing, *how)
+        # sums in one piece of up to 2,048 terms in fp32 are off by more than torch's, which are made of parts
+        slack = 16 * torch.finfo(torch.float32).eps * exact.abs().max().item()
+        assert_as_exact_as_torch(found.to(dtype), reference.experts_mlp(*inputs, *routing, *how), exact, slack)
 
 
 CLAMPED = [(5, 3, 96, 64), (4, 2, 160, 32), *([(32, 4, 2880, 2880)] if DEVICE == "cuda" else [])]  # gpt-oss-20b
@@ -200,6 +201,15 @@ def test_the_likeliest_experts_are_those_of_the_definition(
     torch.testing.assert_close(weights, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-7)
     assert torch.equal(weights, weights.to(dtype).float()), "rounded"
     assert (experts[:, top:] == count + torch.arange(shared, device=DEVICE)).all()
+
+
+def test_equal_sigmoids_are_ordered_by_their_logits() -> None:
+    logits = torch.tensor([[[20.0, 30.0, 5.0, 25.0], [-110.0, -300.0, -120.0, -105.0]]], device=DEVICE)
+    for module in (kernels, reference):
+        how = {"normalized": False, "shared": 1, "sigmoid": SigmoidRouting(None)}
+        weights, experts = module.top_experts(logits, torch.float32, 2, **how)
+        assert experts.tolist() == [[1, 3, 4], [3, 0, 4]]
+        assert torch.equal(weights, torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], device=DEVICE))
 
 
 def test_tied_experts_are_chosen_by_lowest_index() -> None:

@@ -100,29 +100,34 @@ def test_rope_write_is_as_exact_as_torch_and_batch_invariant(
 def test_rope_write_supports_partial_rotation_and_gates(
     parts: int, case: Write, dtype: torch.dtype, interleaved: bool
 ) -> None:
-    """Like heads of Qwen3.5, with norm weights in fp32."""
+    """Like heads of Qwen3.5, with norm weights in fp32; interleaved with factors of queries, which Llama 4 has."""
     block, group, groups, width, contexts, size = case
     heads, rows, turning = group * groups, len(contexts) * block, width // 4
     pages = make_pages(contexts, block, size, groups, width, dtype)
     before = randn(*pages.cache.shape, dtype=dtype)
     cache, expected_cache = before.clone(), before.clone()
     q_weight, k_weight = randn(width), randn(width)
-    arguments = (None, q_weight, k_weight, EPS, make_rope(max(contexts) + block, turning), pages.lengths, pages.table)
+    table = make_rope(max(contexts) + block, turning)
+    factors = torch.linspace(1.0, 2.0, table.shape[1], device=DEVICE)
+    with_factors = torch.cat([table, factors[:, None].expand_as(table[:1])]) if interleaved else table
+    arguments = (None, q_weight, k_weight, EPS, with_factors, pages.lengths, pages.table)
     partials = twelve_bits(parts, rows, (2 * heads + 2 * groups) * width)
     how = {"gated": True, "interleaved": interleaved}
     q = rope.rope_write(partials, *arguments, cache, size, **how)
     expected = reference.rope_write(partials, *arguments, expected_cache, size, **how)
     slots, each = pages.slots(block).flatten(), partials.double().sum(0).to(dtype).unflatten(1, (-1, width))
 
+    positions = pages.lengths[:, None] + torch.arange(block, device=DEVICE)
+
     def exact(x: Tensor, weight: Tensor) -> Tensor:
-        positions = pages.lengths[:, None] + torch.arange(block, device=DEVICE)
         turned, rest = exact_norm(x, weight).split([turning, width - turning], dim=-1)
         if interleaved:  # the neighbours of a pair to the two halves, and back
             turned = turned.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        turned = exact_rotated(turned, None, arguments[4], positions)
+        turned = exact_rotated(turned, None, table, positions)
         return torch.cat([turned.unflatten(-1, (2, -1)).mT.flatten(-2) if interleaved else turned, rest], dim=-1)
 
-    assert_as_exact_as_torch(q, expected, exact(each[:, : 2 * heads : 2], q_weight))
+    own = factors[positions.flatten(), None, None].double() if interleaved else 1.0
+    assert_as_exact_as_torch(q, expected, exact(each[:, : 2 * heads : 2], q_weight) * own)
     keys = exact(each[:, 2 * heads : 2 * heads + groups], k_weight)
     assert_as_exact_as_torch(cache[0, slots], expected_cache[0, slots], keys)
     assert torch.equal(cache[1, slots], each[:, 2 * heads + groups :])

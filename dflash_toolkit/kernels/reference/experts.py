@@ -38,7 +38,7 @@ def top_experts(
     gated = shared > 0 and sigmoid is None
     count = logits.shape[1] - gated
     scores = logits[:, :count].float().sigmoid() if sigmoid else logits[:, :count].float().softmax(-1)
-    choice = _corrected(scores, sigmoid) if sigmoid else scores
+    choice = _corrected(logits.float(), scores, sigmoid) if sigmoid else scores
     experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, experts)
     if normalized:
@@ -53,9 +53,9 @@ def top_experts(
     return weights, experts.int()
 
 
-def _corrected(scores: Tensor, how: SigmoidRouting) -> Tensor:
-    """Returns scores [M, E] plus the correction, and -inf outside of the best groups."""
-    choice = scores + how.correction
+def _corrected(logits: Tensor, scores: Tensor, how: SigmoidRouting) -> Tensor:
+    """Returns scores [M, E] plus the correction, or the logits without one; and -inf outside of the best groups."""
+    choice = logits if how.correction is None else scores + how.correction
     groups = choice.unflatten(1, (how.groups, -1))
     totals = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
     best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : how.top_groups]
@@ -71,6 +71,7 @@ def experts_mlp(
     experts: Tensor,
     clamped: ClampedExperts | None = None,
     activation: Activation = "silu",
+    weighted_inputs: bool = False,
 ) -> Tensor:
     """Returns the outputs of each row's experts times their weights.
 
@@ -80,6 +81,7 @@ def experts_mlp(
         down: [E, D, I].
         weights, experts: [M, k], see `top_experts`.
         clamped: biases and what they compute, if it is not activation(gate) * up; then gates and ups alternate.
+        weighted_inputs: the weights multiply the rows before the first matrix, not the outputs.
 
     Returns:
         Partial sums [k, M, D], in the order of each row's experts, for `add_rms_norm`.
@@ -89,9 +91,10 @@ def experts_mlp(
     for expert in experts.unique().tolist():
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
         first_bias, second_bias = (None, None) if clamped is None else clamped.biases(expert)
-        product = linear(x[rows], gate_up[expert], first_bias)
+        own = weights[rows, ranks, None].to(x.dtype)
+        product = linear(x[rows] * own if weighted_inputs else x[rows], gate_up[expert], first_bias)
         gate, up = product.chunk(2, dim=-1)
         active = clamped.activate(product) if clamped else activate(gate, activation) * up
         output = linear(active, down[expert], second_bias)
-        found[ranks, rows] = output * weights[rows, ranks, None].to(x.dtype)
+        found[ranks, rows] = output if weighted_inputs else output * own
     return found

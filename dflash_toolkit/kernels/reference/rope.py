@@ -50,7 +50,8 @@ def rope_write(
             dtype of the cache, or of the scales if the cache is in fp8.
         bias: [(N + 2 * G) * H], added before that; None adds nothing.
         q_weight, k_weight: [H] per-head RMSNorm weights; None if the architecture has none.
-        rope: fp32 [2, positions, R / 2], cosines and sines for the first R numbers of a head.
+        rope: fp32 [2, positions, R / 2], cosines and sines for the first R numbers of a head; [3, ...] with equal
+            factors of the queries of each position.
         lengths: int32 [B]; row b * S + k is at position lengths[b] + k.
         page_table: int32 [B, pages of a request].
         cache: [2, slots, G, H], keys and values of one layer, written in place.

@@ -89,7 +89,9 @@ def _top_experts_kernel(
     if SIGMOID:
         b_p = 1.0 / (1.0 + tl.exp(-b_logits))
         total = tl.sum(b_p, axis=0)
-        b_choice = b_p + tl.load(correction_p + o_e, mask=o_e < E, other=0.0)
+        b_choice = b_logits
+        if correction_p is not None:
+            b_choice = b_p + tl.load(correction_p + o_e, mask=o_e < E, other=0.0)
         b_choice = tl.where(b_choice == b_choice, b_choice, -float("inf"))  # rows with NaN also choose experts
         if GROUPS > TOP_GROUPS:
             b_choice = _inside_best_groups(b_choice, o_e, E // GROUPS, GROUPS, TOP_GROUPS, GROUP_SIDE)
@@ -203,7 +205,7 @@ def _experts_kernel(
     TOP: tl.constexpr, SIDE: tl.constexpr, T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATHERED: tl.constexpr, BY_PAIR: tl.constexpr, SWIGLU: tl.constexpr,
     SCALED: tl.constexpr, QUANTIZE: tl.constexpr, BY_ROWS: tl.constexpr, IN_MXFP4: tl.constexpr,
-    QUARTER: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr,
+    QUARTER: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, WEIGHTED_INPUTS: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, FP8_MAX: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiplies x [M, K] with w [E, N, K] to out [M * TOP, N / 2] if SWIGLU; else x [M * TOP, K] to out [TOP, M, N].
@@ -212,7 +214,8 @@ def _experts_kernel(
     first. GATHERED: the last expert starts first, as it may have all rows and then takes longest.
     SCALED: w is in fp8, with scales [E, N / BLOCK_K, K / BLOCK_K]; BY_ROWS: with scales [E, N].
     IN_MXFP4: w is words, see `Mxfp4Weight`. QUARTER: 0, or w is in INT4, see `accumulate_int4`, with
-    scales [E, K / GROUP, N]. LIMIT: 0, or that of `ClampedExperts`.
+    scales [E, K / GROUP, N]. LIMIT: 0, or that of `ClampedExperts`. WEIGHTED_INPUTS: the weights multiply the sums of
+    the first GEMM, as they would its rows; else those of the second.
     """
     i_n, i_e = tl.program_id(0), tl.program_id(2)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -269,13 +272,14 @@ def _experts_kernel(
         o_out, first = b_pair, tl.full((), 0, tl.int32)
         if LIMIT > 0:
             b_acc += b_bias[:, None]
+        if SWIGLU == WEIGHTED_INPUTS:
+            b_acc *= tl.load(weight_p + b_pair, mask=m_t, other=0.0)[None, :]
         if SWIGLU and LIMIT > 0:
             b_out = _clamped_swiglu(b_acc, ALPHA, LIMIT, BLOCK_N, T, out_p.dtype.element_ty)
             o_h = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             store_tile(b_out, out_p, out_p, o_h, o_out, m_t, M, N // 2, i_n, first, T, BLOCK_N // 2, False, False)
         else:
             if not SWIGLU:
-                b_acc *= tl.load(weight_p + b_pair, mask=m_t, other=0.0)[None, :]
                 o_out = b_pair % TOP * M + b_pair // TOP
             store_tile(b_acc, out_p, out_p, o_n, o_out, m_t, M, N, i_n, first, T, BLOCK_N, False, SWIGLU, GELU)
 
@@ -364,6 +368,7 @@ def multiply(
     cut: tuple[Tile, int],
     clamped: ClampedExperts | None = None,
     activation: Activation = "silu",
+    weighted_inputs: bool = False,
     *,
     swiglu: bool,
 ) -> Tensor:
@@ -402,7 +407,7 @@ def multiply(
         rows, n, k, TOP=top, SIDE=next_power_of_two(top), T=taken, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         EVEN_N=n % tile.block_n == 0, EVEN_K=k % tile.block_k == 0, GATHERED=groups is not None, BY_PAIR=by_pair,
         SWIGLU=swiglu, SCALED=scale is not None, QUANTIZE=in_loop, BY_ROWS=by_rows, IN_MXFP4=mxfp4, **numbers,
-        GELU=activation == "gelu_tanh",
+        GELU=activation == "gelu_tanh", WEIGHTED_INPUTS=weighted_inputs,
         ALPHA=clamped.alpha if clamped else 0.0, LIMIT=clamped.limit if clamped else 0.0, FP8_MAX=FP8_MAX, LEAST=LEAST,
         num_warps=tile.warps, num_stages=tile.stages, **pdl(values),
     )  # fmt: skip
@@ -417,6 +422,7 @@ def experts_mlp(
     experts: Tensor,
     clamped: ClampedExperts | None = None,
     activation: Activation = "silu",
+    weighted_inputs: bool = False,
 ) -> Tensor:
     """Returns partial sums [k, M, D] of x [M, D], see the reference; in fp32, or in x's dtype above MAX_ROWS rows."""
     (rows, top), (count, d, width), values = experts.shape, down.shape, values_of(x)
@@ -433,9 +439,8 @@ def experts_mlp(
         for k, quarter in zip((values.shape[1], width), quarters, strict=True)
     )
     routing = weights, experts, groups
-    active = multiply(
-        x, gate_up, *routing, values.new_empty(rows * top, width), first, clamped, activation, swiglu=True
-    )
+    how = clamped, activation, weighted_inputs
+    active = multiply(x, gate_up, *routing, values.new_empty(rows * top, width), first, *how, swiglu=True)
     wide = torch.float32 if rows <= MAX_ROWS else values.dtype
     out = values.new_empty(top, rows, d, dtype=wide)
-    return multiply(active, down, *routing, out, second, clamped, swiglu=False)
+    return multiply(active, down, *routing, out, second, *how, swiglu=False)

@@ -118,7 +118,7 @@ def _rope_write_kernel(
     S, N, G, HALF, TURNS, positions, width, slots, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COUNTED: tl.constexpr,
-    PLACED: tl.constexpr, EARLY: tl.constexpr, NORM_VALUES: tl.constexpr, PDL: tl.constexpr,
+    PLACED: tl.constexpr, EARLY: tl.constexpr, NORM_VALUES: tl.constexpr, FACTORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i_m, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     i_b = i_m // S
@@ -163,6 +163,9 @@ def _rope_write_kernel(
     if i_h < N + G:
         r_first, r_second = _norm_rotate(b_first, b_second, w_first, w_second, b_cos, b_sin, eps, HALF, NORM)
         if i_h < N:
+            if FACTORS:
+                factor = tl.load(rope_p + (2 * positions + position) * TURNS)
+                r_first, r_second = r_first * factor, r_second * factor
             _store(q_p + (i_m * N + i_h) * H, r_first, r_second, HALF, TURNS, HEADS, BLOCK, PAIRS)
         else:
             _store_to_cache(
@@ -299,7 +302,7 @@ def rope_write(
         eps,
         PARTS=parts, HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size,
         PAIRS=pairs.value, GATED=gated, BIAS=bias is not None, NORM=norm, COUNTED=counts is not None,
-        PLACED=at is not None, EARLY=early, NORM_VALUES=normed_values, num_warps=1, **pdl(q),
+        PLACED=at is not None, EARLY=early, NORM_VALUES=normed_values, FACTORS=len(rope) == 3, num_warps=1, **pdl(q),
     )  # fmt: skip
     return q
 
