@@ -46,6 +46,7 @@ LEVELS = [
         "models.sharded",
         "models.spec",
         "models.structure",
+        "models.temperature",
     },
     {"calibration", "draft_tree", "fingerprint", "json_schema", "stop_tokens", "templates"},
     {"models.device", "models.target_files"},

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     Conversions = Callable[[str], tuple[str, Callable[[Tensor], Tensor]] | None]
 
-# beginnings of the names of tensors outside of the text model: of Qwen3.5, which also drafts tokens; of Gemma 3 and 4
+# beginnings of names of tensors outside of the text model: of Qwen3.5, which also drafts tokens, Gemma and Llama 4
 OTHER_MODULES = (
-    "model.visual.", "mtp.", *(
+    "model.visual.", "mtp.", "vision_model.", *(
         f"{whole}{part}." for whole in ("", "model.")
         for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector")
     ),
@@ -259,7 +259,7 @@ def _joined(first: int, second: int, third: int) -> list[tuple[int, int]]:
 
 def text_name(stored: str) -> str:
     """Returns the name that a tensor has in a checkpoint without a vision tower."""
-    name = stored.removeprefix("language_model.")  # of the first releases of Gemma 3
+    name = stored.removeprefix("language_model.")  # of Llama 4, and of the first releases of Gemma 3
     return name.replace("model.language_model.", "model.", 1)
 
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from ..config import UnsupportedModel
+from .layer_spec import CHUNKED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -40,6 +41,7 @@ class TargetCache(DynamicCache):
             super().__init__(config=config)
         except KeyError as error:
             raise UnsupportedModel(f"target {name}: transformers has no cache for layers of type {error}") from error
+        self._chunked = CHUNKED in (getattr(config, "layer_types", None) or ())  # its windows are chunks
         self._kept: dict[int, dict[str, Any]] = {}
         self._attention: list[Any] = [layer for layer in self.layers if type(layer) in CROPPED]
         for layer in self._attention:
@@ -83,13 +85,14 @@ class TargetCache(DynamicCache):
         masks = {}
         for layer in self._attention:
             window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-            name = "full_attention" if window is None else "sliding_attention"
+            name = "full_attention" if window is None else CHUNKED if self._chunked else "sliding_attention"
             if name not in masks:
                 kept = count if window is None else min(count, window - 1)
                 seen = torch.cat([visible.new_ones(len(visible), kept), visible], dim=1)
                 if window is not None:
                     positions = torch.cat([torch.arange(-kept, 0, device=depths.device), depths])
-                    seen &= depths[:, None] - positions < window
+                    first = (count + depths) // window * window - count if self._chunked else depths - window + 1
+                    seen &= positions >= first[:, None]
                 hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
                 masks[name] = hidden.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))

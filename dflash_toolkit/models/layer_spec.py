@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..config import UnsupportedModel
 from ..kernels.formats import DENSE, Activation, Format
-from .rope import ROPE_TYPES, rope_of, scaled_frequencies
+from .rope import ROPE_TYPES, rope_of, scaled_frequencies, temperatures
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # kinds of layers
 
 
 def refusal(config: Any, what: str) -> UnsupportedModel:
@@ -27,6 +27,7 @@ class Rope:
 
     frequencies: tuple[float, ...]  # [R / 2], radians per position
     factor: float = 1.0  # on cosines and sines (yarn)
+    temperature: tuple[float, float] | None = None  # floor and scale of the factors of queries, see `temperatures`
 
     @classmethod
     def of(cls, config: Any, kind: str, turning: int) -> "Rope":
@@ -44,15 +45,19 @@ class Rope:
         exponents = torch.arange(0, turning, 2, dtype=torch.float32) / turning
         return cls(tuple((1.0 / parameters["rope_theta"] ** exponents).double().tolist()))
 
-    def still(self) -> "Rope":
+    def still(self, temperature: tuple[float, float] | None = None) -> "Rope":
         """Returns a rotation of as many numbers that leaves every one as it is."""
-        return Rope((0.0,) * len(self.frequencies))
+        return Rope((0.0,) * len(self.frequencies), temperature=temperature)
 
     def table(self, positions: int, device: torch.device) -> Tensor:
-        """Cosines and sines, fp32 [2, positions, R / 2]."""
+        """Returns cosines, sines and, with a temperature, the factors of queries: fp32 [2 or 3, positions, R / 2]."""
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32, device=device)
-        angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
-        return torch.stack([angles.cos(), angles.sin()]) * self.factor
+        places = torch.arange(positions, device=device, dtype=torch.float32)
+        angles = places[:, None] * frequencies
+        parts = [angles.cos() * self.factor, angles.sin() * self.factor]
+        if self.temperature is not None:
+            parts.append(temperatures(places, *self.temperature)[:, None].expand_as(angles))
+        return torch.stack(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +68,12 @@ class AttentionSpec:
     num_kv_heads: int  # G
     head_dim: int  # H
     qk_norm: bool  # norms of every head
+    weighted_norms: bool = True  # these norms have weights
     qkv_bias: bool
     o_bias: bool
     causal: bool = True  # inside the block
     rope: Rope
-    window: int = 0  # 0 is full attention
+    window: int = 0  # 0 is full attention; -C: rows see only their own chunk of C positions
     factor: float | None = None  # of the scores; None: H ** -0.5
     soft_cap: float = 0.0  # of the scores, see `PagedKV`; 0 is no cap
     sinks: bool = False  # one more score of each head; its value is zero
@@ -177,6 +183,7 @@ class MoeSpec:
     shared: int = 0  # more experts, slices of the one that all rows take, times the sigmoid of the router's last row
     sigmoid: tuple[int, int, float] | None = None  # groups, best ones and scale of `SigmoidRouting`
     clamp: tuple[float, float] | None = None  # alpha and limit of `ClampedExperts`; then the router also has a bias
+    weighted_inputs: bool = False  # the weights multiply the rows before the experts; the logits alone choose them
     weight: Format = DENSE  # format of the matrices of the experts
     activation: Activation = "silu"
     scaled: bool = False  # the router norms its input, and scales what it norms and the weight of every expert
@@ -193,7 +200,7 @@ class MoeSpec:
 
     @property
     def shared_name(self) -> str:
-        return "shared_expert" if self.sigmoid is None else "shared_experts"
+        return "shared_experts" if self.sigmoid and not self.weighted_inputs else "shared_expert"
 
     def matrices(self, d: int) -> dict[str, tuple[int, int]]:
         """Shapes of an expert's matrices in a model of hidden size d."""
@@ -229,6 +236,7 @@ class LayerSpec:
     fp32_norms: bool = False  # weights of its norms multiply in fp32; implied by `zero_centered`
     norms: NormNames = NormNames()
     scaled: bool = False  # the sum is multiplied with a number of the layer
+    ffn_name: str = "mlp"  # in checkpoints
     experts: MoeSpec | None = None  # next to the FFN, see `ParallelExperts`
     input_size: int = 0  # P of its own embedding of every token, see `LayerInputWeights`; 0: it has none
 

@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from ..config import UnsupportedModel, UserError
 from ..kernels import fla
 from ..kernels import flash as kernel
 from ..kernels.features import LEAST_CAPABILITY, features_of
+from .layer_spec import CHUNKED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,16 +49,17 @@ def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
 
 def separable(model: "PreTrainedModel") -> bool:
     """Whether `alone` keeps documents of this model apart: all that mixes tokens is attention that needs no mask (as
-    FlashAttention in transformers gets none, every window, cap and sink is an argument) or a gated delta net."""
+    FlashAttention in transformers gets none, every window, cap and sink is an argument), attention within chunks, or a
+    gated delta net."""
     decoder: Any = model.get_decoder()
     config = decoder.config
     kinds = list(getattr(config, "layer_types", None) or ())
     windows = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
     nets = _delta_nets(decoder)
     return (
-        bool(decoder._supports_flash_attn)  # a part that reads images may not
+        (bool(decoder._supports_flash_attn) or CHUNKED in kinds)  # a part that reads images may not
         and model._can_set_attn_implementation()
-        and {*kinds} <= {"full_attention", "sliding_attention", "linear_attention"}
+        and {*kinds} <= {"full_attention", "sliding_attention", CHUNKED, "linear_attention"}
         and kinds.count("linear_attention") == len(nets)
         and len(nets) == sum(isinstance(module, nn.Conv1d) for module in decoder.modules())
         and (bool(nets) or not decoder._is_stateful)
@@ -106,7 +108,14 @@ def alone(model: "PreTrainedModel", lengths: Sequence[int]) -> Iterator[dict[str
 
     AttentionInterface.register(NAME, attention)
     device, before = model.device, model.config._attn_implementation
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+    def ends_of(lengths: Iterable[int]) -> Tensor:
+        return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+    ends, extra = ends_of(lengths), dict[str, Tensor]()
+    if CHUNKED in (getattr(model.config, "layer_types", None) or ()):
+        chunk = model.config.attention_chunk_size
+        extra["chunk_ends"] = ends_of(min(chunk, n - start) for n in lengths for start in range(0, n, chunk))
     positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
     model.set_attn_implementation(NAME)
     try:
@@ -117,6 +126,7 @@ def alone(model: "PreTrainedModel", lengths: Sequence[int]) -> Iterator[dict[str
                 "cu_seq_lens_k": ends,
                 "max_length_q": max(lengths),
                 "max_length_k": max(lengths),
+                **extra,
             }
     finally:
         model.set_attn_implementation(before)
@@ -140,6 +150,7 @@ def attention(
     s_aux: Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    chunk_ends: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of every document within itself, as transformers calls it.
@@ -151,6 +162,7 @@ def attention(
         sliding_window: a token sees so many, itself included.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: [N], attention sinks: the score of one more key, which has no value.
+        chunk_ends: as `cu_seq_lens_q`, for layers that attend within chunks of documents.
 
     Returns:
         [1, T, N, H], and None for the probabilities.
@@ -172,6 +184,9 @@ def attention(
             f"have: such a target is not supported"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, H]
+    layer: Any = module
+    if chunk_ends is not None and layer.config.layer_types[layer.layer_idx] == CHUNKED:
+        cu_seq_lens_q = chunk_ends
     fits = softcap is None and v.shape[-1] == q.shape[-1] <= WIDEST
     if has_flash(query.device, query.dtype) and fits:
         out = flash(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window, s_aux)

@@ -20,7 +20,7 @@ GROUP = {"weights": {**EIGHT, "strategy": "channel", "dynamic": False}}
 GROUP |= {"input_activations": {**EIGHT, "strategy": "token", "dynamic": True}}
 NO_EXPERTS = r"(?!.*\.experts\.).*"  # in MXFP4 only experts are quantized
 # in a model that also reads images the language model is a module of its own; in patterns a dot may be escaped
-LANGUAGE_MODEL = r"(model\\?\.)language_model\\?\."
+LANGUAGE_MODEL = r"(model\\?\.)language_model\\?\.|language_model\\?\.(?=model)"
 
 
 GROUPS = (32, 64, 128, -1, None)  # columns of a group in INT4; the last two are all

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -44,6 +45,11 @@ def scaled_frequencies(config: PreTrainedConfig, kind: str = "") -> tuple[tuple[
     with torch.device("cpu"):  # some of these functions allocate on the default device, which may be meta
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **own)
     return tuple(frequencies.double().tolist()), float(factor)
+
+
+def temperatures(positions: Tensor, floor: float, scale: float) -> Tensor:
+    """Returns the factors fp32 that Llama 4 gives queries at these positions (arXiv 2501.19399)."""
+    return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import UnsupportedModel, UserError
 from ..kernels.formats import BLOCK, DENSE, FP8_BLOCK, MXFP4, Activation, Format
 from ..kernels.loss_terms import PLAIN, LogitScale
+from .layer_spec import CHUNKED as CHUNKED
 from .layer_spec import FULL as FULL
 from .layer_spec import SLIDING as SLIDING
 from .layer_spec import AttentionSpec as AttentionSpec
@@ -23,7 +24,7 @@ from .rope import full_rope, rope_of
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-EXPERTS = ("num_experts", "n_routed_experts")  # keys of a configuration
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # keys of a configuration
 INPUTS = NormNames()  # Llama's
 
 
@@ -52,6 +53,9 @@ class Architecture:
     normed_values: bool = False  # see `AttentionSpec`
     factor: float | None = None  # see `AttentionSpec`
     scaled_layers: bool = False  # see `LayerSpec`
+    weighted_norms: bool = True  # see `AttentionSpec`
+    weighted_inputs: bool = False  # see `MoeSpec`
+    ffn_name: str = "mlp"  # see `LayerSpec`
 
     def attention(self, bias: bool, qk_norm: bool = False, **sizes: Any) -> AttentionSpec:
         qkv_bias, o_bias = (bias if fixed is None else fixed for fixed in (self.qkv_bias, self.o_bias))
@@ -64,6 +68,7 @@ class Architecture:
             joint_qk_norm=self.joint_qk_norm,
             interleaved=self.interleaved,
             sinks=self.sinks,
+            weighted_norms=self.weighted_norms,
             normed_values=self.normed_values,
             **sizes,
         )
@@ -72,13 +77,18 @@ class Architecture:
         between = (layer + 1) % getattr(config, "decoder_sparse_step", 1)
         dense = between or layer in getattr(config, "mlp_only_layers", ())
         dense = dense or layer < getattr(config, "first_k_dense_replace", 0)
+        dense = dense or layer not in getattr(config, "moe_layers", (layer,))
         count = next((n for key in EXPERTS if (n := getattr(config, key, None)) is not None), 0)
         if not self.experts or dense or not count:
-            return MlpSpec(config.intermediate_size, activation=_activation(config), fused=self.fused_gate_up)
+            size = getattr(config, "intermediate_size_mlp", config.intermediate_size)
+            return MlpSpec(size, activation=_activation(config), fused=self.fused_gate_up)
         sigmoid = (config.n_group, config.topk_group, config.routed_scaling_factor) if self.sigmoid else None
         clamp = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)  # some versions have none
-        size = config.intermediate_size if self.clamped else config.moe_intermediate_size
+        own = self.clamped or self.weighted_inputs
+        size = config.intermediate_size if own else config.moe_intermediate_size
         shared = getattr(config, "shared_expert_intermediate_size", 0) or getattr(config, "n_shared_experts", 0) * size
+        if self.weighted_inputs:
+            shared, sigmoid = size, (1, 1, 1.0)
         if shared % size:
             raise refusal(config, f"a shared expert of {shared}, no multiple of the others' {size},")
         return MoeSpec(
@@ -86,9 +96,10 @@ class Architecture:
             top_k=config.num_experts_per_tok,
             intermediate_size=size,
             clamp=clamp if self.clamped else None,
-            normalized=getattr(config, "norm_topk_prob", True),
+            normalized=getattr(config, "norm_topk_prob", not self.weighted_inputs),
             shared=shared // size,
             sigmoid=sigmoid,
+            weighted_inputs=self.weighted_inputs,
         )
 
 
@@ -132,6 +143,9 @@ ARCHITECTURES = {
     "gpt_oss": Architecture(experts=True, clamped=True, sinks=True, fp32_norms=True),
     "gemma2": Architecture(zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
     "gemma3_text": Architecture(qk_norm=True, zero_centered=True, norms=BOTH_SIDES, scaled_embedding=True),
+    "llama4_text": Architecture(
+        experts=True, interleaved=True, weighted_norms=False, weighted_inputs=True, ffn_name="feed_forward"
+    ),
     "gemma4_text": Architecture(
         qk_norm=True,
         fp32_norms=True,
@@ -225,7 +239,8 @@ class ModelSpec:
         quantized = QuantizedModules.of(config)
         every = SLIDING if getattr(c, "sliding_window", None) else FULL
         kinds = getattr(c, "layer_types", None) or [every] * c.num_hidden_layers
-        if unknown := {*kinds} - {SLIDING, FULL, "linear_attention"}:
+        chunk = getattr(c, "attention_chunk_size", None) or 0
+        if unknown := {*kinds} - {SLIDING, FULL, CHUNKED if chunk else FULL, "linear_attention"}:
             raise refusal(c, f"a layer of {min(unknown)!r}")
         for key in NOT_COMPUTED:
             if (value := getattr(c, key, None)) and value != "vision":  # of images
@@ -246,12 +261,13 @@ class ModelSpec:
                 head_dim=head_dim,
                 values_are_keys=getattr(c, "attention_k_eq_v", False) and kind == FULL,
                 rope=Rope.of(c, kind, int(head_dim * partial)),
-                window=c.sliding_window if kind == SLIDING else 0,
+                window=windows.get(kind, 0),
                 factor=_score_factor(c) or architecture.factor,
                 soft_cap=getattr(c, "attn_logit_softcapping", None) or 0.0,
             )
 
-        attention = {kind: attention_of(kind) for kind in (SLIDING, FULL) if kind in kinds}
+        windows = {SLIDING: getattr(c, "sliding_window", 0), CHUNKED: -chunk}
+        attention = {kind: attention_of(kind) for kind in (SLIDING, FULL, CHUNKED) if kind in kinds}
         sources, experts, input_size = _sources(c, kinds), _parallel_experts(c), _input_size(c)
         dense_parts = [*["experts", "router.proj"] * bool(experts), *LAYER_INPUT_MATRICES * bool(input_size)]
 
@@ -265,9 +281,9 @@ class ModelSpec:
             if other := next((name for name in dense_parts if f"{part}.{name}" in quantized), None):
                 raise refusal(c, f"'{part}.{other}' with quantized weights")
             where = ".experts" * isinstance(ffn, MoeSpec)  # experts are one module
-            ffn = replace(ffn, weight=format_of(f"{part}.mlp{where}", ffn.matrices(d)))
+            ffn = replace(ffn, weight=format_of(f"{part}.{architecture.ffn_name}{where}", ffn.matrices(d)))
             if isinstance(ffn, MoeSpec) and ffn.shared:
-                shared = f"{part}.mlp.{ffn.shared_name}.gate_proj"
+                shared = f"{part}.{architecture.ffn_name}.{ffn.shared_name}.gate_proj"
                 if (shared in quantized) != (ffn.weight != DENSE):
                     raise UnsupportedModel(
                         f"target {name}: expert {shared!r} and the others must all be quantized or all 16-bit"
@@ -280,7 +296,7 @@ class ModelSpec:
             if kinds[layer] in attention:
                 mixer = replace(attention[kinds[layer]], source=sources.get(layer))
                 if (turning := getattr(c, "no_rope_layers", None)) and not turning[layer]:
-                    mixer = replace(mixer, rope=mixer.rope.still())
+                    mixer = _without_rope(mixer, c)
             else:
                 mixer = _gated_delta_net(c, architecture.by_key_heads)
             kind = "self_attn" if isinstance(mixer, AttentionSpec) else "linear_attn"
@@ -296,6 +312,7 @@ class ModelSpec:
                 zero_centered=architecture.zero_centered,
                 fp32_norms=architecture.zero_centered or architecture.fp32_norms,
                 norms=architecture.norms,
+                ffn_name=architecture.ffn_name,
                 scaled=architecture.scaled_layers,
                 experts=experts,
                 input_size=input_size,
@@ -350,6 +367,13 @@ def _parallel_experts(config: Any) -> MoeSpec | None:
         activation=_activation(config),
         scaled=True,
     )
+
+
+def _without_rope(mixer: AttentionSpec, config: Any) -> AttentionSpec:
+    """Returns the mixer of a layer that does not turn its queries and keys; Llama 4 does not norm them either."""
+    tuned = getattr(config, "attn_temperature_tuning", False)
+    rope = mixer.rope.still((config.floor_scale, config.attn_scale) if tuned else None)
+    return replace(mixer, rope=rope, qk_norm=mixer.qk_norm and mixer.weighted_norms)
 
 
 def _score_factor(config: Any) -> float | None:

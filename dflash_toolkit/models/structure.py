@@ -39,7 +39,10 @@ class Structure:
         config = text_config(model.config)
         if model.config.is_encoder_decoder:
             raise lacks("separate decoder")
-        children, depth = list(model.get_decoder().children()), config.num_hidden_layers
+        decoder: Any = model.get_decoder()
+        if decoder is model:  # Llama 4 gives its base model another name than the attribute has
+            decoder = getattr(model, "model", model)
+        children, depth = list(decoder.children()), config.num_hidden_layers
         layers = [part for part in children if isinstance(part, nn.ModuleList) and len(part) == depth]
         if len(layers) != 1:
             raise lacks(f"list of its {depth} decoder layers")

@@ -37,6 +37,7 @@ from .target_files import (
     one_line,
     whole_config,
 )
+from .temperature import scale_by_positions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,6 +117,7 @@ class Target:
         self.mesh = mesh
         self.name = name or str(model.config.name_or_path)
         self.structure = Structure.of_model(model, self.name)
+        scale_by_positions(self.structure.layers)
         # a checkpoint with a head of its own is loaded with it, even if its config.json says that they are tied
         self.config.tie_word_embeddings = self.structure.head.weight is self.structure.embedding.weight
         self._continues = False  # whether a recurrent model was seen to continue from a cached state

@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -88,7 +88,7 @@ class Attention:
     spec: AttentionSpec
     weights: AttentionWeights
     eps: float  # epsilon of the query and key norms
-    rope: Tensor  # fp32 [2, positions, R / 2]
+    rope: Tensor  # fp32 [2 or 3, positions, R / 2], see `Rope.table`
     cache: Tensor  # [2, slots, G, H]
     scales: Tensor | None  # [2, G, slots] of an fp8 cache
     ops: Ops
@@ -233,7 +233,7 @@ class Moe:
             logits, dtype, spec.top_k, normalized=spec.normalized, shared=spec.shared, sigmoid=w.sigmoid,
             scales=w.scales,
         )  # fmt: skip
-        return ops.experts_mlp(h, w.gate_up, w.down, *routing, w.clamped, spec.activation)
+        return ops.experts_mlp(h, w.gate_up, w.down, *routing, w.clamped, spec.activation, spec.weighted_inputs)
 
 
 def add_experts(weights: ParallelExperts, x: Tensor, sums: Tensor, eps: float, ops: Ops) -> Tensor:
@@ -294,7 +294,7 @@ class Stack:
 
     Args:
         norm: [D], the final norm.
-        ropes: fp32 [2, positions, R / 2] of every rope of the layers.
+        ropes: fp32 [2 or 3, positions, R / 2] of every rope of the layers.
         caches: [layers of attention, 2, slots, G, H] for each G and H of the layers.
         memory: that of all recurrent layers, see `DeltaMemory.of_layers`.
         scales: the same for the scales of an fp8 cache, [layers of attention, 2, G, slots].
@@ -329,13 +329,16 @@ class Stack:
                 number, own = next(states)
                 return GatedDeltaNet(kind.mixer, layer.mixer, spec.rms_norm_eps, own, number, ops)
             assert isinstance(layer.mixer, AttentionWeights)
-            if kind.mixer.source is None:
-                cache = next(pages[kind.mixer.kv_heads])
+            form, rope = kind.mixer, ropes[kind.mixer.rope]
+            if -form.window >= rope.shape[1]:  # all positions are in one chunk: more kernels compute full attention
+                form = replace(form, window=0)
+            if form.source is None:
+                cache = next(pages[form.kv_heads])
             else:
-                source = mixers[kind.mixer.source]
+                source = mixers[form.source]
                 assert isinstance(source, Attention)
                 cache = source.cache, source.scales
-            return Attention(kind.mixer, layer.mixer, spec.rms_norm_eps, ropes[kind.mixer.rope], *cache, ops)
+            return Attention(form, layer.mixer, spec.rms_norm_eps, rope, *cache, ops)
 
         self._convolutions = _stacked([w.mixer for w in layers if isinstance(w.mixer, GatedDeltaNetWeights)], norm)
         for kind, weights in zip(spec.layers, layers, strict=True):

@@ -59,11 +59,15 @@ class AttentionWeights:
     ) -> "AttentionWeights":
         matrix, normed = functools.partial(spec.weight.empty, new=new), spec.qk_norm or spec.joint_qk_norm
         shares = spec.source is not None
+
+        def ones(size: int) -> Tensor:  # what no checkpoint has stays so
+            return norm(size).fill_(1.0)
+
         return cls(
             qkv=matrix(spec.qkv_rows, d),
             qkv_bias=new(spec.qkv_rows) if spec.qkv_bias else None,
-            q_norm=norm(spec.width if spec.joint_qk_norm else spec.head_dim) if normed else None,
-            k_norm=norm(spec.kv_width if spec.joint_qk_norm else spec.head_dim) if normed and not shares else None,
+            q_norm=ones(spec.width if spec.joint_qk_norm else spec.head_dim) if normed else None,
+            k_norm=ones(spec.kv_width if spec.joint_qk_norm else spec.head_dim) if normed and not shares else None,
             o=matrix(d, spec.width),
             o_bias=new(d) if spec.o_bias else None,
             sinks=new(spec.num_heads) if spec.sinks else None,
@@ -82,8 +86,9 @@ class AttentionWeights:
         if self.qkv_bias is not None:
             names = [f"self_attn.{letter}_proj.bias" for letter in letters]
             found |= zip(names, self.qkv_bias.split(heads), strict=False)
-        optional = {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm, "o_proj.bias": self.o_bias}
-        optional["sinks"] = self.sinks
+        optional = {"o_proj.bias": self.o_bias, "sinks": self.sinks}
+        if spec.weighted_norms:
+            optional |= {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
         return found | {f"self_attn.{name}": t for name, t in optional.items() if t is not None}
 
     def copy_keys(self, spec: AttentionSpec) -> None:
@@ -200,7 +205,8 @@ class MoeWeights:
         router[rows:].zero_()
         found = cls(spec, router, gate_up=matrix(2 * i, d), down=matrix(d, i))
         if spec.sigmoid:
-            found.sigmoid = SigmoidRouting(new(spec.num_experts, dtype=torch.float32), *spec.sigmoid)
+            correction = None if spec.weighted_inputs else new(spec.num_experts, dtype=torch.float32)
+            found.sigmoid = SigmoidRouting(correction, *spec.sigmoid)
         if spec.clamp:
             found.clamped = ClampedExperts(new(count, 2 * i), new(count, d), *spec.clamp)
             found.router_bias = new(len(router)).zero_()
@@ -217,14 +223,16 @@ class MoeWeights:
             found = {"router.scale": self.router_norm, "router.per_expert_scale": self.scales}
             found["router.proj.weight"] = self.router[:count]
             return found | tensors("experts.gate_up_proj", self.gate_up) | tensors("experts.down_proj", self.down)
-        found = {"mlp.gate.weight": self.router[:count]}
+        llama_4 = self.spec.weighted_inputs
+        found = {f"mlp.{'router' if llama_4 else 'gate'}.weight": self.router[:count]}
         if stacked:
-            for part, whole in (("gate_up", self.gate_up), ("down", self.down)):
-                found |= tensors(f"mlp.experts.{part}_proj", whole[:count])
+            for part, whole in (("gate_up", self.gate_up[:count]), ("down", self.down[:count])):
+                transposed = whole.mT if llama_4 and isinstance(whole, Tensor) else whole
+                found |= tensors(f"mlp.experts.{part}_proj", transposed)
         experts = {} if stacked else {f"experts.{expert}": expert for expert in range(count)}
-        if self.sigmoid is not None:
+        if self.sigmoid is not None and self.sigmoid.correction is not None:
             found["mlp.gate.e_score_correction_bias"] = self.sigmoid.correction
-        elif self.spec.shared:
+        elif self.sigmoid is None and self.spec.shared:
             found["mlp.shared_expert_gate.weight"] = self.router[count : count + 1]
         if self.spec.shared == 1:
             experts[self.spec.shared_name] = count
@@ -414,6 +422,7 @@ class LayerWeights:
             ffn = self.ffn.parameter_views(stacked)
         else:
             ffn = self.ffn.parameter_views(isinstance(spec.ffn, MlpSpec) and spec.ffn.fused)
+        ffn = {name.replace("mlp.", f"{spec.ffn_name}.", 1): view for name, view in ffn.items()}
         names = spec.norms  # random weights are sampled in this order
         norms = {names.mixer_input: self.input_norm, names.mixer_output: self.mixer_output_norm}
         norms |= {names.ffn_input: self.post_norm, names.ffn_output: self.ffn_output_norm}

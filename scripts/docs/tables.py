@@ -145,7 +145,7 @@ def models() -> str:
         sizes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
         inside = (
             "moe_intermediate_size", "shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim",
-            "global_head_dim",
+            "global_head_dim", "intermediate_size_mlp",
         )  # fmt: skip
         sizes |= dict.fromkeys(each.options.keys() & set(inside), 128)
         in_blocks = each.config(**sizes).get_text_config(decoder=True)

@@ -49,6 +49,15 @@ SMALL_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
     "num_hidden_layers": 1, "patch_size": 4, "position_embedding_size": 16,
 }  # fmt: skip
+LLAMA_4 = {
+    "head_dim": 8, "num_local_experts": 4, "intermediate_size": 16, "intermediate_size_mlp": 64,
+    "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": WINDOW, "floor_scale": 4,
+    "attn_scale": 0.5,
+}  # fmt: skip
+LLAMA_4_VISION = {
+    "hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 8,
+    "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
+}  # fmt: skip
 SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 8,
           "patch_size": 4}  # fmt: skip
 
@@ -124,6 +133,8 @@ ARCHITECTURES = {
             "GptOssConfig",
             {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
         ),
+        Architecture("Llama 4", "Llama4TextConfig", LLAMA_4),
+        Architecture("Llama 4 with images", "Llama4Config", LLAMA_4, LLAMA_4_VISION),
         Architecture("Qwen3-Next", "Qwen3NextConfig", SHARED | GATED_DELTA_NET, recurrent=True),
         Architecture("Qwen3.5", "Qwen3_5TextConfig", GATED_DELTA_NET, recurrent=True),
         Architecture("Qwen3.5 with images", "Qwen3_5Config", GATED_DELTA_NET, **HYBRID),

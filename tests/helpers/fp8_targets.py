@@ -68,6 +68,7 @@ BY_KEY_HEADS = HYBRID | {"linear_key_head_dim": 128, "linear_value_head_dim": 12
 
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 128}
 CHANGES = {"Qwen3-Next": BY_KEY_HEADS, "Qwen3.5": HYBRID, "Qwen3.5-MoE": HYBRID, "Gemma 4": GEMMA}
+CHANGES["Llama 4"] = {"intermediate_size": 128, "intermediate_size_mlp": 256, "moe_layers": [0, 3]}
 CHANGES["Qwen2-MoE"] = {"shared_expert_intermediate_size": 256}
 
 

@@ -33,8 +33,8 @@ from dflash_toolkit.models.spec import ModelSpec
 from dflash_toolkit.models.structure import text_config
 from dflash_toolkit.models.target_files import load_config
 
-# for Qwen3.5 with images transformers loads the language model alone, which is listed here itself
-EACH = pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not re.match("Qwen.*images", name)])
+# for these with images transformers loads the language model alone, which is listed here itself
+EACH = pytest.mark.parametrize("name", [name for name in ARCHITECTURES if not re.match("(Qwen|Llama).*images", name)])
 IDS = torch.tensor([PROMPT])
 
 
@@ -92,6 +92,15 @@ def test_a_greedy_answer_is_that_of_hf_generate_with_every_drafter(name: str) ->
     assert generation.tokens == list(truth)
     assert [step.accepted for step in generation.steps] == [2, 0, 6, 7, 0, 2], "as the mistakes were sown"
     check_books(generation)
+
+
+def test_queries_are_scaled_as_transformers_scales_them() -> None:
+    model = ARCHITECTURES["Llama 4"].model()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        target = Target(model, name="scaled")
+        assert not any(getattr(layer.self_attn, "attn_temperature_tuning", None) for layer in target.layers[2::3])
+        torch.testing.assert_close(target.forward(IDS, logits="all").logits, expected)
 
 
 @EACH

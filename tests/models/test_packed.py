@@ -12,7 +12,7 @@ from conftest import make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM, JambaConfig, Llama4TextConfig, MiniMaxConfig, PhimoeConfig  # type: ignore[attr-defined]
+from transformers import AutoModelForCausalLM, JambaConfig, MiniMaxConfig, PhimoeConfig  # type: ignore[attr-defined]
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as capped
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 
@@ -120,7 +120,6 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidd
 OTHERS = {
     "a mixer of another kind": JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1),
     "recurrent attention": MiniMaxConfig(**SMALL, layer_types=["linear_attention", "full_attention"]),
-    "chunks that only a mask knows": Llama4TextConfig(**SMALL),
     "windows that only a mask knows": PhimoeConfig(**SMALL, sliding_window=4),
 }
 

@@ -28,7 +28,7 @@ if LONG_RUN:
     FP8_FAMILIES += ["Qwen3", "Qwen3-MoE", "Qwen3.5", "Phi-3", "GLM-4", "OLMo 2", "Granite", "Qwen2-MoE", "GLM-4-MoE"]
     FP8_FAMILIES += ["Gemma 4"]
 OTHER_FAMILIES = ["Phi-3", "Granite", "SmolLM3", "OLMo 2", "OLMo 3", "GLM-4", "gpt-oss", "Qwen2-MoE", "GLM-4-MoE"]
-OTHER_FAMILIES += ["Ernie 4.5"]
+OTHER_FAMILIES += ["Ernie 4.5", "Llama 4", "Llama 4 with images"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma 2": {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.7},
     "Gemma 3": {
@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     **{name: {} for name in (*FP8_FAMILIES, *OTHER_FAMILIES)},
 }
-TREES = ["Gemma 3", "Gemma 4"]  # drafts are trees, not chains
+TREES = ["Gemma 3", "Gemma 4", "Llama 4 with images"]  # drafts are trees, not chains
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 

@@ -211,7 +211,7 @@ def test_random_weights_in_fp8_are_of_the_size_of_others() -> None:
 
 DYNAMIC = {
     "quant_method": "compressed-tensors", "format": "float-quantized",
-    "ignore": ["lm_head", "re:.*layers.1.mlp.*", "re:.*in_proj_[ab]$"],
+    "ignore": ["lm_head", "re:.*layers.1.(mlp|feed_forward).*", "re:.*in_proj_[ab]$"],
     "config_groups": {"group_0": {"targets": ["Linear"], **GROUP}},
 }  # fmt: skip
 
@@ -221,33 +221,42 @@ QUANTIZED = ("_proj", "in_proj_qkv", "in_proj_z")
 
 def quantize_experts(name: str, module: Any) -> dict[str, Tensor]:
     """The tensors of its checkpoint; from then on it computes with them."""
-    tensors: dict[str, Tensor] = {}
-    stacked = []
+    tensors: dict[str, Any] = dict.fromkeys((f"{name}.gate_up_proj", f"{name}.down_proj"))
+    stacked, transposed = [], "feed_forward" in name  # Llama 4's
     for matrices, names in ((module.gate_up_proj, ("gate_proj", "up_proj")), (module.down_proj, ("down_proj",))):
-        each = [BlockScaledFp8.of(matrix, by_rows=True) for matrix in matrices]
+        each = [BlockScaledFp8.of(matrix, by_rows=True) for matrix in (matrices.mT if transposed else matrices)]
         for i, weight in enumerate(each):
             weight.scale.copy_(weight.scale.bfloat16())
             for part, piece in zip(names, weight.split([len(weight) // len(names)] * len(names)), strict=True):
                 tensors[f"{name}.{i}.{part}.weight"] = piece.data.contiguous()
                 tensors[f"{name}.{i}.{part}.weight_scale"] = piece.scale.bfloat16().contiguous()
         stacked.append(BlockScaledFp8(*(torch.stack([getattr(w, x) for w in each]) for x in ("data", "scale")), True))
-    module.forward = lambda x, chosen, weights: reference.experts_mlp(x, *stacked, weights, chosen).sum(0)
+
+    def forward(x: Tensor, chosen: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        if chosen is None or weights is None:  # each expert has its own rows
+            chosen = torch.arange(len(each)).repeat_interleave(len(x) // len(each))[:, None]
+            weights = torch.ones(len(x), 1)
+        return reference.experts_mlp(x, *stacked, weights, chosen).sum(0)
+
+    module.forward = forward
     return tensors
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5-MoE"])
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5-MoE", "Llama 4"])
 def test_fp8_by_channels_equals_modules_with_quantized_rows(name: str, tmp_path: Path) -> None:
     dense = ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {}))
     dense.model.save_pretrained(tmp_path)
     dense.tokenizer.save_pretrained(tmp_path)
     tensors = {}
     for name, module in dense.model.named_modules():
-        if name.endswith(QUANTIZED) and "layers.1.mlp" not in name:
+        if name.startswith(("model.layers.1.mlp", "model.layers.1.feed_forward")):
+            continue
+        if name.endswith(QUANTIZED):
             weight = BlockScaledFp8.of(module.weight, by_rows=True)
             weight.scale.copy_(weight.scale.bfloat16())  # as such checkpoints have them
             tensors |= {f"{name}.weight": weight.data, f"{name}.weight_scale": weight.scale.bfloat16()}
             module.forward = functools.partial(rows_of_reference, weight=weight)
-        elif name.endswith("experts") and "layers.1.mlp" not in name:
+        elif name.endswith("experts"):
             tensors |= quantize_experts(name, module)
     damage(tmp_path / "model.safetensors", tensors)
     damage(tmp_path / "config.json", {"quantization_config": DYNAMIC})

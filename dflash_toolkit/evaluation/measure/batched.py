@@ -24,7 +24,8 @@ from .decoders import Chat, Response, free_memory
 PREFILL_TOKENS = 8192  # maximum per forward, including padding; bounds activation memory
 REFILL = 0.25  # free share of the batch before prompts are added; 0 is no faster, 1 is far slower
 
-KINDS = {"full_attention", "sliding_attention", "linear_attention"}  # layers that allow left padding
+# layers that allow left padding
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 LENGTH_DEPENDENT = {"dynamic", "longrope"}  # RoPE of every row depends on the longest row
 
 

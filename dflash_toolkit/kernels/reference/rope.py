@@ -76,6 +76,8 @@ def rope_write(
     q = q[:, ::2] if gated else q
     q = rms_norm(q, q_weight, eps) if q_weight is not None else q
     q_rotated = rotate(q, rope, positions.flatten(), interleaved)
+    if len(rope) == 3:
+        q_rotated = (q_rotated * rope[2, positions.flatten(), :1, None]).to(q.dtype)
     if queries_only:
         return q_rotated
     k = rms_norm(k, k_weight, eps) if k_weight is not None else k

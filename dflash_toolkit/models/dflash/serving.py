@@ -18,6 +18,8 @@ ADAPTIVE_RELEASE = "0.33.0"  # vLLM's first with adaptive verification for every
 # set_dflash_layers_to_capture)
 SERVED = {
     "LlamaForCausalLM": ("vllm", "sglang"),
+    "Llama4ForCausalLM": ("vllm", "sglang"),
+    "Llama4ForConditionalGeneration": ("vllm",),
     "MistralForCausalLM": ("vllm", "sglang"),
     "Mistral3ForConditionalGeneration": ("vllm",),
     "Phi3ForCausalLM": ("vllm", "sglang"),

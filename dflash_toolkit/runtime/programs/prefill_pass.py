@@ -92,7 +92,7 @@ def _attention(layer: LayerSpec, jobs: Sequence[PrefillJob]) -> float:
     pairs = 0.0
     for job in jobs:
         keys = job.start + len(job.ids) / 2
-        pairs += len(job.ids) * (min(keys, mixer.window) if mixer.window else keys)
+        pairs += len(job.ids) * (min(keys, abs(mixer.window)) if mixer.window else keys)
     return 4.0 * mixer.width * pairs
 
 
