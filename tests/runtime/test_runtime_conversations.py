@@ -189,3 +189,20 @@ def test_the_last_token_of_an_answer_may_end_a_page_with_states(depth: int) -> N
     scheduler.add(again)
     drain(scheduler)
     assert again.cached_tokens == 16 == ANSWER_PAGES * SIZE and not device.mistakes
+
+
+def test_a_second_turn_of_32000_tokens_computes_few_again() -> None:
+    pool, first = PagePool(9000, SIZE, range(2, 40)), [i * i % 97 for i in range(28_800)]
+    scheduler = scheduled(
+        device := TableDevice(),
+        pool=pool,
+        max_num_seqs=1,
+        max_num_batched_tokens=8192,
+        prefix_cache=True,
+        recurrent=True,
+    )
+    for prompt, tokens in ((first, 21), ([*first, *truth(first, 21), *range(3_200)], 1)):
+        request = request_of(prompt, tokens)
+        scheduler.add(request)
+        drain(scheduler)
+    assert len(first) + 21 - request.cached_tokens <= (ANSWER_PAGES + 1) * SIZE and not device.mistakes
