@@ -164,6 +164,8 @@ def _of_other_families() -> Iterator[Pass]:
         place = torch.empty(1, 1, dtype=torch.int32)
     written = sums, None, weight, weight, 1e-6, rope, place[0], place, _bf16(2, 64, 4, 512), 64
     yield "normed values", lambda: Gpu.rope_write(*written, normed_values=True)
+    queries, placed = (sums, None, weight, None, *written[4:]), place[0]  # flags that no other launch has
+    yield "queries alone", lambda: Gpu.rope_write(*queries, at=placed, normed_values=True, queries_only=True)
     with META:
         ids, size = torch.empty(16, dtype=torch.int64), torch.empty(256)
     of_layers = ids, _bf16(9, 8960), _bf16(16, 8960), size, 1e-6, 1.0

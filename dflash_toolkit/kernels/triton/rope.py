@@ -288,15 +288,14 @@ def rope_write(
     if gated:
         heads = heads // 2 + groups
     q = torch.empty(m, heads - 2 * groups, width, dtype=dtype, device=cache.device)
-    norm = q_weight is not None
+    norm, weight = q_weight is not None, q if q_weight is None else q_weight
     at_once = _heads_at_once(max(1, 8 // parts), heads, groups)  # equal loads per program for any parts
     turns = rope.shape[2]
     pairs = INTERLEAVED if interleaved else PARTIAL if turns < width // 2 else HALVES
     early = keys_are_split(m, len(lengths))  # always early, a step of 16 is 1.5 % slower (results/step_early_h200.json)
     _rope_write_kernel[(m, heads // at_once)](
-        partial_sums, partial_sums if bias is None else bias, q if q_weight is None else q_weight,
-        q if k_weight is None else k_weight, rope,
-        lengths, lengths if counts is None else counts, page_table, lengths if at is None else at,
+        partial_sums, partial_sums if bias is None else bias, weight, weight if k_weight is None else k_weight,
+        rope, lengths, lengths if counts is None else counts, page_table, lengths if at is None else at,
         cache, scales, q,
         m // len(lengths), heads - 2 * groups, groups, width // 2, turns, rope.shape[1], page_table.stride(0), slots,
         eps,
