@@ -117,6 +117,12 @@ def packed_row(mixer: AttentionSpec, documents: int, tokens: int) -> dict[str, A
     return {"documents": documents, "tokens": tokens} | measure(ways, flops)
 
 
+USES: dict[str, tuple[Callable[..., dict[str, Any]], Any]] = {
+    "prefill": (prefill, CHUNKS),
+    "packed_row": (packed_row, ROWS),
+}
+
+
 def installed() -> dict[str, flash.Flash]:
     found = {module: flash.load(module) for module in flash.VERSIONS}
     return {version.name: version for version in found.values() if version is not None}
@@ -150,13 +156,14 @@ def measure(ways: dict[str, Callable[[], Tensor]], flops: float) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--uses", nargs="+", choices=list(USES), default=list(USES))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     versions = {module: getattr(flash.load(module), "name", "not installed") for module in flash.VERSIONS}
     result: dict[str, Any] = {**setting("bench/flash_attention.py"), "flash_attention": versions, "rows": []}
     print(json.dumps(versions), flush=True)
-    cases = [(prefill, case) for case in CHUNKS] + [(packed_row, case) for case in ROWS]
+    cases = [(kind, case) for kind, all_cases in (USES[use] for use in args.uses) for case in all_cases]
     with torch.inference_mode():
         for shape in args.shapes:
             mixer = ModelSpec.of_target(named_shape(shape)).layers[0].mixer
