@@ -37,7 +37,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "target: required"),
+        ([], "target is required; give --target"),
         (["--target", "./nowhere"], "./nowhere: no such directory"),
         (["--target", "x", "--port", "70000"], "port is 70000; it must be in 0..65535"),
         (["--target", "x", "--port", "http"], "--port: expected a whole number, got 'http'"),
