@@ -15,6 +15,7 @@ from dflash_toolkit.kernels.formats import FP8_BLOCK, MXFP4
 from dflash_toolkit.kernels.gpu import Gpu
 from dflash_toolkit.kernels.loss_terms import LossMix, RowTerms
 from dflash_toolkit.kernels.paged import PagedKV
+from dflash_toolkit.kernels.routing import SigmoidRouting
 from dflash_toolkit.kernels.triton import convolution, fp8_blocks, pages
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
@@ -113,6 +114,7 @@ def passes(models: Mapping[str, Model]) -> Iterator[Pass]:
             yield f"{name}: {label}", run
     yield from _of_quantized()
     yield from _of_other_families()
+    yield from _of_llama_4()
     yield from _of_training()
 
 
@@ -180,6 +182,24 @@ def _of_other_families() -> Iterator[Pass]:
     for count in (16, 256):
         x, gate_up = _bf16(count, 3840), _bf16(2 * 15360, 3840)
         yield f"gelu of {count} rows", lambda x=x, w=gate_up: Gpu.linear_swiglu(x, w, "gelu_tanh")
+
+
+def _of_llama_4() -> Iterator[Pass]:
+    """Yields the operations that only Llama 4 has, with the sizes of Scout."""
+    with META:
+        places, sums = torch.empty(16, 512, dtype=torch.int32), torch.empty(1, 16, 56 * 128)
+        routing, rope = torch.empty(16, 2), torch.empty(3, 64, 64)
+    cache, chunk = _bf16(2, 64, 8, 128), -8192
+    for batch in (1, 16):
+        kv = PagedKV(cache, places[:batch, 0], places[:batch], 64, chunk)
+        q = _bf16(16 * batch, 40, 128)
+        yield f"attention within chunks, {batch} requests", lambda q=q, kv=kv: Gpu.block_attention(q, kv, causal=True)
+    written = sums, None, None, None, 1e-5, rope, places[:1, 0], places[:1], cache, 64
+    yield "queries times factors", lambda: Gpu.rope_write(*written, interleaved=True)
+    how: dict[str, Any] = {"normalized": False, "shared": 1, "sigmoid": SigmoidRouting(None)}
+    yield "experts by their logits", lambda: Gpu.top_experts(_bf16(1, 16, 16), torch.float32, 1, **how)
+    inside = _bf16(16, 5120), _bf16(17, 16384, 5120), _bf16(17, 5120, 8192), routing, routing.int(), None
+    yield "experts of weighted inputs", lambda: Gpu.experts_mlp(*inside, weighted_inputs=True)
 
 
 def _of_training() -> Iterator[Pass]:

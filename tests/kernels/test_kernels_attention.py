@@ -42,7 +42,7 @@ def asked(pages: Pages, rows: int, group: int) -> Tensor:
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "free"])
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [0, 100, -96])
 @pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 40])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
 def test_paged_attention_is_as_exact_as_torch(
@@ -60,7 +60,7 @@ def test_paged_attention_is_as_exact_as_torch(
 
 
 @pytest.mark.parametrize("context", [0, 60, 64, 120, 186, 700, 2040])  # the last: before the first long split
-@pytest.mark.parametrize(("window", "whole"), [(0, False), (0, True), (50, False), (50, True)])
+@pytest.mark.parametrize(("window", "whole"), [(0, False), (0, True), (50, False), (50, True), (-64, False)])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
 def test_causal_slots_have_the_bits_of_plain_steps(
     groups: int, group: int, width: int, size: int, window: int, whole: bool, context: int
@@ -86,7 +86,7 @@ def test_paged_attention_is_batch_invariant(
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [0, 100, -96])
 @pytest.mark.parametrize("block", [1, 8, 40])
 @pytest.mark.parametrize(("groups", "group", "width", "size"), HEADS)
 def test_fp8_caches_have_the_bits_of_their_values_in_bf16(

@@ -52,7 +52,7 @@ BLOCKS = [(causal, dtype) for causal in (True, False) for dtype in DTYPES]  # ea
 
 @pytest.mark.parametrize(
     ("shape", "way"),
-    in_turn([(shape,) for shape in SHAPES], BLOCKS) + in_turn([(shape,) for shape in CHUNKS], BLOCKS[:2]),
+    in_turn([(shape,) for shape in SHAPES], BLOCKS) + [(shape, BLOCKS[0]) for shape in CHUNKS],
     ids=str,
 )
 @pytest.mark.sampled
@@ -94,7 +94,6 @@ CROSSINGS = [  # S, group, context, window, whole, scores: blocks that cross a t
     (8, 4, 124, 50, False, "sinks"),
     (8, 4, 124, 0, True, "cap"),
     (8, 4, 124, -128, False, ""),  # chunks
-    (16, 7, 120, -125, True, "sinks"),
     (16, 7, 120, 0, False, ""),
     (3, 1, 0, 0, False, "cap"),
 ]

@@ -242,7 +242,7 @@ def quantize_experts(name: str, module: Any) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5-MoE", "Llama 4"])
+@pytest.mark.parametrize("name", ["Qwen3.5-MoE", "Llama 4"])
 def test_fp8_by_channels_equals_modules_with_quantized_rows(name: str, tmp_path: Path) -> None:
     dense = ARCHITECTURES[name].target(**SIZES | CHANGES.get(name, {}))
     dense.model.save_pretrained(tmp_path)

@@ -45,7 +45,7 @@ from dflash_toolkit.runtime.weights import DrafterWeights, TargetWeights
 from dflash_toolkit.sampling import Grammar
 
 pytestmark = pytest.mark.gpu
-OTHERS = ("phi3", "granite", "smollm3", "olmo2", "glm4", "qwen2_moe", "glm4_moe")
+OTHERS = ("phi3", "granite", "smollm3", "olmo2", "glm4", "qwen2_moe", "glm4_moe", "llama4")
 GEMMA = ("gemma2", "gemma3", "gemma4", "gemma4_e2b", "gemma4_moe")
 KINDS = (*OTHERS, *GEMMA, "qwen3", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen2")
 
@@ -81,7 +81,7 @@ def test_a_drafter_changes_no_token_in_batches_up_to_eight(kind: str, few: int, 
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3", "gemma4", "gemma4_e2b", "gpt_oss", "glm4", "olmo2"]
+    "kind", ["qwen3", "qwen2", "qwen3_moe", "qwen3_5", "gemma3", "gemma4", "gemma4_e2b", "gpt_oss", "llama4", "glm4"]
 )
 def test_draft_trees_change_no_token_in_batches_up_to_eight(kind: str) -> None:
     target, drafter = pair(kind)
