@@ -142,6 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", default=["plain", "frozen", "adapted"])
     parser.add_argument("--device", help="of the trainer (default: the engine's)")
     parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--rate", type=float, help="learning rate (default: that of dflash-serve)")
     parser.add_argument("--buffer", type=float, default=4.0, help="GiB of captured records")
     parser.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory for the engine")
     parser.add_argument("--output", type=Path, required=True)
@@ -152,8 +153,9 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace, argv: list[str] | None) -> None:
     prompts = prompts_of(args)
     adaptation = AdaptOptions(
-        adapt=True, adapt_device=args.device, adapt_share=args.share, adapt_memory_gib=args.buffer
-    )
+        adapt=True, adapt_device=args.device, adapt_share=args.share, adapt_memory_gib=args.buffer,
+        adapt_learning_rate=args.rate,
+    )  # fmt: skip
     config = ServeConfig(target=args.target, drafter=args.drafter, adaptation=adaptation)
     result = setting("bench/adapt.py", argv) | {"ways": {}}
     result["command"] = [without_folders(word) for word in result["command"]]

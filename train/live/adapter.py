@@ -25,7 +25,7 @@ from .replay import ReplayBuffer
 LONGEST = 8
 MOST = 64  # records of a step
 LEAST_HELD_OUT = 8  # records for a look
-LOOK = 64  # newest held-out records that versions are compared on
+LOOK, LOOK_ON_CPU = 64, 16  # newest held-out records that versions are compared on
 PAYS = 1.3  # tokens per step from which drafting is faster than plain decoding
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class Adapter:
         self._gap, self._looked = every, 0  # steps until the next look, and at the last one
         self._capture = engine.start_capture(memory // 4)
         self.buffer = ReplayBuffer(memory - memory // 4, anchors, seed=seed)
+        self._look = LOOK_ON_CPU if trainer.drafter.device.type == "cpu" else LOOK
         self._promotion, self._rollback = Promotion(), Rollback()
         first = Version(engine.drafter_version, *self._saved(), 0, None, plain=fresh)
         if fresh:
@@ -147,7 +148,7 @@ class Adapter:
         return any(served.drafter_version == self.served.number for served in taken)
 
     def _may_promote(self) -> None:
-        held = self.buffer.held_out[-LOOK:]
+        held = self.buffer.held_out[-self._look :]
         if len(held) < LEAST_HELD_OUT:
             return
         candidate = self._trainer.held_out(held)
