@@ -71,7 +71,7 @@ class AdaptOptions:
     )
     adapt_opt_in: bool = option(False, 'learn only from requests with "store": true')
     adapt_exclude_key_file: str | None = option(
-        None, "file with API keys, one per line, whose requests are never learned from (default: none)", metavar="PATH"
+        None, "file with API keys, one per line; their requests are never learned from (default: none)", metavar="PATH"
     )
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class ServeConfig(ModelOptions):
     ssl_certfile: str | None = option(None, "certificate chain for HTTPS (default: serve HTTP)", metavar="PATH")
     root_path: str = option("", "path under which a proxy exposes this server (default: none)", metavar="PATH")
     allowed_origins: tuple[str, ...] = option(
-        (), "sites whose pages may send requests from a browser; * allows every site (default: none)", metavar="URL"
+        (), "sites with pages that may send requests from a browser; * is every site (default: none)", metavar="URL"
     )
     api_key_file: str | None = option(
         None,

@@ -98,7 +98,7 @@ class Service:
             raise ApiError(429, message, code="queue_full")
         if grammar and body.ignore_eos:
             message = (
-                f"`ignore_eos` cannot be combined with `{grammar[0]}`, whose answer ends with a stop token; omit one"
+                f"`ignore_eos` cannot be combined with `{grammar[0]}`: its answer ends with a stop token; omit one"
             )
             raise ApiError(400, message, param="ignore_eos")
         if body.priority and not self._priorities:  # otherwise every client could overtake all others

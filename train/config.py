@@ -84,11 +84,11 @@ class DrafterOptions:
     )
     taps: int | None = option(
         None,
-        "number of target layers whose hidden states the drafter reads, evenly spaced (default: 5, or 8 for a "
+        "number of target layers that the drafter reads hidden states of, evenly spaced (default: 5, or 8 for a "
         "mixture-of-experts target)",
     )
     target_layer_ids: tuple[int, ...] = option(
-        (), "target layers whose hidden states the drafter reads, counted from 0 (default: see drafter.taps)"
+        (), "target layers that the drafter reads hidden states of, counted from 0 (default: see drafter.taps)"
     )
     block_size: int = option(
         BLOCK_SIZE, "size of a draft block: one anchor and block_size - 1 drafted tokens", common=True
@@ -274,7 +274,7 @@ class LossOptions:
     )
     alpha: float = option(0.5, "smoothing of the slots' probabilities, for loss.weights=dpace")
     anchors: int = option(512, "draft blocks per sequence and step; disables packing if given")
-    head_rows: int = option(1024, "rows whose logits are held in memory at a time")
+    head_rows: int = option(1024, "rows of logits in memory at a time")
     input_noise: float = option(
         0.0, "standard deviation of noise on the target's hidden states, as a share of each one's root mean square"
     )
@@ -533,7 +533,7 @@ class TrainConfig(TemplateOptions):
     )
     response_files: tuple[str, ...] = option(
         (),
-        "files of dflash-data, whose responses are trained on as they are (default: the target writes responses first)",
+        "files of dflash-data with responses to train on (default: the target writes responses first)",
         flag="responses",
         old_flag="answers",
         common=True,

@@ -205,7 +205,7 @@ def _loaded(run: Prepared, answered: Corpus, processes: Processes) -> tuple[Targ
     target: Target
     if config.run.feature_endpoint:
         taps, url = run.shape.target_layer_ids, config.run.feature_endpoint
-        _say(processes, f"hidden states from {url}, whose eagle_aux_hidden_state_layer_ids must be {layer_ids(taps)}")
+        _say(processes, f"hidden states from {url}; its eagle_aux_hidden_state_layer_ids must be {layer_ids(taps)}")
         target = ServedTarget(config.target, url, taps, processes.device, config.dtype)
     else:
         target = Target.load(config.target, processes.device, config.dtype, processes.peers.mesh)

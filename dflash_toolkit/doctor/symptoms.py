@@ -115,7 +115,7 @@ def check_curve(case: Case, scores: Scores, earlier: Sequence[Finding], known: K
     if isinstance(trained, int) and trained != present:
         more = present > trained
         words = f"block_size is {present}, it was trained with {trained}; {measured}"
-        remedy = f"set block_size to {trained} wherever config.json says it: " + (
+        remedy = f"set block_size to {trained} everywhere in config.json: " + (
             f"slots from {trained} on were never trained" if more else "longer blocks can be accepted"
         )
         return [Finding("curve", "fault" if more else "warning", words, remedy, figures)]

@@ -225,7 +225,7 @@ def recall_table(report: Report) -> Table | None:
         return None
     found = report.recall["recall_at_k"]
     return Table(
-        f"Share of {report.recall['anchors']:,} drafts whose slot k has the target's token among the drafter's best",
+        f"Share of {report.recall['anchors']:,} drafts with the target's token among the drafter's best of slot k",
         ("Among the best", *(str(slot) for slot in range(1, report.block_size))),
         tuple((best, *(percent(share, 0) for share in shares)) for best, shares in found.items()),
     )

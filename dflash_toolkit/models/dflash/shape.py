@@ -125,8 +125,8 @@ def with_attention(
     window = (WINDOW if sliding_window is None else sliding_window) if sliding else None
     if window is not None and window < shape.block_size:
         raise ValueError(
-            f"sliding_window is {window}, less than a block of {shape.block_size}, whose slots would see each other in "
-            f"some servers only"
+            f"sliding_window is {window}, less than a block of {shape.block_size}; raise it, as some servers hide "
+            f"slots of a block from each other"
         )
     if is_causal is None and len(set(kinds)) < 2:  # explicit if it means the same
         is_causal = sliding
