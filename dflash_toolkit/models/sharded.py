@@ -59,11 +59,12 @@ def _plan(model: Any, size: int, name: str) -> dict[str, str]:
             f"processes; a GPU must hold it whole, or vLLM compute its responses and features (run.feature_endpoint)"
         )
     config = model.config.get_text_config(decoder=True)
+    layers = [config]
+    if getattr(config, "is_heterogeneous", False):
+        layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
     for heads in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(config, heads, size) % size:
-            raise UserError(
-                f"target {name}: its {heads}={getattr(config, heads)} cannot be shared out over {size} processes"
-            )
+        if uneven := next((n for each in layers if (n := getattr(each, heads, size)) % size), None):
+            raise UserError(f"target {name}: its {heads}={uneven} cannot be shared out over {size} processes")
     if "replicate" in ALL_PARALLEL_STYLES:  # later versions add these rules to theirs, earlier ones use only these
         plan |= dict.fromkeys(kept, "replicate")
     return plan

@@ -36,7 +36,7 @@ GRANITE = {
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, **SLIDING}
 GEMMA_4 = {**SLIDING, "head_dim": 8, "global_head_dim": 16, "final_logit_softcapping": 2.0}
 GEMMA_4_31B = {
-    **GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    **GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 4, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
 GEMMA_4_E2B = {
     **GEMMA_4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": VOCAB,

@@ -91,6 +91,7 @@ def test_sharded_target_computes_the_same_as_the_whole(name: str, sharded: list[
     size = sum(parameter.numel() for parameter in target.layers.parameters())
     expected = _computed(target, name)
     for found in (each[name] for each in sharded):
+        assert not isinstance(found, str), found
         for what in ("features", "final", "packed"):
             allowed = 1e-4 * float(expected[what].abs().max())
             torch.testing.assert_close(found[what], expected[what], rtol=1e-3, atol=allowed)

@@ -42,7 +42,8 @@ class Weights:
         method = declared.get("quant_method", "")
         method = str(getattr(method, "value", method))  # a member of an enum, if transformers has loaded the target
         count = next((value for name in EXPERTS if (value := getattr(target, name, None))), 1)
-        used = (getattr(target, "num_experts_per_tok", None) or 1) / count
+        names = "num_experts_per_tok", "top_k_experts"
+        used = next((value for name in names if (value := getattr(target, name, None))), 1) / count
         kinds = list(getattr(target, "layer_types", None) or ["full_attention"] * target.num_hidden_layers)
         recurrent = kinds.count("linear_attention")
         state = 0

@@ -45,6 +45,7 @@ def test_weights_are_counted_without_storage() -> None:
     experts = Weights.of_target(named_shape("qwen3-30b-a3b"))
     assert experts.dense + experts.embedding + experts.experts == pytest.approx(30.5e9, rel=0.01)
     assert experts.active == pytest.approx(2.7e9, rel=0.1)
+    assert Weights.of_target(ARCHITECTURES["Gemma 4 26B-A4B"].config()).used == 3 / 6
 
 
 @pytest.mark.parametrize(("optimizer", "step_s", "gib"), [("muon", 0.691, 48.6), ("adamw", 0.500, 52.5)])
