@@ -81,13 +81,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="longest time (default: 600)")
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens of an answer (default: 48)")
     parser.add_argument("--share", type=float, default=0.5, help="--adapt-share of the server (default: 0.5)")
-    parser.add_argument("--rate", type=float, default=2e-3, help="--adapt-learning-rate of the server (default: 2e-3)")
+    parser.add_argument("--rate", type=float, default=3e-3, help="--adapt-learning-rate of the server (default: 3e-3)")
     args = parser.parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.target is None:
         build()
     target, drafter = args.target or "demo/target", args.drafter or "demo/drafter"
-    words = ["--adapt", "--adapt-share", str(args.share), "--adapt-learning-rate", str(args.rate)]
+    # one thread for the engine, and the other core for the trainer
+    words = f"--threads 1 --adapt --adapt-share {args.share} --adapt-learning-rate {args.rate}".split()
     ended = threading.Event()
     with server(target, drafter, *words) as url:
         print(f"\n> {FORMS[0].format('A')}  (and others)", flush=True)
