@@ -46,6 +46,7 @@ class Reference:
     gate_heads = staticmethod(definitions.gate_heads)
     block_attention = staticmethod(definitions.block_attention)
     context_write = staticmethod(definitions.context_write)
+    taps_write = staticmethod(definitions.taps_write)
     accept = staticmethod(definitions.accept)
     draft_children = staticmethod(definitions.draft_children)
     grow_trees = staticmethod(definitions.grow_trees)
