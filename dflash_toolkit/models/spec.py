@@ -121,6 +121,16 @@ HYBRID = Architecture(
     qk_norm=True, qkv_bias=False, o_bias=False, zero_centered=True, partial_rope=True, hybrid=True
 )  # Qwen3.5
 
+GEMMA_4 = Architecture(
+    qk_norm=True,
+    fp32_norms=True,
+    norms=BOTH_SIDES,
+    scaled_embedding=True,
+    normed_values=True,
+    factor=1.0,
+    scaled_layers=True,
+)
+
 # supported architectures by `model_type`
 ARCHITECTURES = {
     "llama": Architecture(),
@@ -146,15 +156,8 @@ ARCHITECTURES = {
     "llama4_text": Architecture(
         experts=True, interleaved=True, weighted_norms=False, weighted_inputs=True, ffn_name="feed_forward"
     ),
-    "gemma4_text": Architecture(
-        qk_norm=True,
-        fp32_norms=True,
-        norms=BOTH_SIDES,
-        scaled_embedding=True,
-        normed_values=True,
-        factor=1.0,
-        scaled_layers=True,
-    ),
+    "gemma4_text": GEMMA_4,
+    "gemma4_unified_text": GEMMA_4,
 }
 
 
