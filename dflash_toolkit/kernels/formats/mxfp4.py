@@ -49,9 +49,9 @@ MXFP4 = Mxfp4()
 class Mxfp4Weight(Quantized):
     """Values, uint8 [N, P / 2], and the exponents of scales, uint8 [N, P / 32], of K columns and zeros up to P = 128 n.
 
-    Two bytes hold a value a, b, c and d of each group of a block of columns. Their bits, from the highest, are a's
-    sign; d's sign and mantissa; b's sign; d's exponent (2 bits); c's sign; exponent and mantissa of a, then of b and of
-    c. Scales have ADDED more than in checkpoints, and the order [P / 128, N, 4].
+    Two bytes hold a value a, b, c and d of each group of a block of columns. Their bits, from the highest, are the sign
+    of a; d; the signs of b and c; exponent and mantissa of a, then of b and of c. Scales have ADDED more than in
+    checkpoints, and the order [P / 128, N, 4].
     """
 
     columns: int  # K
@@ -85,8 +85,8 @@ class Mxfp4Weight(Quantized):
             groups = matrix.unflatten(-1, (-1, GROUP // 2)).int()
             codes = torch.stack([groups & 15, groups >> 4], -1).flatten(-2)
             a, b, c, d = codes.unflatten(-2, (-1, 4)).unbind(-2)
-            words = (a & 8) << 12 | (a & 7) << 6 | (b & 8) << 9 | (b & 7) << 3 | (c & 8) << 6 | c & 7
-            words |= (d & 8) << 11 | (d & 1) << 13 | (d & 6) << 9
+            signs = (a & 8) << 12 | (b & 8) << 7 | (c & 8) << 6
+            words = signs | d << 11 | (a & 7) << 6 | (b & 7) << 3 | c & 7
             matrix.copy_(words.to(torch.int16).view(torch.uint8).flatten(-2))
         for scale in self.scale.view(-1, *self.scale.shape[-2:]):
             scale.clamp_(max=LARGEST).add_(ADDED)
@@ -95,8 +95,8 @@ class Mxfp4Weight(Quantized):
     def dense(self, dtype: torch.dtype) -> Tensor:
         words = self.data.unflatten(-1, (-1, COLUMNS // 2)).view(torch.int16).int()  # [..., N, P / 128, 32]
         table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=words.device)
-        last = (words >> 11 & 8) | (words >> 9 & 6) | (words >> 13 & 1)
-        codes = [*((words >> 12 - i & 8) | (words >> 6 - i & 7) for i in (0, 3, 6)), last]
+        a, b, c = ((words >> sign & 8) | (words >> at & 7) for sign, at in ((12, 6), (7, 3), (6, 0)))
+        codes = [a, b, c, words >> 11 & 15]
         blocks, rows = words.shape[-2], words.shape[-3]
         scales = self.scale.view(*self.scale.shape[:-2], blocks, rows, 4).transpose(-3, -2)
         values = torch.ldexp(torch.stack([table[code] for code in codes], -2), scales.int()[..., None] - (BIAS + ADDED))

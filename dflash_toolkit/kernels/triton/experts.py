@@ -255,7 +255,7 @@ def _experts_kernel(
             o_x = b_pair // TOP
         if IN_MXFP4:
             p_scale = w_scale_p + expert.to(tl.int64) * N * (words_of(K) // 32)
-            b_acc = accumulate_mxfp4(x_p, p_w, p_scale, o_w, o_x, m_t, N, K, T, BLOCK_N, EVEN_N, EVEN_K)
+            b_acc = accumulate_mxfp4(x_p, p_w, p_scale, o_w, o_x, m_t, N, K, T, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K)
         elif QUARTER > 0:
             p_scale = w_scale_p + expert.to(tl.int64) * N * (K // GROUP if GROUP > 0 else 1)
             b_acc = accumulate_int4(
