@@ -207,10 +207,11 @@ class Planner:
         return 2 * widest * self.dtype.itemsize * reach if options.fp8_cache else 0
 
     def _held(self, rows: int) -> int:
-        """The residual stream, the queries, keys and values of a layer, and the features."""
+        """The residual stream, the queries, keys and values of a layer, the features, and the inputs of all layers."""
         widest = max(sum(n for n, _ in layer.mixer.matrices(0).values()) for layer in self.spec.layers)
         features = self.config.feature_size if self.config else 0
-        return rows * self.dtype.itemsize * (2 * self.spec.hidden_size + widest + features)
+        inputs = self.spec.input_size * len(self.spec.layers)
+        return rows * self.dtype.itemsize * (2 * self.spec.hidden_size + widest + features + inputs)
 
     def _layers(self, rows: int) -> int:
         """Temporary bytes of a pass of the layers: states, features of the drafter, and the widest products."""

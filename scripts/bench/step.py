@@ -40,7 +40,14 @@ from dflash_toolkit.runtime.fit import planner_for
 from dflash_toolkit.runtime.options import DRAFT_DTYPES
 from dflash_toolkit.runtime.request import StepShape
 from dflash_toolkit.runtime.step_times import full_batch, launcher, random_tokens
-from dflash_toolkit.runtime.weights import AttentionWeights, DrafterWeights, LayerWeights, MoeWeights, TargetWeights
+from dflash_toolkit.runtime.weights import (
+    AttentionWeights,
+    DrafterWeights,
+    LayerWeights,
+    MlpWeights,
+    MoeWeights,
+    TargetWeights,
+)
 from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
@@ -153,11 +160,16 @@ def step_bytes(target: TargetWeights, drafter: DrafterWeights | None, batch: int
     """Returns the bytes that one step must move: the weights, with the expected number of experts of its rows if all
     are equally likely, and recurrent states, which are read and written."""
 
+    def of_ffn(w: MlpWeights | MoeWeights) -> int:
+        matrices = w.gate_up.nbytes + w.down.nbytes
+        if isinstance(w, MlpWeights):
+            return matrices
+        likely = 1 - (1 - w.spec.top_k / w.spec.num_experts) ** (batch * block)
+        return round(matrices * likely) + w.router.nbytes
+
     def of_layer(w: LayerWeights) -> int:
-        ffn = w.ffn.gate_up.nbytes + w.ffn.down.nbytes
-        if isinstance(w.ffn, MoeWeights):
-            likely = 1 - (1 - w.ffn.spec.top_k / w.ffn.spec.num_experts) ** (batch * block)
-            ffn = round(ffn * likely) + w.ffn.router.nbytes
+        ffn = of_ffn(w.ffn) + (of_ffn(w.experts.experts) if w.experts else 0)
+        ffn += w.inputs.gate.nbytes + w.inputs.projection.nbytes if w.inputs else 0
         w_in = (w.mixer.qkv,) if isinstance(w.mixer, AttentionWeights) else (w.mixer.qkvz, w.mixer.ba)
         return ffn + sum(matrix.nbytes for matrix in (*w_in, w.mixer.o))
 
