@@ -11,7 +11,7 @@ from programs import Program
 from dflash_toolkit import SamplingParams, Target, generate, load_drafter
 
 
-@pytest.mark.parametrize("name", ["Phi-3", "Gemma 4", "gpt-oss", "Llama 4", "Qwen3.5 with images"])
+@pytest.mark.parametrize("name", ["Phi-3", "Gemma 4 26B-A4B", "gpt-oss", "Llama 4", "Qwen3.5 with images"])
 def test_a_drafter_is_trained_measured_and_exported_for_every_family(
     name: str, dflash_train: Program, tmp_path: Path
 ) -> None:
