@@ -91,6 +91,7 @@ def _hybrid(layers: int, hidden: int, heads: int, kv_heads: int, recurrent_heads
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],
         },
+        "max_position_embeddings": 262_144,
         "tie_word_embeddings": False,
     }
 
