@@ -42,7 +42,7 @@ from .responses.generate import SAID, ResponsePlan, Tally, limit_of, reasons, re
 from .responses.shares import join_shares, share_file, share_files
 from .responses.vllm_backend import VllmBackend, import_vllm
 from .run.provenance import target_digest
-from .run.resume_point import first_difference
+from .run.settings import first_difference
 
 ANSWERING = ("runtime", "model")  # keys of the record that are known once a backend is open
 
@@ -113,7 +113,8 @@ def _begin(
         "sampler": to_mapping(config.sampler),
         "data": {name: Source(name, config.prompts.form).digest(config.prompts.split) for name in names},
     }
-    begun = _begun(output, record)
+    defaults = {key: to_mapping(type(getattr(config, key))()) for key in ("prompts", "sampler")}
+    begun = _begun(output, record, defaults)
     if ended := begun.get("finished"):
         print(f"{output} is complete: {ended}", file=sys.stderr)
         return None
@@ -165,7 +166,7 @@ def _prompts_file(output: Path) -> Path:
     return output.with_suffix(".prompts.jsonl")
 
 
-def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _begun(output: Path, record: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Returns the backend of an earlier run with these options, and `finished`, its summary, if it completed.
 
     Raises:
@@ -184,7 +185,7 @@ def _begun(output: Path, record: dict[str, Any]) -> dict[str, Any]:
         begun = {key: old.pop(key) for key in ("finished", *ANSWERING) if key in old}
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: not the record of a run; choose another --output or remove it") from error
-    if difference := first_difference(old, json.loads(json.dumps(record))):
+    if difference := first_difference(old, json.loads(json.dumps(record)), defaults):
         raise of_another_run(output, difference)
     if begun.get("finished") and not output.stat().st_size:
         raise UserError(f"{path} records {output} as finished, but that is empty; remove {path.name} to begin again")

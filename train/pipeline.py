@@ -46,7 +46,6 @@ from .run.metrics_log import WANDB_OPTION
 from .run.outlook import point_of_run
 from .run.prepare import Prepared, fit_memory, prepare
 from .run.provenance import (
-    fingerprint,
     longest_response,
     measured,
     now,
@@ -56,6 +55,7 @@ from .run.provenance import (
     thinking_mode,
 )
 from .run.publish import OTHER_ROLES, make_repository, upload, write_cards
+from .run.settings import fingerprint
 
 
 def run(config: TrainConfig, given: Iterable[str] = ()) -> None:

@@ -35,7 +35,8 @@ from dflash_toolkit.train.optim.schedule import learning_rate_factor
 from dflash_toolkit.train.run import report
 from dflash_toolkit.train.run.definition import WORK, Run
 from dflash_toolkit.train.run.metrics_log import MetricsLog
-from dflash_toolkit.train.run.resume_point import ResumePoint, first_difference, load_state, save_state
+from dflash_toolkit.train.run.resume_point import ResumePoint, load_state, save_state
+from dflash_toolkit.train.run.settings import first_difference
 
 GOLDEN = ROOT / "tests/golden/loss_curve.json"
 

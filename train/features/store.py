@@ -25,7 +25,7 @@ from dflash_toolkit.config import UserError
 from dflash_toolkit.fingerprint import TOKENS_BYTES
 from dflash_toolkit.preflight import size
 
-from ..run.resume_point import first_difference
+from ..run.settings import first_difference
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max  # 448

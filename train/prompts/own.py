@@ -26,7 +26,7 @@ from dflash_toolkit.sampling import SamplingParams
 from ..config import SynthesisOptions, own_count
 from ..responses.conversation import said
 from ..responses.generate import seed_of, submit_all
-from ..run.resume_point import first_difference
+from ..run.settings import first_difference
 from .dedup import Duplicates
 from .quality import fault_of
 from .user_turn import UserTurn, user_turn

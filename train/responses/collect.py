@@ -19,8 +19,7 @@ from ..prompts.split import PROMPTS, PromptData, choose_prompts
 from ..run.cost import before_responses
 from ..run.estimate import announced
 from ..run.prepare import Prepared
-from ..run.provenance import asked
-from ..run.resume_point import first_difference
+from ..run.settings import asked, defaults, first_difference
 from .backends import open_decoder
 from .build_corpus import CORPUS, write_answered, write_given, write_recorded
 from .corpus import Corpus
@@ -68,7 +67,7 @@ def _wanted(run: Prepared) -> dict[str, Any]:
 
 def _is_of(folder: Path, wanted: dict[str, Any]) -> bool:
     try:
-        return read_json(folder / "meta.json")["of"] == wanted
+        return first_difference(read_json(folder / "meta.json")["of"], wanted, defaults()["config"]) is None
     except (UserError, LookupError, TypeError):
         return False
 
@@ -136,7 +135,7 @@ def _chosen(run: Prepared, wanted: dict[str, Any]) -> dict[str, Any]:
         answered = any(path.is_dir() or path.stat().st_size for path in _response_files(work))
         if not isinstance(state, dict) or "of" not in state:
             raise UserError(f"{meta}: from an earlier version; choose another --output or remove {work}")
-        difference = first_difference(state["of"], wanted)
+        difference = first_difference(state["of"], wanted, defaults()["config"])
         if not difference:
             return state
         if answered:

@@ -1,4 +1,4 @@
-"""The record of a run: its origin, the settings that must stay the same when it resumes, and its result."""
+"""The record of a run: its origin and its result."""
 
 import datetime
 import json
@@ -24,20 +24,9 @@ from ..prompts.split import PromptData
 from ..responses.corpus import Corpus
 from .definition import WORK, Export, Outcome
 from .held_out import Evaluation
-from .resume_point import first_difference, read_plan
-from .start import SIGHT
+from .resume_point import read_plan
+from .settings import defaults, fingerprint, first_difference
 from .training_budget import plan_of
-
-# options that may change when a run resumes: they change no weight or, if the number of processes times `accumulate`
-# changes, only how many micro batches form a step
-FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "final_tokens",
-              "features",
-              "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
-              "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "splits", "recompute",
-              "head_rows", "export_selector", "feature_endpoint",
-              "offload_target")  # fmt: skip
-OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
-ENDS = ("epochs", "steps", "minutes")  # end of a run; a longer run continues a shorter one
 
 
 def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, template: str) -> dict[str, Any]:
@@ -61,50 +50,6 @@ def provenance(config: TrainConfig, shape: DrafterConfig, data: PromptData, temp
     }
 
 
-def asked(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of responses without those that change only the speed."""
-    speed = ("batch_size", "draft")
-    later = {"samples": 1, "greedy_first": False}  # options that runs of earlier releases lack
-    return {k: v for k, v in config["responses"].items() if k not in speed and (k not in later or v != later[k])}
-
-
-def config_of(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration in a record, with current names."""
-    return {OLD_NAMES.get(key, key): value for key, value in record["config"].items()}
-
-
-def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings that must stay the same when a run resumes."""
-    # file contents are in the hashes; devices and threads change only the speed
-    places = (
-        "output",
-        "data",
-        "synthesis",
-        "held_out",
-        "response_files",
-        "trust_responses",
-        "chat_template",  # its digest is `template_hash`
-        "prompt_format",
-        "init_from",
-        "push_to_hub",
-        "license",
-        "device",
-        "threads",
-        "estimate",
-        "estimate_gpu",
-    )
-    config = {k: v for k, v in config_of(record).items() if k not in places}
-    for part in ("run", "optim", "loss"):
-        config[part] = {k: v for k, v in config[part].items() if k not in (*FREE_OPTIONS, *ENDS)}
-    # the drafter's shape has the attention options, and resume points of earlier releases lack them
-    config["drafter"] = {k: v for k, v in config["drafter"].items() if k not in SIGHT}
-    config["answers"] = asked(config)  # the name in resume points
-    del config["responses"]
-    start = {"start": record["start"]["sha256"]} if "start" in record else {}
-    same = ("drafter", "target_digest", "data_hash", "template_hash")
-    return {"config": config} | {k: record[k] for k in same} | start
-
-
 def origin(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the record that goes into the checkpoint's config.json."""
     start = {"start": record["start"]} if "start" in record else {}
@@ -124,7 +69,8 @@ def is_finished(output: Path, record: dict[str, Any]) -> bool:
     try:
         old = json.loads((output / "run.json").read_text())
         # round trip: JSON has no tuples
-        same = first_difference(fingerprint(old), json.loads(json.dumps(fingerprint(record)))) is None
+        settings = json.loads(json.dumps(fingerprint(record)))
+        same = first_difference(fingerprint(old), settings, defaults()) is None
         plan = plan_of(old["config"]["optim"])
         ended = plan == plan_of(record["config"]["optim"]) and read_plan(output / WORK / "state.pt") in (None, plan)
         finished = same and ended and bool(old["finished"])

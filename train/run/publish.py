@@ -18,7 +18,7 @@ from dflash_toolkit.models.dflash.checkpoint import read_config
 from dflash_toolkit.models.dflash.serving import serving_commands
 
 from ..prompts.dataset import DEFAULT, described
-from .provenance import config_of
+from .settings import config_of
 
 CARD = "README.md"
 HUB = "https://huggingface.co"

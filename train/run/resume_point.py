@@ -15,6 +15,8 @@ import torch
 
 from dflash_toolkit.config import UserError
 
+from .settings import defaults, first_difference
+
 T = TypeVar("T")
 COUNTER = 16  # values: smaller tensors are the optimiser's step counts, which are on the host and in use
 
@@ -146,7 +148,7 @@ def load_state(path: Path, fingerprint: dict[str, Any]) -> ResumePoint | None:
         state = ResumePoint(**torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # torch.load raises a dozen types
         raise UserError(f"{path}: not a resume point of this version; remove it to start afresh") from error
-    if difference := first_difference(state.fingerprint, fingerprint):
+    if difference := first_difference(state.fingerprint, fingerprint, defaults()):
         raise UserError(
             f"{path.parent.parent} holds a run with other settings ({difference}); choose another --output or remove it"
         )
@@ -159,14 +161,3 @@ def read_plan(path: Path) -> dict[str, Any] | None:
         return ResumePoint(**torch.load(path, map_location="cpu", weights_only=True, mmap=True)).plan
     except Exception:  # torch.load raises a dozen types; `load_state` reports the error
         return None
-
-
-def first_difference(old: Any, new: Any, where: str = "") -> str | None:
-    """Returns the first difference of two nested mappings, as `key: old, now new`."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(k for k in new if k not in old)]:
-            found = first_difference(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
-            if found:
-                return found
-        return None
-    return None if old == new else f"{where}: {old!r}, now {new!r}"

@@ -24,7 +24,7 @@ from dflash_toolkit.train.features.gpu_memory import MARGIN, MemoryUse, room_aft
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import Features
 from dflash_toolkit.train.responses.rows import Row
-from dflash_toolkit.train.run.provenance import fingerprint
+from dflash_toolkit.train.run.settings import fingerprint
 
 
 def test_features_use_a_share_of_memory_free_at_peak() -> None:

@@ -13,7 +13,6 @@ from programs import write
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dflash_toolkit import SamplingParams, Target, UserError, generate
-from dflash_toolkit.config import to_mapping
 from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.measure.batched import BatchedDecoder
 from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder, ReferenceDecoder
@@ -29,7 +28,6 @@ from dflash_toolkit.train.responses.corpus import Corpus
 from dflash_toolkit.train.responses.file import resume
 from dflash_toolkit.train.responses.generate import ResponsePlan, respond
 from dflash_toolkit.train.responses.rows import Row
-from dflash_toolkit.train.run.provenance import asked
 
 OPTIONS = ResponseOptions(batch_size=3, max_tokens=20, samples=1, temperature=0.0)
 
@@ -174,15 +172,6 @@ def test_too_long_prompt_is_skipped_and_the_limit_is_named(
     assert len(held) == 8 and {*held} <= {chat(i) for i in range(10)}
     said = capsys.readouterr().err
     assert "passed over for held-out prompts:" in said and "too long (the target's context is 30 tokens)" in said
-
-
-def test_runs_of_earlier_releases_have_one_response() -> None:
-    one, first, two = (
-        asked({"responses": to_mapping(ResponseOptions(**({"samples": 1, "greedy_first": False} | more)))})
-        for more in ({}, {"greedy_first": True}, {"samples": 2})
-    )
-    assert not {"samples", "greedy_first", "batch_size"} & one.keys() and one["temperature"] == 1.0
-    assert first == one | {"greedy_first": True} and two == one | {"samples": 2}
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------
