@@ -12,14 +12,6 @@ from .generation import Offered
 WIDTH = 8  # maximum children of a node; further ones are hardly ever accepted
 
 
-def width_for(asked: int | None, recurrent: bool) -> int:
-    """Returns the maximum children of a node; the default is WIDTH, or 1 for a target with recurrent layers.
-
-    Trees of such targets were not yet measured to be faster than chains.
-    """
-    return asked or (1 if recurrent else WIDTH)
-
-
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """The N nodes after an anchor, most probable path first, so that the first n nodes are the tree of n nodes.

@@ -193,14 +193,13 @@ class DraftOptions:
     )
     draft_tree: int | None = option(
         None,
-        f"{DRAFT_TREE} (default: {MOST_TREE_NODES} on a GPU for a dense target of {LEAST_FOR_TREES // 10**9} billion "
-        "parameters or more, if --num-speculative-tokens is not given and drafts are greedy; else 0)",
+        f"{DRAFT_TREE} (default: {MOST_TREE_NODES} on a GPU for a target without experts and of "
+        f"{LEAST_FOR_TREES // 10**9} billion parameters or more, if --num-speculative-tokens is not given and drafts "
+        "are greedy; else 0)",
         off=True,
     )
     draft_tree_width: int | None = option(
-        None,
-        "maximum children of a tree node; 1 drafts chains of adaptive length (default: 8, or 1 for a target with "
-        "recurrent layers, where trees are not yet known to be faster)",
+        None, "maximum children of a tree node; 1 drafts chains of adaptive length (default: 8)"
     )
     draft_sample_method: str = option(
         "greedy",

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from ..checkpoint.dense import dense_tensors
 from ..checkpoint.reader import locate, missing_tensors, weight_files
 from ..config import UnsupportedModel, UserError
-from ..draft_tree import width_for
+from ..draft_tree import WIDTH
 from ..stop_tokens import stop_tokens
 from . import packed
 from .cache import BatchCache, TargetCache
@@ -301,14 +301,13 @@ class Target:
         self._continues = True
 
     def tree_width(self, asked: int | None = None) -> int:
-        """Returns the maximum children of a tree node for this model, see `width_for`; 1 makes chains, always valid.
+        """Returns the maximum children of a tree node for this model, WIDTH by default; 1 makes chains, always valid.
 
         Raises:
             UnsupportedModel: see `check_trees`.
         """
-        recurrent = self.new_cache().recurrent
-        width = width_for(asked, recurrent)
-        if width > 1 and not recurrent:  # each path runs alone
+        width = asked or WIDTH
+        if width > 1 and not self.new_cache().recurrent:  # else each path runs alone
             self.check_trees()
         return width
 

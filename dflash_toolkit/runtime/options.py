@@ -138,7 +138,7 @@ class EngineOptions(DraftOptions):
             UserError: an option exceeds the limits of the target, the drafter or the device.
         """
 
-        from ..draft_tree import width_for
+        from ..draft_tree import WIDTH
 
         on_gpu = device.type == "cuda"
         if on_gpu and self.page_size < 16:
@@ -156,7 +156,7 @@ class EngineOptions(DraftOptions):
         tree = self.draft_tree
         if tree is None:
             tree = MOST_TREE_NODES if on_gpu and drafter and self._trees_pay(target) else 0
-        width = width_for(self.draft_tree_width if tree else None, target.recurrent)
+        width = (self.draft_tree_width if tree else None) or WIDTH
         nodes = min(tree, block - 1) if width == 1 else tree  # a chain is no longer than a block
         overshoot = (1 if on_gpu else 0) * block + max(block, nodes + 1)
         rows = self.max_num_seqs or (MOST_REQUESTS if on_gpu else 4)
@@ -178,9 +178,9 @@ class EngineOptions(DraftOptions):
         return self.gpu_memory_utilization or (0.9 if total >= SMALL_GPU else MOST_MEMORY)
 
     def _trees_pay(self, target: "ModelSpec") -> bool:
-        """Returns whether trees are the default: for dense targets with long steps, to which a tree adds little."""
+        """Returns whether trees are the default: if steps are long, and a further row reads no further experts."""
         free = self.num_speculative_tokens is None and self.draft_sample_method == "greedy" and not self.synthetic
-        large = not target.depends_on_requests and target.dense_parameters >= LEAST_FOR_TREES
+        large = not target.routes and target.dense_parameters >= LEAST_FOR_TREES
         return free and large
 
     def _context(self, longest: int, overshoot: int, trees: bool) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 from dflash_toolkit import Drafter, SamplingParams, Target, UserError, decode, generate, load_drafter, save_drafter
 from dflash_toolkit.acceptance import Acceptance
 from dflash_toolkit.data.prompts import encode_chat
+from dflash_toolkit.draft_tree import WIDTH
 from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair, Report, evaluate
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure.measurement import measure, token_texts
@@ -277,11 +278,11 @@ def test_answers_with_draft_trees_equal_plain_answers(
 
 
 @pytest.mark.parametrize("make", [EnginePair.load, ReferencePair])
-def test_drafts_of_recurrent_targets_are_chains_by_default(make: Any) -> None:
+def test_drafts_of_recurrent_targets_are_trees_by_default(make: Any) -> None:
     target = make_target("qwen3_5")
     drafter = make_drafter(target)
     assert make(target, drafter, draft_tree=8, draft_tree_width=2).facts["draft_tree_width"] == 2
-    assert make(target, drafter, draft_tree=8).facts["draft_tree_width"] == 1
+    assert make(target, drafter, draft_tree=8).facts["draft_tree_width"] == WIDTH
 
 
 def test_another_runtime_or_draft_method_is_measured_again(target: Target, drafter: Drafter, tmp_path: Path) -> None:

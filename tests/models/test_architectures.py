@@ -220,8 +220,7 @@ def test_taking_back_part_of_a_block_keeps_the_rest_exact(name: str, stay: int) 
 @EACH
 def test_a_tree_path_leaves_the_cache_of_its_tokens_alone(name: str) -> None:
     target = tiny(name)
-    recurrent = ARCHITECTURES[name].recurrent
-    assert target.tree_width() == (1 if recurrent else WIDTH) and target.tree_width(2) == 2
+    assert target.tree_width() == WIDTH and target.tree_width(2) == 2
     path, tree = [0, 2, 3], torch.tensor([[IDS[0, 12], 7, IDS[0, 13], IDS[0, 14], 9]])  # 9 stands behind 7
     visible = torch.eye(5, dtype=torch.bool)
     for row, ancestors in ((1, [0]), (2, [0]), (3, [0, 2]), (4, [0, 1])):
@@ -230,7 +229,7 @@ def test_a_tree_path_leaves_the_cache_of_its_tokens_alone(name: str) -> None:
     for each in (cache, plain):
         target.forward(IDS[:, :12], cache=each)
         each.flush()
-    if recurrent:
+    if ARCHITECTURES[name].recurrent:
         found = run_by_path(target, tree, visible, (), cache).logits
         assert cache.get_seq_length() == 12, "no path stays"
         target.forward(tree[:, path], cache=cache)

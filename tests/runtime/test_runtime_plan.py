@@ -164,7 +164,7 @@ def test_64_requests_of_8k_tokens_fit_80_gib_with_fp8(fitted_to: FittedTo) -> No
     """Of the 27B in FP8, whose weights take 33 GiB, and recurrent states 16."""
     asked = {"max_num_seqs": 64, "max_model_len": 8192}
     options, plan, budget = fitted_to(80, "qwen3.8-27b-fp8", **asked, kv_cache_tokens=64 * 8192, kv_cache_dtype="fp8")
-    assert plan.missing(options, budget) <= 0 and options.draft_dtype == "fp8"
+    assert plan.missing(options, budget) <= 0
     options, plan, budget = fitted_to(80, "qwen3.8-27b-fp8", **asked)
     assert plan.missing(options, budget) <= 0 and plan.tokens(budget) < 64 * 8192, "in 16 bits, some wait"
     options, plan, budget = fitted_to(80, "qwen3.8-27b-fp8", **asked, kv_cache_tokens=64 * 8192)

@@ -66,7 +66,7 @@ def test_a_draft_ends_an_answer_where_plain_decoding_does(index: int, nodes: int
     (prompt,) = prompts_of(9)
     text = alone(target, None, prompt, SamplingParams(max_tokens=16, ignore_eos=True)).tokens
     params = SamplingParams(max_tokens=16, stop_token_ids=(text[index],))
-    engine = make_engine(target, drafter, draft_tree=nodes)
+    engine = make_engine(target, drafter, draft_tree=nodes, draft_tree_width=1)
     knowing(engine, {tuple(prompt): text}, lambda position: False)
     # the third takes over the row of one of the others
     ends = [params, SamplingParams(max_tokens=index, ignore_eos=True), SamplingParams(max_tokens=16, ignore_eos=True)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...config import UnsupportedModel, UserError
-from ...draft_tree import WIDTH, width_for
+from ...draft_tree import WIDTH
 from ...fingerprint import drafter_digest, sample_digest, template_digest
 from ...generation import Generation
 from ...models.dflash.network import Drafter
@@ -99,7 +99,7 @@ class ReferencePair(Pair):
 
     Args:
         draft_tree: number of nodes verified per step; 0: chains.
-        draft_tree_width: maximum children of a node; None: chosen for the target, see `width_for`.
+        draft_tree_width: maximum children of a node; None: its default, WIDTH.
 
     Raises:
         UserError: the target does not support trees.
@@ -146,7 +146,7 @@ class EnginePair(Pair):
 
     Args:
         draft_tree: number of nodes verified per step; 0: chains.
-        draft_tree_width: maximum children of a node; None: chosen for the target, see `width_for`.
+        draft_tree_width: maximum children of a node; None: its default, WIDTH.
 
     Raises:
         ValueError: a `draft_dtype` or `draft_sample_method` that the engine does not know.
@@ -168,7 +168,7 @@ class EnginePair(Pair):
         assert parts.drafter is not None
         target, self._parts = parts.target, parts
         if draft_tree:
-            draft_tree_width = width_for(draft_tree_width, target.spec.recurrent)
+            draft_tree_width = draft_tree_width or WIDTH
         self.device, self.dtype = target.embedding.device, target.embedding.dtype
         self._options = EngineOptions(
             max_num_seqs=1,
