@@ -219,11 +219,6 @@ class ModelSpec:
         return any(layer.routed for layer in self.layers)
 
     @property
-    def depends_on_requests(self) -> bool:
-        """Whether a step reads other memory for other rows: experts, states."""
-        return self.routes or self.recurrent
-
-    @property
     def dense_parameters(self) -> int:
         """Counts the matrices of mixers, MLPs and the head: every step reads them, for any rows."""
         d = self.hidden_size

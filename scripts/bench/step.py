@@ -426,7 +426,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         if args.zero_acceptance:  # the first requests get the first rows, and stay there until they end
             engine.runner.verifier.forced[:, : args.zero_acceptance] = 0
         start_s = time.perf_counter() - began
-        with random_tokens(engine.runner) if target.spec.depends_on_requests else contextlib.nullcontext():
+        with random_tokens(engine.runner) if target.spec.routes else contextlib.nullcontext():
             for batch, prompt in itertools.product(args.batch, args.prompt):
                 row = {"drafter_kind": kind, "batch": batch, "block": block, "prompt": prompt, "start_s": start_s}
                 result["rows"].append(row | measured(args, engine, target, batch, block, prompt))

@@ -86,6 +86,15 @@ def requests_8b(raw: Raw) -> Iterable[Row]:
         yield {"requests": requests, **ways, "vllm_plain": alone.get(requests), "vllm": vllm, "k": k}
 
 
+def trees_27b(raw: Raw) -> Iterable[Row]:
+    """Recorded drafts in blocks and trees, for a target with recurrent layers."""
+    rows = raw("replay27b.json")["rows"]
+    for requests in sorted({row["requests"] for row in rows}):
+        yield {"requests": requests} | {
+            row["way"]: row["tokens_per_second"] for row in rows if row["requests"] == requests
+        }
+
+
 def requests_fp8(raw: Raw) -> Iterable[Row]:
     """Tokens per second as measured, each engine with its own synthetic acceptance."""
     for shape, label in (("qwen3.8-27b-fp8", "Qwen3.8-27B"), ("qwen3.6-35b-a3b-fp8", "Qwen3.6-35B-A3B")):
@@ -168,6 +177,7 @@ TABLES: dict[str, Callable[[Raw], Iterable[Row]]] = {
     "int4": int4,
     "requests-8b": requests_8b,
     "requests-fp8": requests_fp8,
+    "trees-27b": trees_27b,
     "server": server,
     "training-minutes": training_minutes,
     "live": live,
