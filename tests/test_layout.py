@@ -37,6 +37,7 @@ LEVELS = [
         "sampling",
         "string_pattern",
     },
+    {"models.families"},
     {
         "checkpoint",
         "models.cache",
