@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 OTHER_MODULES = (
     "model.visual.", "mtp.", "vision_model.", *(
         f"{whole}{part}." for whole in ("", "model.")
-        for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector")
+        for part in (
+            "vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio", "multi_modal_projector",
+        )
     ),
 )  # fmt: skip
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # last parts of names: scales of a quantized KV cache

@@ -106,6 +106,7 @@ def test_sharded_and_untied_checkpoints_load(name: str, tmp_path: Path) -> None:
     [
         ("GLM-4-MoE", "layers.6.eh_proj", "layers.7.eh_proj"),  # a layer that drafts tokens
         ("Gemma 4 E2B with images", "layers.5.self_attn.k_proj", "layers.2.self_attn.r_proj"),  # of a shared layer
+        ("Gemma 4", "vision_embedder.patch_dense", "layers.2.self_attn.r_proj"),  # reads images
     ],
 )
 def test_unused_tensors_of_checkpoints_are_skipped(
