@@ -170,12 +170,25 @@ def test_a_fault_of_the_trainer_changes_no_answer(begin: Fault, end: Fault, shar
     engine, trainer, target = shared_pair
     serve(engine, trainer, PROMPTS)
     begin(engine, trainer)
+    assert trainer._ready or not trainer._slowdown._sums, "a trainer that starts does not count"
     for _ in range(2):
         assert right(target, serve(engine, trainer, PROMPTS))
     end(engine, trainer)
     steps = trainer.status.steps
     wait(trainer, lambda: trainer.status.steps != steps)  # it trains on; a step that fails starts from an earlier one
     assert trainer.alive and trainer.error is None
+
+
+def test_a_late_trainer_learns_every_version(shared_pair: Pair) -> None:
+    engine, trainer, _ = shared_pair
+    pause(engine, trainer)
+    serve(engine, trainer, PROMPTS * 2)
+    assert engine._capture is not None and len(engine._capture._waiting) > 0, "more would be in flight than may be"
+    assert engine.runner.drafter is not None
+    trainer._came.append({name: view.clone() for name, view in engine.runner.drafter.parameter_views().items()})
+    trainer.poll()
+    assert engine.drafter_version in trainer._going.queue
+    resume(engine, trainer)
 
 
 def test_a_trainer_without_memory_ends_and_serving_goes_on(pair: Pair) -> None:

@@ -127,12 +127,13 @@ class TrainerProcess:
         work = Work(head.to(host), drafter.config, weights, config, place, share, options)
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
-        self._shared: Shared = context.RawValue(Shared, False, True, 1.0)
-        self._slowdown, self._last, self._polls = Slowdown(), (0, False, 0.0), 0
+        self._shared: Shared = context.RawValue(Shared, False, False, 1.0)
+        self._ready, self._polls, self._last = False, 0, (0, False, 0.0)
+        self._slowdown = Slowdown()
         self._process = context.Process(target=_main, args=(end, self._shared), name="trainer", daemon=True)
         self._process.start()
         end.close()
-        self._going: queue.Queue[Any] = queue.Queue(IN_FLIGHT)
+        self._going: queue.Queue[Any] = queue.Queue()
         self._going.put(work)
         self._came: deque[Any] = deque()
         self._closing = False
@@ -151,14 +152,14 @@ class TrainerProcess:
         """Sends what was served, and swaps in a drafter that has arrived. Never waits for the trainer, never raises."""
         self._shared.busy = not self._engine.scheduler.idle
         self._count_step()
-        if not self._going.full():
-            for served in self._capture.take(IN_FLIGHT - self._going.qsize()):
-                self._going.put(served)
+        for served in self._capture.take(max(IN_FLIGHT - self._going.qsize(), 0)):
+            self._going.put(served)
         while self._came:
             message = self._came.popleft()
             if isinstance(message, Status):
-                self.status = message
+                self.status, self._ready = message, True
                 continue
+            self._slowdown = Slowdown()  # other steps follow
             if message == STOP_DRAFTING:
                 self._engine.stop_drafting()
                 continue
@@ -167,12 +168,15 @@ class TrainerProcess:
                 self._on_swap(message)
             except (UserError, torch.OutOfMemoryError) as mistake:
                 log.error("a new drafter was not used: %s", mistake)
-            self._going_later(self._engine.drafter_version)
+            self._going.put(self._engine.drafter_version)
 
     def _count_step(self) -> None:
-        """Counts the time since the poll before, if neither the batch nor the trainer's state has changed."""
+        """Counts the time since the poll before, if neither the batch nor the trainer's state has changed.
+
+        A trainer that starts compiles kernels, which costs the engine little and says nothing of its training.
+        """
         requests, working, now = len(self._engine.scheduler.running), self._shared.working, time.perf_counter()
-        if requests and self._last[:2] == (requests, working):
+        if requests and self._ready and self._last[:2] == (requests, working):
             self._slowdown.add(requests, working, now - self._last[2])
         self._last, self._polls = (requests, working, now), self._polls + 1
         if self._polls % POLLS == 0:
@@ -184,10 +188,7 @@ class TrainerProcess:
             return self.error
         if self.status.versions < 2:
             return "there is no drafter before the served one"
-        try:
-            self._going.put_nowait(ROLL_BACK)
-        except queue.Full:
-            return "the trainer is busy; try again"
+        self._going.put(ROLL_BACK)
         return None
 
     def close(self) -> None:
@@ -200,12 +201,6 @@ class TrainerProcess:
             self._process.kill()
             self._process.join()
         self._connection.close()
-
-    def _going_later(self, version: int) -> None:
-        try:
-            self._going.put_nowait(version)
-        except queue.Full:  # later served requests carry the version too
-            log.warning("the trainer is late; it learns the drafter's version later")
 
     def _send(self) -> None:
         while True:
