@@ -17,7 +17,7 @@ from dflash_toolkit.evaluation import EncodedPrompt, EnginePair, ReferencePair
 from dflash_toolkit.evaluation.cli import main
 from dflash_toolkit.evaluation.measure import run
 from dflash_toolkit.evaluation.measure.decoders import Response, ThreadedDecoder
-from dflash_toolkit.evaluation.measure.drafting import advice_text, candidates, drafting_advice
+from dflash_toolkit.evaluation.measure.drafting import advice_text, drafting_advice
 from dflash_toolkit.evaluation.measure.pairs import Pair
 from dflash_toolkit.evaluation.measure.run import Setting, evaluate_all
 from dflash_toolkit.evaluation.measure.sweeps import Sweeps, chosen, load_point, recommendation, under_load
@@ -281,13 +281,3 @@ def test_clearly_faster_methods_than_blocks_are_recommended() -> None:
         f"fast as blocks: `{serve} --draft-tree 15 --draft-tree-width 1`. With 64 requests at a time no other way is "
         f"clearly faster than blocks: `{serve} --no-draft-tree`."
     )
-
-
-def test_recurrent_targets_sweep_trees_of_an_explicit_width(target: Target, drafter: Drafter) -> None:
-    pair = EnginePair.load(target, drafter)
-    assert [each.kind for each in candidates(pair, (4, 8))] == ["blocks", "chains", "trees", "trees"]
-    recurrent = make_target("qwen3_5")
-    pair = EnginePair.load(recurrent, make_drafter(recurrent))
-    found = candidates(pair, (4,))
-    assert [each.kind for each in found] == ["blocks", "chains", "trees"]
-    assert found[-1].options == ["--draft-tree", "4", "--draft-tree-width", "8"]

@@ -42,7 +42,7 @@ class Drafts:
 
 def candidates(pair: Pair, nodes: Iterable[int]) -> list[Drafts]:
     """Returns blocks, chains and trees of each number of nodes."""
-    trees = (Drafts("trees", count, pair.tree_width) for count in nodes)
+    trees = (Drafts("trees", count) for count in nodes)
     return [Drafts("blocks"), Drafts("chains", pair.block_size - 1, 1), *trees]
 
 

@@ -40,7 +40,6 @@ class Pair(ABC):
     concurrency: int = 1  # concurrent requests of a report
     modules: tuple[Target, Drafter] | None = None  # Hugging Face modules, if loaded
     where: str | None = None  # the server that decodes; None: this process
-    tree_width: int | None = None  # draft_tree_width of trees; None: its default
 
     def make_room(self, tokens: int) -> None:  # noqa: B027, caches that grow by themselves need nothing
         """Sets the maximum number of tokens of a prompt and its answer together."""
@@ -185,8 +184,6 @@ class EnginePair(Pair):
         self.tokenizer, self.facts = tokenizer, facts | how | _tree_facts(draft_tree, draft_tree_width)
         self.context_limit, self.block_size = target.spec.context_limit, parts.drafter.config.block_size
         self.vocabulary = target.spec.vocab_size
-        if target.spec.recurrent:
-            self.tree_width = WIDTH  # the default makes chains
         self._context = self.context_limit
         self._decoders: dict[bool, EngineDecoder] = {}  # by whether it drafts
 
