@@ -56,6 +56,14 @@ def test_a_chunk_may_fill_every_page_of_a_request(target: Target, drafter: Draft
     runner.prefills.unpadded(PrefillJob([1] * positions, 0, [1] * runner.pages_per_request)).run()
 
 
+def test_one_chunk_of_all_positions_is_full_attention() -> None:
+    target = ARCHITECTURES["Llama 4"].target(attention_chunk_size=256)
+    for limit, window in ((128, 0), (512, -256)):
+        options = EngineOptions(max_num_seqs=1, max_model_len=limit)
+        stack = load_engine(target, None, options=options)[0].runner.verifier.stack
+        assert [mixer.spec.window for mixer in stack._mixers] == [window, window, 0] * 2
+
+
 def test_an_engine_starts_without_transformers_networks(target_dir: Path, drafter_dir: Path) -> None:
     """Importing them takes as long as loading an 8B target."""
     program = (
