@@ -17,12 +17,13 @@ from dflash_toolkit.models.dflash.shape import WIDTH_FOR_PARTS
 from dflash_toolkit.models.target_files import load_config, load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.wire import Adaptation
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.live.process import TrainerProcess
 from dflash_toolkit.train.objective.target_head import HeadWeights
 from dflash_toolkit.train.online import AVERAGE
 from dflash_toolkit.train.optim.optimizers import peak_rate
 from dflash_toolkit.train.run.prepare import drafter_config
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 if TYPE_CHECKING:
     from .config import ServeConfig

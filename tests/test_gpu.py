@@ -14,7 +14,7 @@ from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.loss_terms import CROSS_ENTROPY, LogitScale, LossMix
 from dflash_toolkit.models.dflash.network import Drafter
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.gpu_memory import memory_use
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.loop import train
@@ -23,6 +23,7 @@ from dflash_toolkit.train.objective.loss import compute_loss, draft_loss, masks_
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Run
 from dflash_toolkit.train.run.held_out import HeldOut, HeldOutPrompt
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from dflash_toolkit.config import UserError, option, options, parse_cli, run_command
 from dflash_toolkit.options import PromptOptions, TemplateOptions
 
-from .config import BATCH_SIZE, OWN, RUNTIMES, SamplesOptions, SynthesisOptions, count_in
+from .data_options import BATCH_SIZE, OWN, RUNTIMES, SamplesOptions, SynthesisOptions, count_in
 from .distributed.launch import launch
 from .distributed.ranks import speaks, without_local_rank
 

@@ -28,8 +28,8 @@ from dflash_toolkit.sampling import SamplingParams
 from dflash_toolkit.stop_tokens import stop_tokens
 from dflash_toolkit.threads import use_threads
 
-from .config import count_in
 from .data_cli import PROG, DataConfig
+from .data_options import count_in
 from .distributed.parallel import Processes
 from .prompts.choosing import Wanted, choose, chosen, say
 from .prompts.own import OwnPrompts, own_file, with_own_file, write_own

@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_toolkit.config import UserError
 from dflash_toolkit.models.dflash.network import Drafter
 
-from .config import OptimOptions, TrainConfig
+from .config import TrainConfig
 from .distributed.parallel import Processes, Replicated
 from .features.batch import batch_of
 from .features.source import fitting
@@ -30,6 +30,7 @@ from .optim.optimizers import peak_rate, uses_muon
 from .optim.schedule import packing, rng_for
 from .responses.rows import Row, Span
 from .run.held_out import Evaluation
+from .training_options import OptimOptions
 
 AVERAGE = 0.99  # decay per step of the average of the weights (default)
 WARMUP = 20  # steps in which the learning rate rises

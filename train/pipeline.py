@@ -26,7 +26,8 @@ from dflash_toolkit.record import RECORD_KEY, export_record, target_signature
 from dflash_toolkit.threads import use_threads
 from dflash_toolkit.tracking import log_in
 
-from .config import TrainConfig, count_in
+from .config import TrainConfig
+from .data_options import count_in
 from .distributed.parallel import Processes
 from .features.served import ServedTarget, layer_ids
 from .loop import train

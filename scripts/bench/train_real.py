@@ -47,8 +47,9 @@ from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
 from dflash_toolkit.files import write_json
 from dflash_toolkit.fingerprint import template_digest, tokens_digest
-from dflash_toolkit.train.config import ResponseOptions, TrainConfig, configure
+from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.data_cli import DataConfig
+from dflash_toolkit.train.data_options import ResponseOptions
 from dflash_toolkit.train.data_run import run as answer
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.optim.schedule import packing

@@ -37,7 +37,8 @@ from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target import Target
 from dflash_toolkit.roofline import roofline_of
-from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import Zero, make_learner
 from dflash_toolkit.train.features.source import FeatureSource
@@ -48,6 +49,7 @@ from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.cost import drafter_step_flops, visible_pairs
 from dflash_toolkit.train.run.memory import TrainingMemory
 from dflash_toolkit.train.run.target_weights import Weights
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 

@@ -21,7 +21,8 @@ from dflash_toolkit.files import write_json
 from dflash_toolkit.fingerprint import template_digest, tokens_digest
 from dflash_toolkit.models.dflash.checkpoint import tensor_shapes
 from dflash_toolkit.record import RECORD_KEY, export_record
-from dflash_toolkit.train.config import ResponseOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import ResponseOptions
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.features.source import FeatureSource, features_key, open_features
 from dflash_toolkit.train.loop import train

@@ -27,10 +27,11 @@ from dflash_toolkit import Drafter, Target, load_drafter, save_drafter
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.models.dflash2.convolution import DynamicConvolution
 from dflash_toolkit.record import RECORD_KEY, export_record
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions
 
 SHAPE = {"block_size": BLOCK, "taps": 2, "layers": 2, "conv_kernel_size": 2, "conv_group_size": 8}
 SELECTOR = {"selector_rank": 8, "selector_top_k": 16}

@@ -29,7 +29,8 @@ from dflash_toolkit.evaluation.report.terminal import show_report
 from dflash_toolkit.evaluation.report.verdict import judge, verdict
 from dflash_toolkit.files import finite
 from dflash_toolkit.generation import Generation, Step
-from dflash_toolkit.train.config import ATTENTION, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.training_options import ATTENTION
 
 SIZE = 8
 HOSTILE = "<script>alert('x')</script> & `code` | </pre> https://example.com"

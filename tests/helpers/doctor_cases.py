@@ -25,9 +25,10 @@ from dflash_toolkit.doctor.finding import Finding
 from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY
 from dflash_toolkit.record import RECORD_KEY
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 Break = Callable[[Path], None]
 BLOCK = 6

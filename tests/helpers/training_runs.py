@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_toolkit import Target
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run import save
 from dflash_toolkit.train.run.definition import Run
 from dflash_toolkit.train.run.resume_point import ResumePoint
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 TAPS = (1, 3)
 

@@ -21,8 +21,9 @@ from dflash_toolkit.doctor.files import Case, check_weights
 from dflash_toolkit.models.dflash import architecture
 from dflash_toolkit.models.dflash.serving import serving_commands
 from dflash_toolkit.models.dflash.shape import drafter_shape
-from dflash_toolkit.train.config import DrafterOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.run.start import load_start
+from dflash_toolkit.train.training_options import DrafterOptions
 
 PAGE = ROOT / "docs/extend/architecture.md"
 SIZE = {"bias_candidates": 5}

@@ -9,11 +9,12 @@ from gpu_engines import make_engine, pair, prompts_of
 
 from dflash_toolkit import SamplingParams, Target
 from dflash_toolkit.models.dflash.architecture import of_kind
-from dflash_toolkit.train.config import LossOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
 from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.training_options import LossOptions, RunOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -15,13 +15,14 @@ from forked import run_several
 from dflash_toolkit import UserError, load_drafter
 from dflash_toolkit.config import read_yaml
 from dflash_toolkit.models.rope import RopeScaling
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective import loss
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 from scripts.bench import train_real as program
 from scripts.bench import training_lab
 

@@ -14,9 +14,10 @@ from dflash_toolkit.models.dflash.checkpoint import check_fits
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import LAYERS, TAPS, default_target_layer_ids, drafter_shape
 from dflash_toolkit.models.published import published_for
-from dflash_toolkit.train.config import PACK_TOKENS, TrainConfig, configure
+from dflash_toolkit.train.config import TrainConfig, configure
 from dflash_toolkit.train.optim.schedule import packing
 from dflash_toolkit.train.run.target_weights import computes
+from dflash_toolkit.train.training_options import PACK_TOKENS
 from scripts.docs.generated import RECIPES, config_of
 
 FILES = sorted((ROOT / "configs").glob("**/*.yaml"))

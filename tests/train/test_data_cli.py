@@ -24,7 +24,8 @@ from dflash_toolkit.fingerprint import template_digest
 from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import DrafterWeights
-from dflash_toolkit.train.config import DataOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions
 from dflash_toolkit.train.responses import backends, collect
 from dflash_toolkit.train.responses.file import Match, read_training_rows
 

@@ -13,10 +13,11 @@ from engines import make_engine, prompts_of
 from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.live import replay
 from dflash_toolkit.train.live.adapter import Adapter
 from dflash_toolkit.train.online import OnlineTrainer, Record
+from dflash_toolkit.train.training_options import LossOptions, OptimOptions
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 OPTIM: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 1e-2, "batch_size": 8, "ema": 0.5}

@@ -16,7 +16,8 @@ from dflash_toolkit.evaluation.measure.measurement import held_out_acceptance
 from dflash_toolkit.models.dflash import shape
 from dflash_toolkit.models.dflash.checkpoint import PROVENANCE_KEY, read_json
 from dflash_toolkit.record import export_record
-from dflash_toolkit.train.config import DataOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions
 from dflash_toolkit.train.responses.corpus import Corpus
 
 

@@ -29,7 +29,7 @@ from dflash_toolkit import UserError
 from dflash_toolkit.files import locked
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.train import gradients, loop
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.optim.schedule import learning_rate_factor
 from dflash_toolkit.train.run import report
@@ -37,6 +37,7 @@ from dflash_toolkit.train.run.definition import WORK, Run
 from dflash_toolkit.train.run.metrics_log import MetricsLog
 from dflash_toolkit.train.run.resume_point import ResumePoint, load_state, save_state
 from dflash_toolkit.train.run.settings import first_difference
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 GOLDEN = ROOT / "tests/golden/loss_curve.json"
 

@@ -16,11 +16,12 @@ from dflash_toolkit import Target, UserError
 from dflash_toolkit.decode import generate
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.sampling import SamplingParams
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.target_head import HeadWeights
 from dflash_toolkit.train.online import OnlineTrainer, Record
 from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions
 
 OPTIM: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 3e-3, "batch_size": 4}
 CONFIG = TrainConfig(target="", loss=LossOptions(anchors=8), optim=OptimOptions(**OPTIM))

@@ -22,11 +22,12 @@ from dflash_toolkit import SamplingParams, Target, UserError
 from dflash_toolkit.runtime import Engine
 from dflash_toolkit.runtime.capture import Served
 from dflash_toolkit.runtime.request import Request
-from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.live.pipe import receive, send
 from dflash_toolkit.train.live.process import TrainerProcess, interval
 from dflash_toolkit.train.live.slowdown import Slowdown
 from dflash_toolkit.train.objective.target_head import HeadWeights
+from dflash_toolkit.train.training_options import LossOptions, OptimOptions
 
 LATE_S = 240
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

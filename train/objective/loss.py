@@ -21,7 +21,8 @@ from dflash_toolkit.models.dflash.config import DrafterConfig
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.spec import logit_scale
 
-from ..config import LossOptions, TrainConfig
+from ..config import TrainConfig
+from ..training_options import LossOptions
 from .alignment import alignment_weight, slot_tokens
 from .blocks import Blocks, Features, dense_mask, flex_mask
 from .selector import Selector, ramp

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config import OptimOptions, TrainConfig
+from ..config import TrainConfig
+from ..training_options import OptimOptions
 
 
 class Optimizers:

@@ -13,8 +13,10 @@ import torch
 
 from dflash_toolkit.config import UserError
 
-from ..config import PACK_TOKENS, PACKS, TrainConfig
+from ..config import TrainConfig
+from ..data_options import PACKS
 from ..run.resume_point import ResumePoint
+from ..training_options import PACK_TOKENS
 
 
 def rng_for(seed: int, stream: int, index: int) -> torch.Generator:

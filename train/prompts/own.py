@@ -23,7 +23,7 @@ from dflash_toolkit.fingerprint import files_digest
 from dflash_toolkit.progress import Progress
 from dflash_toolkit.sampling import SamplingParams
 
-from ..config import SynthesisOptions, own_count
+from ..data_options import SynthesisOptions, own_count
 from ..responses.conversation import said
 from ..responses.generate import seed_of, submit_all
 from ..run.settings import first_difference

@@ -25,7 +25,8 @@ from dflash_toolkit.models.dflash.shape import drafter_shape
 from dflash_toolkit.models.target_files import load_config, load_tokenizer
 from dflash_toolkit.preflight import GIB, size
 
-from ..config import TrainConfig, own_count
+from ..config import TrainConfig
+from ..data_options import own_count
 from ..optim.optimizers import uses_muon
 from ..prompts.dataset import ROWS as DATASET_ROWS
 from .cost import drafter_step_flops, duration, resume_bytes

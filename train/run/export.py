@@ -16,8 +16,8 @@ from dflash_toolkit.preflight import check_new_folder
 from dflash_toolkit.progress import disable_library_bars
 from dflash_toolkit.record import RECORD_KEY, export_record
 
-from ..config import RunOptions
 from ..export_cli import ExportConfig
+from ..training_options import RunOptions
 from .held_out import Evaluation, HeldOut, HeldOutPrompt
 from .publish import CARD, make_repository, upload
 

@@ -26,8 +26,8 @@ from dflash_toolkit.runtime import Engine, EngineOptions
 from dflash_toolkit.runtime.load import load_parts
 from dflash_toolkit.sampling import SamplingParams
 
-from ..config import RunOptions
 from ..features.gpu_memory import memory_use
+from ..training_options import RunOptions
 from .cost import duration
 
 TOGETHER = (8, 4, 2, 1)  # prompts decoded at a time, which change no response of the engine

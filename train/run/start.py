@@ -21,7 +21,7 @@ from dflash_toolkit.models.dflash.config import DrafterConfig
 from dflash_toolkit.models.dflash.network import Drafter
 from dflash_toolkit.models.dflash.shape import with_attention
 
-from ..config import DrafterOptions
+from ..training_options import DrafterOptions
 
 SIGHT = ("layer_types", "sliding_window", "is_causal")  # attention options, which change no weight's shape
 FREE = (*SIGHT, "block_size")  # options that a start may change

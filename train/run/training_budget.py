@@ -13,8 +13,8 @@ import torch
 
 from dflash_toolkit.config import UserError, to_mapping
 
-from ..config import OptimOptions
 from ..optim.schedule import Joint, PackedSchedule, Schedule, joined_factor, learning_rate_factor
+from ..training_options import OptimOptions
 from .resume_point import ResumePoint, TrainState
 
 TIMED_STEPS = 3  # steps to measure the pace

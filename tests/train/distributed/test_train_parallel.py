@@ -29,7 +29,7 @@ from training_runs import repeating_rows as rows
 
 from dflash_toolkit import UserError
 from dflash_toolkit.train.cli import main
-from dflash_toolkit.train.config import LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.ranks import without_local_rank
 from dflash_toolkit.train.distributed.zero import deepspeed_config
@@ -39,6 +39,7 @@ from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import Features, sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
 from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.training_options import LossOptions, OptimOptions, RunOptions
 
 
 @pytest.fixture(scope="module")

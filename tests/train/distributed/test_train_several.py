@@ -20,8 +20,8 @@ from several_processes import run_rank as _one
 from torch import Tensor, nn
 from training_runs import flat, losses
 
-from dflash_toolkit.train.config import OptimOptions
 from dflash_toolkit.train.optim.optimizers import FlatMuon, Optimizers, deal, make_optimizer, rows_of
+from dflash_toolkit.train.training_options import OptimOptions
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (40, 8), (5, 7)]
 

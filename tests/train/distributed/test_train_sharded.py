@@ -13,13 +13,14 @@ from training_runs import flat
 from training_runs import repeating_rows as rows
 
 from dflash_toolkit.models.dflash.architecture import of_kind
-from dflash_toolkit.train.config import OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.distributed.parallel import Processes
 from dflash_toolkit.train.distributed.zero import make_learner
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
 from dflash_toolkit.train.run.resume_point import ResumePoint
+from dflash_toolkit.train.training_options import OptimOptions, RunOptions
 
 KINDS = ("full_attention", "sliding_attention")
 FSDP = RunOptions(fsdp=True)

@@ -12,12 +12,13 @@ from training_runs import run_of
 
 from dflash_toolkit import Drafter, SamplingParams, Target, generate, load_drafter, save_drafter
 from dflash_toolkit.decode import propose
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import Blocks, Features, sample_blocks
 from dflash_toolkit.train.objective.loss import masks_of
 from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 PROMPT = list(range(40, 60))
 Masks = dict[str, torch.Tensor]

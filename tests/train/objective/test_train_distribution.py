@@ -14,13 +14,14 @@ from dflash_toolkit.kernels import loss as head_loss
 from dflash_toolkit.kernels.loss import TargetStates, frozen_head_loss
 from dflash_toolkit.kernels.loss_terms import LogitScale, LossMix
 from dflash_toolkit.models.target import Target
-from dflash_toolkit.train.config import LossOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.features.store import GIB, MemoryStore
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import Blocks, Features, sample_blocks
 from dflash_toolkit.train.objective.loss import DraftLoss, compute_loss, dpace_weights, draft_loss, predicting_states
 from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.training_options import LossOptions
 
 KINDS = ("kl", "tv", "lk", "lk_hybrid")
 SIZE = 6

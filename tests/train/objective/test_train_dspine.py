@@ -16,13 +16,14 @@ from dflash_toolkit import Drafter, SamplingParams, Target, UserError, generate,
 from dflash_toolkit.kernels import candidates as candidates_module
 from dflash_toolkit.kernels.candidates import candidate_logits
 from dflash_toolkit.models.dflash.architecture import of_kind
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.alignment import alignment_weight, replacement, slot_tokens
 from dflash_toolkit.train.objective.blocks import Blocks, Features, sample_blocks
 from dflash_toolkit.train.objective.loss import DraftLoss, _forward, compute_loss, decay_weights, masks_of
 from dflash_toolkit.train.run.start import load_start
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions
 
 LOSS = LossOptions().of_kind(of_kind("dspine"))
 S, D = 8, 32

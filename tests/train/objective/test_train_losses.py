@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from drafted_blocks import A, B, D, S, V, blocks
 
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.objective.blocks import Blocks
 from dflash_toolkit.train.objective.loss import DraftLoss, _autocast, decay_weights, dpace_weights, draft_loss
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions
 
 
 def test_decay_weights_are_the_paper_s() -> None:

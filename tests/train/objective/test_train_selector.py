@@ -12,12 +12,12 @@ from torch import Tensor
 from dflash_toolkit import Target
 from dflash_toolkit.kernels.loss_terms import PLAIN, LogitScale
 from dflash_toolkit.models.dflash2.selector import CandidateSelector
-from dflash_toolkit.train.config import LossOptions
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import Blocks, sample_blocks
 from dflash_toolkit.train.objective.loss import DraftLoss, dpace_weights, draft_loss, masks_of
 from dflash_toolkit.train.objective.selector import Selector, ramp
 from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.training_options import LossOptions
 
 D, V, R, C = 8, 37, 5, 6
 SCALE = LogitScale(0.8, 3.0)

@@ -10,12 +10,13 @@ from conftest import LONG, make_dflash2, make_drafter, make_target
 from torch import Tensor
 from training_runs import config, losses, random_rows, run_of
 
-from dflash_toolkit.train.config import LossOptions, OptimOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.gradients import noisy
 from dflash_toolkit.train.loop import train
 from dflash_toolkit.train.objective.blocks import Features, sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss
+from dflash_toolkit.train.training_options import LossOptions, OptimOptions
 
 
 def test_parts_hold_every_block_once_and_have_one_shape() -> None:

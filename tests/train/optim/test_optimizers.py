@@ -5,9 +5,10 @@ import torch
 from conftest import make_dflash2
 
 from dflash_toolkit import Target
-from dflash_toolkit.train.config import OptimOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.optim.optimizers import make_optimizer
 from dflash_toolkit.train.run.cost import resume_bytes
+from dflash_toolkit.train.training_options import OptimOptions
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

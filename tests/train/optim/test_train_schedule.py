@@ -13,9 +13,10 @@ from programs import lines
 from training_runs import repeating_rows
 
 from dflash_toolkit.train import gradients, loop
-from dflash_toolkit.train.config import DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.optim.schedule import PackedSchedule, Schedule, learning_rate_factor, rng_for
 from dflash_toolkit.train.run.definition import Run
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 
 def a_schedule(lengths: list[int], room: int, *more: Any) -> Schedule | PackedSchedule:

@@ -11,7 +11,8 @@ from programs import assistant, says, user, write
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
 from dflash_toolkit.options import PromptOptions
-from dflash_toolkit.train.config import DataOptions, ResponseOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions, ResponseOptions
 from dflash_toolkit.train.prompts.choosing import Choice, Wanted, choose, chosen
 from dflash_toolkit.train.prompts.split import Reading
 from dflash_toolkit.train.responses.build_corpus import write_given

@@ -9,7 +9,8 @@ from programs import Program, assistant, says, user, write
 
 from dflash_toolkit import Target
 from dflash_toolkit.data import file_formats
-from dflash_toolkit.train.config import DataOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions
 
 
 def test_a_duplicated_prompt_is_in_one_split_only(target: Target, target_dir: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from tool_messages import CALL, RESULT
 from dflash_toolkit import UserError
 from dflash_toolkit.data.conversations import conversation
 from dflash_toolkit.data.prompts import Message, encode_chat, read_chat, template_variables
-from dflash_toolkit.train.config import DataOptions, ResponseOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions, ResponseOptions
 from dflash_toolkit.train.prompts.split import PROMPTS, Reading, choose_prompts
 from dflash_toolkit.train.responses.build_corpus import write_recorded
 from dflash_toolkit.train.responses.conversation import REFUSED, LiveConversation, recorded_rows

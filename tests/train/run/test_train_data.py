@@ -17,7 +17,8 @@ from dflash_toolkit.data.prompts import encode_chat
 from dflash_toolkit.evaluation.measure.batched import BatchedDecoder
 from dflash_toolkit.evaluation.measure.decoders import Decoder, EngineDecoder, ReferenceDecoder
 from dflash_toolkit.runtime import EngineOptions, load_engine
-from dflash_toolkit.train.config import DataOptions, ResponseOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions, ResponseOptions
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.features.store import GIB, MemoryStore
 from dflash_toolkit.train.objective.blocks import PADDING
@@ -28,6 +29,7 @@ from dflash_toolkit.train.responses.corpus import Corpus
 from dflash_toolkit.train.responses.file import resume
 from dflash_toolkit.train.responses.generate import ResponsePlan, respond
 from dflash_toolkit.train.responses.rows import Row
+from dflash_toolkit.train.training_options import RunOptions
 
 OPTIONS = ResponseOptions(batch_size=3, max_tokens=20, samples=1, temperature=0.0)
 

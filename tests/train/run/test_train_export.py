@@ -19,7 +19,8 @@ from training_runs import repeating_rows as rows
 
 from dflash_toolkit import Drafter, UserError, load_drafter
 from dflash_toolkit.train import gradients, loop
-from dflash_toolkit.train.config import DataOptions, DrafterOptions, LossOptions, OptimOptions, RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions
 from dflash_toolkit.train.features.source import open_features
 from dflash_toolkit.train.optim.schedule import joined_factor, learning_rate_factor
 from dflash_toolkit.train.responses.corpus import Corpus
@@ -28,6 +29,7 @@ from dflash_toolkit.train.run.cost import before_training
 from dflash_toolkit.train.run.definition import Export, Outcome, Run
 from dflash_toolkit.train.run.held_out import Evaluation, HeldOut, HeldOutPrompt
 from dflash_toolkit.train.run.resume_point import ResumePoint, Writer, load_state
+from dflash_toolkit.train.training_options import DrafterOptions, LossOptions, OptimOptions, RunOptions
 
 HELD_OUT = [HeldOutPrompt([20 + i, 30], "ab"[i % 2]) for i in range(4)]
 STEPS = 1000  # tokens committed there by 1000 verification steps of each of the four prompts

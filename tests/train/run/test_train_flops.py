@@ -9,12 +9,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash_toolkit import Drafter, Target
-from dflash_toolkit.train.config import LossOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.source import FeatureSource
 from dflash_toolkit.train.objective.blocks import sample_blocks
 from dflash_toolkit.train.objective.loss import compute_loss, masks_of
 from dflash_toolkit.train.responses.rows import Row
 from dflash_toolkit.train.run.cost import drafter_step_flops, visible_pairs
+from dflash_toolkit.train.training_options import LossOptions
 
 
 @pytest.mark.parametrize("make", [make_drafter, make_dflash2])

@@ -23,10 +23,11 @@ from dflash_toolkit.models.target_files import load_tokenizer
 from dflash_toolkit.runtime import Engine, EngineOptions, load_engine
 from dflash_toolkit.runtime.load import Parts
 from dflash_toolkit.runtime.weights import TargetWeights
-from dflash_toolkit.train.config import RunOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
 from dflash_toolkit.train.features.gpu_memory import MemoryUse
 from dflash_toolkit.train.run import held_out
 from dflash_toolkit.train.run.held_out import Evaluation, HeldOut, HeldOutPrompt, draw, split
+from dflash_toolkit.train.training_options import RunOptions
 
 PROMPTS = [HeldOutPrompt(list(s), "file") for s in (b"Why is the sky blue?", b"Count", b"What is two and two?" * 2)]
 

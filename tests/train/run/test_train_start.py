@@ -23,12 +23,14 @@ from dflash_toolkit.evaluation.measure.measurement import held_out_acceptance
 from dflash_toolkit.fingerprint import drafter_digest
 from dflash_toolkit.models.rope import RopeScaling
 from dflash_toolkit.models.spec import ModelSpec
-from dflash_toolkit.train.config import DataOptions, DrafterOptions, TrainConfig
+from dflash_toolkit.train.config import TrainConfig
+from dflash_toolkit.train.data_options import DataOptions
 from dflash_toolkit.train.optim.optimizers import update_average
 from dflash_toolkit.train.responses import backends
 from dflash_toolkit.train.run import save
 from dflash_toolkit.train.run.resume_point import ResumePoint, save_state
 from dflash_toolkit.train.run.start import load_start
+from dflash_toolkit.train.training_options import DrafterOptions
 
 
 @pytest.mark.parametrize(("form", "scaling"), [("z-lab", YARN), ("prefixed", None)], ids=["z-lab", "prefixed"])
