@@ -41,7 +41,7 @@ class TargetCache(DynamicCache):
             super().__init__(config=config)
         except KeyError as error:
             raise UnsupportedModel(f"target {name}: transformers has no cache for layers of type {error}") from error
-        self._chunked = CHUNKED in (getattr(config, "layer_types", None) or ())  # its windows are chunks
+        self._chunked = CHUNKED in (getattr(config, "layer_types", None) or ())  # its windows are chunks of positions
         self._kept: dict[int, dict[str, Any]] = {}
         self._attention: list[Any] = [layer for layer in self.layers if type(layer) in CROPPED]
         for layer in self._attention:

@@ -60,7 +60,7 @@ class AttentionWeights:
         matrix, normed = functools.partial(spec.weight.empty, new=new), spec.qk_norm or spec.joint_qk_norm
         shares = spec.source is not None
 
-        def ones(size: int) -> Tensor:  # what no checkpoint has stays so
+        def ones(size: int) -> Tensor:  # norms without weights in a checkpoint keep them
             return norm(size).fill_(1.0)
 
         return cls(
