@@ -339,8 +339,10 @@ def experts_tile(
     if quarter:
         return fitted_tile(taken, quarter, size, shared)
     if mxfp4:
-        taken = min(taken, 64)
-        narrow = rows * top <= experts or (taken == 64 and shared < SHARED_BYTES)  # 128 rows of both would spill there
+        taken, few, small = min(taken, 64), rows * top <= experts, shared < SHARED_BYTES
+        if few and taken <= 16 and not (fp32 or small):
+            return Tile(64, 2 * BLOCK, 3, 4), taken
+        narrow = few or (taken == 64 and small)  # 128 rows of both would spill there
         return Tile(64 if narrow else 128, BLOCK, 4 if taken <= 32 else 2 if fp32 else 3, 4), taken
     tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     return fitted(tile, taken, size, size, shared), taken
