@@ -117,6 +117,5 @@ def test_unbatchable_targets_have_a_reason() -> None:
         target.config.rope_parameters = rope
         assert "RoPE" in str(unbatchable_reason(target))
     target.config.rope_parameters = {"rope_type": "default"}
-    for kind in ("chunked_attention", "hybrid"):
-        target.config.layer_types = [kind] * len(target.layers)
-        assert "keep state" in str(unbatchable_reason(target))
+    target.config.layer_types = ["hybrid"] * len(target.layers)
+    assert "keep state" in str(unbatchable_reason(target))
