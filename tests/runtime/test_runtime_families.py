@@ -128,7 +128,6 @@ PUBLISHED = {  # the drafter's part of a configuration, as model pages have it, 
         {"layers": 5, "layer_types": (*[SLIDING] * 4, FULL), "final_logit_softcapping": 30.0},
         {},
     ),
-    "gemma-4-E2B-it-DFlash2": ("Gemma 4 E2B with images", {"layers": 2, "final_logit_softcapping": 30.0}, {}),
     "Qwen3.6-35B-A3B-DFlash": (
         "Qwen3.5-MoE",
         {"layers": 6, "taps": 8},
