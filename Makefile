@@ -72,10 +72,10 @@ format: $(READY) ## let ruff fix and format the code
 test-gpu: $(READY) ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-long: $(READY) ## run 10,000 random events, 5,000 requests of a live drafter, every family of targets in 16 bits and FP8, 2,000 JSON schemas, 6,000 hostile requests, all cases of sampled tests, and compile the kernels of every model for eight GPUs
+test-long: $(READY) ## run 10,000 random events, 5,000 requests of a live drafter, its demo, every family of targets in 16 bits and FP8, 2,000 JSON schemas, 6,000 hostile requests, all cases of sampled tests, and compile the kernels of every model for eight GPUs
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/runtime/test_runtime_recurrent.py \
 	    tests/runtime/test_runtime_families.py tests/test_json_schema.py tests/serve/test_serve_fuzz.py
-	DFLASH_LONG=1 $(BIN)/python -m pytest -q tests/train/test_train_process.py
+	DFLASH_LONG=1 $(BIN)/python -m pytest -q tests/train/test_train_process.py tests/scripts/test_demo_live.py
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m sampled
 	DFLASH_LONG=1 $(BIN)/python -m pytest -q -m compiles tests/kernels/test_kernels_compile.py
 

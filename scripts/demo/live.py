@@ -28,7 +28,7 @@ FORMS = (
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 RISE = 1.3  # of tokens per step, at which the demo ends
 SHOWN_S = 5.0
-TOGETHER = 4  # requests
+TOGETHER = 8  # requests
 
 
 def call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", help="another target (default: that of `make demo`)")
     parser.add_argument("--drafter", help="its drafter")
     parser.add_argument("--seconds", type=float, default=600.0, help="longest time (default: 600)")
-    parser.add_argument("--max-tokens", type=int, default=48, help="tokens of an answer (default: 48)")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
     parser.add_argument("--share", type=float, default=0.5, help="--adapt-share of the server (default: 0.5)")
     parser.add_argument("--rate", type=float, default=3e-3, help="--adapt-learning-rate of the server (default: 3e-3)")
     args = parser.parse_args(argv)

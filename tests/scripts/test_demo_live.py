@@ -1,17 +1,16 @@
 """`make demo-live` on a tiny pair: the demo ends when tokens per step have risen."""
 
-import os
 from pathlib import Path
 
 import pytest
 from bigram_targets import bigram_target
-from conftest import make_drafter
+from conftest import LONG, make_drafter
 
 from dflash_toolkit import save_drafter
 from scripts.demo import live
 
 
-@pytest.mark.skipif(not os.environ.get("DFLASH_LONG"), reason="make test-long runs it")
+@pytest.mark.skipif(not LONG, reason="make test-long runs it")
 def test_the_live_demo_ends_when_acceptance_rises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = bigram_target()
     target.model.save_pretrained(tmp_path / "target")
