@@ -258,7 +258,11 @@ def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str
 
 
 def kinds(kernels: list[tuple[float, float, str]]) -> dict[str, float]:
-    """Returns the microseconds in which cuBLAS, attention, other kernels, or none ran, from (end, start, name)."""
+    """Returns the microseconds of cuBLAS, attention, other kernels, and of none that the profiler saw.
+
+    Args:
+        kernels: (end, start, name) in microseconds, in any order.
+    """
     found, before = dict.fromkeys(("cuBLAS", "attention", "others", "none"), 0.0), min(start for _, start, _ in kernels)
     for end, start, name in sorted(kernels):
         kind = "cuBLAS" if any(key in name for key in GEMM) else _part(name)
