@@ -53,7 +53,9 @@ def _plan(model: Any, size: int, name: str) -> dict[str, str]:
     borrowed = {model.get_input_embeddings(), model.get_output_embeddings()}
     kept = {path for path, module in model.named_modules() if module in borrowed}
     plan = {path: style for path, style in model.tp_plan.items() if path not in kept}
-    if not plan:
+    # the plan of Llama 4 in transformers 5.15 shards the matrices of the experts, and does not add up their outputs
+    experts = {path.rpartition(".")[0] for path in plan if path.endswith(".experts.gate_up_proj")}
+    if not plan or experts - {*plan}:
         raise UnsupportedModel(
             f"target {name}: transformers has no plan to shard architecture {model.config.model_type!r} over several "
             f"processes; a GPU must hold it whole, or vLLM compute its responses and features (run.feature_endpoint)"
