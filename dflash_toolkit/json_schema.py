@@ -1,9 +1,9 @@
 """Rewrites a JSON schema into the part of JSON Schema that a grammar compiler follows exactly.
 
 Grammar compilers (xgrammar) read anyOf, oneOf and $ref without the keywords next to them, enum without its type, and
-required without properties. `rewrite` merges what stands together into alternatives of one type each, so every text
+required without properties. `rewrite` merges such keywords into alternatives of one type each, so every text
 that the compiled grammar allows is valid by the schema that was given. The result may be narrower: it never allows
-more. What cannot be merged is refused by name.
+more. Keywords that cannot be merged are refused by name.
 
 Draft 2020-12; `items` as a list and boolean exclusive bounds are read as in the drafts before. An unknown format says
 nothing, as the standard has it.

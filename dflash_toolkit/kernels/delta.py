@@ -45,7 +45,7 @@ class DeltaMemory:
 
 @dataclass(frozen=True, slots=True)
 class TreeInputs:
-    """What a layer, or all layers, computes for M rows of trees, until some of them are accepted."""
+    """Inputs of a layer, or of all layers, for M rows of trees, kept until some of them are accepted."""
 
     inputs: Tensor  # [M, C], or [layers, M, C]
     gates: Tensor  # fp32 [M, 2, N], or [layers, M, 2, N], as those of a block's rows

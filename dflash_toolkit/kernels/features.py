@@ -22,7 +22,7 @@ _features: dict[torch.device, "Features"] = {}  # of devices that were queried; 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the kernels and the choices of the runtime depend on."""
+    """The properties of a GPU that kernels and the runtime depend on."""
 
     capability: tuple[int, int]
     shared_memory: int  # maximum bytes of a thread block

@@ -1,4 +1,4 @@
-"""What attention reads: the paged cache of one layer, in the dtype of the model or in fp8."""
+"""The paged cache of one layer, which attention reads: in the dtype of the model or in fp8."""
 
 from dataclasses import dataclass
 

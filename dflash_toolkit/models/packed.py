@@ -92,7 +92,7 @@ def alone(model: "PreTrainedModel", lengths: Sequence[int]) -> Iterator[dict[str
     """Arguments for a forward of `model` over a row [1, T] that holds documents of `lengths` tokens.
 
     Meanwhile the model's attention is the one of this module, without a mask, and gated delta nets of its class, this
-    model's or another's, begin anew with every document.
+    model's or another's, start again with every document.
 
     Raises:
         ValueError: a document without tokens.

@@ -1,4 +1,4 @@
-"""Which matrices of a target are quantized and in which format, read from its configuration."""
+"""Reads from a target's configuration which of its matrices are quantized, and in which format."""
 
 import re
 from collections.abc import Iterable, Mapping

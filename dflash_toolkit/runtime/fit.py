@@ -59,7 +59,7 @@ class Budget(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """What may be allocated from now on."""
+        """The bytes that may be allocated from now on."""
         return self.share * self.total - (self.total - self.free)
 
 

@@ -125,7 +125,7 @@ def _end(process: "subprocess.Popen[bytes]") -> str:
 
 
 class Driver:
-    """What Triton's launcher reads of a GPU before it compiles."""
+    """A driver with the properties of a GPU that Triton's launcher reads before it compiles."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._capability = 10 * capability[0] + capability[1]

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """What waits for a trainer, see `Capture`."""
+    """Requests that wait for a trainer, see `Capture`."""
 
     def take(self) -> list[Served]: ...
 

@@ -76,7 +76,7 @@ class Shared(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the process needs; its first message."""
+    """The first message to the process: all that it needs."""
 
     head: HeadWeights
     shape: DrafterConfig

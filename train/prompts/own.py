@@ -64,7 +64,7 @@ def systems_of(options: SynthesisOptions) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPrompts:
-    """What the prompts follow from."""
+    """The inputs that determine the prompts."""
 
     target: str
     digest: str | None  # of its weights
@@ -141,7 +141,7 @@ class Attempt:
             self.messages.pop()
 
     def on_response(self, response: Response) -> None:
-        """Takes in what the target wrote. A later turn that is no prompt ends the conversation before it."""
+        """Adds the words that the target wrote. A later turn that is no prompt ends the conversation before it."""
         self.tokens += len(response.tokens)
         stopped = response.finish_reason == "stop"
         tokens = response.tokens[:-1] if stopped else response.tokens

@@ -54,7 +54,7 @@ def said(tokenizer: Any, response: list[int]) -> str:
 
 @dataclass(slots=True)
 class Part:
-    """Turns whose token ids continue each other, so that one row holds all of them."""
+    """Turns with token ids that continue each other, so that one row holds all of them."""
 
     row: Row
     messages: list[Message]

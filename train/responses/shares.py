@@ -24,7 +24,7 @@ def share_files(output: Path) -> list[Path]:
 
 
 def join_shares(output: Path) -> None:
-    """Joins all shares in the output, sorted by prompt, sample and part; so it does not depend on who wrote what.
+    """Joins all shares in the output, sorted by prompt, sample and part; so it does not depend on the process of a row.
 
     Raises:
         UserError: the disk is full; the shares stay.

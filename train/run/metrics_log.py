@@ -55,7 +55,7 @@ class Speed:
         self._since += time.perf_counter() - began
 
     def take(self, step_flops: float) -> dict[str, float]:
-        """Returns the rates and starts anew.
+        """Returns the rates and starts counting again.
 
         Args:
             step_flops: of the drafter's last step on this device; earlier steps count as equal.
