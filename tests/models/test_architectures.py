@@ -139,8 +139,9 @@ def test_a_multimodal_checkpoint_loads_its_language_model(name: str, tmp_path: P
     whole.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), "cpu")
+    model = whole.language_model if "Llama" in name else whole  # the whole fails in transformers 5.24
     with torch.no_grad():
-        out = whole(IDS, output_hidden_states=True)
+        out = model(IDS, output_hidden_states=True)
     found = target.forward(IDS, taps=(2,), logits="all")
     torch.testing.assert_close(found.features, out.hidden_states[3])
     torch.testing.assert_close(found.logits, out.logits)
