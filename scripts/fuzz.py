@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 import httptools
 from jsonschema import Draft202012Validator
 
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 from dflash_toolkit.files import write_json
 from dflash_toolkit.progress import Progress
 

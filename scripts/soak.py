@@ -31,7 +31,8 @@ from typing import Any
 
 import httpx
 
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 from dflash_toolkit.files import write_json
 from dflash_toolkit.progress import Progress
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dflash_toolkit.checkpoint.readahead import read_ahead
-from dflash_toolkit.config import UserError, from_mapping, given_values, run_command
+from dflash_toolkit.command_line import given_values, run_command
+from dflash_toolkit.config import UserError, from_mapping
 from dflash_toolkit.models.published import named_for
 
 from .config import OWN, ServeConfig

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_toolkit.config import UnsupportedModel, UserError, one_line
+from dflash_toolkit.command_line import one_line
+from dflash_toolkit.config import UnsupportedModel, UserError
 from dflash_toolkit.runtime.wire import Channel, Info, Lost
 
 from .access import set_up_logs

@@ -13,7 +13,7 @@ from paths import ROOT
 
 from dflash_toolkit import __version__
 from dflash_toolkit.__main__ import COMMANDS
-from dflash_toolkit.config import default_note, kind_of, list_options, parse_cli
+from dflash_toolkit.command_line import default_note, kind_of, list_options, parse_cli
 from dflash_toolkit.doctor import cli as doctor
 from dflash_toolkit.evaluation import check, compare
 from dflash_toolkit.evaluation import cli as evaluate

@@ -12,16 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_toolkit.config import (
-    UserError,
-    from_mapping,
-    option,
-    options,
-    parse_cli,
-    read_yaml,
-    run_command,
-    to_mapping,
-)
+from dflash_toolkit.command_line import parse_cli, run_command
+from dflash_toolkit.config import UserError, from_mapping, option, options, read_yaml, to_mapping
 
 COMMANDS = {
     "dflash-train": "dflash_toolkit.train.cli",

@@ -28,6 +28,7 @@ SOURCES = sorted(
 LEVELS = [
     {"version"},
     {"benchmark", "config", "kernels", "lazy", "models.rope", "network", "progress", "roofline", "threads"},
+    {"command_line"},
     {
         "evaluation.report.schema",
         "generation",

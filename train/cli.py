@@ -6,7 +6,8 @@
 import sys
 from collections.abc import Sequence
 
-from dflash_toolkit.config import UserError, given_values, run_command
+from dflash_toolkit.command_line import given_values, run_command
+from dflash_toolkit.config import UserError
 
 from .config import TrainConfig, configure
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_toolkit.config import UserError, option, options, parse_cli, run_command
+from dflash_toolkit.command_line import parse_cli, run_command
+from dflash_toolkit.config import UserError, option, options
 from dflash_toolkit.options import PromptOptions, TemplateOptions
 
 from .data_options import BATCH_SIZE, OWN, RUNTIMES, SamplesOptions, SynthesisOptions, count_in

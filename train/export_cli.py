@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_toolkit.config import option, options, parse_cli, run_command
+from dflash_toolkit.command_line import parse_cli, run_command
+from dflash_toolkit.config import option, options
 from dflash_toolkit.options import PROMPT_SETS, PromptSetOptions
 
 PROG = "dflash-train export"

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..config import UserError, option, options, parse_cli, run_command
+from ..command_line import parse_cli, run_command
+from ..config import UserError, option, options
 from ..models.published import hint_for
 from ..options import PROMPT_SETS, THINKING, PromptSetOptions, TemplateOptions
 from ..preflight import check_new_folder

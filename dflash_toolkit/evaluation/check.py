@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import UserError, option, parse_cli, run_command
+from ..command_line import parse_cli, run_command
+from ..config import UserError, option
 from .report.schema import read_report, split_places
 from .report.table import Table, say, show_table
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..checkpoint.readahead import read_ahead
-from ..config import UnsupportedModel, UserError, option, options, parse_cli, run_command, to_mapping
+from ..command_line import parse_cli, run_command
+from ..config import UnsupportedModel, UserError, option, options, to_mapping
 from ..data.benchmarks import BENCHMARKS
 from ..data.prompts import warn_of_thinking
 from ..data.skipped import Skipped

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import UserError, option, parse_cli, run_command
+from ..command_line import parse_cli, run_command
+from ..config import UserError, option
 from ..files import finite
 from ..generation import Generation, Step
 from .report.schema import COMPARE_VERSION, read_report, split_places

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.config import run_command
+from dflash_toolkit.command_line import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.target_files import load_tokenizer

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 from dflash_toolkit.files import write_json
 from dflash_toolkit.kernels import reference
 from dflash_toolkit.kernels.clamped import ClampedExperts

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dflash_toolkit.config import run_command
+from dflash_toolkit.command_line import run_command
 from dflash_toolkit.data.prompts import read_prompt_sets
 from dflash_toolkit.files import write_json
 from dflash_toolkit.sampling import SamplingParams

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation

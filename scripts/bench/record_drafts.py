@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dflash_toolkit import Drafter, SamplingParams, Target, load_drafter
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.doctor.probe import Answer, Probe, Setting
 from dflash_toolkit.kernels.loss_terms import LogitScale

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from dflash_toolkit import SamplingParams, UserError
-from dflash_toolkit.config import run_command
+from dflash_toolkit.command_line import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.measure.decoders import EngineDecoder
 from dflash_toolkit.files import read_json, write_json

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_toolkit.config import run_command
+from dflash_toolkit.command_line import run_command
 from dflash_toolkit.files import write_json
 from dflash_toolkit.generation import Generation
 from dflash_toolkit.kernels.launch import dependent_launches

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dflash_toolkit.config import run_command
+from dflash_toolkit.command_line import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.files import write_json
 from dflash_toolkit.models.device import use_device

@@ -42,7 +42,8 @@ import numpy as np
 import torch
 
 from dflash_toolkit import Target, UserError
-from dflash_toolkit.config import from_mapping, given_values, read_yaml, run_command
+from dflash_toolkit.command_line import given_values, run_command
+from dflash_toolkit.config import from_mapping, read_yaml
 from dflash_toolkit.data.prompts import encode_chat, open_text, read_prompt_sets
 from dflash_toolkit.evaluation.measure.measurement import EncodedPrompt
 from dflash_toolkit.files import write_json

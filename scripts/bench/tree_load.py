@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_toolkit import SamplingParams
-from dflash_toolkit.config import run_command
+from dflash_toolkit.command_line import run_command
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number

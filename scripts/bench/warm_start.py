@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from dflash_toolkit import UserError, load_drafter
-from dflash_toolkit.config import run_command
+from dflash_toolkit.command_line import run_command
 from dflash_toolkit.data.sources import Malformed, Source
 from dflash_toolkit.evaluation.cli import main as dflash_eval
 from dflash_toolkit.evaluation.report.markdown import render_table

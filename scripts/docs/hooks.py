@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from dflash_toolkit.config import list_options
+from dflash_toolkit.command_line import list_options
 from dflash_toolkit.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,8 @@ from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 from dflash_toolkit.checkpoint.reader import locate
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 from dflash_toolkit.data.prompts import encode_chat, read_prompt_sets
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table, number

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dflash_toolkit.config import UserError, run_command
+from dflash_toolkit.command_line import run_command
+from dflash_toolkit.config import UserError
 from dflash_toolkit.evaluation.report.markdown import render_table
 from dflash_toolkit.evaluation.report.table import Table
 from dflash_toolkit.files import write_json

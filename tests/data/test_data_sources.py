@@ -15,7 +15,7 @@ from programs import says, user, write
 from tool_messages import CALL, RESULT
 
 from dflash_toolkit import UserError
-from dflash_toolkit.config import parse_cli
+from dflash_toolkit.command_line import parse_cli
 from dflash_toolkit.data.conversations import Conversation
 from dflash_toolkit.data.prompts import read_prompt_sets, read_prompts
 from dflash_toolkit.data.sources import Batches, Malformed, Source

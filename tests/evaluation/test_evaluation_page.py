@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_toolkit.config import list_options
+from dflash_toolkit.command_line import list_options
 from dflash_toolkit.evaluation.measure.measurement import Difference, Measurement
 from dflash_toolkit.evaluation.measure.sweeps import recommendation
 from dflash_toolkit.evaluation.report import page

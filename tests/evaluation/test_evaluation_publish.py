@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from wandb_runs import wandb_records
 
-from dflash_toolkit.config import parse_cli
+from dflash_toolkit.command_line import parse_cli
 from dflash_toolkit.evaluation.cli import EvalConfig, main
 from dflash_toolkit.evaluation.report.publish import shown_command
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from dflash_toolkit.config import given_values, parse_cli
+from dflash_toolkit.command_line import given_values, parse_cli
 from dflash_toolkit.doctor.cli import DoctorConfig
 from dflash_toolkit.evaluation import check, compare
 from dflash_toolkit.evaluation.cli import EvalConfig

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_toolkit.config import from_mapping, given_values
+from dflash_toolkit.command_line import given_values
+from dflash_toolkit.config import from_mapping
 from dflash_toolkit.serve import external
 from dflash_toolkit.serve.config import ServeConfig
 

@@ -15,7 +15,8 @@ import pytest
 from forked import Command
 from openai import APIError, OpenAI
 
-from dflash_toolkit.config import from_mapping, given_values
+from dflash_toolkit.command_line import given_values
+from dflash_toolkit.config import from_mapping
 from dflash_toolkit.serve import cli, config
 from dflash_toolkit.serve.config import ServeConfig
 from dflash_toolkit.serve.processes import EngineProcess

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ...config import UserError, list_options, to_mapping
+from ...command_line import list_options
+from ...config import UserError, to_mapping
 from ...files import write_text
 from ...tracking import import_wandb, start_run
 from .markdown import escape, render_table

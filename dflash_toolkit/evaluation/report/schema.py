@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
-from ...config import UserError, list_options
+from ...command_line import list_options
+from ...config import UserError
 
 SCHEMA_VERSION = 2
 COMPARE_VERSION = 1
