@@ -249,11 +249,11 @@ class Engine:
     def _start_drafting(self) -> None:
         """Writes the drafter's context of all requests. Cached prefixes have none and are forgotten."""
         self.runner.drafting = True
+        for request in self.scheduler.prefilling:
+            self.runner.write_kept_context(request.pages, request.prefilled)
         self.pool.clear()
         for request in self.scheduler.running:
             self.runner.write_kept_context(request.pages, request.reach)
-        for request in self.scheduler.prefilling:
-            self.runner.write_kept_context(request.pages, request.prefilled)
 
     def update_target(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies weights [named as in a Hugging Face checkpoint], some or all, over those of the target.
