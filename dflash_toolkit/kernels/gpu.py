@@ -64,7 +64,7 @@ from .triton.layer_inputs import gate_layer_input, layer_inputs
 from .triton.mask import mask_logits_
 from .triton.norm import add_rms_norm, add_rms_norm_quantized, norm_queries_keys
 from .triton.pages import read_pages
-from .triton.rope import context_write, gate_heads, rope_write, taps_write
+from .triton.rope import context_write, gate_heads, rope_write
 from .triton.row_loss import row_loss_
 from .triton.row_top import TILE, PartTops, row_top
 from .triton.sample import rejection_sample, sample
@@ -332,7 +332,6 @@ class Gpu(Reference):
     gate_heads = staticmethod(gate_heads)
     block_attention = staticmethod(block_attention)
     context_write = staticmethod(context_write)
-    taps_write = staticmethod(taps_write)
     accept = staticmethod(accept)
     draft_children = staticmethod(draft_children)
     grow_trees = staticmethod(grow_trees)

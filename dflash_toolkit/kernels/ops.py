@@ -46,7 +46,6 @@ class Reference:
     gate_heads = staticmethod(definitions.gate_heads)
     block_attention = staticmethod(definitions.block_attention)
     context_write = staticmethod(definitions.context_write)
-    taps_write = staticmethod(definitions.taps_write)
     accept = staticmethod(definitions.accept)
     draft_children = staticmethod(definitions.draft_children)
     grow_trees = staticmethod(definitions.grow_trees)

@@ -137,8 +137,7 @@ class Proposer:
 
     def _keep(self, features: Tensor, rows: Rows, counts: Tensor) -> None:
         if self.taps is not None:
-            places = rows.lengths, counts, rows.page_table
-            self.stack.ops.taps_write(features, *places, self.taps.taps, rows.page_size)
+            self.taps.write(features, rows.lengths, counts, rows.page_table)
 
     def _context_of(self, features: Tensor) -> Tensor:
         """Returns the keys and values [M, L 2 G H] of every draft layer, before their norm and rotation."""

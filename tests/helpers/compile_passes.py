@@ -72,7 +72,6 @@ class Model:
             target, drafter, Gpu(), num_pages=999, page_size=64, max_num_seqs=16, max_context=8192,
             max_block=shape.block_size, sample_drafts=self.sample_drafts, tree_nodes=63,
             tree_width=1 if self.chains else 8, tree_blocks=(shape.block_size,), fp8_cache=self.fp8_cache,
-            keep_taps=True,
         )  # fmt: skip
 
 

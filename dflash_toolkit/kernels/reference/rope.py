@@ -132,17 +132,3 @@ def context_write(
         k = rms_norm(heads[:, layer, 0], k_weights[layer], eps)
         for side, head in enumerate((rotate(k, rope, positions.flatten()[rows]), heads[:, layer, 1])):
             store_heads(cache[layer, side], None if scales is None else scales[layer, side], slots, head)
-
-
-def taps_write(
-    taps: Tensor, lengths: Tensor, counts: Tensor, page_table: Tensor, cache: Tensor, page_size: int
-) -> None:
-    """Writes the first counts[b] rows of each request in taps [M, W] to their slots of cache [slots, W].
-
-    Args:
-        lengths, counts: int32 [B]; row b * S + k is position lengths[b] + k.
-    """
-    steps = torch.arange(len(taps) // len(lengths), device=lengths.device)
-    rows = (steps < counts[:, None]).flatten().nonzero()[:, 0]
-    slots = slots_of(lengths[:, None] + steps, page_table, page_size)
-    cache[slots.flatten()[rows]] = taps[rows]

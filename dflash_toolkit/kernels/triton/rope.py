@@ -16,7 +16,6 @@ from ..launch import keys_are_split, next_power_of_two, pdl
 from .fp8 import to_bits
 from .pdl import start_next, wait_for_previous
 
-TAPS_BLOCK = 1024  # values that a program copies
 # The pairs of a head: numbers of its two halves; of the two halves of the part that turns; adjacent numbers
 HALVES, PARTIAL, INTERLEAVED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -327,31 +326,4 @@ def context_write(
         kv, k_weights, rope, lengths, counts, page_table, cache, scales,
         len(kv) // len(lengths), layers, groups, width // 2, rope.shape[1], page_table.stride(0), slots, eps,
         HEADS=at_once, BLOCK=next_power_of_two(width // 2), PAGE=page_size, num_warps=1, **pdl(kv),
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["S"])
-def _taps_write_kernel(
-    taps_p, lengths_p, counts_p, pages_p, cache_p, S, W, width, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    i_m, o_w = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    i_b = i_m // S
-    wait_for_previous(PDL)
-    start_next(PDL)
-    if i_m % S >= tl.load(counts_p + i_b):
-        return
-    position = tl.load(lengths_p + i_b).to(tl.int64) + i_m % S
-    slot = tl.load(pages_p + i_b * width + position // PAGE).to(tl.int64) * PAGE + position % PAGE
-    mask = o_w < W
-    tl.store(cache_p + slot * W + o_w, tl.load(taps_p + i_m * W + o_w, mask=mask), mask=mask)
-
-
-def taps_write(
-    taps: Tensor, lengths: Tensor, counts: Tensor, page_table: Tensor, cache: Tensor, page_size: int
-) -> None:
-    """Writes the first counts[b] rows of each request in taps [M, W] to their slots of cache [slots, W]."""
-    _taps_write_kernel[(len(taps), triton.cdiv(taps.shape[1], TAPS_BLOCK))](
-        taps, lengths, counts, page_table, cache, len(taps) // len(lengths), taps.shape[1], page_table.stride(0),
-        BLOCK=TAPS_BLOCK, PAGE=page_size, num_warps=4, **pdl(taps),
     )  # fmt: skip
