@@ -40,6 +40,7 @@ from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
 # maximum rows without gathering: products of 64 rows of an expert, or 32 in FP8, nearly all zero, take longer
 FEW_ROWS, FEW_ROWS_NARROW = 32, 16
+FEW_PAIRS = 8  # maximum pairs of a row and an expert whose MXFP4 weights are cut into smaller tiles, for more programs
 SHORT = 1024  # fewer columns than this are a short loop
 STEP_ROWS = 256  # maximum rows of a step; more are a prompt's
 LONG = 2048  # maximum rows of an expert per program
@@ -339,10 +340,10 @@ def experts_tile(
     if quarter:
         return fitted_tile(taken, quarter, size, shared)
     if mxfp4:
-        taken, few, small = min(taken, 64), rows * top <= experts, shared < SHARED_BYTES
-        if few and taken <= 16 and not (fp32 or small):
+        taken, small = min(taken, 64), shared < SHARED_BYTES
+        if rows * top <= FEW_PAIRS and not (fp32 or small):
             return Tile(64, 2 * BLOCK, 3, 4), taken
-        narrow = few or (taken == 64 and small)  # 128 rows of both would spill there
+        narrow = taken == 64 and small  # 128 rows of both would spill there
         return Tile(64 if narrow else 128, BLOCK, 4 if taken <= 32 else 2 if fp32 else 3, 4), taken
     tile = Tile(128, 64, 4, 8) if wide and not fp32 else Tile(64, min(64 if fp32 else 128, padded(k)), 3, 4)
     return fitted(tile, taken, size, size, shared), taken

@@ -87,27 +87,36 @@ def accumulate_mxfp4(
     Blocks of 128 columns are added one after the other, BLOCK_K / 128 of them in an iteration of the loop.
     """
     BLOCK: tl.constexpr = 4 * WORDS
-    o_w, o_k = tl.arange(0, WORDS), tl.arange(0, BLOCK)
+    # one product of a block needs more registers than four; both add the same columns in the same order
+    JOINED: tl.constexpr = x_p.dtype.element_ty.is_bf16() and T <= 16
+    o_w, o_k = tl.arange(0, WORDS), tl.arange(0, BLOCK if JOINED else WORDS)
     p_w = w_p + o_n[:, None].to(tl.int64) * words_of(K) + o_w[None, :]
     p_scale = scale_p + o_n
     p_x = x_p + o_m[None, :].to(tl.int64) * K + o_k[:, None]
     b_acc = tl.zeros([BLOCK_N, T], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         for k in tl.static_range(0, BLOCK_K, BLOCK):
-            m_n, m_x = o_n < N, m_m[None, :]
-            if not EVEN_K:
-                m_n, m_x = m_n & (start + k < K), m_x & (start + k + o_k < K)[:, None]
+            m_n = o_n < N
+            if not EVEN_K:  # whole groups may be missing, and the second of two blocks
+                m_n = m_n & (start + k < K)
             if EVEN_N and (EVEN_K or k == 0):
                 b_w = tl.load(p_w + k // 4, eviction_policy="evict_first")
                 b_scale = tl.load(p_scale + k // BLOCK * N)
             else:
                 b_w = tl.load(p_w + k // 4, mask=m_n[:, None], other=0, eviction_policy="evict_first")
                 b_scale = tl.load(p_scale + k // BLOCK * N, mask=m_n, other=0)
-            b_x = tl.load(p_x + k, mask=m_x, other=0.0, eviction_policy="evict_last")
-            b_0, b_1, b_2, b_3 = unpack(b_w, b_scale, x_p.dtype.element_ty)
-            b_all = tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))  # no value moves: they become columns in registers
-            b_all = tl.reshape(tl.permute(b_all, (0, 2, 3, 1)), (BLOCK_N, BLOCK))
-            b_acc = tl.dot(b_all, b_x, b_acc, input_precision="ieee")
+            b_parts = unpack(b_w, b_scale, x_p.dtype.element_ty)
+            if JOINED:  # no value moves: the parts become columns in registers
+                b_all = tl.join(tl.join(b_parts[0], b_parts[2]), tl.join(b_parts[1], b_parts[3]))
+                b_all = tl.reshape(tl.permute(b_all, (0, 2, 3, 1)), (BLOCK_N, BLOCK))
+                m_x = m_m[None, :] if EVEN_K else m_m[None, :] & (start + k + o_k < K)[:, None]
+                b_x = tl.load(p_x + k, mask=m_x, other=0.0, eviction_policy="evict_last")
+                b_acc = tl.dot(b_all, b_x, b_acc, input_precision="ieee")
+            else:
+                for i in tl.static_range(4):
+                    m_x = m_m[None, :] if EVEN_K else m_m[None, :] & (start + k + i * WORDS < K)
+                    b_x = tl.load(p_x + (k + i * WORDS), mask=m_x, other=0.0, eviction_policy="evict_last")
+                    b_acc = tl.dot(b_parts[i], b_x, b_acc, input_precision="ieee")
         p_w += BLOCK_K // 4
         p_scale += BLOCK_K // BLOCK * N
         p_x += BLOCK_K
