@@ -112,6 +112,23 @@ def requests_fp8(raw: Raw) -> Iterable[Row]:
             }
 
 
+def step_times(raw: Raw) -> Iterable[Row]:
+    """Milliseconds per step, plain and with blocks of 8, and the share of the read bandwidth of plain steps."""
+    shapes = {"gpt-oss-20b": "gpt-oss-20b", "gemma-4-31b": "Gemma 4 31B", "qwen3-8b-awq": "Qwen3-8B AWQ"}
+    for shape, label in shapes.items():
+        found: dict[int, Row] = {}
+        ours = raw.optional(f"steps-{shape}.json")
+        for row in ours["rows"] if ours else ():
+            each, ms = found.setdefault(row["batch"], {}), row["ms_of_a_full_step"]
+            each |= {"plain": ms, "share": row["roofline_ms"] / ms} if row["block"] == 1 else {"drafts": ms}
+        for k, way in (0, "vllm_plain"), (7, "vllm_drafts"):
+            theirs = raw.optional(f"vllm-{shape}-k{k}.json")
+            for engine in theirs["engines"].values() if theirs else ():
+                for row in engine["rows"]:
+                    found.setdefault(row["batch"], {})[way] = row["ms_per_step"]
+        yield from ({"target": label, "requests": batch} | each for batch, each in found.items())
+
+
 def server(raw: Raw) -> Iterable[Row]:
     """The engine alone, dflash-serve, and the faster of two ways to run vllm serve, by streaming clients."""
     ours = raw("serve_ours.json")
@@ -179,6 +196,7 @@ TABLES: dict[str, Callable[[Raw], Iterable[Row]]] = {
     "requests-fp8": requests_fp8,
     "trees-27b": trees_27b,
     "server": server,
+    "step-times": step_times,
     "training-minutes": training_minutes,
     "live": live,
 }
@@ -260,6 +278,9 @@ def main() -> int:
             found = [rounded(row) for row in rows(raw)]
         except FileNotFoundError as missing:
             print(f"{name}: skipped, {missing.filename} does not exist")
+            continue
+        if not found:
+            print(f"{name}: skipped, no file of {args.raw} has rows for it")
             continue
         table = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(compact({"runs": raw.runs} | table | {"runs": raw.runs, "rows": found}), encoding="utf-8")

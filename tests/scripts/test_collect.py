@@ -51,6 +51,21 @@ def test_server_rows_use_the_faster_vllm(tmp_path: Path) -> None:
     ]
 
 
+def test_steps_of_both_engines_share_a_row(tmp_path: Path) -> None:
+    ours = [
+        {"batch": 8, "block": block, "ms_of_a_full_step": ms, "roofline_ms": 1.0} for block, ms in ((1, 2.0), (8, 4.0))
+    ]
+    files = {f"steps-{shape}": {"rows": ours} for shape in ("gemma-4-31b", "qwen3-8b-awq")}
+    files["vllm-gemma-4-31b-k7"] = {"engines": {"k7": {"rows": [{"batch": 8, "ms_per_step": 5.0}]}}}
+    for name, found in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(MACHINE | found))
+    rows = list(collect.step_times(collect.Raw(tmp_path, "abc", "day")))
+    assert [row.get("vllm_drafts") for row in rows] == [5.0, None], "shapes without a file are left out"
+    assert rows[0] == {"target": "Gemma 4 31B", "requests": 8, "plain": 2.0, "drafts": 4.0, "share": 0.5} | {
+        "vllm_drafts": 5.0
+    }
+
+
 def test_trained_drafters_become_points_of_the_curve(tmp_path: Path) -> None:
     run = {"kind": "dspine", "gpu_minutes": {"training": 8, "total": 11.0}, "prompts": 2000, "cost": 0.55}
     run |= {"response_tokens": 5_000_000, "seen_tokens": 36_000_000, "pooled": {"tokens_per_second": 900.0}}
