@@ -1,6 +1,6 @@
 """Measures the matrix products of a dense layer in the format of a shape and in bf16, by the number of rows.
 
-    python scripts/bench/matrices.py --shape qwen3-8b-awq --rows 1 8 16 64 256 1024 --output matrices.json
+    python scripts/bench/matrices.py --shape qwen3-8b-awq --rows 1 8 16 64 128 256 512 1024 --output matrices.json
 
 Times are microseconds, the median of 5 graphs. A graph multiplies copies of a matrix that do not fit into the L2 cache
 together. `share` is the share of the read bandwidth that reading the stored weights once takes.
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program. Exit codes: 0 done, 2 a mistake (one line)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b-awq")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64, 256, 1024])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64, 128, 256, 512, 1024])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     with torch.inference_mode():
