@@ -55,6 +55,26 @@ def test_answers_equal_transformers_under_random_events(name: str) -> None:
     assert check_whatever_happens(architecture.target(**FAMILIES[name]), trees=name in TREES) == 0
 
 
+@pytest.mark.skipif(not LONG_RUN or torch.cuda.is_available(), reason="the interpreter takes a minute")
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_kernels_draft_across_the_start_of_a_chunk(trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from dflash_toolkit.kernels.gpu import Gpu
+
+    monkeypatch.setattr("dflash_toolkit.runtime.engine.ops_for", lambda _: Gpu())
+    target, (prompt,) = ARCHITECTURES["Llama 4"].target(), prompts_of(13)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    answers = {tuple(prompt): generate(target, None, prompt, params).tokens}
+    engine = make_engine(
+        target, make_drafter(target, taps=1), max_num_seqs=1, max_model_len=40, draft_tree=8 if trees else 0
+    )
+    if not trees:
+        knowing(engine, answers, lambda position: position % 6 == 0)
+    with planting(engine, answers) if trees else contextlib.nullcontext():
+        assert engine.generate([prompt], params)[0].tokens == answers[tuple(prompt)]
+    assert engine.stats.accepted > engine.stats.generated_tokens / 2
+
+
 @pytest.mark.parametrize("name", ["Gemma 2", "Granite"])
 def test_sampling_and_logprobs_use_scaled_logits(name: str) -> None:
     target, (prompt,) = ARCHITECTURES[name].target(**FAMILIES[name]), prompts_of(9)
