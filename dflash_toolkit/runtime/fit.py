@@ -115,12 +115,11 @@ def fit(asked: EngineOptions, planner: Planner, budget: float, device: torch.dev
         return planned(**change)
 
     options, plan = planned(contexts[-1], **change)
-    if plan.missing(options, budget) <= 0:
+    if holds(options, plan):
         return options, plan
 
     def short(context: int) -> bool:
-        options, plan = planned(context, **change)
-        return plan.missing(options, budget) > 0
+        return not holds(*planned(context, **change))
 
     return planned(contexts[max(bisect_right(contexts, 0, key=short) - 1, 0)], **change)
 

@@ -137,7 +137,7 @@ def test_on_large_gpus_only_the_batch_follows_the_memory(shape: str, rows: int, 
     spec, drafter = ModelSpec.of_target(config), drafter_shape(config)
     options, plan, budget = fitted_to(80, shape)
     unlimited = EngineOptions(max_num_seqs=rows).fitted(spec, drafter, CUDA)
-    context = {"qwen3.8-27b-fp8": 122_880}.get(shape, unlimited.max_model_len)  # of 262,144
+    context = {"qwen3.8-27b-fp8": 98_304}.get(shape, unlimited.max_model_len)  # of 262,144
     assert options == replace(unlimited, draft_dtype="fp8", max_model_len=context)
     assert plan.tokens(budget) >= 2048 * rows
     assert EngineOptions().memory_share(int(79.1 * GIB)) == 0.9
