@@ -162,13 +162,14 @@ def chart(table: dict[str, Any]) -> str:
     """A table's chart as an SVG file, with its title and a legend."""
     spec, rows = table["chart"], table["rows"]
     rows = [row for row in rows if all(str(row.get(key)) == each for key, each in spec.get("only", {}).items())]
+    forms = {key: form for _, key, *form in table["columns"]}
+    labels = [cell(row, spec["x"], *forms.get(spec["x"], ())) for row in rows]
     series = []
     for i, (key, name) in enumerate(spec["series"]):
         found = (value(row, key) for row in rows)
         series.append(plots.Series(name, f"c{i}", tuple(math.nan if each is None else each for each in found)))
     drawn = plots.curves(
-        spec["title"], series, spec["x_name"], labels=[cell(row, spec["x"]) for row in rows], top=None,
-        form=spec.get("format", "{:g}").format,
+        spec["title"], series, spec["x_name"], labels=labels, top=None, form=spec.get("format", "{:g}").format,
     )  # fmt: skip
     height = plots.HEIGHT + LEGEND_ROW * len(series)
     inside = drawn[drawn.index("\n") : drawn.rindex("</svg>")]
