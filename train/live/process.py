@@ -38,7 +38,7 @@ from .slowdown import Slowdown
 
 ROLL_BACK, STOP_DRAFTING = "roll back", "stop drafting"  # messages
 IN_FLIGHT = 16  # served requests on their way to the trainer
-NICE = 10  # lower priority of the trainer on the processor
+NICE = 10  # lower priority on the processor of a trainer on a GPU; on a CPU only its share limits it
 IDLE_S = 0.05  # pause of a trainer without enough records
 END_S = 5.0
 MINUTE_S = 60.0
@@ -258,7 +258,6 @@ class _Link:
 
 
 def _main(connection: Any, shared: Shared) -> None:
-    os.nice(NICE)
     torch.set_num_threads(THREADS)  # the engine's thread launches steps of a millisecond, and must not wait for a core
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):  # the engine closed
@@ -284,6 +283,8 @@ def interval(taken: float, share: float, cost: float = 1.0) -> float:
 
 
 def _train(work: Work, connection: Any, shared: Shared) -> None:
+    if work.device.type == "cuda":
+        os.nice(NICE)
     if work.device.index is not None and work.device.type == "cuda":
         torch.cuda.set_device(work.device)
     drafter = Drafter.of_tensors(work.shape, work.weights).to(work.device)
