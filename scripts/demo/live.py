@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--drafter", help="its drafter")
     parser.add_argument("--seconds", type=float, default=600.0, help="longest time (default: 600)")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens of an answer (default: 24)")
-    parser.add_argument("--share", type=float, default=0.5, help="--adapt-share of the server (default: 0.5)")
+    parser.add_argument("--share", type=float, default=1.0, help="--adapt-share of the server (default: 1)")
     parser.add_argument("--rate", type=float, default=3e-3, help="--adapt-learning-rate of the server (default: 3e-3)")
     args = parser.parse_args(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
