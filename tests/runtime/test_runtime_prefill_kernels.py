@@ -57,7 +57,7 @@ with torch.inference_mode():
             size = max(size, 513) if count == 1 else size
             jobs.append(PrefillJob([0] * size, start, [1] * -(-(start + size + 40) // 64)))
         (prefills.packed(jobs) if count > 1 else prefills.unpadded(jobs[0])).run()
-print(json.dumps([known, found[known:]]), flush=True)
+os.write(1, f"{json.dumps([known, found[known:]])}\\n".encode())  # at once: both processes write
 if card is features.KNOWN[first]:
     sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
