@@ -1,7 +1,7 @@
 """Scales the queries of Llama 4's layers without rope by the positions of their tokens.
 
 transformers counts these positions from the length of the cache. That is wrong for the rows of a draft tree, for rows
-after padding, and for packed documents, whose positions are given.
+after padding, and for packed documents: their positions are given.
 """
 
 from collections.abc import Iterable

@@ -145,8 +145,8 @@ class Scheduler:
         """Returns the time that prompts may take until the next step.
 
         Less than a step for one prompt, so that the time between two tokens of the requests that decode is at most
-        twice as long as without it. More for several prompts, also for the last of them, as requests that were sent
-        together should decode together; up to LONGEST_S.
+        about twice as long as without it. More for several prompts, also for the last of them, as requests that were
+        sent together should decode together; up to LONGEST_S.
         """
         table, share = self.table, SHARE * self._device.step_s
         prompts = len(table.queue.started) + min(len(table.queue), table.free_rows)

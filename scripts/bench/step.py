@@ -8,7 +8,7 @@ Acceptance is synthetic (a conditional probability per position, or a mean step 
 mixtures of experts every row verifies random tokens, because a random drafter drafts nearly the same tokens
 everywhere, and the rows then choose experts independently. Several `--drafter-kind` take turns with the same
 target. With `--zero-acceptance N` no draft of N requests per batch is accepted; the result has the time per token
-of these and of the others. `--breakdown` adds the time of each part, of steps and of the prompts of `--first-token`.
+of these and of the others.
 """
 
 import argparse
@@ -191,7 +191,7 @@ GEMM = ("nvjet", "cutlass", "gemm")  # cuBLAS's kernels, for more rows than ours
 PARTS = {  # parts of a step by names of kernels; norms are in the kernels of the GEMMs
     "delta nets": ("_delta_inputs", "_delta_rule", "_gated_rms_norm", "_gate_heads"),
     "experts": ("_experts_kernel", "_group_rows_kernel"),
-    "attention": ("_attention_kernel", "prefill_kernel", "_merge_kernel", "_rope_write"),
+    "attention": ("_attention_kernel", "_merge_kernel", "_rope_write"),
     "gemms": ("layer_kernel", "_linear_kernel", *GEMM, "splitK", "_swiglu", "add_rms_norm", "_round_kernel"),
 }
 END, CONTEXT = "_accept_kernel", "_context_write_kernel"
@@ -255,28 +255,6 @@ def breakdown(engine: Engine, rows: int, block: int, steps: int = 6) -> dict[str
     return attribute(
         sorted((e.time_range.end, e.name) for e in profile.events() if e.time_range.end > e.time_range.start)
     )
-
-
-def kinds(kernels: list[tuple[float, float, str]]) -> dict[str, float]:
-    """Returns the microseconds of cuBLAS, attention, other kernels, and of none that the profiler saw.
-
-    Args:
-        kernels: (end, start, name) in microseconds, in any order.
-    """
-    found, before = dict.fromkeys(("cuBLAS", "attention", "others", "none"), 0.0), min(start for _, start, _ in kernels)
-    for end, start, name in sorted(kernels):
-        kind = "cuBLAS" if any(key in name for key in GEMM) else _part(name)
-        found["none"] += max(start - before, 0.0)
-        found[kind if kind in found else "others"] += max(end - max(start, before), 0.0)
-        before = max(before, end)
-    return found
-
-
-def prompt_breakdown(engine: Engine, prompt: int) -> dict[str, float]:
-    """Microseconds of the GPU for one prompt by kind of kernel."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run(engine, prompt, 1, 1, seed=-1)
-    return kinds([(e.time_range.end, e.time_range.start, e.name) for e in profile.events()])
 
 
 def fill(engine: Engine, rows: int, context: int) -> None:
@@ -439,9 +417,7 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
                 show(result["rows"][-1])
             for prompt in args.first_token:
                 ms = first_token_ms(engine, prompt, args.repeats)
-                found = {"drafter_kind": kind, "block": block, "prompt": prompt, "ms": ms}
-                found |= {"parts_us": prompt_breakdown(engine, prompt)} if args.breakdown else {}
-                result["first_token_ms"].append(found)
+                result["first_token_ms"].append({"drafter_kind": kind, "block": block, "prompt": prompt, "ms": ms})
                 print(result["first_token_ms"][-1], flush=True)
                 if args.output:
                     write_json(args.output, result)

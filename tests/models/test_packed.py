@@ -91,7 +91,7 @@ def test_nothing_of_a_document_reaches_another(name: str, poisoned: int) -> None
             if i == poisoned:
                 assert found.isnan().all()
             else:
-                # NaN moves tokens to other experts, whose products then have other numbers of rows
+                # NaN moves tokens to other experts; the products of these then have other numbers of rows
                 assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), (part, i)
 
 

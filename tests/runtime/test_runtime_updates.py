@@ -295,7 +295,7 @@ def test_steps_are_counted_for_the_first_and_the_newest_versions() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_an_engine_decodes_plainly_until_its_drafter_is_updated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that run, or whose prompts are half computed, then have the context that they would always have had."""
+    """Requests that run or are half prefilled then have the context that they would always have had."""
     target, _ = pair(kind)
     old, new = drafters(2, target)
     options = {"keep_taps": True, "max_num_batched_tokens": 16, "page_size": 4, "num_speculative_tokens": 3}

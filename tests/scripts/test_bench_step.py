@@ -47,16 +47,6 @@ def test_step_breakdown_attributes_each_kernel() -> None:
     assert sum(found.values()) == pytest.approx(sum(took for _, took in step))
 
 
-def test_kernels_that_overlap_are_counted_once() -> None:
-    kernels = [
-        (4.0, 1.0, "nvjet_tst"),
-        (5.0, 3.0, "hopper_prefill_kernel"),
-        (9.0, 7.0, "_swiglu"),
-        (9.5, 9.0, "Memset"),
-    ]
-    assert bench_step.kinds(kernels) == {"cuBLAS": 3.0, "attention": 1.0, "others": 2.5, "none": 2.0}
-
-
 def test_selector_walk_counts_as_head() -> None:
     layer = [*LAYER[:3], ("_linear_kernel", 90.0), ("_conv_add_rms_norm_kernel", 2.0), ("_block_conv_kernel", 2.0)]
     head = [("_linear_kernel", 3.0), ("_top_kernel", 25.0), ("_merge_top_kernel", 2.0), ("_walk_kernel", 5.0)]

@@ -12,12 +12,12 @@ from .start import SIGHT
 
 # options that may change when a run resumes: they change no weight or, if the number of processes times `accumulate`
 # changes, only how many micro batches form a step
-FREE_OPTIONS = ("log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "final_tokens",
-              "features",
-              "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
-              "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "splits", "recompute",
-              "head_rows", "export_selector", "feature_endpoint",
-              "offload_target")  # fmt: skip
+FREE_OPTIONS = (
+    "log_every", "save_every", "save_minutes", "evaluate_every", "evaluate_runtime", "final_tokens", "features",
+    "feature_dir", "feature_gpu_share", "feature_cache_gb", "wandb", "speculators", "zero", "fsdp",
+    "fsdp_reshard_after_forward", "target_tensor_parallel_size", "accumulate", "splits", "recompute", "head_rows",
+    "export_selector", "feature_endpoint", "offload_target",
+)  # fmt: skip
 OLD_NAMES = {"answers": "responses", "answer_files": "response_files", "trust_answers": "trust_responses"}
 ENDS = ("epochs", "steps", "minutes")  # end of a run; a longer run continues a shorter one
 

@@ -40,7 +40,7 @@ from .tile import FORMATS, SHARED_BYTES, Tile, accumulate, fitted, store_tile
 
 # maximum rows without gathering: products of 64 rows of an expert, or 32 in FP8, nearly all zero, take longer
 FEW_ROWS, FEW_ROWS_NARROW = 32, 16
-FEW_PAIRS = 8  # maximum pairs of a row and an expert whose MXFP4 weights are cut into smaller tiles, for more programs
+FEW_PAIRS = 8  # maximum pairs of a row and an expert with smaller tiles of MXFP4 weights, for more programs
 SHORT = 1024  # fewer columns than this are a short loop
 STEP_ROWS = 256  # maximum rows of a step; more are a prompt's
 LONG = 2048  # maximum rows of an expert per program
