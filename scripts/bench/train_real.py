@@ -62,7 +62,7 @@ from dflash_toolkit.train.run.provenance import target_digest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
 from scripts.bench.decode_sets import decode, table
-from scripts.bench.training_lab import Job, Journal, Lab, Responses, prompt_of, timed
+from scripts.bench.training_lab import Job, Journal, Lab, Responses, Turns, prompt_of, timed
 from scripts.measure import setting, without_folders
 
 # a 0.5B target on one large GPU; options of the command line override these
@@ -114,6 +114,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="sets that the last run also decodes without drafts (default: all)",
     )
+    add("--turns", type=Path, metavar="FILE", help="programs with the same file share a GPU: train and decode in turns")
     add("--output", type=Path, required=True)
     add("overrides", nargs="*", metavar="key=value", help="training options")
     return parser.parse_intermixed_args(argv)
@@ -283,10 +284,13 @@ def run_jobs(args: argparse.Namespace, jobs: list[Job], processes: Processes) ->
         raise UserError(f"{unknown[0]!r} is not a set to decode: {', '.join(asked)}")
     if processes.world > 1 and not args.answers:
         raise UserError(f"{processes.world} processes need --answers; write them first with dflash-data --gpus")
+    if processes.world > 1 and args.turns:
+        raise UserError(f"--turns is for one process, but there are {processes.world}; remove it")
     if (written := output / "result.json").exists() and len(json.loads(written.read_text())["runs"]) == len(jobs):
         raise UserError(f"{written} is there already; choose another --output or remove it")
     work = output / "work"
     work.mkdir(parents=True, exist_ok=True)
+    turns = Turns(args.turns)
     journal = Journal(work / "journal.json", args.argv, processes)
     answered = {}
     for job in jobs:  # each way to sample responses once
@@ -311,7 +315,7 @@ def run_jobs(args: argparse.Namespace, jobs: list[Job], processes: Processes) ->
             rows, left_out = usable(read_rows(found["files"], target), longest, forbidden)
             spent = 60 * args.answers_gpu_minutes if args.answers else found["seconds"]
             responses[sampler] = Responses(*hold_out(rows, held, config.run.seed), spent)
-    lab, runs = Lab(target, work, processes), []
+    lab, runs = Lab(target, work, processes, turns), []
     first = responses[jobs[0].sampler]
     for job in jobs:
         if processes.main:
@@ -333,7 +337,8 @@ def run_jobs(args: argparse.Namespace, jobs: list[Job], processes: Processes) ->
         if sets:
             now = plain if job is jobs[-1] else set()
             work_of = functools.partial(processes.rank_zero, decode, target, folder, report, sets, now, args)
-            decoded = journal.stage(f"decode {job.name}", lambda work_of=work_of: work_of() or {})
+            with turns.alone():
+                decoded = journal.stage(f"decode {job.name}", lambda work_of=work_of: work_of() or {})
             figures = decoded | figures | {"seconds": figures["seconds"] | {"evaluation": decoded["seconds"]}}
         runs.append(figures)
         total = sum(seconds.values()) + sum(sum(run["seconds"].values()) for run in runs)

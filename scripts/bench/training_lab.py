@@ -4,6 +4,7 @@ Under torchrun every process calls the same methods; the first one exports and w
 """
 
 import contextlib
+import fcntl
 import functools
 import json
 import math
@@ -103,11 +104,40 @@ class Journal:
         return self._processes.broadcast(self._kept.get(name, {}))
 
 
+class Turns:
+    """Lets programs prepare on one GPU at the same time, and measures each of them alone.
+
+    A program holds the file's lock shared while it prepares, and exclusively while it is measured. So the first one is
+    measured when all have prepared.
+
+    Args:
+        file: the same for all programs; None for a program that has the GPU to itself.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = open(file, "a") if file else None  # noqa: SIM115, open until the program ends
+        self._lock(fcntl.LOCK_SH)
+
+    def _lock(self, kind: int) -> None:
+        if self._file:
+            fcntl.flock(self._file, kind)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until no other program computes, and lets none do so meanwhile."""
+        release()  # memory that others need
+        self._lock(fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            self._lock(fcntl.LOCK_SH)
+
+
 class Lab:
     """Holds the objects that runs share: the target, and the features of the same rows and tapped layers."""
 
-    def __init__(self, target: Target, work: Path, processes: Processes) -> None:
-        self.target, self._work, self._processes = target, work, processes
+    def __init__(self, target: Target, work: Path, processes: Processes, turns: Turns) -> None:
+        self.target, self._work, self._processes, self._turns = target, work, processes, turns
         self._key: tuple[object, ...] = ()
         self._source: FeatureSource | None = None
         self._fill_s = 0.0  # seconds that filled it
@@ -161,7 +191,7 @@ class Lab:
         def export(trained: Drafter, made: Export) -> None:
             save_drafter(trained, folder, note | {RECORD_KEY: export_record(trained, self.target)})
 
-        with timed(seconds, "training"):
+        with self._turns.alone(), timed(seconds, "training"):
             outcome = self._run(config, rows, work, source, export)
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         held_out = None

@@ -1,8 +1,10 @@
 """scripts/bench/train_real.py from prompts to result.json on the tiny target, and what it is made of."""
 
+import fcntl
 import json
 import re
 import shlex
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,34 @@ def test_mistakes_are_one_line_before_loading(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_program_is_measured_when_all_have_prepared(tmp_path: Path) -> None:
+    first, second = (training_lab.Turns(tmp_path / "turns") for _ in range(2))
+
+    def free() -> bool:
+        with open(tmp_path / "turns") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    seen = []
+
+    def measured() -> None:
+        with first.alone():
+            seen.append(free())
+
+    waits = threading.Thread(target=measured, daemon=True)
+    waits.start()
+    waits.join(0.2)
+    assert not seen, "the second one still prepares"
+    with second.alone():
+        seen.append(free())
+    del second  # it ends
+    waits.join(10)
+    assert seen == [False, False] and free()
 
 
 def test_commands_in_docstring_parse() -> None:
