@@ -86,6 +86,9 @@ class TrainConfig(TemplateOptions):
     estimate_gpu: str | None = option(
         None, "GPU that --estimate is for, e.g. 'RTX 4090' (default: the one of this machine)", metavar="NAME"
     )
+    estimate_price: float | None = option(
+        None, "price of a GPU hour, for the cost of the run in --estimate (default: no cost)"
+    )
     drafter: DrafterOptions = options(DrafterOptions)
     prompts: DataOptions = options(DataOptions)
     synthesis: SynthesisOptions = options(SynthesisOptions)
@@ -102,6 +105,8 @@ class TrainConfig(TemplateOptions):
             raise ValueError("data has self:N, prompts without responses; leave out responses.regenerate=false")
         if count_in(self.data) and self.prompt_format == "text":
             raise ValueError("prompt_format text excludes data self:N, which needs a chat template")
+        if self.estimate_price is not None and self.estimate_price < 0:
+            raise ValueError(f"estimate_price is {self.estimate_price}; it must be >= 0")
         if self.run.zero and self.run.fsdp:
             raise ValueError(f"run.fsdp=true and run.zero={self.run.zero} are both given; a drafter is sharded by one")
         if self.run.zero and self.optim.ema:
@@ -235,6 +240,7 @@ def check_effects(config: TrainConfig) -> None:
          "responses.samples above 1 or responses.greedy_first=false"),
         ("optim.decay", optim.decay, OptimOptions().decay, optim.schedule != "wsd", "optim.schedule=wsd"),
         ("estimate_gpu", config.estimate_gpu, None, not config.estimate, "--estimate"),
+        ("estimate_price", config.estimate_price, None, not config.estimate, "--estimate"),
         ("run.feature_dir", run.feature_dir, None, run.features not in ("disk", "hybrid"),
          "run.features=disk or hybrid"),
         ("run.feature_cache_gb", run.feature_cache_gb, 0.0, run.features == "online", "run.features=auto"),

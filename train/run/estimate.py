@@ -76,6 +76,7 @@ class Estimate:
     passes: str  # how a step is made to fit, in words; empty if it is whole
     outlook: list[Line]  # on acceptance length
     advice: str = ""  # on memory, if it is too small
+    price: float | None = None  # of a GPU hour
     last_states: float = 0.0  # bytes of the target's last hidden states, for a loss with its distribution
 
     @property
@@ -111,6 +112,8 @@ class Estimate:
              "computed from the drafter's FLOPs"),
             ("start and end", duration(self.seconds["start and end"]), "assumed"),
             ("total", duration(self.total), ""),
+            *([] if self.price is None else [("cost", f"{self.total / 3600 * self.world * self.price:,.2f}",
+                                              f"{self.price:g} for each GPU hour")]),
             ("disk", size(self.disk), "resume points, checkpoints, responses, features on disk"),
             (self.machine.memory_name, f"{size(self.memory)} of {self.machine.memory_gib:.0f} GiB"
              + ("" if self.fits else ": TOO MUCH"), ", ".join(filter(None, ("computed", self.passes)))),
@@ -229,7 +232,7 @@ def estimate(
             weights.dense + weights.embedding + weights.experts, shape.architecture.kind,
             epochs * responses * answered, responses * answered, 3600 / per_token_s * answered / length, world, work,
         ),
-        advice="" if cpu or needed <= room else advice(config, memory, needed, room),
+        advice="" if cpu or needed <= room else advice(config, memory, needed, room), price=config.estimate_price,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def fingerprint(record: dict[str, Any]) -> dict[str, Any]:
         "threads",
         "estimate",
         "estimate_gpu",
+        "estimate_price",
     )
     config = {k: v for k, v in config_of(record).items() if k not in places}
     for part in ("run", "optim", "loss"):

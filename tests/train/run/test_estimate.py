@@ -182,6 +182,16 @@ def test_estimate_prints_a_table_and_runs_nothing(
         assert said in out
     assert f"about an hour: dflash-train --target {tmp_path / 'target'}" in out
     assert "--estimate" not in out and not (tmp_path / "out").exists()
+    assert "cost" not in out and main([*words, "--estimate-price", "2.5"]) == 0
+    assert "2.5 for each GPU hour" in capsys.readouterr().out
+
+
+def test_the_estimated_cost_is_of_all_gpus() -> None:
+    found = of({"estimate": True, "estimate_price": 2.5}, world=4)
+    (cost,) = (amount for what, amount, _ in found.table() if what == "cost")
+    assert float(cost) == pytest.approx(4 * 2.5 * found.total / 3600, abs=0.01)
+    with pytest.raises(UserError, match=r"estimate_price is -1.0; it must be >= 0"):
+        configure({"target": "t", "estimate": True, "estimate_price": -1.0})
 
 
 @pytest.mark.parametrize("card", ["RTX 3090", "RTX 4090", "RTX 5090", "L4"])
@@ -202,6 +212,8 @@ def test_the_estimate_for_an_unknown_gpu_is_refused() -> None:
         estimate(config, named_shape("qwen3-4b"))
     with pytest.raises(UserError, match=r"estimate_gpu is RTX 4090, but it has no effect without --estimate"):
         configure({"target": "t", "estimate_gpu": "RTX 4090"})
+    with pytest.raises(UserError, match=r"estimate_price is 2.5, but it has no effect without --estimate"):
+        configure({"target": "t", "estimate_price": 2.5})
 
 
 def test_the_estimate_says_what_helps_if_memory_is_too_small(
