@@ -1,6 +1,8 @@
 """Code that the programs under scripts/ share: machine, versions and command of a result; CUDA graphs; loads."""
 
 import argparse
+import contextlib
+import fcntl
 import importlib.metadata
 import itertools
 import os
@@ -8,7 +10,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +19,7 @@ import torch
 from dflash_toolkit.kernels.features import VARIABLE
 
 PACKAGES = ("dflash-toolkit", "torch", "triton", "transformers")
+PATIENCE_S = 300  # for engines that start together
 
 
 def setting(script: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -67,6 +71,35 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+# ---- programs that share a GPU --------------------------------------------------------------------------------------
+
+
+def add_together(parser: argparse.ArgumentParser) -> None:
+    """Adds `--together`; `turn` takes its value."""
+    text = "an empty folder for N engines that start together"
+    parser.add_argument("--together", nargs=2, metavar=("FOLDER", "N"), help=text)
+
+
+@contextlib.contextmanager
+def turn(together: Sequence[str] | None) -> Iterator[None]:
+    """Waits until all engines are ready, at most PATIENCE_S, and then for those that are timed.
+
+    Args:
+        together: a folder that the engines share, and their number; None for a single engine.
+    """
+    if together is None:
+        yield
+        return
+    folder, count = Path(together[0]), int(together[1])
+    (folder / f"ready-{os.getpid()}").touch()
+    until = time.monotonic() + PATIENCE_S
+    while len([*folder.glob("ready-*")]) < count and time.monotonic() < until:
+        time.sleep(0.2)
+    with open(folder / "timed", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 # ---- loads: so many requests at a time ------------------------------------------------------------------------------

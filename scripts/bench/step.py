@@ -52,7 +52,7 @@ from dflash_toolkit.sampling import MAX_LOGPROBS, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
-from scripts.measure import setting
+from scripts.measure import add_together, setting, turn
 from scripts.shapes import named_shape, random_drafter, random_target
 
 ACCEPT = 0.865
@@ -302,11 +302,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Synthe
     )
     parser.add_argument("--no-drafter", action="store_true", help="plain decoding without a drafter in memory")
     parser.add_argument("--drafter-kind", nargs="+", choices=list(DRAFTERS), default=["dflash"])
+    parser.add_argument("--drafter-block", type=int, help="longest block of the drafter (default: of its kind)")
     parser.add_argument("--draft-dtype", choices=DRAFT_DTYPES, default="auto")
     parser.add_argument(
         "--no-dependent-launches", action="store_true", help="start each Triton kernel after the previous one has ended"
     )
     parser.add_argument("--breakdown", action="store_true")
+    add_together(parser)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     numbers = {"batch": min(args.batch), "prompt": min(args.prompt), "repeats": args.repeats, "short": args.short}
@@ -375,7 +377,8 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
     target = random_target(ModelSpec.of_target(config), device, dtype)
     drafters: dict[str | None, DrafterWeights | None] = {None: None}
     if not args.no_drafter:
-        shapes = {kind: drafter_shape(config, **DRAFTERS[kind]) for kind in args.drafter_kind}
+        size = {"block_size": args.drafter_block} if args.drafter_block else {}
+        shapes = {kind: drafter_shape(config, **DRAFTERS[kind], **size) for kind in args.drafter_kind}
         drafters = {kind: random_drafter(shape, device, dtype) for kind, shape in shapes.items()}
     torch.cuda.synchronize()
     result: dict[str, Any] = {
@@ -393,6 +396,18 @@ def bench(args: argparse.Namespace, synthetic: SyntheticAcceptance) -> None:
         "rows": [],
         "first_token_ms": [],
     }
+    with turn(args.together):
+        time_steps(args, synthetic, target, drafters, result)
+
+
+def time_steps(
+    args: argparse.Namespace,
+    synthetic: SyntheticAcceptance,
+    target: TargetWeights,
+    drafters: dict[str | None, DrafterWeights | None],
+    result: dict[str, Any],
+) -> None:
+    """Times every block and drafter, and writes the result after each row."""
     for block, (kind, drafter) in itertools.product(args.block, drafters.items()):
         began = time.perf_counter()
         options = EngineOptions(

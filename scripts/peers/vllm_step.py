@@ -14,7 +14,6 @@ at the same time on one GPU: with `--together` each waits until all are ready, a
 
 import argparse
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +40,11 @@ from dflash_toolkit.train.responses.vllm_backend import import_vllm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, for `scripts`
 
-from scripts.measure import setting
+from scripts.measure import add_together, setting, turn
 from scripts.shapes import named_shape
 
 UNQUANTIZED = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_a", "linear_attn.in_proj_b")  # as published
 ROUTING = "own_experts"  # defined in vllm_routing.py
-PATIENCE_S = 120  # for engines that start together
 ACCEPTED, DRAFTS = "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts"
 
 
@@ -70,7 +68,7 @@ class Work(NamedTuple):
     long: int
     repeats: int
     first_token: Sequence[int]  # tokens of single prompts
-    together: tuple[Path, int] | None  # a folder that engines share, and their number
+    together: Sequence[str] | None  # see `turn`
     name: str  # the engine's name in the result
     result: dict[str, Any]  # the result so far
     output: Path
@@ -91,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gpu-memory-utilization", type=float, default=0.5)
     add("--kv-cache-gib", type=float, help="GiB of the cache, instead of --gpu-memory-utilization")
     add("--first-token", type=int, nargs="+", default=[], metavar="TOKENS", help="also time prompts of so many tokens")
-    add("--together", nargs=2, metavar=("FOLDER", "N"), help="an empty folder for N engines that start together")
+    add_together(parser)
     add("--options", type=json.loads, default={}, help="more arguments of vllm.LLM, a JSON object")
     add("--no-compile", action="store_true", help="CUDA graphs without torch.compile: faster start, slower decoding")
     add("--output", type=Path, required=True)
@@ -124,6 +122,8 @@ def write_shapes(folder: Path, shape: str, k: int) -> tuple[Path, Path]:
     if (quantized := stated.get("quantization_config")) and quantized["quant_method"] == "fp8":
         kept = [f"model.layers.{layer}.{name}" for layer in range(config.num_hidden_layers) for name in UNQUANTIZED]
         stated["quantization_config"] = {**quantized, "modules_to_not_convert": ["lm_head", *kept]}
+    if "linear_attention" in (stated.get("layer_types") or ()):
+        stated["mamba_ssm_dtype"] = "float32"  # as published; without it vLLM keeps states in bf16
     write_json(target / "config.json", stated)
     if k:
         drafter.mkdir()
@@ -165,22 +165,6 @@ def for_batches(options: dict[str, Any], args: argparse.Namespace, k: int) -> di
     if args.kv_cache_gib:
         options |= {"kv_cache_memory_bytes": int(args.kv_cache_gib * 2**30), "gpu_memory_utilization": 0.1}
     return options | args.options
-
-
-@contextlib.contextmanager
-def turn(together: tuple[Path, int] | None) -> Iterator[None]:
-    """Waits until all engines are ready, at most PATIENCE_S, and then for those that are timed."""
-    if together is None:
-        yield
-        return
-    folder, count = together
-    (folder / f"ready-{os.getpid()}").touch()
-    until = time.monotonic() + PATIENCE_S
-    while len([*folder.glob("ready-*")]) < count and time.monotonic() < until:
-        time.sleep(0.2)
-    with open(folder / "timed", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def measure(work: Work) -> dict[str, Any]:
@@ -304,13 +288,12 @@ def run(args: argparse.Namespace) -> None:
     if getattr(named_shape(args.shape), "num_experts", None):
         result["routing"] = "every row of every layer chooses by random logits of its own, through vllm's top-k kernel"
     result["engines"] = {}
-    together = (Path(args.together[0]), int(args.together[1])) if args.together else None
     for k in args.k:
         with tempfile.TemporaryDirectory() as folder:
             vocabulary, lengths = named_shape(args.shape).vocab_size, (args.prompt, args.short, args.long)
             work = Work(
                 for_batches(options_of(args, Path(folder), k), args, k), vocabulary, args.batch, *lengths, args.repeats,
-                args.first_token, together, f"k{k}" if k else "plain", result, args.output,
+                args.first_token, args.together, f"k{k}" if k else "plain", result, args.output,
             )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 result = pool.submit(measure, work).result()

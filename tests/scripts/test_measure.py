@@ -1,12 +1,14 @@
 """A result file describes its run."""
 
+import fcntl
 import platform
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.measure import setting, without_folders, without_output
+from scripts.measure import setting, turn, without_folders, without_output
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,11 @@ def test_a_result_names_machine_versions_and_command(monkeypatch: pytest.MonkeyP
     assert found["versions"]["torch"] == torch.__version__ or torch.__version__.startswith(found["versions"]["torch"])
     assert found["gpu"].startswith("cpu, ") or torch.cuda.is_available()
     assert setting("bench/step.py", ["--shape", "tiny"])["command"][2:] == ["--shape", "tiny"]
+
+
+def test_engines_that_start_together_are_timed_in_turns(tmp_path: Path) -> None:
+    (tmp_path / "ready-1").touch()
+    with turn((str(tmp_path), "2")), open(tmp_path / "timed") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(tmp_path / "timed") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

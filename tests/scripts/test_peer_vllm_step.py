@@ -1,6 +1,5 @@
 """scripts/peers/vllm_step.py without vllm: what it asks of it, and what it makes of what it measured."""
 
-import fcntl
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -37,14 +36,6 @@ def test_steps_of_measured_batches_are_captured(tmp_path: Path) -> None:
     assert options["seed"] == 7
 
 
-def test_engines_that_start_together_are_timed_in_turns(tmp_path: Path) -> None:
-    (tmp_path / "ready-1").touch()
-    with program.turn((tmp_path, 2)), open(tmp_path / "timed") as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with open(tmp_path / "timed") as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 @pytest.mark.parametrize(
     ("shape", "architecture", "experts", "recurrent"),
     [
@@ -69,6 +60,7 @@ def test_experts_and_delta_nets_use_triton(
         assert "model.layers.0.linear_attn.in_proj_b" in quantized["modules_to_not_convert"], "48 rows fill no block"
     assert (options.get("moe_backend") == "triton") == experts == ("worker_extension_cls" in options)
     assert ("additional_config" in options) == recurrent
+    assert getattr(target, "mamba_ssm_dtype", None) == ("float32" if recurrent else None), "states as in checkpoints"
     assert options["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert read_config(Path(options["speculative_config"]["model"])).hidden_size == target.hidden_size
 
